@@ -1,0 +1,50 @@
+# `make demo` and `make test` need python3 (3.10 or newer) and make; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PEERS := $(VENV)/.peers
+
+.PHONY: setup demo test test-all bench peers lint format clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kernelformer needs Python 3.10 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The C++ peer compiles against the installed torch (no build isolation) and takes a visible nvcc for a CUDA machine,
+# so nvcc's folder is kept off PATH. It is optional: the benchmark leaves out what is not installed.
+$(PEERS): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]' setuptools wheel ninja
+	-nvcc=$$(command -v nvcc); clean=$$(printf %s "$$PATH" | tr : '\n' | grep -vxF "$${nvcc%/nvcc}" | paste -sd: -); \
+	PATH="$$clean" $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation pytorch-fast-transformers
+	@touch $@
+
+peers: $(PEERS)
+
+demo: $(READY)
+	$(BIN)/kernelformer demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m ''
+
+bench: $(PEERS)
+	$(BIN)/kernelformer bench
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,148 @@
+"""How the fast algorithms cut (B, H, L, D) into pieces that fit the caches, and put results back.
+
+A block is a few samples with all of their heads; a chunk is a stretch of the sequence. Rows N of a block are
+(sample, key head), times the number of chunks where several are worked on at once; the queries of one key head's group
+lie one after the other in the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Numbers in one (N, C, M) buffer: 2 MiB in float32. Fastest on a CPU whose cores have 1 MiB of L2 each, and flat around it.
+BUFFER = 1 << 19
+# Rows of a causal chunk: the quadratic part costs C (M + E) a row, the rest does not depend on C, and matrices below 64
+# rows leave the arithmetic idle.
+CAUSAL_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes of one call."""
+
+    B: int
+    H: int
+    G: int
+    L: int
+    S: int
+    D: int
+    E: int
+    M: int
+
+    @property
+    def R(self) -> int:
+        """Query heads per key head."""
+        return self.H // self.G
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, value: Tensor, features: int) -> Shapes:
+        """Read off q (B, H, L, D), k (B, G, S, D), v (B, G, S, E)."""
+        B, H, L, D = query.shape
+        return Shapes(B, H, key.shape[1], L, key.shape[2], D, value.shape[3], features)
+
+    def samples(self) -> int:
+        """How many samples go into one block."""
+        return max(1, min(self.B, BUFFER // (self.M * self.H * max(self.L, self.S, 1))))
+
+    def chunk(self, samples: int, heads: int) -> int:
+        """How many tokens of so many samples and heads fill a buffer."""
+        return max(32, BUFFER // (self.M * samples * heads))
+
+    def causal(self, samples: int) -> tuple[int, int]:
+        """(rows of a chunk, chunks worked on at once) of the causal algorithm."""
+        rows = max(1, min(CAUSAL_CHUNK, max(self.L, self.S)))
+        return rows, max(1, min(-(-max(self.L, self.S) // rows), self.chunk(samples, self.H) // rows))
+
+    def groups(self, samples: int) -> int:
+        """How many such groups of chunks the causal algorithm takes."""
+        rows, together = self.causal(samples)
+        return -(-min(self.L, self.S) // (rows * together))
+
+
+def spans(length: int, step: int) -> Iterator[tuple[int, int]]:
+    """Consecutive (start, end) of at most ``step``."""
+    for start in range(0, length, step):
+        yield start, min(start + step, length)
+
+
+def grouped(x: Tensor, key_heads: int) -> Tensor:
+    """(B, H, L, X) -> (B, G, R, L, X), a view."""
+    return x.unflatten(1, (key_heads, -1))
+
+
+def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A piece (b, G, R, T, X) as rows (b G, R T, X) in the dtype of the arithmetic; a view where that is possible."""
+    b, g, r, t, width = x.shape
+    return x.reshape(b * g, r * t, width).to(dtype)
+
+
+def chunk_rows(x: Tensor, dtype: torch.dtype, chunks: int, size: int) -> Tensor:
+    """A piece (b, G, R, T, X), T <= chunks * size, as rows (b G chunks, R size, X), zeros beyond T."""
+    b, g, r, t, width = x.shape
+    if t < chunks * size:
+        x = F.pad(x, (0, 0, 0, chunks * size - t))
+    return x.unflatten(3, (chunks, size)).transpose(2, 3).reshape(b * g * chunks, r * size, width).to(dtype)
+
+
+def put_rows(target: Tensor, rows: Tensor) -> None:
+    """The inverse of `rows_of`: write rows (b G, R T, X) into a piece (b, G, R, T, X)."""
+    target.copy_(rows.view(target.shape))
+
+
+def put_chunks(target: Tensor, rows: Tensor, chunks: int, size: int) -> None:
+    """The inverse of `chunk_rows`; what was beyond T is dropped."""
+    b, g, r, t, width = target.shape
+    whole = rows.view(b, g, chunks, r, size, width).transpose(2, 3)
+    if t == chunks * size:
+        target.unflatten(3, (chunks, size)).copy_(whole)
+    else:
+        target.copy_(whole.reshape(b, g, r, chunks * size, width)[..., :t, :])
+
+
+def hidden_rows(key_mask: Tensor | None, block: slice, span: slice, heads: int, chunks: int, size: int) -> Tensor | None:
+    """Which keys of a piece must not count, (b G chunks, size) bool: masked ones and those beyond the end, or None."""
+    if key_mask is None:
+        return None
+    hidden = ~key_mask[block, span]
+    b, t = hidden.shape
+    if t < chunks * size:
+        hidden = F.pad(hidden, (0, chunks * size - t), value=True)
+    return hidden.view(b, 1, chunks, size).expand(b, heads, chunks, size).reshape(-1, size)
+
+
+def tail_hidden(length: int, chunks: int, size: int, rows: int, device: torch.device) -> Tensor | None:
+    """The same without a mask: None, or the keys beyond ``length`` of a piece."""
+    if length == chunks * size:
+        return None
+    hidden = torch.arange(chunks * size, device=device) >= length
+    return hidden.view(1, chunks, size).expand(rows, chunks, size).reshape(-1, size)
+
+
+def spread(tensors: Sequence[Tensor], block: slice, samples: int, heads: int, chunks: int = 1) -> list[Tensor]:
+    """A map's tensors (B or 1, H or 1, ...) as rows (samples heads chunks, ...) of a block; views where all are the same."""
+    out = []
+    for x in tensors:
+        rest = x.shape[2:]
+        if x.shape[:2] == (1, 1):
+            out.append(x[0, 0].expand(samples * heads * chunks, *rest))
+            continue
+        x = x if x.shape[0] == 1 else x[block]
+        out.append(x.unsqueeze(2).expand(samples, heads, chunks, *rest).reshape(-1, *rest))
+    return out
+
+
+def gather_grads(totals: Sequence[Tensor], grads: Sequence[Tensor], block: slice, samples: int, heads: int) -> None:
+    """Add gradients of the rows of `spread` to those of the tensors."""
+    for total, grad in zip(totals, grads, strict=True):
+        rows = grad.view(samples, heads, -1, *grad.shape[1:]).sum(2)
+        if total.shape[1] == 1:
+            rows = rows.sum(1, keepdim=True)
+        if total.shape[0] == 1:
+            total += rows.sum(0, keepdim=True)
+        else:
+            total[block] += rows

@@ -1,0 +1,282 @@
+"""Causal attention at linear cost: quadratic inside a chunk, a state between chunks (performer Eq. 11).
+
+Chunks are worked on several at a time, as batched matrix products; only the recurrence of the state runs chunk by chunk.
+The (L, M, E) tensor of prefix sums is never made.
+
+Cost: O(L (M (D + E) + C (M + E))) time for chunks of C rows. The backward pass keeps the inputs, the output, one number
+per query and one state per group of chunks, and maps every chunk again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.blocks import (
+    Shapes,
+    chunk_rows,
+    gather_grads,
+    grouped,
+    hidden_rows,
+    put_chunks,
+    spans,
+    spread,
+    tail_hidden,
+)
+from kernelformer.attention.engine import Workspace
+from kernelformer.attention.linear import engine_class, make_engine, visible_pair
+from kernelformer.contract import compute_dtype, lookup
+
+
+class _Pieces:
+    """The groups of chunks of one call: their places, and the tensors cut to them."""
+
+    def __init__(self, s: Shapes, key_mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> None:
+        self.s, self.key_mask, self.dtype, self.device = s, key_mask, dtype, device
+        self.samples = s.samples()
+        self.size, self.together = s.causal(self.samples)
+        # Keys beyond the last query are never seen; queries beyond the last key see the final state.
+        self.length = min(s.L, s.S)
+        self.mask = torch.ones(self.size, self.size, dtype=dtype, device=device).tril_().repeat(s.R, 1)
+
+    def groups(self) -> list[tuple[int, int]]:
+        """(start, end) of every group."""
+        return list(spans(self.length, self.size * self.together))
+
+    def rows(self, x: Tensor, block: slice, start: int, end: int) -> Tensor:
+        """A piece of (B, G, R, T, X) as rows of chunks."""
+        return chunk_rows(x[block, :, :, start:end], self.dtype, self.together, self.size)
+
+    def hidden(self, block: slice, count: int, start: int, end: int) -> Tensor | None:
+        """The keys of a piece that do not count."""
+        if self.key_mask is None:
+            return tail_hidden(end - start, self.together, self.size, count * self.s.G, self.device)
+        return hidden_rows(self.key_mask, block, slice(start, end), self.s.G, self.together, self.size)
+
+    def put(self, target: Tensor, rows: Tensor, block: slice, start: int, end: int) -> None:
+        """Write rows of chunks back."""
+        put_chunks(target[block, :, :, start:end], rows, self.together, self.size)
+
+
+@torch.library.custom_op("kernelformer::causal_attention", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    state: list[Tensor],
+    spec: str,
+    scale: float,
+    normalize: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    known = lookup(spec)
+    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
+    dtype = compute_dtype(query.dtype)
+    work = Workspace(dtype, query.device)
+    pieces = _Pieces(s, key_mask, dtype, query.device)
+    out = query.new_empty(s.B, s.H, s.L, s.E)
+    notes = query.new_zeros(s.B, s.H, s.L, dtype=dtype)
+    end_state = [torch.empty_like(x) for x in state]
+    kept = [x.new_empty(len(pieces.groups()) if keep else 0, *x.shape) for x in state]
+    q5, k5, v5 = (grouped(x, s.G) for x in (query, key, value))
+    out5, notes5 = grouped(out, s.G), grouped(notes.unsqueeze(3), s.G)
+    for first, last in spans(s.B, pieces.samples):
+        block, count = slice(first, last), last - first
+        bound = spread(tensors, block, count, s.G, pieces.together)
+        engine, _ = make_engine(known, bound, scale, normalize, False, work)
+        rows = [x[block].flatten(0, 1) for x in state]
+        for group, (start, end) in enumerate(pieces.groups()):
+            if keep:
+                for whole, part in zip(kept, rows, strict=True):
+                    whole[group, block] = part.view(whole[group, block].shape)
+            hidden = pieces.hidden(block, count, start, end)
+            xq, xk, v = (pieces.rows(x, block, start, end) for x in (q5, k5, v5))
+            y, note, rows = engine.causal(rows, xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
+            pieces.put(out5, y, block, start, end)
+            pieces.put(notes5, note.unsqueeze(2), block, start, end)
+        for whole, part in zip(end_state, rows, strict=True):
+            whole[block] = part.view(whole[block].shape)
+        if s.L > s.S:
+            tail, _ = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, False, work)
+            for start, end in spans(s.L - s.S, s.chunk(count, s.H)):
+                at = slice(s.S + start, s.S + end)
+                piece = q5[block, :, :, at]
+                y = tail.read(rows, piece.reshape(count * s.G, -1, s.D).to(dtype))
+                out5[block, :, :, at] = y.view(*piece.shape[:4], s.E)
+    return out, notes, end_state, kept
+
+
+@_forward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    state: list[Tensor],
+    spec: str,
+    scale: float,
+    normalize: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    s = Shapes.of(query, key, value, lookup(spec).feature_dim(tensors, query.shape[-1]))
+    groups = s.groups(s.samples()) if keep else 0
+    return (
+        query.new_empty(*query.shape[:3], s.E),
+        query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype)),
+        [torch.empty_like(x) for x in state],
+        [x.new_empty(groups, *x.shape) for x in state],
+    )
+
+
+@torch.library.custom_op("kernelformer::causal_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    state_grads: list[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    out: Tensor,
+    notes: Tensor,
+    state: list[Tensor],
+    end_state: list[Tensor],
+    kept: list[Tensor],
+    spec: str,
+    scale: float,
+    normalize: bool,
+    learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    known = lookup(spec)
+    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
+    dtype = compute_dtype(query.dtype)
+    work = Workspace(dtype, query.device)
+    pieces = _Pieces(s, key_mask, dtype, query.device)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    for unseen in (dk, dv):
+        unseen[:, :, s.L :] = 0
+    start_grads = [torch.empty_like(x) for x in state]
+    totals = [torch.zeros_like(x) for x in tensors] if learn else []
+    q5, k5, v5, g5, out5, notes5 = (grouped(x, s.G) for x in (query, key, value, grad, out, notes.unsqueeze(3)))
+    dq5, dk5, dv5 = (grouped(x, s.G) for x in (dq, dk, dv))
+    for first, last in spans(s.B, pieces.samples):
+        block, count = slice(first, last), last - first
+        bound = spread(tensors, block, count, s.G, pieces.together)
+        engine, tensor_grads = make_engine(known, bound, scale, normalize, learn, work)
+        end_rows = [x[block].flatten(0, 1) for x in end_state]
+        grads = engine.grads_in(end_rows, [x[block].flatten(0, 1) for x in state_grads])
+        if s.L > s.S:
+            tail, tail_grads = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, learn, work)
+            for start, end in spans(s.L - s.S, s.chunk(count, s.H)):
+                at = slice(s.S + start, s.S + end)
+                x, g, y = (t[block, :, :, at].reshape(count * s.G, -1, t.shape[-1]).to(dtype) for t in (q5, g5, out5))
+                dq5[block, :, :, at] = tail.read_backward(end_rows, grads, x, g, y).view(dq5[block, :, :, at].shape)
+            if learn:
+                gather_grads(totals, tail_grads(), block, count, s.G)
+        for group, (start, end) in reversed(list(enumerate(pieces.groups()))):
+            rows = [x[group, block].flatten(0, 1) for x in kept]
+            hidden = pieces.hidden(block, count, start, end)
+            xq, xk, v, g, y, note = (pieces.rows(x, block, start, end) for x in (q5, k5, v5, g5, out5, notes5))
+            xk, v = visible_pair(xk, v, hidden)
+            dx, *pair, grads = engine.causal_backward(
+                rows, grads, xq, xk, v, hidden, pieces.mask, g, y, note.squeeze(2)
+            )
+            pieces.put(dq5, dx, block, start, end)
+            for target, part in zip((dk5, dv5), visible_pair(*pair, hidden), strict=True):
+                pieces.put(target, part, block, start, end)
+        first_grads = engine.grads_out([x[block].flatten(0, 1) for x in state], grads)
+        for whole, part in zip(start_grads, first_grads, strict=True):
+            whole[block] = part.view(whole[block].shape)
+        if learn:
+            gather_grads(totals, tensor_grads(), block, count, s.G)
+    return dq, dk, dv, start_grads, totals
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    state_grads: list[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    out: Tensor,
+    notes: Tensor,
+    state: list[Tensor],
+    end_state: list[Tensor],
+    kept: list[Tensor],
+    spec: str,
+    scale: float,
+    normalize: bool,
+    learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    tensor_grads = [torch.empty_like(x) for x in tensors] if learn else []
+    return dq, dk, dv, [torch.empty_like(x) for x in state], tensor_grads
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, key_mask, tensors, state, ctx.spec, ctx.scale, ctx.normalize, _ = inputs
+    out, notes, end_state, kept = output
+    ctx.counts = (len(tensors), len(state))
+    ctx.learn = any(x.requires_grad for x in tensors)
+    ctx.save_for_backward(query, key, value, key_mask, out, notes, *tensors, *state, *end_state, *kept)
+
+
+def _grad(ctx: Any, grad: Tensor, _: Any, state_grads: list[Tensor], __: Any) -> tuple[Any, ...]:
+    query, key, value, key_mask, out, notes, *rest = ctx.saved_tensors
+    count, n = ctx.counts
+    tensors, rest = rest[:count], rest[count:]
+    state, end_state, kept = rest[:n], rest[n : 2 * n], rest[2 * n :]
+    state_grads = [torch.zeros_like(x) if g is None else g for g, x in zip(state_grads, end_state, strict=True)]
+    dq, dk, dv, start_grads, totals = _backward(
+        torch.zeros_like(out) if grad is None else grad,
+        state_grads, query, key, value, key_mask, tensors, out, notes, state, end_state, kept,
+        ctx.spec, ctx.scale, ctx.normalize, ctx.learn,
+    )  # fmt: skip
+    return dq, dk, dv, None, totals if ctx.learn else [None] * count, start_grads, None, None, None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    normalize: bool = True,
+    state: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Attend to the keys up to one's own position, and to those in the state.
+
+    Arguments as `linear.linear_attention`; key j is visible to query i iff j <= i.
+
+    Args:
+        state: what is kept of earlier keys, (B, G, ...) each; gradients flow through it.
+
+    Returns:
+        (B, H, L, E) in the dtype of the query, and the state after the last key.
+    """
+    if state is None:
+        features = lookup(spec).feature_dim(tensors, query.shape[-1])
+        like = query.new_empty(0, dtype=compute_dtype(query.dtype))
+        lead = (query.shape[0], key.shape[1])
+        state = engine_class(lookup(spec)).empty(lead, features, value.shape[-1], like)
+    inputs = (query, key, value, *tensors, *state)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    out, _, end, _ = _forward(
+        query, key, value, key_mask, list(tensors), list(state), spec, scale, normalize, keep
+    )
+    return out, end

@@ -1,0 +1,210 @@
+"""Bidirectional (and cross) attention at linear cost: one pass over the keys, one over the queries.
+
+    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)          (performer Eq. 4)
+
+Cost: O((L + S) M (D + E)) time; memory beyond inputs and outputs is a few buffers of `blocks.BUFFER` numbers and the
+state, whatever the length. The backward pass keeps the inputs, the output and the state, and maps every chunk again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.blocks import Shapes, gather_grads, grouped, hidden_rows, put_rows, rows_of, spans, spread
+from kernelformer.attention.engine import Engine, Workspace
+from kernelformer.attention.positive import PositiveEngine
+from kernelformer.attention.signed import SignedEngine
+from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup
+
+
+def engine_class(spec: Spec) -> type[Engine]:
+    """The chunk arithmetic of a spec's family."""
+    return PositiveEngine if spec.family == "positive" else SignedEngine
+
+
+def make_engine(
+    spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool, work: Workspace
+) -> tuple[Engine, Callable[[], list[Tensor]]]:
+    """Bind a spec to the rows of a block; also returns how to ask for the gradients of the bound tensors."""
+    if isinstance(spec, PositiveSpec):
+        positive = spec.bind(tensors, scale, normalize, learn)
+        return PositiveEngine(positive, normalize, work), positive.tensor_grads
+    assert isinstance(spec, SignedSpec)
+    signed = spec.bind(tensors, scale, normalize, learn)
+    return SignedEngine(signed, normalize, work, spec.nonnegative), signed.tensor_grads
+
+
+def visible_pair(k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values (N, C, X) with hidden rows zeroed: they may hold anything, NaN too."""
+    if hidden is None:
+        return k, v
+    gone = hidden.unsqueeze(2)
+    return k.masked_fill(gone, 0), v.masked_fill(gone, 0)
+
+
+@torch.library.custom_op("kernelformer::linear_attention", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    spec: str,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    known = lookup(spec)
+    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
+    dtype = compute_dtype(query.dtype)
+    work = Workspace(dtype, query.device)
+    out = query.new_empty(s.B, s.H, s.L, s.E)
+    state = engine_class(known).empty((s.B, s.G), s.M, s.E, query.new_empty(0, dtype=dtype))
+    q5, k5, v5, out5 = grouped(query, s.G), grouped(key, s.G), grouped(value, s.G), grouped(out, s.G)
+    for first, last in spans(s.B, s.samples()):
+        block, count = slice(first, last), last - first
+        engine, _ = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, False, work)
+        rows = [x[block].flatten(0, 1) for x in state]
+        for start, end in spans(s.S, s.chunk(count, s.G)):
+            hidden = hidden_rows(key_mask, block, slice(start, end), s.G, 1, end - start)
+            k, v = (rows_of(x[block, :, :, start:end], dtype) for x in (k5, v5))
+            engine.absorb(rows, *visible_pair(k, v, hidden), hidden)
+        for start, end in spans(s.L, s.chunk(count, s.H)):
+            put_rows(out5[block, :, :, start:end], engine.read(rows, rows_of(q5[block, :, :, start:end], dtype)))
+        for whole, part in zip(state, rows, strict=True):
+            whole[block] = part.view(whole[block].shape)
+    return out, state
+
+
+@_forward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    spec: str,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    known = lookup(spec)
+    features = known.feature_dim(tensors, query.shape[-1])
+    lead = (query.shape[0], key.shape[1])
+    shapes = engine_class(known).state_shapes(features, value.shape[-1])
+    state = [query.new_empty(*lead, *x, dtype=compute_dtype(query.dtype)) for x in shapes]
+    return query.new_empty(*query.shape[:3], value.shape[-1]), state
+
+
+@torch.library.custom_op("kernelformer::linear_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    out: Tensor,
+    state: list[Tensor],
+    spec: str,
+    scale: float,
+    normalize: bool,
+    learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    known = lookup(spec)
+    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
+    dtype = compute_dtype(query.dtype)
+    work = Workspace(dtype, query.device)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    totals = [torch.zeros_like(x) for x in tensors] if learn else []
+    q5, k5, v5, g5, out5 = (grouped(x, s.G) for x in (query, key, value, grad, out))
+    dq5, dk5, dv5 = (grouped(x, s.G) for x in (dq, dk, dv))
+    for first, last in spans(s.B, s.samples()):
+        block, count = slice(first, last), last - first
+        engine, tensor_grads = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, learn, work)
+        rows = [x[block].flatten(0, 1) for x in state]
+        grads = engine.zero_grads(rows)
+        for start, end in spans(s.L, s.chunk(count, s.H)):
+            x, g, o = (rows_of(t[block, :, :, start:end], dtype) for t in (q5, g5, out5))
+            put_rows(dq5[block, :, :, start:end], engine.read_backward(rows, grads, x, g, o))
+        for start, end in spans(s.S, s.chunk(count, s.G)):
+            hidden = hidden_rows(key_mask, block, slice(start, end), s.G, 1, end - start)
+            k, v = (rows_of(x[block, :, :, start:end], dtype) for x in (k5, v5))
+            k, v = visible_pair(k, v, hidden)
+            pair = engine.absorb_backward(rows, grads, k, v, hidden)
+            for target, part in zip((dk5, dv5), visible_pair(*pair, hidden), strict=True):
+                put_rows(target[block, :, :, start:end], part)
+        if learn:
+            gather_grads(totals, tensor_grads(), block, count, s.G)
+    return dq, dk, dv, totals
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    out: Tensor,
+    state: list[Tensor],
+    spec: str,
+    scale: float,
+    normalize: bool,
+    learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    return dq, dk, dv, [torch.empty_like(x) for x in tensors] if learn else []
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, key_mask, tensors, ctx.spec, ctx.scale, ctx.normalize = inputs
+    out, state = output
+    ctx.counts = (len(tensors), len(state))
+    ctx.learn = any(x.requires_grad for x in tensors)
+    ctx.save_for_backward(query, key, value, key_mask, out, *tensors, *state)
+
+
+def _grad(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    query, key, value, key_mask, out, *rest = ctx.saved_tensors
+    tensors, state = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
+    dq, dk, dv, totals = _backward(
+        grad, query, key, value, key_mask, tensors, out, state, ctx.spec, ctx.scale, ctx.normalize, ctx.learn
+    )
+    return dq, dk, dv, None, totals if ctx.learn else [None] * ctx.counts[0], None, None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    """Attend to all keys.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, G, S, D), G divides H.
+        value: (B, G, S, E).
+        spec: of the map, as `contract.register` names it.
+        tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
+        scale: the map sees ``sqrt(scale) x``.
+        key_mask: (B, S) bool, True = attend.
+        normalize: divide by the sum of the weights.
+
+    Returns:
+        (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
+    """
+    out, _ = _forward(query, key, value, key_mask, list(tensors), spec, scale, normalize)
+    return out

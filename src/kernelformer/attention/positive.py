@@ -1,0 +1,344 @@
+"""Chunk arithmetic of positive maps: exact, without eps, and without a denominator to divide by.
+
+With ``l_m(x) = log phi_m(x)`` the attention of a positive map is a mixture: feature m spreads over the keys by a softmax,
+a query spreads over the features by another one,
+
+    p(j | m) = softmax_j l_m(k_j)      log_mass_m = logsumexp_j l_m(k_j)      mean_m = sum_j p(j | m) v_j
+    p(m | i) = softmax_m (l_m(q_i) + log_mass_m)                              out_i = sum_m p(m | i) mean_m
+
+which is the ratio of sums of phi(q) . phi(k_j), rearranged. ``(log_mass, mean)`` is the whole state: a running log-sum-exp
+and a running mean, merged chunk by chunk as online softmax does. Nothing over- or underflows, and the fused softmax of
+torch is faster than an exponential of its own.
+
+In a causal chunk a query sees only part of the chunk's mass: ``seen_i``, what it sees of the mixture that it was
+normalized by, divides. A later, far larger key of the same chunk can push it below float range; such rows are done
+again in log space (`_rescue`), forward and backward.
+
+Gradients are taken of sums: ``(d_kv, d_mass)`` are those of ``sum_j phi_m(k_j) v_j`` and ``sum_j phi_m(k_j)``, in units in
+which the current mass is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.engine import Engine, Workspace
+from kernelformer.contract import PositiveChunks
+
+EMPTY = -1e30  # log mass of no keys: vanishes against any real one, and differences of it stay finite
+LOST = 1e-30  # a causal row that sees less of its mixture than this is computed again in log space
+
+State = Sequence[Tensor]  # log_mass (N, M, 1), mean (N, M, E)
+
+
+def _key_logits(chunks: PositiveChunks, x: Tensor, hidden: Tensor | None, fill: float, out: Tensor) -> Tensor:
+    logits = chunks.keys(x, out)
+    return logits if hidden is None else logits.masked_fill_(hidden.unsqueeze(1), fill)
+
+
+def _softmax_mass(logits: Tensor) -> Tensor:
+    """Softmax over the last axis, in place; returns the log of the sum, read off the largest entry before and after."""
+    peak = logits.amax(-1, keepdim=True)
+    torch.softmax(logits, -1, out=logits)
+    return peak.sub_(logits.amax(-1, keepdim=True).log_())
+
+
+@dataclass
+class _Group:
+    """Some consecutive chunks of a causal sequence, mapped: rows are (row of the block, chunk)."""
+
+    p: Tensor  # (N c, M, C) keys' share of the mixture up to and with their chunk
+    weights: Tensor  # (N c, R C, M) p(m | i) under that mixture
+    size: Tensor | None  # (N c, R C, 1) of the rows, unnormalized
+    before: Tensor  # (N c, M, 1) log mass before the chunk
+    decay: Tensor  # (N c, M, 1) share of the mixture from before the chunk
+    kv: Tensor  # (N c, M, E) what the chunk adds
+    old: Tensor  # (N c, M, E) decay * mean before the chunk
+    state: list[Tensor]  # (N, ...) after the group
+
+
+class PositiveEngine(Engine):
+    """Mixtures of positive features; see `Engine` for the methods."""
+
+    def __init__(self, chunks: PositiveChunks, normalize: bool, work: Workspace) -> None:
+        super().__init__(normalize, work)
+        self.chunks = chunks
+
+    @staticmethod
+    def state_shapes(features: int, width: int) -> list[tuple[int, int]]:
+        """log_mass and mean."""
+        return [(features, 1), (features, width)]
+
+    @staticmethod
+    def empty(lead: tuple[int, ...], features: int, width: int, like: Tensor) -> list[Tensor]:
+        """No mass, and a mean that adds nothing."""
+        return [like.new_full((*lead, features, 1), EMPTY), like.new_zeros(*lead, features, width)]
+
+    @staticmethod
+    def zero_grads(state: State) -> list[Tensor]:
+        """``[d_kv, d_mass]``."""
+        return [torch.zeros_like(state[1]), torch.zeros_like(state[0])]
+
+    @staticmethod
+    def grads_in(state: State, grads: State) -> list[Tensor]:
+        """``mean = kv / mass`` and ``log_mass = log mass``, at mass 1."""
+        d_log_mass, d_mean = grads
+        return [d_mean.clone(), d_log_mass - (d_mean * state[1]).sum(-1, keepdim=True)]
+
+    @staticmethod
+    def grads_out(state: State, grads: State) -> list[Tensor]:
+        """The same backwards; a state of no keys has no say."""
+        d_kv, d_mass = grads
+        real = state[0] > EMPTY / 2
+        return [(d_mass + (d_kv * state[1]).sum(-1, keepdim=True)) * real, d_kv * real]
+
+    def absorb(self, state: list[Tensor], x: Tensor, v: Tensor, hidden: Tensor | None) -> None:
+        """Merge the chunk's mass and mean into the running ones."""
+        log_mass, mean = state
+        buffer = self.work.take("keys", x.shape[0], mean.shape[1], x.shape[1])
+        p = _key_logits(self.chunks, x, hidden, EMPTY, buffer)
+        mass = _softmax_mass(p)
+        total = torch.logaddexp(log_mass, mass)
+        mean.mul_((log_mass - total).exp_()).addcmul_(torch.bmm(p, v), mass.sub_(total).exp_())
+        log_mass.copy_(total)
+
+    def _weights(self, log_mass: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``p(m | i)`` and, unnormalized, the size of the row (N, C, 1) that it was divided by."""
+        out = self.work.take("queries", *x.shape[:2], log_mass.shape[1])
+        weights = self.chunks.queries(x, log_mass.transpose(1, 2), out)
+        if self.normalize:
+            return torch.softmax(weights, -1, out=weights), None
+        size = _softmax_mass(weights).exp_()
+        return weights, size
+
+    def read(self, state: State, x: Tensor) -> Tensor:
+        """The mixture's mean, feature by feature as the query weighs them."""
+        weights, size = self._weights(state[0], x)
+        out = torch.bmm(weights, state[1])
+        return out if size is None else out.mul_(size)
+
+    def read_backward(self, state: State, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
+        """Softmax's gradient: ``p (g . mean - g . out)``."""
+        d_kv, d_mass = grads
+        weights, size = self._weights(state[0], x)
+        slope = self.work.take("slope", *weights.shape)
+        if size is None:
+            delta = torch.linalg.vecdot(g, out).neg_().unsqueeze(2)
+            d_mass.baddbmm_(weights.transpose(1, 2), delta)
+            torch.baddbmm(delta, g, state[1].transpose(1, 2), out=slope)
+        else:
+            weights.mul_(size)
+            torch.bmm(g, state[1].transpose(1, 2), out=slope)
+        d_kv.baddbmm_(weights.transpose(1, 2), g)
+        return self.chunks.pull_queries(x, slope.mul_(weights))
+
+    def absorb_backward(
+        self, state: State, grads: State, x: Tensor, v: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """``d l_m(k_j) = p(j | m) (d_kv_m . v_j + d_mass_m)``."""
+        d_kv, d_mass = grads
+        size = (x.shape[0], d_kv.shape[1], x.shape[1])
+        p = _key_logits(self.chunks, x, hidden, -torch.inf, self.work.take("keys", *size)).sub_(state[0]).exp_()
+        dv = torch.bmm(p.transpose(1, 2), d_kv)
+        slope = torch.baddbmm(d_mass, d_kv, v.transpose(1, 2), out=self.work.take("slope", *size))
+        return self.chunks.pull_keys(x, slope.mul_(p)), dv
+
+    def _group(self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None) -> _Group:
+        """Map a group of chunks and run the recurrence of the state over them."""
+        log_mass, mean = state
+        rows, features, width = mean.shape
+        many = xk.shape[0]
+        p = _key_logits(self.chunks, xk, hidden, EMPTY, self.work.take("keys", many, features, xk.shape[1]))
+        mass = _softmax_mass(p)
+        ladder = torch.cat([log_mass.unsqueeze(1), mass.view(rows, -1, features, 1)], 1).logcumsumexp(1)
+        before = ladder[:, :-1].reshape(many, features, 1)
+        after = ladder[:, 1:].reshape(many, features, 1)
+        decay = (before - after).exp_()
+        p.mul_(mass.sub_(after).exp_())
+        kv = torch.bmm(p, v, out=self.work.take("kv", many, features, width))
+        old = self.work.take("old", many, features, width)
+        steps, add, keep = (x.view(rows, -1, features, x.shape[-1]) for x in (old, kv, decay))
+        for c in range(steps.shape[1]):
+            torch.mul(mean, keep[:, c], out=steps[:, c])
+            mean = steps[:, c] + add[:, c]
+        weights, size = self._weights(after, xq)
+        return _Group(p, weights, size, before, decay, kv, old, [ladder[:, -1].clone(), mean])
+
+    def causal(
+        self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Past by the state, present by a small masked matrix.
+
+        The note is what ``weights`` must be multiplied with to give the row's true shares: 1 / seen, or the size of an
+        unnormalized row. 0 marks a row that sees no key, -1 one that was rescued.
+        """
+        t = self._group(state, xq, xk, v, hidden)
+        scores = torch.bmm(t.weights, t.p, out=self.work.take("scores", *xq.shape[:2], xk.shape[1])).mul_(mask)
+        out = torch.bmm(t.weights, t.old).baddbmm_(scores, v)
+        if t.size is not None:
+            return out.mul_(t.size), t.size.squeeze(2), t.state
+        seen = torch.bmm(t.weights, t.decay).squeeze_(2).add_(scores.sum(2))
+        lost = seen < LOST
+        note = seen.reciprocal_()
+        if bool(lost.any()):
+            note.masked_fill_(lost, 0)
+            out.mul_(note.unsqueeze(2))
+            for row, index in _rescued(lost & _visible(t.before, hidden, xk.shape[1], xq.shape[1])):
+                r = self._rescue(t, state, row, index, xq, xk, hidden)
+                out[row, index] = r.shares_before @ r.mean + r.shares.sum(1) @ v[row]
+                note[row, index] = -1
+            return out, note, t.state
+        return out.mul_(note.unsqueeze(2)), note, t.state
+
+    def causal_backward(
+        self,
+        state: State,
+        grads: list[Tensor],
+        xq: Tensor,
+        xk: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        mask: Tensor,
+        g: Tensor,
+        out: Tensor,
+        note: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix."""
+        take = self.work.take
+        t = self._group(state, xq, xk, v, hidden)
+        weights = t.weights.mul_(note.clamp_min(0).unsqueeze(2))
+        score_size = (*xq.shape[:2], xk.shape[1])
+        scores = torch.bmm(weights, t.p, out=take("scores", *score_size)).mul_(mask)
+        slope = torch.bmm(g, t.old.transpose(1, 2), out=take("slope", *weights.shape))
+        kv_local = torch.bmm(weights.transpose(1, 2), g, out=take("kv_local", *t.kv.shape))
+        mass_local = torch.zeros_like(t.decay)
+        slopes = torch.bmm(g, v.transpose(1, 2), out=take("slopes", *score_size))
+        if self.normalize:
+            delta = torch.linalg.vecdot(g, out).neg_().unsqueeze(2)
+            slopes.add_(delta)
+            slope.addcmul_(delta, t.decay.transpose(1, 2))
+            torch.bmm(weights.transpose(1, 2), delta, out=mass_local)
+        slopes.mul_(mask)
+        slope.baddbmm_(slopes, t.p.transpose(1, 2)).mul_(weights)
+        dxq = self.chunks.pull_queries(xq, slope)
+
+        rescues = []
+        if bool((note < 0).any()):
+            for row, index in _rescued(note < 0):
+                r = self._rescue(t, state, row, index, xq, xk, hidden)
+                rescues.append((row, index, r, _rescue_backward(r, g[row, index], out[row, index], v[row])))
+        later, later_mass, before = _later(t, grads, kv_local, mass_local, state[1].shape[0], rescues, take)
+
+        dv = torch.bmm(t.p.transpose(1, 2), later).baddbmm_(scores.transpose(1, 2), g)
+        slope = torch.baddbmm(later_mass, later, v.transpose(1, 2), out=take("slope", *t.p.shape))
+        slope.baddbmm_(weights.transpose(1, 2), slopes).mul_(t.p)
+        dxk = self.chunks.pull_keys(xk, slope)
+        for row, index, r, d in rescues:
+            dxq[row, index] += r.chunks.pull_queries(r.xq, d.query.unsqueeze(0))[0]
+            dxk[row] += r.chunks.pull_keys(r.xk, d.key.unsqueeze(0))[0]
+            dv[row] += d.value
+        return dxq, dxk, dv, before
+
+    def _rescue(
+        self, t: _Group, state: State, row: int, index: Tensor, xq: Tensor, xk: Tensor, hidden: Tensor | None
+    ) -> _Rescue:
+        """Weigh every pair (feature, visible key) of the queries ``index`` of row ``row`` in log space."""
+        rows, features, _ = state[1].shape
+        together = xk.shape[0] // rows
+        before = state[1][row // together]
+        for earlier in range(row // together * together, row):  # unscaled: `old` has lost what the large key dwarfs
+            before = before * t.decay[earlier] + t.kv[earlier]
+        one = self.chunks.at(row)
+        q, k = xq[row, index].unsqueeze(0), xk[row : row + 1]
+        size = k.shape[1]
+        lq = one.queries(q, q.new_zeros(1, 1, features), q.new_empty(1, q.shape[1], features))[0]
+        here = None if hidden is None else hidden[row : row + 1]
+        lk = _key_logits(one, k, here, EMPTY, k.new_empty(1, features, size))[0]
+        later = torch.arange(size, device=k.device) > (index % size).unsqueeze(1)
+        pairs = (lq.unsqueeze(2) + lk).masked_fill_(later.unsqueeze(1), -torch.inf)
+        past = lq + t.before[row, :, 0]
+        total = torch.logaddexp(pairs.flatten(1).logsumexp(1), past.logsumexp(1))
+        shares = pairs.sub_(total.view(-1, 1, 1)).exp_()
+        return _Rescue(one, q, k, shares, past.sub_(total.unsqueeze(1)).exp_(), before)
+
+
+def _later(
+    t: _Group,
+    grads: list[Tensor],
+    kv_local: Tensor,
+    mass_local: Tensor,
+    rows: int,
+    rescues: list[tuple[int, Tensor, _Rescue, _RescueGrads]],
+    take: Callable[..., Tensor],
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What queries after a chunk ask of its keys, (N c, M, E) and (N c, M, 1), and what the group asks of the state.
+
+    Each in units of the mixture at that point: going back over a chunk multiplies by its decay.
+    """
+    d_kv, d_mass = grads
+    together = t.decay.shape[0] // rows
+    later, later_mass = take("later", *t.kv.shape), torch.empty_like(t.decay)
+    by_chunk = [x.view(rows, together, *x.shape[1:]) for x in (later, later_mass, kv_local, mass_local, t.decay)]
+    for c in reversed(range(together)):
+        wanted, wanted_mass, kv, mass, keep = (x[:, c] for x in by_chunk)
+        wanted.copy_(d_kv)
+        wanted_mass.copy_(d_mass)
+        d_kv, d_mass = (d_kv + kv).mul_(keep), (d_mass + mass).mul_(keep)
+        for row, _, _, d in rescues:
+            if row % together == c:
+                d_kv[row // together] += d.kv_before
+                d_mass[row // together] += d.mass_before
+    return later, later_mass, [d_kv, d_mass]
+
+
+def _visible(before: Tensor, hidden: Tensor | None, size: int, queries: int) -> Tensor:
+    """Which query rows (N c, R C) see any key at all."""
+    earlier = before.amax(1) > EMPTY / 2
+    if hidden is None:
+        return torch.ones_like(earlier)
+    here = (~hidden).cumsum(1) > 0
+    return (here | earlier).repeat(1, queries // size)
+
+
+def _rescued(lost: Tensor) -> list[tuple[int, Tensor]]:
+    """The rows n with lost queries, a few queries at a time, so that (queries, M, C) stays small."""
+    return [
+        (row, part)
+        for row in lost.any(1).nonzero().squeeze(1).tolist()
+        for part in lost[row].nonzero().squeeze(1).split(32)
+    ]
+
+
+@dataclass
+class _Rescue:
+    """Some queries of one chunk, feature by feature and key by key: what they were too small for is exact here."""
+
+    chunks: PositiveChunks
+    xq: Tensor  # (1, r, D)
+    xk: Tensor  # (1, C, D)
+    shares: Tensor  # (r, M, C) of the keys of the chunk
+    shares_before: Tensor  # (r, M) of what came before it
+    mean: Tensor  # (M, E) before it
+
+
+@dataclass
+class _RescueGrads:
+    """Gradients of a rescue."""
+
+    query: Tensor  # (r, M), of the log features
+    key: Tensor  # (M, C), of the log features
+    value: Tensor  # (C, E)
+    kv_before: Tensor  # (M, E)
+    mass_before: Tensor  # (M, 1)
+
+
+def _rescue_backward(r: _Rescue, g: Tensor, out: Tensor, v: Tensor) -> _RescueGrads:
+    delta = torch.linalg.vecdot(g, out).neg_().unsqueeze(1)
+    pairs = r.shares * (g @ v.T + delta).unsqueeze(1)
+    past = r.shares_before * (g @ r.mean.T + delta)
+    value = r.shares.sum(1).T @ g
+    return _RescueGrads(pairs.sum(2) + past, pairs.sum(0), value, r.shares_before.T @ g, r.shares_before.T @ delta)

@@ -1,0 +1,163 @@
+"""One token at a time, with a state whose size does not depend on how many came before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.positive import EMPTY
+from kernelformer.attention.signed import GUARD
+from kernelformer.contract import PositiveSpec, SignedSpec, Spec
+
+
+@dataclass(frozen=True)
+class State:
+    """What an attention core keeps of the keys and values so far.
+
+    Immutable: a step returns a new state, so an old one can be stepped from again. Picklable, and small: M (E + 1)
+    numbers per key head.
+
+    Args:
+        tensors: (B, G, ...) each; their meaning is the method's own.
+        length: number of tokens taken in, padding included.
+        method: name of the method that made it.
+        draw: number of the draw that made it.
+    """
+
+    tensors: tuple[Tensor, ...]
+    length: int
+    method: str
+    draw: int
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(x.numel() * x.element_size() for x in self.tensors)
+
+    def to(self, device: torch.device | str) -> State:
+        """The same on another device."""
+        return replace(self, tensors=tuple(x.to(device) for x in self.tensors))
+
+    def detach(self) -> State:
+        """The same, cut off from the graph: gradients of later tokens stop here."""
+        return replace(self, tensors=tuple(x.detach() for x in self.tensors))
+
+    def reorder(self, index: Tensor) -> State:
+        """Samples by their index, repeats allowed: what beam search does between steps."""
+        return replace(self, tensors=tuple(x.index_select(0, index.to(x.device)) for x in self.tensors))
+
+
+def step(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Sequence[Tensor],
+    *,
+    scale: float,
+    key_mask: Tensor | None = None,
+    normalize: bool = True,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Take in one key and value, then answer one query.
+
+    Args:
+        spec: of the map.
+        tensors: of the map.
+        query: (B, H, 1, D) in the dtype of the arithmetic.
+        key: (B, G, 1, D), likewise.
+        value: (B, G, 1, E), likewise.
+        state: tensors of the state before, (B, G, ...).
+        scale: the map sees ``sqrt(scale) x``.
+        key_mask: (B, 1) bool, True = attend.
+        normalize: divide by the sum of the weights.
+
+    Returns:
+        (B, H, 1, E) and the tensors of the state after.
+
+    Cost: O(M (D + E)) time and memory per head.
+    """
+    hidden = None if key_mask is None else ~key_mask[:, None, :, None]
+    if hidden is not None:
+        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    query = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # (B, G, R, D): the group's queries as rows
+    if isinstance(spec, PositiveSpec):
+        out, after = _positive(spec, tensors, query, key, value, state, scale, hidden, normalize)
+    else:
+        assert isinstance(spec, SignedSpec)
+        out, after = _signed(spec, tensors, query, key, value, state, scale, hidden, normalize)
+    return out.flatten(1, 2).unsqueeze(2), after
+
+
+def _positive(
+    spec: PositiveSpec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Sequence[Tensor],
+    scale: float,
+    hidden: Tensor | None,
+    normalize: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    log_mass, mean = state
+    new = spec.log_features(key, tensors, scale, "key").transpose(-1, -2)  # (B, G, M, 1)
+    if hidden is not None:
+        new = new.masked_fill(hidden, EMPTY)
+    total = torch.logaddexp(log_mass, new)
+    # Two empty states merge to an empty one: a mean of zero stays zero.
+    mean = torch.addcmul(mean * (log_mass - total).exp(), (new - total).exp(), value)
+    logits = spec.log_features(query, tensors, scale, "query") + total.transpose(-1, -2)
+    out = logits.softmax(-1) @ mean
+    if not normalize:
+        out = out * logits.logsumexp(-1, keepdim=True).exp()
+    return out, (total, mean)
+
+
+def _signed(
+    spec: SignedSpec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Sequence[Tensor],
+    scale: float,
+    hidden: Tensor | None,
+    normalize: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    log_scale, kv, k_sum, norm_sum = state
+    phi_k, factor = spec.features(key, tensors, scale, "key")
+    phi_q, query_factor = spec.features(query, tensors, scale, "query")
+    if hidden is not None:
+        phi_k = phi_k.masked_fill(hidden, 0)
+        factor = None if factor is None else factor.masked_fill(hidden, EMPTY)
+    if factor is not None:
+        top = torch.maximum(log_scale, factor)
+        decay = (log_scale - top).exp()
+        phi_k = phi_k * (factor - top).exp()
+        log_scale, kv, k_sum, norm_sum = top, kv * decay, k_sum * decay, norm_sum * decay
+    column = phi_k.transpose(-1, -2)
+    kv = torch.addcmul(kv, column, value)
+    k_sum = k_sum + column
+    guard = normalize and not spec.nonnegative
+    if guard:
+        norm_sum = norm_sum + phi_k.norm(dim=-1, keepdim=True)
+    out = phi_q @ kv
+    after = (log_scale, kv, k_sum, norm_sum)
+    if not normalize:
+        if query_factor is not None:
+            out = out * (query_factor + log_scale).exp()
+        return out, after
+    den = phi_q @ k_sum
+    if guard:
+        den = torch.maximum(den, GUARD * phi_q.norm(dim=-1, keepdim=True) * norm_sum)
+    some = den > 0
+    return torch.where(some, out / torch.where(some, den, 1.0), 0.0), after

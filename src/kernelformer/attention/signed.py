@@ -1,0 +1,331 @@
+"""Chunk arithmetic of maps by their values, which may be negative.
+
+    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / max(phi(q_i)^T sum_j phi(k_j), GUARD |phi(q_i)| sum_j |phi(k_j)|)
+
+The second argument of the maximum is the guard of signed maps: their denominator can vanish or change sign, the bound
+cannot. Maps without negative features need none. Where keys carry log factors ``r_j`` (`SignedSpec.has_factor`), sums are
+kept relative to the largest so far, ``log_scale``; a causal row is relative to the largest that it can see, so that no
+later key can push it out of range.
+
+The state: log_scale (N, 1, 1), kv (N, M, E), k_sum (N, M, 1) and, for the guard, norm_sum (N, 1, 1); its gradients are
+those of the last three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.engine import Engine, Workspace
+from kernelformer.attention.positive import EMPTY
+from kernelformer.contract import Role, SignedChunks
+
+GUARD = 1e-2
+
+State = Sequence[Tensor]
+
+
+def _norm(phi: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(phi, dim=-1, keepdim=True)
+
+
+def _unit(phi: Tensor, norm: Tensor) -> Tensor:
+    return phi / norm.clamp_min(torch.finfo(phi.dtype).tiny)
+
+
+@dataclass
+class _Rows:
+    """How the sums of some queries become outputs."""
+
+    scale: Tensor  # (N, C, 1): 1 / denominator, 0 where there is none, or the size of an unnormalized row
+    guarded: Tensor | None  # (N, C, 1) bool: the guard is the denominator
+
+    def split(self, g: Tensor, out: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients of the numerator (N, C, E), the denominator (N, C, 1) and the guard's product of norms (N, C, 1)."""
+        g_num = g * self.scale
+        if not normalize:
+            return g_num, None, None
+        g_den = torch.linalg.vecdot(g_num, out).neg_().unsqueeze(2)
+        if self.guarded is None:
+            return g_num, g_den, None
+        return g_num, g_den.masked_fill(self.guarded, 0), g_den.masked_fill(~self.guarded, 0) * GUARD
+
+
+def _rows(den: Tensor | None, bound: Tensor | None, factor: Tensor | None, like: Tensor) -> _Rows:
+    if den is None:
+        size = like.new_ones(*like.shape[:2], 1) if factor is None else factor.exp()
+        return _Rows(size, None)
+    guarded = None
+    if bound is not None:
+        guarded = den < bound
+        den = torch.maximum(den, bound)
+    return _Rows(torch.where(den > 0, den.reciprocal(), 0.0), guarded)
+
+
+class SignedEngine(Engine):
+    """Plain sums of features; see `Engine` for the methods."""
+
+    def __init__(self, chunks: SignedChunks, normalize: bool, work: Workspace, nonnegative: bool) -> None:
+        super().__init__(normalize, work)
+        self.chunks = chunks
+        self.guard = normalize and not nonnegative
+
+    @staticmethod
+    def state_shapes(features: int, width: int) -> list[tuple[int, int]]:
+        """log_scale, kv, k_sum, norm_sum."""
+        return [(1, 1), (features, width), (features, 1), (1, 1)]
+
+    @staticmethod
+    def empty(lead: tuple[int, ...], features: int, width: int, like: Tensor) -> list[Tensor]:
+        """Zeros, at a scale that anything exceeds."""
+        shapes = SignedEngine.state_shapes(features, width)
+        return [like.new_full((*lead, 1, 1), EMPTY), *(like.new_zeros(*lead, *x) for x in shapes[1:])]
+
+    @staticmethod
+    def zero_grads(state: State) -> list[Tensor]:
+        """Of kv, k_sum and norm_sum."""
+        return [torch.zeros_like(x) for x in state[1:]]
+
+    @staticmethod
+    def grads_in(state: State, grads: State) -> list[Tensor]:
+        """The scale's own gradient follows from the others' by scaling and is not a degree of freedom."""
+        return [x.clone() for x in grads[1:]]
+
+    @staticmethod
+    def grads_out(state: State, grads: State) -> list[Tensor]:
+        """The scale enters as a factor of all sums."""
+        d_scale = sum((g * x).sum((-2, -1), keepdim=True) for g, x in zip(grads, state[1:], strict=True))
+        assert isinstance(d_scale, Tensor)
+        return [d_scale, *grads]
+
+    def _map(self, x: Tensor, role: Role, features: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        phi = self.work.take(role, *x.shape[:2], features)
+        factor = self.chunks.features(x, role, phi)
+        if hidden is not None:
+            phi.masked_fill_(hidden.unsqueeze(2), 0)
+            factor = None if factor is None else factor.masked_fill_(hidden.unsqueeze(2), EMPTY)
+        return phi, factor
+
+    def absorb(self, state: list[Tensor], x: Tensor, v: Tensor, hidden: Tensor | None) -> None:
+        """Add the chunk's sums, after moving the old ones to the new scale."""
+        scale, kv, k_sum, norm_sum = state
+        phi, factor = self._map(x, "key", kv.shape[1], hidden)
+        if factor is not None:
+            top = torch.maximum(scale, factor.amax(1, keepdim=True))
+            phi.mul_((factor - top).exp_())
+            for total in (kv, k_sum, norm_sum):
+                total.mul_((scale - top).exp_())
+            scale.copy_(top)
+        kv.baddbmm_(phi.transpose(1, 2), v)
+        k_sum.add_(phi.sum(1).unsqueeze(2))
+        if self.guard:
+            norm_sum.add_(_norm(phi).sum(1, keepdim=True))
+
+    def _read(self, state: State, x: Tensor) -> tuple[Tensor, _Rows]:
+        scale, kv, k_sum, norm_sum = state
+        phi, factor = self._map(x, "query", kv.shape[1])
+        den = torch.bmm(phi, k_sum) if self.normalize else None
+        bound = _norm(phi) * (GUARD * norm_sum) if self.guard else None
+        if factor is not None:
+            factor = factor + scale
+        return phi, _rows(den, bound, factor, x)
+
+    def read(self, state: State, x: Tensor) -> Tensor:
+        """Numerator times 1 / denominator."""
+        phi, rows = self._read(state, x)
+        return torch.bmm(phi, state[1]).mul_(rows.scale)
+
+    def read_backward(self, state: State, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
+        """Product and quotient rule; a guarded row's denominator is the guard."""
+        _, kv, k_sum, norm_sum = state
+        d_kv, d_k_sum, d_norm = grads
+        phi, rows = self._read(state, x)
+        g_num, g_den, g_guard = rows.split(g, out, self.normalize)
+        slope = torch.bmm(g_num, kv.transpose(1, 2), out=self.work.take("slope", *phi.shape))
+        d_kv.baddbmm_(phi.transpose(1, 2), g_num)
+        if g_den is not None:
+            slope.addcmul_(g_den, k_sum.transpose(1, 2))
+            d_k_sum.baddbmm_(phi.transpose(1, 2), g_den)
+        if g_guard is not None:
+            norm = _norm(phi)
+            slope.addcmul_(g_guard * norm_sum, _unit(phi, norm))
+            d_norm.add_((g_guard * norm).sum(1, keepdim=True))
+        log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
+        return self.chunks.pull(x, "query", phi, slope, log_grad)
+
+    def absorb_backward(
+        self, state: State, grads: State, x: Tensor, v: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Sums' gradients at their terms."""
+        d_kv, d_k_sum, d_norm = grads
+        phi, factor = self._map(x, "key", d_kv.shape[1], hidden)
+        size = None if factor is None else (factor - state[0]).exp_()
+        slope = torch.bmm(v, d_kv.transpose(1, 2), out=self.work.take("slope", *phi.shape)).add_(d_k_sum.transpose(1, 2))
+        if self.guard:
+            slope.addcmul_(d_norm, _unit(phi, _norm(phi)))
+        dv = torch.bmm(phi, d_kv)
+        return self._pull_keys(x, phi, slope if size is None else slope.mul_(size), factor), _times(dv, size)
+
+    def _pull_keys(self, x: Tensor, phi: Tensor, slope: Tensor, factor: Tensor | None) -> Tensor:
+        """From the gradient at phi, without its factor; that of the factor is ``phi . slope``, since it scales phi."""
+        log_grad = None if factor is None else torch.linalg.vecdot(phi, slope).unsqueeze(2)
+        return self.chunks.pull(x, "key", phi, slope, log_grad)
+
+    def _group(
+        self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
+    ) -> _Group:
+        """Map a group of chunks, run the recurrence of the state over them, and take the chunks' own scores."""
+        rows, features, width = state[1].shape
+        many, size = xk.shape[0], xk.shape[1]
+        phi_k, factor = self._map(xk, "key", features, hidden)
+        norm_k = _norm(phi_k) if self.guard else phi_k.new_zeros(1, 1, 1)
+        if factor is None:
+            visible, share, keys = mask.unsqueeze(0), None, None
+            decay, scale = None, state[0]
+        else:
+            scales = torch.cat([state[0], factor.view(rows, -1, size).amax(2).unsqueeze(2)], 1).cummax(1).values
+            before, after = (x.reshape(many, 1, 1) for x in (scales[:, :-1], scales[:, 1:]))
+            own = torch.maximum(before, factor.cummax(1).values)
+            gaps = (factor.transpose(1, 2) - own).clamp_max_(0).exp_()
+            repeat = xq.shape[1] // size
+            visible = gaps.repeat(1, repeat, 1).mul_(mask)
+            share = (before - own).exp_().repeat(1, repeat, 1)
+            keys, decay, scale = (factor - after).exp_(), (before - after).exp_(), scales[:, -1:].clone()
+        scaled = phi_k if keys is None else phi_k * keys
+        sums = [
+            torch.bmm(scaled.transpose(1, 2), v, out=self.work.take("kv", many, features, width)),
+            scaled.sum(1).unsqueeze(2),
+            (norm_k if keys is None else norm_k * keys).sum(1, keepdim=True).expand(many, 1, 1),
+        ]
+        old, end = _running(state[1:], sums, decay, rows, self.work)
+        phi_q, factor_q = self._map(xq, "query", features)
+        norm_q = _norm(phi_q) if self.guard else None
+        products = torch.bmm(phi_q, phi_k.transpose(1, 2), out=self.work.take("products", many, xq.shape[1], size))
+        scores = torch.mul(products, visible, out=self.work.take("scores", *products.shape))
+        den = bound = norms = None
+        if self.normalize:
+            den = _times(torch.bmm(phi_q, old[1]), share).add_(scores.sum(2, keepdim=True))
+        if norm_q is not None:
+            norms = _times(old[2], share) + torch.matmul(visible, norm_k)
+            bound = GUARD * norm_q * norms
+        if factor_q is not None and factor is not None:
+            factor_q = factor_q + own.repeat(1, xq.shape[1] // size, 1)
+        row = _rows(den, bound, factor_q, xq)
+        return _Group(phi_q, phi_k, norm_q, norm_k, norms, factor, visible, share, keys, decay, old, scores, row, [scale, *end])
+
+    def causal(
+        self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Past by the state, present by a small masked matrix; the note is not needed."""
+        t = self._group(state, xq, xk, v, hidden, mask)
+        out = _times(torch.bmm(t.phi_q, t.old[0]), t.share).baddbmm_(t.scores, v)
+        return out.mul_(t.rows.scale), out.new_zeros(out.shape[:2]), t.state
+
+    def causal_backward(
+        self,
+        state: State,
+        grads: list[Tensor],
+        xq: Tensor,
+        xk: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        mask: Tensor,
+        g: Tensor,
+        out: Tensor,
+        note: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix."""
+        t = self._group(state, xq, xk, v, hidden, mask)
+        g_num, g_den, g_guard = t.rows.split(g, out, self.normalize)
+        slopes = torch.bmm(g_num, v.transpose(1, 2), out=self.work.take("products", *t.scores.shape))
+        if g_den is not None:
+            slopes.add_(g_den)
+        slopes.mul_(t.visible)
+
+        past = _times(t.phi_q, t.share)
+        slope = _times(torch.bmm(g_num, t.old[0].transpose(1, 2), out=self.work.take("slope", *t.phi_q.shape)), t.share)
+        local = [torch.bmm(past.transpose(1, 2), g_num), torch.zeros_like(t.old[1]), torch.zeros_like(t.old[2])]
+        if g_den is not None:
+            slope.addcmul_(_times(g_den, t.share), t.old[1].transpose(1, 2))
+            torch.bmm(past.transpose(1, 2), g_den, out=local[1])
+        slope.baddbmm_(slopes, t.phi_k)
+        unit_k = None
+        if g_guard is not None:
+            assert t.norm_q is not None and t.norms is not None
+            slope.addcmul_(g_guard * t.norms, _unit(t.phi_q, t.norm_q))
+            asked = g_guard * t.norm_q  # of the sum of norms that a row sees
+            local[2] = _times(asked, t.share).sum(1, keepdim=True)
+            unit_k = _unit(t.phi_k, t.norm_k)
+            norm_slope = torch.matmul(t.visible.transpose(1, 2), asked)
+        log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
+        dxq = self.chunks.pull(xq, "query", t.phi_q, slope, log_grad)
+
+        later, before = _later(grads, local, t.decay, state[1].shape[0])
+        dv = _times(torch.bmm(t.phi_k, later[0]), t.keys).baddbmm_(t.scores.transpose(1, 2), g_num)
+        slope = torch.bmm(v, later[0].transpose(1, 2), out=self.work.take("slope", *t.phi_k.shape))
+        slope.add_(later[1].transpose(1, 2))
+        if unit_k is not None:
+            slope.addcmul_(later[2], unit_k)
+        slope = _times(slope, t.keys).baddbmm_(slopes.transpose(1, 2), t.phi_q)
+        if unit_k is not None:
+            slope.addcmul_(norm_slope, unit_k)
+        return dxq, self._pull_keys(xk, t.phi_k, slope, t.factor), dv, before
+
+
+@dataclass
+class _Group:
+    """Some consecutive chunks of a causal sequence, mapped: rows are (row of the block, chunk)."""
+
+    phi_q: Tensor  # (N c, R C, M)
+    phi_k: Tensor  # (N c, C, M), without the factor
+    norm_q: Tensor | None  # (N c, R C, 1)
+    norm_k: Tensor  # (N c, C, 1)
+    norms: Tensor | None  # (N c, R C, 1): sum of the norms that a row sees
+    factor: Tensor | None  # (N c, C, 1): log factors of the keys
+    visible: Tensor  # (N c or 1, R C, C): the mask times the keys' factors relative to the row's scale
+    share: Tensor | None  # (N c, R C, 1): factor of the past at the row's scale, None = 1
+    keys: Tensor | None  # (N c, C, 1): factor of a key at the scale after the chunk, None = 1
+    decay: Tensor | None  # (N c, 1, 1): factor of the past at the scale after the chunk, None = 1
+    old: list[Tensor]  # (N c, ...): kv, k_sum, norm_sum before the chunk
+    scores: Tensor  # (N c, R C, C)
+    rows: _Rows
+    state: list[Tensor]  # (N, ...) after the group
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _running(
+    start: State, adds: Sequence[Tensor], decay: Tensor | None, rows: int, work: Workspace
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums before each chunk, (N c, ...), and after the last, (N, ...)."""
+    old, end = [], []
+    for index, (now, add) in enumerate(zip(start, adds, strict=True)):
+        steps = add.reshape(rows, -1, *add.shape[1:])
+        before = work.take(f"before{index}", *steps.shape)
+        for c in range(steps.shape[1]):
+            before[:, c] = now
+            now = steps[:, c] + (now if decay is None else now * decay.view(rows, -1, 1, 1)[:, c])
+        old.append(before.flatten(0, 1))
+        end.append(now)
+    return old, end
+
+
+def _later(
+    grads: list[Tensor], local: Sequence[Tensor], decay: Tensor | None, rows: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same backwards: gradients of the sums after each chunk, (N c, ...), and before the first, (N, ...)."""
+    later, before = [], []
+    for now, own in zip(grads, local, strict=True):
+        steps = own.view(rows, -1, *own.shape[1:])
+        after = torch.empty_like(steps)
+        for c in reversed(range(steps.shape[1])):
+            after[:, c] = now
+            now = steps[:, c] + (now if decay is None else now * decay.view(rows, -1, 1, 1)[:, c])
+        later.append(after.flatten(0, 1))
+        before.append(now)
+    return later, before

@@ -1,0 +1,150 @@
+"""What a feature map offers an attention algorithm.
+
+Whole mapped tensors do not fit (L = 65536, H = 8, M = 256: 512 MiB each), so a fast algorithm never sees them. A map
+hands over a `Spec`, an immutable description without tensors, and the tensors that it depends on (frequencies, later
+landmarks). An algorithm binds the two once per call and then maps one chunk of queries or keys at a time into a buffer
+that it reuses; gradients are taken by mapping the chunk again and pulling the features' gradient back.
+
+Two families:
+
+- positive maps speak of ``log phi``, so that the algorithms can stabilize them exactly (`PositiveSpec`);
+- signed maps speak of ``phi`` and, where its size varies exponentially, of one log factor per row (`SignedSpec`).
+
+Letters: B batch, H query heads, G key heads, N a block of B x G rows, L queries, S keys, C rows of a chunk,
+D head dimension, M features, E value dimension.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Role = Literal["query", "key"]
+Family = Literal["positive", "signed"]
+
+
+class PositiveChunks(ABC):
+    """A positive map bound to its tensors, chunk by chunk; rows n of a chunk belong to row n of the bound tensors."""
+
+    @abstractmethod
+    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+        """``out = log phi(x) + shift``: x (N, C, D), shift (N, 1, M), out (N, C, M), which is returned.
+
+        Under normalization a summand that is the same for all features of a row may be left out: it cancels.
+        """
+
+    @abstractmethod
+    def keys(self, x: Tensor, out: Tensor) -> Tensor:
+        """``out = log phi(x)^T``: x (N, C, D), out (N, M, C), which is returned."""
+
+    @abstractmethod
+    def pull_queries(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Gradient at x of `queries`, grad (N, C, M) -> (N, C, D); adds to `tensor_grads` if bound to learn."""
+
+    @abstractmethod
+    def pull_keys(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Gradient at x of `keys`, grad (N, M, C) -> (N, C, D); adds to `tensor_grads` if bound to learn."""
+
+    @abstractmethod
+    def at(self, row: int) -> PositiveChunks:
+        """The same map for one row of N; what its pulls add to `tensor_grads` counts for the whole."""
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Gradients of the bound tensors, (N, ...) each, summed over all pulls so far."""
+        raise TypeError(f"{type(self).__name__} has no tensors to learn.")
+
+
+class SignedChunks(ABC):
+    """A map by its values, bound to its tensors, chunk by chunk."""
+
+    @abstractmethod
+    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
+        """Write phi(x) into out (N, C, M) up to the returned log factor (N, C, 1); None means 0.
+
+        phi(x) = out * exp(factor). Under normalization a query's factor may be left out: it cancels.
+        """
+
+    @abstractmethod
+    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None) -> Tensor:
+        """Gradient at x from that of out (N, C, M; may be overwritten) and of the log factor (N, C, 1)."""
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Gradients of the bound tensors, (N, ...) each, summed over all pulls so far."""
+        raise TypeError(f"{type(self).__name__} has no tensors to learn.")
+
+
+@dataclass(frozen=True)
+class Spec(ABC):
+    """An immutable, tensor-free description of a map; equal specs are the same map for the same tensors."""
+
+    family: ClassVar[Family]
+
+    @abstractmethod
+    def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+        """M, the number of features; tensors (B or 1, H or 1, ...) as the map hands them over."""
+
+
+@dataclass(frozen=True)
+class PositiveSpec(Spec):
+    """A map with positive features."""
+
+    family: ClassVar[Family] = "positive"
+
+    @abstractmethod
+    def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
+        """The definition: ``log phi(sqrt(scale) x)``, (B, H, C, D) -> (B, H, C, M), by differentiable operations."""
+
+    @abstractmethod
+    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
+        """The same in chunks; tensors (N, ...) in the dtype of the arithmetic."""
+
+
+@dataclass(frozen=True)
+class SignedSpec(Spec):
+    """A map by its values; `nonnegative` ones need no guard against a vanishing denominator."""
+
+    family: ClassVar[Family] = "signed"
+
+    @property
+    @abstractmethod
+    def nonnegative(self) -> bool:
+        """Whether no feature can be negative."""
+
+    @property
+    @abstractmethod
+    def has_factor(self) -> bool:
+        """Whether keys carry a log factor."""
+
+    @abstractmethod
+    def features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> tuple[Tensor, Tensor | None]:
+        """The definition: values (B, H, C, M) and log factors (B, H, C, 1) or None, by differentiable operations."""
+
+    @abstractmethod
+    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
+        """The same in chunks; tensors (N, ...) in the dtype of the arithmetic."""
+
+
+# Compiled graphs carry tensors, numbers and strings only: a spec travels as its repr, which says all of it.
+_SPECS: dict[str, Spec] = {}
+
+
+def register(spec: Spec) -> str:
+    """Make a spec known under a string that `lookup` turns back into it."""
+    key = repr(spec)
+    _SPECS.setdefault(key, spec)
+    return key
+
+
+def lookup(key: str) -> Spec:
+    """The spec that was registered under ``key``."""
+    return _SPECS[key]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Arithmetic and states are in float32 at least: float16 sums lose a fifth of the result at L = 1024."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

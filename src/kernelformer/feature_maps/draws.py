@@ -1,0 +1,119 @@
+"""Random frequencies ``omega`` (M, D), whose rows are, or stand for, draws from N(0, I_D) (performer Sec. 2.4, B.2).
+
+A draw is a pure function of a `torch.Generator`; everything is computed in float64 on the CPU and rounded to float32 by
+the maps, so that one seed means the same numbers on every device and at every precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+from kernelformer.errors import choice, positive_int
+
+_MASK = (1 << 64) - 1
+
+
+def generator(seed: int, draw: int) -> Generator:
+    """A generator that depends on (seed, draw) alone; neighbouring pairs give unrelated streams."""
+    state = 0
+    for part in (seed, draw):  # splitmix64's finalizer, once per part
+        state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return torch.Generator(device="cpu").manual_seed(state >> 1)
+
+
+def _randn(*size: int, gen: Generator) -> Tensor:
+    return torch.randn(*size, generator=gen, dtype=torch.float64, device="cpu")
+
+
+def _signs(size: int, gen: Generator) -> Tensor:
+    return torch.randint(0, 2, (size,), generator=gen, device="cpu").to(torch.float64).mul_(2).sub_(1)
+
+
+def haar_block(dim: int, gen: Generator) -> Tensor:
+    """A (D, D) orthogonal matrix, uniform (Haar): QR of a Gaussian matrix with the signs of R's diagonal undone."""
+    q, r = torch.linalg.qr(_randn(dim, dim, gen=gen))
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+
+
+def hadamard_matrix(dim: int) -> Tensor:
+    """The orthonormal Walsh-Hadamard matrix of a power of two."""
+    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    while h.shape[0] < dim:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    return h / math.sqrt(dim)
+
+
+def hadamard_block(dim: int, gen: Generator) -> Tensor:
+    """``H D1 H D2 H D3`` of the next power of two d', its first D columns, rescaled so that rows have norm 1 on average.
+
+    Rows of the whole matrix are orthonormal; those of the D columns of d' > D are so only nearly.
+    """
+    padded = 1 << (dim - 1).bit_length()
+    h = hadamard_matrix(padded)
+    block = h * _signs(padded, gen) @ h * _signs(padded, gen) @ h * _signs(padded, gen)
+    return block[:, :dim] * math.sqrt(padded / dim)
+
+
+def givens_block(dim: int, gen: Generator) -> Tensor:
+    """A product of random rotations in coordinate planes: 2 ceil(log2 D) rounds of D // 2 disjoint planes each."""
+    block = torch.eye(dim, dtype=torch.float64, device="cpu") * _signs(dim, gen)
+    half = dim // 2
+    for _ in range(2 * math.ceil(math.log2(max(dim, 2)))):
+        order = torch.randperm(dim, generator=gen, device="cpu")
+        angle = torch.rand(half, 1, generator=gen, dtype=torch.float64, device="cpu") * (2 * math.pi)
+        cos, sin, one, two = angle.cos(), angle.sin(), block[order[:half]], block[order[half : 2 * half]]
+        block[order[:half]], block[order[half : 2 * half]] = cos * one - sin * two, sin * one + cos * two
+    return block
+
+
+_BLOCKS: dict[str, Callable[[int, Generator], Tensor]] = {
+    "orthogonal": haar_block,
+    "spherical": haar_block,
+    "hadamard": hadamard_block,
+    "givens": givens_block,
+}
+DRAWS = ("iid", *_BLOCKS)
+_NORMS = {"iid": "chi", "orthogonal": "chi", "spherical": "sqrt", "hadamard": "sqrt", "givens": "sqrt"}
+
+
+def draw_frequencies(
+    num_features: int, dim: int, gen: Generator, *, draw: str = "orthogonal", norms: str | None = None
+) -> Tensor:
+    """Draw ``omega`` (M, D) in float64.
+
+    Args:
+        num_features: M; more than D means several independent blocks.
+        dim: D.
+        gen: the source of randomness.
+        draw: ``iid`` Gaussian rows; ``orthogonal`` (exactly unbiased, lower variance: performer Theorem 2);
+            ``spherical``, orthogonal rows of norm sqrt(D); ``hadamard`` and ``givens``, structured and nearly unbiased.
+        norms: ``chi``, row norms drawn as those of Gaussian vectors; ``sqrt``, all sqrt(D) (for ``hadamard`` with D not a
+            power of two: on average). Default: chi for iid and orthogonal, else sqrt.
+
+    Cost: O(M D^2) once per draw.
+    """
+    positive_int("num_features", num_features)
+    choice("draw", draw, DRAWS)
+    norms = choice("norms", norms or _NORMS[draw], ("chi", "sqrt"))
+    if draw == "iid":
+        omega = _randn(num_features, dim, gen=gen)
+        if norms == "chi":
+            return omega
+        return omega * (math.sqrt(dim) / omega.norm(dim=1, keepdim=True))
+    blocks: list[Tensor] = []
+    rows = 0
+    while rows < num_features:
+        blocks.append(_BLOCKS[draw](dim, gen))
+        rows += blocks[-1].shape[0]
+    directions = torch.cat(blocks)[:num_features]
+    if norms == "sqrt":
+        return directions * math.sqrt(dim)
+    chi = _randn(num_features, dim, gen=gen).norm(dim=1, keepdim=True)
+    return directions * (chi / directions.norm(dim=1, keepdim=True))

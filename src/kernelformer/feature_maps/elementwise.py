@@ -1,0 +1,292 @@
+"""Generalized attention: an elementwise function of a projection, or of the input itself (performer Sec. 2.2, App. D).
+
+`exp` and `elu + 1` cannot be negative and can be tiny or huge, so they are positive maps in log space; the others are
+bounded below by eps or signed, and speak by their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec
+from kernelformer.errors import choice, positive_int
+from kernelformer.feature_maps.base import FeatureMap
+
+
+@dataclass(frozen=True)
+class Activation:
+    """f, written into its argument, and f' from the argument z or from y = f(z), whichever is cheaper."""
+
+    apply_: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    slope_of: str  # "z" or "y"
+    nonnegative: bool = False
+
+
+def _gelu_slope(z: Tensor) -> Tensor:
+    return torch.special.ndtr(z) + z * torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": Activation(torch.relu_, lambda y: (y > 0).to(y.dtype), "y", nonnegative=True),
+    "sigmoid": Activation(torch.sigmoid_, lambda y: y * (1 - y), "y", nonnegative=True),
+    "abs": Activation(torch.abs_, torch.sign, "z", nonnegative=True),
+    "gelu": Activation(lambda z: z.copy_(F.gelu(z)), _gelu_slope, "z"),
+    "cos": Activation(torch.cos_, lambda z: -torch.sin(z), "z"),
+    "tanh": Activation(torch.tanh_, lambda y: 1 - y.square(), "y"),
+    "identity": Activation(lambda z: z, torch.ones_like, "y"),
+}
+
+
+class _Projection:
+    """``z = W x``, or x itself where there is nothing to project with."""
+
+    def __init__(self, tensors: Sequence[Tensor], scale: float, learn: bool, grads: Tensor | None = None) -> None:
+        self.root = math.sqrt(scale)
+        self.weight = tensors[0] * self.root if tensors else None
+        self.grads = grads
+        if learn and self.weight is not None and grads is None:
+            self.grads = torch.zeros_like(self.weight, memory_format=torch.contiguous_format)
+
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        """(N, C, D) -> out (N, C, M)."""
+        return torch.mul(x, self.root, out=out) if self.weight is None else torch.bmm(x, self._t, out=out)
+
+    @property
+    def _t(self) -> Tensor:
+        assert self.weight is not None
+        return self.weight.transpose(1, 2)
+
+    def pull(self, x: Tensor, grad: Tensor) -> Tensor:
+        """(N, C, M) -> (N, C, D)."""
+        if self.weight is None:
+            return grad * self.root
+        if self.grads is not None:
+            self.grads.baddbmm_(grad.transpose(1, 2), x)
+        return torch.bmm(grad, self.weight)
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Of omega: undo the folded scale."""
+        assert self.grads is not None
+        return [self.grads * self.root]
+
+
+def _project(x: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
+    x = x if not tensors else x.to(tensors[0].dtype)
+    x = x * math.sqrt(scale)
+    return x @ tensors[0].transpose(-1, -2) if tensors else x
+
+
+@dataclass(frozen=True)
+class ElementwiseSpec(SignedSpec):
+    """``phi_i(x) = (f(w_i . x) + eps) / sqrt(m)``; tensors: omega (B or 1, H or 1, M, D), or none without projection."""
+
+    activation: str
+    eps: float
+    amplitude: float
+
+    @property
+    def nonnegative(self) -> bool:
+        """Whether neither f nor eps can be negative."""
+        return ACTIVATIONS[self.activation].nonnegative and self.eps >= 0
+
+    @property
+    def has_factor(self) -> bool:
+        """No exponentials, no factor."""
+        return False
+
+    def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+        """One feature per frequency, or per coordinate."""
+        return tensors[0].shape[-2] if tensors else head_dim
+
+    def features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> tuple[Tensor, Tensor | None]:
+        """The formula as it stands."""
+        z = _project(x, tensors, scale)
+        f: dict[str, Callable[[Tensor], Tensor]] = {
+            "relu": torch.relu,
+            "sigmoid": torch.sigmoid,
+            "abs": torch.abs,
+            "gelu": F.gelu,
+            "cos": torch.cos,
+            "tanh": torch.tanh,
+            "identity": torch.clone,
+        }
+        return (f[self.activation](z) + self.eps) * self.amplitude, None
+
+    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
+        """In chunks; the amplitude cancels under normalization and is left out there."""
+        return ElementwiseChunks(self, _Projection(tensors, scale, learn), 1.0 if normalize else self.amplitude)
+
+
+class ElementwiseChunks(SignedChunks):
+    """`ElementwiseSpec` on chunks."""
+
+    def __init__(self, spec: ElementwiseSpec, projection: _Projection, amplitude: float) -> None:
+        self.f, self.eps, self.projection, self.amplitude = (
+            ACTIVATIONS[spec.activation],
+            spec.eps,
+            projection,
+            amplitude,
+        )
+
+    def features(self, x: Tensor, role: Role, out: Tensor) -> None:
+        """Projection, function and summand, all in the caller's buffer."""
+        self.f.apply_(self.projection.into(x, out))
+        if self.eps:
+            out.add_(self.eps)
+        if self.amplitude != 1:
+            out.mul_(self.amplitude)
+
+    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None) -> Tensor:
+        """Through f by its own value where that is enough, else by the projection computed again."""
+        if self.f.slope_of == "z":
+            slope = self.f.slope(self.projection.into(x, torch.empty_like(phi)))
+        else:
+            slope = self.f.slope(phi / self.amplitude - self.eps if self.eps or self.amplitude != 1 else phi)
+        return self.projection.pull(x, grad.mul_(slope).mul_(self.amplitude))
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Of omega."""
+        return self.projection.tensor_grads()
+
+
+def _log_exp(z: Tensor, log_eps: float) -> Tensor:
+    return z if log_eps == -math.inf else torch.logaddexp(z, z.new_full((), log_eps))
+
+
+def _log_elu(z: Tensor) -> Tensor:
+    # log(elu(z) + 1) = z below zero and log(1 + z) above: nothing is rounded to zero, in any dtype.
+    return z.clamp_max(0) + torch.log1p(z.clamp_min(0))
+
+
+@dataclass(frozen=True)
+class LogElementwiseSpec(PositiveSpec):
+    """``phi_i(x) = (f(w_i . x) + eps) / sqrt(m)`` for f = exp, or elu(x) + 1 with eps = 0, in log space."""
+
+    activation: str
+    log_eps: float
+    constant: float
+
+    def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+        """One feature per frequency, or per coordinate."""
+        return tensors[0].shape[-2] if tensors else head_dim
+
+    def log_f(self, z: Tensor) -> Tensor:
+        """``log(f(z) + eps)``."""
+        return _log_elu(z) if self.activation == "elu" else _log_exp(z, self.log_eps)
+
+    def slope(self, log_f: Tensor) -> Tensor:
+        """The derivative of `log_f` at z, from its value there."""
+        if self.activation == "elu":
+            return torch.exp(-log_f.clamp_min(0))
+        return -torch.expm1(self.log_eps - log_f)
+
+    def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
+        """The formula as it stands."""
+        return self.log_f(_project(x, tensors, scale)) + self.constant
+
+    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
+        """In chunks."""
+        return LogElementwiseChunks(self, tensors, scale, learn)
+
+
+class LogElementwiseChunks(PositiveChunks):
+    """`LogElementwiseSpec` on chunks."""
+
+    def __init__(
+        self,
+        spec: LogElementwiseSpec,
+        tensors: Sequence[Tensor],
+        scale: float,
+        learn: bool,
+        grads: Tensor | None = None,
+    ) -> None:
+        self.spec, self.tensors, self.scale = spec, tensors, scale
+        self.projection = _Projection(tensors, scale, learn, grads)
+
+    def _log_f(self, x: Tensor) -> Tensor:
+        width = self.spec.feature_dim(self.tensors, x.shape[-1])
+        return self.spec.log_f(self.projection.into(x, x.new_empty(*x.shape[:-1], width)))
+
+    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return torch.add(self._log_f(x), shift + self.spec.constant, out=out)
+
+    def keys(self, x: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return torch.add(self._log_f(x).transpose(1, 2), self.spec.constant, out=out)
+
+    def pull_queries(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The value of log f, computed again, tells its slope."""
+        return self.projection.pull(x, self.spec.slope(self._log_f(x)).mul_(grad))
+
+    def pull_keys(self, x: Tensor, grad: Tensor) -> Tensor:
+        """The same for a transposed gradient."""
+        return self.pull_queries(x, grad.transpose(1, 2))
+
+    def at(self, row: int) -> PositiveChunks:
+        """Row ``row`` as views, so that gradients land in the whole."""
+        one = slice(row, row + 1)
+        grads = None if self.projection.grads is None else self.projection.grads[one]
+        return LogElementwiseChunks(self.spec, [x[one] for x in self.tensors], self.scale, False, grads)
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Of omega."""
+        return self.projection.tensor_grads()
+
+
+class GeneralizedMap(FeatureMap):
+    """Generalized attention.
+
+        phi(x) = (f(w_i . x) + eps) / sqrt(m)          (performer Sec. 2.2; f = relu and eps = 1e-3 in its App. A)
+
+    Args:
+        activation: f: relu, exp, sigmoid, abs, gelu, cos, tanh, identity, or elu for elu(x) + 1.
+        projection: draw frequencies w_i; else f acts on the coordinates of x and M = D.
+        eps: added to f; 0 for elu.
+
+    The others are those of `FeatureMap`. Maps that can be negative are signed.
+    """
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        num_heads: int,
+        num_features: int = 256,
+        activation: str = "relu",
+        projection: bool = True,
+        eps: float = 1e-3,
+        seed: int = 0,
+        draw: str = "orthogonal",
+        norms: str | None = None,
+        per_head: bool = False,
+    ) -> None:
+        choice("activation", activation, (*ACTIVATIONS, "exp", "elu"))
+        if projection:
+            positive_int("num_features", num_features)
+        if not (math.isfinite(eps) and eps >= 0):
+            raise ValueError(f"eps must be finite and at least 0, got {eps}.")
+        width = num_features if projection else head_dim
+        spec: ElementwiseSpec | LogElementwiseSpec
+        if activation in ("exp", "elu"):
+            log_eps = math.log(eps) if activation == "exp" and eps > 0 else -math.inf
+            spec = LogElementwiseSpec(activation=activation, log_eps=log_eps, constant=-0.5 * math.log(width))
+        else:
+            spec = ElementwiseSpec(activation=activation, eps=eps, amplitude=1 / math.sqrt(width))
+        super().__init__(
+            spec,
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_features=num_features if projection else 0,
+            seed=seed,
+            draw=draw,
+            norms=norms,
+            per_head=per_head,
+        )

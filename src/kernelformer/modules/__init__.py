@@ -1,0 +1,18 @@
+"""Attention as modules: the core by name, the layer with projections, the redraw schedule."""
+
+from kernelformer.modules.build import build_attention, list_methods, method_options
+from kernelformer.modules.core import AttentionCore, GaussianCore, KernelCore, SoftmaxCore
+from kernelformer.modules.layer import KernelAttention
+from kernelformer.modules.redraw import redraw
+
+__all__ = [
+    "AttentionCore",
+    "GaussianCore",
+    "KernelAttention",
+    "KernelCore",
+    "SoftmaxCore",
+    "build_attention",
+    "list_methods",
+    "method_options",
+    "redraw",
+]

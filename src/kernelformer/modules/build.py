@@ -1,0 +1,89 @@
+"""Methods by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernelformer.errors import unknown
+from kernelformer.feature_maps import FeatureMap, GeneralizedMap, PositiveMap, TrigonometricMap
+from kernelformer.modules.core import AttentionCore, GaussianCore, KernelCore, SoftmaxCore
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table of methods."""
+
+    about: str
+    make: Callable[..., AttentionCore | FeatureMap]
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that make it this method
+    default: Mapping[str, Any] = field(default_factory=dict)  # settings that the caller may change
+
+
+METHODS: dict[str, Method] = {
+    "softmax": Method("exact softmax attention (torch's SDPA), quadratic", SoftmaxCore),
+    "gaussian": Method("exact Gaussian kernelized attention in tiles (Skyformer), quadratic", GaussianCore),
+    "favor+": Method("positive orthogonal random features (Performer)", PositiveMap),
+    "favor+hyperbolic": Method("positive features in pairs exp(wx), exp(-wx) (Performer)", PositiveMap, {"hyperbolic": True}),
+    "favor+regularized": Method("positive features with frequencies on a sphere (Performer)", PositiveMap, {"regularized": True}),
+    "trigonometric": Method("cosine and sine random features, signed (Performer)", TrigonometricMap),
+    "relu": Method("generalized attention, relu by default (Performer)", GeneralizedMap),
+    "elu": Method(
+        "elu(x) + 1 (Linear Transformer)", GeneralizedMap, {"activation": "elu", "projection": False}, {"scale": 1.0}
+    ),
+}
+_CORE_OPTIONS = ("scale", "normalize_qk")
+_UNUSED = {"elu": ("num_features", "eps", "seed", "draw", "norms", "per_head")}
+
+
+def list_methods() -> dict[str, str]:
+    """Every method's name, with a line about it."""
+    return {name: method.about for name, method in METHODS.items()}
+
+
+def method_options(method: str) -> list[str]:
+    """The options that `build_attention` takes for a method, besides head_dim and num_heads."""
+    entry = _entry(method)
+    names = [x for x in inspect.signature(entry.make).parameters if x not in ("method", "options", "head_dim", "num_heads")]
+    if issubclass(entry.make, FeatureMap):  # type: ignore[arg-type]
+        names.append("normalize")
+    names += [x for x in _CORE_OPTIONS if x not in names]
+    return sorted(x for x in names if x not in entry.fixed and x not in _UNUSED.get(method, ()))
+
+
+def _entry(method: str) -> Method:
+    if method not in METHODS:
+        raise unknown("method", method, METHODS)
+    return METHODS[method]
+
+
+def build_attention(method: str, *, head_dim: int, num_heads: int, **options: Any) -> AttentionCore:
+    """Build the core of an attention layer: an `nn.Module` over queries, keys and values.
+
+    Args:
+        method: a name from `list_methods`.
+        head_dim: D.
+        num_heads: H, of the queries.
+        options: by method; `method_options` lists them. For random maps: ``num_features`` (256), ``seed`` (0), ``draw``
+            ("orthogonal", "iid", "spherical", "hadamard", "givens"), ``norms``, ``per_head`` (False), ``kernel``
+            ("softmax", "gaussian"). For all: ``scale`` and ``normalize_qk``.
+
+    Raises:
+        ValueError: unknown method or option, with the known ones.
+    """
+    entry = _entry(method)
+    known = method_options(method)
+    for name in options:
+        if name not in known:
+            raise unknown(f"option for method {method!r},", name, known)
+    settings: dict[str, Any] = {"head_dim": head_dim, "num_heads": num_heads, **entry.default, **options, **entry.fixed}
+    if not issubclass(entry.make, FeatureMap):  # type: ignore[arg-type]
+        core = entry.make(method, **settings)
+        assert isinstance(core, AttentionCore)
+        return core
+    outer = {x: settings.pop(x) for x in (*_CORE_OPTIONS, "normalize") if x in settings}
+    feature_map = entry.make(**settings)
+    assert isinstance(feature_map, FeatureMap)
+    return KernelCore(method, feature_map, **outer)

@@ -1,0 +1,140 @@
+"""Multi-head attention with its projections."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from kernelformer.attention import State
+from kernelformer.errors import positive_int, shape
+from kernelformer.modules.build import build_attention
+
+
+class KernelAttention(nn.Module):
+    """Multi-head attention by any method: a drop-in for self- or cross-attention.
+
+        y = W_o concat_h core(W_q x, W_k c, W_v c)_h          c = x, or the context
+
+    Args:
+        embed_dim: width of x and y.
+        num_heads: H; divides embed_dim.
+        method: a name from `list_methods`.
+        num_features: of a random map, default 256; other methods refuse it.
+        causal: key j is visible to query i iff j <= i.
+        relative: relative positions; no method of this version takes them.
+        num_kv_heads: G, for grouped queries; default H.
+        context_dim: width of the context; default embed_dim.
+        bias: whether the projections have a bias.
+        device: of the projections.
+        dtype: of the projections.
+        options: of the core, see `build_attention`. Layers of one model do well with different seeds.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        method: str = "favor+",
+        *,
+        num_features: int | None = None,
+        causal: bool = False,
+        relative: str | None = None,
+        num_kv_heads: int | None = None,
+        context_dim: int | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        positive_int("embed_dim", embed_dim)
+        positive_int("num_heads", num_heads)
+        if embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}.")
+        kv_heads = positive_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        if num_heads % kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, got {kv_heads} and {num_heads}.")
+        if relative is not None:
+            raise ValueError(f"method {method!r} takes no relative positions, got relative={relative!r}; add positions to x.")
+        if num_features is not None:
+            options["num_features"] = num_features
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim, self.causal = embed_dim // num_heads, causal
+        self.context_dim = embed_dim if context_dim is None else positive_int("context_dim", context_dim)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        kv_dim = kv_heads * self.head_dim
+        self.query = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        self.key = nn.Linear(self.context_dim, kv_dim, bias=bias, **place)
+        self.value = nn.Linear(self.context_dim, kv_dim, bias=bias, **place)
+        self.out = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        self.core = build_attention(method, head_dim=self.head_dim, num_heads=num_heads, **options).to(device)
+
+    def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        for name, t, width in (("x", x, self.embed_dim), ("context", context, self.context_dim)):
+            if t.dim() != 3 or t.shape[-1] != width:
+                raise ValueError(f"{name} must be (batch, length, {width}), got shape {shape(t)}.")
+        q, k, v = self.query(x), self.key(context), self.value(context)
+        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # type: ignore[return-value]
+
+    def _merge(self, heads: Tensor) -> Tensor:
+        y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
+        return y
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = ...,
+        key_mask: Tensor | None = ...,
+        *,
+        state: State | None = ...,
+        return_state: Literal[False] = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = ...,
+        key_mask: Tensor | None = ...,
+        *,
+        state: State | None = ...,
+        return_state: Literal[True],
+    ) -> tuple[Tensor, State]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        *,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, State]:
+        """(B, L, E) -> (B, L, E).
+
+        Args:
+            x: (B, L, E).
+            context: (B, S, context_dim), whose tokens are attended to; default x itself.
+            key_mask: (B, S) bool, True = attend.
+            state: resume after what it has seen; causal only.
+            return_state: also return the state after the last token; causal only.
+        """
+        q, k, v = self._project(x, x if context is None else context)
+        if not return_state:
+            return self._merge(self.core(q, k, v, is_causal=self.causal, key_mask=key_mask, state=state))
+        heads, after = self.core(q, k, v, is_causal=self.causal, key_mask=key_mask, state=state, return_state=True)
+        return self._merge(heads), after
+
+    def step(self, x: Tensor, state: State | None = None, *, key_mask: Tensor | None = None) -> tuple[Tensor, State]:
+        """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts."""
+        if not self.causal:
+            raise ValueError("step needs a causal layer, this one was built with causal=False; build it with causal=True.")
+        heads, after = self.core.step(*self._project(x, x), state, key_mask=key_mask)
+        return self._merge(heads), after
+
+    def extra_repr(self) -> str:
+        """The settings, for printing a model."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}"

@@ -1,0 +1,48 @@
+"""New draws while training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from kernelformer.errors import positive_int
+from kernelformer.feature_maps import FeatureMap
+
+
+def feature_maps(model: nn.Module) -> list[FeatureMap]:
+    """All feature maps of a model, each once."""
+    return [x for x in model.modules() if isinstance(x, FeatureMap)]
+
+
+def redraw(model: nn.Module, every: int = 1000) -> RemovableHandle:
+    """Give every random map of ``model`` its next draw after each ``every`` training forwards of the model.
+
+    The schedule hangs on the root module's forward, never on an inner one, so that activation checkpointing recomputes with
+    the draw it has seen. How long a draw has been in use is a buffer of the map, saved with the model: a resumed run goes
+    on where it was. Forwards in `eval()` do not count. With gradient accumulation every micro-batch counts.
+
+    Args:
+        model: the module whose forward is called in training: the one that was compiled or wrapped, where one was.
+        every: training forwards per draw (performer: about 1000; learned kernels: 100).
+
+    Returns:
+        a handle; ``handle.remove()`` ends the schedule.
+    """
+    positive_int("every", every)
+    if not feature_maps(model):
+        raise ValueError(f"{type(model).__name__} has no feature map to redraw; replace its attention first.")
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def advance(module: nn.Module, inputs: Any) -> None:
+        if not module.training:
+            return
+        for phi in feature_maps(module):
+            if int(phi.age) >= every:
+                phi.resample()
+            phi.age += 1
+
+    return model.register_forward_pre_hook(advance)
