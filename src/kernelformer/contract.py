@@ -43,12 +43,12 @@ class PositiveChunks(ABC):
         """``out = log phi(x)^T``: x (N, C, D), out (N, M, C), which is returned."""
 
     @abstractmethod
-    def pull_queries(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Gradient at x of `queries`, grad (N, C, M) -> (N, C, D); adds to `tensor_grads` if bound to learn."""
+    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Gradient at x of `queries`, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
 
     @abstractmethod
-    def pull_keys(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Gradient at x of `keys`, grad (N, M, C) -> (N, C, D); adds to `tensor_grads` if bound to learn."""
+    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Gradient at x of `keys`, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
 
     @abstractmethod
     def at(self, row: int) -> PositiveChunks:
@@ -70,8 +70,9 @@ class SignedChunks(ABC):
         """
 
     @abstractmethod
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None) -> Tensor:
-        """Gradient at x from that of out (N, C, M; may be overwritten) and of the log factor (N, C, 1)."""
+    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+        """Gradient at x, out (N, C, D), from that of phi (N, C, M; may be overwritten) and of the log factor (N, C,
+        1)."""
 
     def tensor_grads(self) -> list[Tensor]:
         """Gradients of the bound tensors, (N, ...) each, summed over all pulls so far."""
@@ -98,6 +99,17 @@ class PositiveSpec(Spec):
     @abstractmethod
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """The definition: ``log phi(sqrt(scale) x)``, (B, H, C, D) -> (B, H, C, M), by differentiable operations."""
+
+    def log_shares(
+        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, shift: Tensor | None = None
+    ) -> Tensor:
+        """The same up to what cancels under normalization, plus ``shift`` (B, H, 1, M).
+
+        What cancels is a summand per row of queries, and one summand for all keys; the chunks bound under normalization
+        must leave out the same of the keys, for a state may go from one to the other.
+        """
+        found = self.log_features(x, tensors, scale, role)
+        return found if shift is None else found + shift
 
     @abstractmethod
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:

@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Numbers in one (N, C, M) buffer: 2 MiB in float32. Fastest on a CPU whose cores have 1 MiB of L2 each, and flat around it.
+from kernelformer.attention.engine import Workspace
+
+# Numbers in one (N, C, M) buffer: 2 MiB in float32. Fastest on a CPU whose cores have 1 MiB of L2 each, and flat
+# around it.
 BUFFER = 1 << 19
 # Rows of a causal chunk: the quadratic part costs C (M + E) a row, the rest does not depend on C, and matrices below 64
 # rows leave the arithmetic idle.
@@ -72,21 +75,29 @@ def spans(length: int, step: int) -> Iterator[tuple[int, int]]:
 
 def grouped(x: Tensor, key_heads: int) -> Tensor:
     """(B, H, L, X) -> (B, G, R, L, X), a view."""
-    return x.unflatten(1, (key_heads, -1))
+    groups: Tensor = x.unflatten(1, (key_heads, -1))
+    return groups
 
 
-def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A piece (b, G, R, T, X) as rows (b G, R T, X) in the dtype of the arithmetic; a view where that is possible."""
+def rows_of(x: Tensor, name: str, work: Workspace) -> Tensor:
+    """A piece (b, G, R, T, X) as rows (b G, R T, X) in the dtype of the arithmetic: a view, or a copy in a buffer."""
     b, g, r, t, width = x.shape
-    return x.reshape(b * g, r * t, width).to(dtype)
+    if x.dtype == work.dtype and b == 1 and r == 1:
+        return x[0, :, 0]
+    work.take(name, b, g, r, t, width).copy_(x)
+    return work.take(name, b * g, r * t, width)
 
 
-def chunk_rows(x: Tensor, dtype: torch.dtype, chunks: int, size: int) -> Tensor:
-    """A piece (b, G, R, T, X), T <= chunks * size, as rows (b G chunks, R size, X), zeros beyond T."""
+def chunk_rows(x: Tensor, name: str, work: Workspace, chunks: int, size: int) -> Tensor:
+    """A piece (b, G, R, T, X), T <= chunks * size, as rows (b G chunks, R size, X) in a buffer, zeros beyond T."""
     b, g, r, t, width = x.shape
-    if t < chunks * size:
-        x = F.pad(x, (0, 0, 0, chunks * size - t))
-    return x.unflatten(3, (chunks, size)).transpose(2, 3).reshape(b * g * chunks, r * size, width).to(dtype)
+    rows = work.take(name, b, g, chunks, r, size, width).transpose(2, 3)
+    full, rest = divmod(t, size)
+    rows[:, :, :, :full].copy_(x[..., : full * size, :].unflatten(3, (full, size)))
+    if full < chunks:
+        rows[:, :, :, full:].zero_()
+        rows[:, :, :, full, :rest].copy_(x[..., full * size :, :])
+    return work.take(name, b * g * chunks, r * size, width)
 
 
 def put_rows(target: Tensor, rows: Tensor) -> None:
@@ -104,7 +115,9 @@ def put_chunks(target: Tensor, rows: Tensor, chunks: int, size: int) -> None:
         target.copy_(whole.reshape(b, g, r, chunks * size, width)[..., :t, :])
 
 
-def hidden_rows(key_mask: Tensor | None, block: slice, span: slice, heads: int, chunks: int, size: int) -> Tensor | None:
+def hidden_rows(
+    key_mask: Tensor | None, block: slice, span: slice, heads: int, chunks: int, size: int
+) -> Tensor | None:
     """Which keys of a piece must not count, (b G chunks, size) bool: masked ones and those beyond the end, or None."""
     if key_mask is None:
         return None
@@ -124,7 +137,8 @@ def tail_hidden(length: int, chunks: int, size: int, rows: int, device: torch.de
 
 
 def spread(tensors: Sequence[Tensor], block: slice, samples: int, heads: int, chunks: int = 1) -> list[Tensor]:
-    """A map's tensors (B or 1, H or 1, ...) as rows (samples heads chunks, ...) of a block; views where all are the same."""
+    """A map's tensors (B or 1, H or 1, ...) as rows (samples heads chunks, ...) of a block; views where all are the
+    same."""
     out = []
     for x in tensors:
         rest = x.shape[2:]

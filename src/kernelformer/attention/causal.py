@@ -1,6 +1,7 @@
 """Causal attention at linear cost: quadratic inside a chunk, a state between chunks (performer Eq. 11).
 
-Chunks are worked on several at a time, as batched matrix products; only the recurrence of the state runs chunk by chunk.
+Chunks are worked on several at a time, as batched matrix products; only the recurrence of the state runs chunk by
+chunk.
 The (L, M, E) tensor of prefix sums is never made.
 
 Cost: O(L (M (D + E) + C (M + E))) time for chunks of C rows. The backward pass keeps the inputs, the output, one number
@@ -22,6 +23,8 @@ from kernelformer.attention.blocks import (
     grouped,
     hidden_rows,
     put_chunks,
+    put_rows,
+    rows_of,
     spans,
     spread,
     tail_hidden,
@@ -34,26 +37,26 @@ from kernelformer.contract import compute_dtype, lookup
 class _Pieces:
     """The groups of chunks of one call: their places, and the tensors cut to them."""
 
-    def __init__(self, s: Shapes, key_mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> None:
-        self.s, self.key_mask, self.dtype, self.device = s, key_mask, dtype, device
+    def __init__(self, s: Shapes, key_mask: Tensor | None, work: Workspace) -> None:
+        self.s, self.key_mask, self.work = s, key_mask, work
         self.samples = s.samples()
         self.size, self.together = s.causal(self.samples)
         # Keys beyond the last query are never seen; queries beyond the last key see the final state.
         self.length = min(s.L, s.S)
-        self.mask = torch.ones(self.size, self.size, dtype=dtype, device=device).tril_().repeat(s.R, 1)
+        self.mask = torch.ones(self.size, self.size, dtype=work.dtype, device=work.device).tril_().repeat(s.R, 1)
 
     def groups(self) -> list[tuple[int, int]]:
         """(start, end) of every group."""
         return list(spans(self.length, self.size * self.together))
 
-    def rows(self, x: Tensor, block: slice, start: int, end: int) -> Tensor:
-        """A piece of (B, G, R, T, X) as rows of chunks."""
-        return chunk_rows(x[block, :, :, start:end], self.dtype, self.together, self.size)
+    def rows(self, name: str, x: Tensor, block: slice, start: int, end: int) -> Tensor:
+        """A piece of (B, G, R, T, X) as rows of chunks, in the buffer of that name."""
+        return chunk_rows(x[block, :, :, start:end], name, self.work, self.together, self.size)
 
     def hidden(self, block: slice, count: int, start: int, end: int) -> Tensor | None:
         """The keys of a piece that do not count."""
         if self.key_mask is None:
-            return tail_hidden(end - start, self.together, self.size, count * self.s.G, self.device)
+            return tail_hidden(end - start, self.together, self.size, count * self.s.G, self.work.device)
         return hidden_rows(self.key_mask, block, slice(start, end), self.s.G, self.together, self.size)
 
     def put(self, target: Tensor, rows: Tensor, block: slice, start: int, end: int) -> None:
@@ -78,7 +81,7 @@ def _forward(
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
-    pieces = _Pieces(s, key_mask, dtype, query.device)
+    pieces = _Pieces(s, key_mask, work)
     out = query.new_empty(s.B, s.H, s.L, s.E)
     notes = query.new_zeros(s.B, s.H, s.L, dtype=dtype)
     end_state = [torch.empty_like(x) for x in state]
@@ -95,7 +98,7 @@ def _forward(
                 for whole, part in zip(kept, rows, strict=True):
                     whole[group, block] = part.view(whole[group, block].shape)
             hidden = pieces.hidden(block, count, start, end)
-            xq, xk, v = (pieces.rows(x, block, start, end) for x in (q5, k5, v5))
+            xq, xk, v = (pieces.rows(n, x, block, start, end) for n, x in (("q", q5), ("k", k5), ("v", v5)))
             y, note, rows = engine.causal(rows, xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
             pieces.put(out5, y, block, start, end)
             pieces.put(notes5, note.unsqueeze(2), block, start, end)
@@ -105,9 +108,7 @@ def _forward(
             tail, _ = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, False, work)
             for start, end in spans(s.L - s.S, s.chunk(count, s.H)):
                 at = slice(s.S + start, s.S + end)
-                piece = q5[block, :, :, at]
-                y = tail.read(rows, piece.reshape(count * s.G, -1, s.D).to(dtype))
-                out5[block, :, :, at] = y.view(*piece.shape[:4], s.E)
+                put_rows(out5[block, :, :, at], tail.read(rows, rows_of(q5[block, :, :, at], "q", work)))
     return out, notes, end_state, kept
 
 
@@ -157,7 +158,7 @@ def _backward(
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
-    pieces = _Pieces(s, key_mask, dtype, query.device)
+    pieces = _Pieces(s, key_mask, work)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     for unseen in (dk, dv):
         unseen[:, :, s.L :] = 0
@@ -175,20 +176,21 @@ def _backward(
             tail, tail_grads = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, learn, work)
             for start, end in spans(s.L - s.S, s.chunk(count, s.H)):
                 at = slice(s.S + start, s.S + end)
-                x, g, y = (t[block, :, :, at].reshape(count * s.G, -1, t.shape[-1]).to(dtype) for t in (q5, g5, out5))
-                dq5[block, :, :, at] = tail.read_backward(end_rows, grads, x, g, y).view(dq5[block, :, :, at].shape)
+                x, g, y = (rows_of(t[block, :, :, at], n, work) for t, n in ((q5, "q"), (g5, "g"), (out5, "o")))
+                put_rows(dq5[block, :, :, at], tail.read_backward(end_rows, grads, x, g, y))
             if learn:
                 gather_grads(totals, tail_grads(), block, count, s.G)
         for group, (start, end) in reversed(list(enumerate(pieces.groups()))):
             rows = [x[group, block].flatten(0, 1) for x in kept]
             hidden = pieces.hidden(block, count, start, end)
-            xq, xk, v, g, y, note = (pieces.rows(x, block, start, end) for x in (q5, k5, v5, g5, out5, notes5))
+            named = {"q": q5, "k": k5, "v": v5, "g": g5, "o": out5, "note": notes5}
+            xq, xk, v, g, y, note = (pieces.rows(n, x, block, start, end) for n, x in named.items())
             xk, v = visible_pair(xk, v, hidden)
-            dx, *pair, grads = engine.causal_backward(
+            dx, dx_k, d_v, grads = engine.causal_backward(
                 rows, grads, xq, xk, v, hidden, pieces.mask, g, y, note.squeeze(2)
             )
             pieces.put(dq5, dx, block, start, end)
-            for target, part in zip((dk5, dv5), visible_pair(*pair, hidden), strict=True):
+            for target, part in zip((dk5, dv5), visible_pair(dx_k, d_v, hidden), strict=True):
                 pieces.put(target, part, block, start, end)
         first_grads = engine.grads_out([x[block].flatten(0, 1) for x in state], grads)
         for whole, part in zip(start_grads, first_grads, strict=True):
@@ -225,21 +227,21 @@ def _(
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     query, key, value, key_mask, tensors, state, ctx.spec, ctx.scale, ctx.normalize, _ = inputs
     out, notes, end_state, kept = output
+    ctx.set_materialize_grads(False)
     ctx.counts = (len(tensors), len(state))
     ctx.learn = any(x.requires_grad for x in tensors)
     ctx.save_for_backward(query, key, value, key_mask, out, notes, *tensors, *state, *end_state, *kept)
 
 
-def _grad(ctx: Any, grad: Tensor, _: Any, state_grads: list[Tensor], __: Any) -> tuple[Any, ...]:
+def _grad(ctx: Any, grad: Tensor | None, _: Any, state_grads: list[Tensor | None], __: Any) -> tuple[Any, ...]:
     query, key, value, key_mask, out, notes, *rest = ctx.saved_tensors
     count, n = ctx.counts
     tensors, rest = rest[:count], rest[count:]
     state, end_state, kept = rest[:n], rest[n : 2 * n], rest[2 * n :]
-    state_grads = [torch.zeros_like(x) if g is None else g for g, x in zip(state_grads, end_state, strict=True)]
     dq, dk, dv, start_grads, totals = _backward(
         torch.zeros_like(out) if grad is None else grad,
-        state_grads, query, key, value, key_mask, tensors, out, notes, state, end_state, kept,
-        ctx.spec, ctx.scale, ctx.normalize, ctx.learn,
+        [torch.zeros_like(x) if g is None else g for g, x in zip(state_grads, end_state, strict=True)], query, key,
+        value, key_mask, tensors, out, notes, state, end_state, kept, ctx.spec, ctx.scale, ctx.normalize, ctx.learn,
     )  # fmt: skip
     return dq, dk, dv, None, totals if ctx.learn else [None] * count, start_grads, None, None, None, None
 
@@ -276,7 +278,5 @@ def causal_attention(
         state = engine_class(lookup(spec)).empty(lead, features, value.shape[-1], like)
     inputs = (query, key, value, *tensors, *state)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    out, _, end, _ = _forward(
-        query, key, value, key_mask, list(tensors), list(state), spec, scale, normalize, keep
-    )
+    out, _, end, _ = _forward(query, key, value, key_mask, list(tensors), list(state), spec, scale, normalize, keep)
     return out, end

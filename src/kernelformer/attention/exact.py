@@ -77,9 +77,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float, is_causal: bool
-) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float, is_causal: bool) -> Tensor:
     return query.new_empty(*query.shape[:3], value.shape[-1])
 
 
@@ -95,7 +93,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tiles = _Tiles(query, key, key_mask, scale, is_causal)
     heads = key.shape[1]
-    dq, dk, dv = (torch.zeros_like(x, dtype=tiles.dtype, memory_format=torch.contiguous_format) for x in (query, key, value))
+    dq, dk, dv = (
+        torch.zeros_like(x, dtype=tiles.dtype, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
     q5, k5, v5, g5 = (grouped(x, heads) for x in (query, key, value, grad))
     dq5 = grouped(dq, heads)
     for b in range(query.shape[0]):
@@ -154,4 +154,5 @@ def gaussian_attention(
 
     Cost: O(L S (D + E)) time, O(TILE^2 H) memory beyond inputs and outputs.
     """
-    return _forward(query, key, value, key_mask, scale, is_causal)
+    out: Tensor = _forward(query, key, value, key_mask, scale, is_causal)
+    return out

@@ -70,10 +70,10 @@ def _forward(
         rows = [x[block].flatten(0, 1) for x in state]
         for start, end in spans(s.S, s.chunk(count, s.G)):
             hidden = hidden_rows(key_mask, block, slice(start, end), s.G, 1, end - start)
-            k, v = (rows_of(x[block, :, :, start:end], dtype) for x in (k5, v5))
+            k, v = (rows_of(x[block, :, :, start:end], name, work) for x, name in ((k5, "k"), (v5, "v")))
             engine.absorb(rows, *visible_pair(k, v, hidden), hidden)
         for start, end in spans(s.L, s.chunk(count, s.H)):
-            put_rows(out5[block, :, :, start:end], engine.read(rows, rows_of(q5[block, :, :, start:end], dtype)))
+            put_rows(out5[block, :, :, start:end], engine.read(rows, rows_of(q5[block, :, :, start:end], "q", work)))
         for whole, part in zip(state, rows, strict=True):
             whole[block] = part.view(whole[block].shape)
     return out, state
@@ -127,11 +127,11 @@ def _backward(
         rows = [x[block].flatten(0, 1) for x in state]
         grads = engine.zero_grads(rows)
         for start, end in spans(s.L, s.chunk(count, s.H)):
-            x, g, o = (rows_of(t[block, :, :, start:end], dtype) for t in (q5, g5, out5))
+            x, g, o = (rows_of(t[block, :, :, start:end], n, work) for t, n in ((q5, "q"), (g5, "g"), (out5, "o")))
             put_rows(dq5[block, :, :, start:end], engine.read_backward(rows, grads, x, g, o))
         for start, end in spans(s.S, s.chunk(count, s.G)):
             hidden = hidden_rows(key_mask, block, slice(start, end), s.G, 1, end - start)
-            k, v = (rows_of(x[block, :, :, start:end], dtype) for x in (k5, v5))
+            k, v = (rows_of(x[block, :, :, start:end], name, work) for x, name in ((k5, "k"), (v5, "v")))
             k, v = visible_pair(k, v, hidden)
             pair = engine.absorb_backward(rows, grads, k, v, hidden)
             for target, part in zip((dk5, dv5), visible_pair(*pair, hidden), strict=True):
@@ -163,12 +163,15 @@ def _(
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     query, key, value, key_mask, tensors, ctx.spec, ctx.scale, ctx.normalize = inputs
     out, state = output
+    ctx.set_materialize_grads(False)
     ctx.counts = (len(tensors), len(state))
     ctx.learn = any(x.requires_grad for x in tensors)
     ctx.save_for_backward(query, key, value, key_mask, out, *tensors, *state)
 
 
-def _grad(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+def _grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 4 + ([None] * ctx.counts[0],) + (None,) * 3
     query, key, value, key_mask, out, *rest = ctx.saved_tensors
     tensors, state = rest[: ctx.counts[0]], rest[ctx.counts[0] :]
     dq, dk, dv, totals = _backward(
@@ -206,5 +209,5 @@ def linear_attention(
     Returns:
         (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
     """
-    out, _ = _forward(query, key, value, key_mask, list(tensors), spec, scale, normalize)
+    out: Tensor = _forward(query, key, value, key_mask, list(tensors), spec, scale, normalize)[0]
     return out

@@ -1,21 +1,21 @@
 """Chunk arithmetic of positive maps: exact, without eps, and without a denominator to divide by.
 
-With ``l_m(x) = log phi_m(x)`` the attention of a positive map is a mixture: feature m spreads over the keys by a softmax,
-a query spreads over the features by another one,
+With ``l_m(x) = log phi_m(x)`` the attention of a positive map is a mixture: feature m spreads over the keys by a
+softmax, a query spreads over the features by another one,
 
     p(j | m) = softmax_j l_m(k_j)      log_mass_m = logsumexp_j l_m(k_j)      mean_m = sum_j p(j | m) v_j
     p(m | i) = softmax_m (l_m(q_i) + log_mass_m)                              out_i = sum_m p(m | i) mean_m
 
-which is the ratio of sums of phi(q) . phi(k_j), rearranged. ``(log_mass, mean)`` is the whole state: a running log-sum-exp
-and a running mean, merged chunk by chunk as online softmax does. Nothing over- or underflows, and the fused softmax of
-torch is faster than an exponential of its own.
+which is the ratio of sums of phi(q) . phi(k_j), rearranged. ``(log_mass, mean)`` is the whole state: a running
+log-sum-exp and a running mean, merged chunk by chunk as online softmax does. Nothing over- or underflows, and the
+fused softmax of torch is faster than an exponential of its own.
 
 In a causal chunk a query sees only part of the chunk's mass: ``seen_i``, what it sees of the mixture that it was
 normalized by, divides. A later, far larger key of the same chunk can push it below float range; such rows are done
 again in log space (`_rescue`), forward and backward.
 
-Gradients are taken of sums: ``(d_kv, d_mass)`` are those of ``sum_j phi_m(k_j) v_j`` and ``sum_j phi_m(k_j)``, in units in
-which the current mass is 1.
+Gradients are taken of sums: ``(d_kv, d_mass)`` are those of ``sum_j phi_m(k_j) v_j`` and ``sum_j phi_m(k_j)``, in
+units in which the current mass is 1.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class PositiveEngine(Engine):
     def __init__(self, chunks: PositiveChunks, normalize: bool, work: Workspace) -> None:
         super().__init__(normalize, work)
         self.chunks = chunks
+        self.turn = False
 
     @staticmethod
     def state_shapes(features: int, width: int) -> list[tuple[int, int]]:
@@ -103,7 +104,8 @@ class PositiveEngine(Engine):
         p = _key_logits(self.chunks, x, hidden, EMPTY, buffer)
         mass = _softmax_mass(p)
         total = torch.logaddexp(log_mass, mass)
-        mean.mul_((log_mass - total).exp_()).addcmul_(torch.bmm(p, v), mass.sub_(total).exp_())
+        new = torch.bmm(p, v, out=self.work.take("kv", *mean.shape))
+        mean.mul_((log_mass - total).exp_()).addcmul_(new, mass.sub_(total).exp_())
         log_mass.copy_(total)
 
     def _weights(self, log_mass: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +120,7 @@ class PositiveEngine(Engine):
     def read(self, state: State, x: Tensor) -> Tensor:
         """The mixture's mean, feature by feature as the query weighs them."""
         weights, size = self._weights(state[0], x)
-        out = torch.bmm(weights, state[1])
+        out = torch.bmm(weights, state[1], out=self.work.take("out", *weights.shape[:2], state[1].shape[2]))
         return out if size is None else out.mul_(size)
 
     def read_backward(self, state: State, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
@@ -127,14 +129,14 @@ class PositiveEngine(Engine):
         weights, size = self._weights(state[0], x)
         slope = self.work.take("slope", *weights.shape)
         if size is None:
-            delta = torch.linalg.vecdot(g, out).neg_().unsqueeze(2)
-            d_mass.baddbmm_(weights.transpose(1, 2), delta)
+            delta = self._delta(g, out)
+            d_mass.add_(torch.mul(weights, delta, out=slope).sum(1).unsqueeze(2))
             torch.baddbmm(delta, g, state[1].transpose(1, 2), out=slope)
         else:
             weights.mul_(size)
             torch.bmm(g, state[1].transpose(1, 2), out=slope)
         d_kv.baddbmm_(weights.transpose(1, 2), g)
-        return self.chunks.pull_queries(x, slope.mul_(weights))
+        return self.chunks.pull_queries(x, slope.mul_(weights), self.work.take("dxq", *x.shape))
 
     def absorb_backward(
         self, state: State, grads: State, x: Tensor, v: Tensor, hidden: Tensor | None
@@ -143,9 +145,13 @@ class PositiveEngine(Engine):
         d_kv, d_mass = grads
         size = (x.shape[0], d_kv.shape[1], x.shape[1])
         p = _key_logits(self.chunks, x, hidden, -torch.inf, self.work.take("keys", *size)).sub_(state[0]).exp_()
-        dv = torch.bmm(p.transpose(1, 2), d_kv)
+        dv = torch.bmm(p.transpose(1, 2), d_kv, out=self.work.take("dv", *v.shape))
         slope = torch.baddbmm(d_mass, d_kv, v.transpose(1, 2), out=self.work.take("slope", *size))
-        return self.chunks.pull_keys(x, slope.mul_(p)), dv
+        return self.chunks.pull_keys(x, slope.mul_(p), self.work.take("dxk", *x.shape)), dv
+
+    def _delta(self, g: Tensor, out: Tensor) -> Tensor:
+        """``-g . out``, (N, C, 1): what normalization takes back."""
+        return torch.mul(g, out, out=self.work.take("product", *g.shape)).sum(2, keepdim=True).neg_()
 
     def _group(self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None) -> _Group:
         """Map a group of chunks and run the recurrence of the state over them."""
@@ -154,19 +160,22 @@ class PositiveEngine(Engine):
         many = xk.shape[0]
         p = _key_logits(self.chunks, xk, hidden, EMPTY, self.work.take("keys", many, features, xk.shape[1]))
         mass = _softmax_mass(p)
-        ladder = torch.cat([log_mass.unsqueeze(1), mass.view(rows, -1, features, 1)], 1).logcumsumexp(1)
-        before = ladder[:, :-1].reshape(many, features, 1)
-        after = ladder[:, 1:].reshape(many, features, 1)
-        decay = (before - after).exp_()
+        before, after, decay = (torch.empty_like(mass) for _ in range(3))
+        ladder = [x.view(rows, -1, features, 1) for x in (mass, before, after, decay)]
+        for new, past, total, _ in zip(*(x.unbind(1) for x in ladder), strict=True):
+            past.copy_(log_mass)
+            log_mass = torch.logaddexp(log_mass, new, out=total)
+        torch.sub(before, after, out=decay).exp_()
         p.mul_(mass.sub_(after).exp_())
         kv = torch.bmm(p, v, out=self.work.take("kv", many, features, width))
         old = self.work.take("old", many, features, width)
-        steps, add, keep = (x.view(rows, -1, features, x.shape[-1]) for x in (old, kv, decay))
-        for c in range(steps.shape[1]):
-            torch.mul(mean, keep[:, c], out=steps[:, c])
-            mean = steps[:, c] + add[:, c]
+        self.turn = not self.turn  # two buffers in turn: a rescue still wants the state from before the group
+        mean = self.work.take(f"mean{self.turn}", rows, features, width).copy_(mean)
+        for step, add, keep in zip(*(x.view(rows, -1, *x.shape[1:]).unbind(1) for x in (old, kv, decay)), strict=True):
+            torch.mul(mean, keep, out=step)
+            torch.add(step, add, out=mean)
         weights, size = self._weights(after, xq)
-        return _Group(p, weights, size, before, decay, kv, old, [ladder[:, -1].clone(), mean])
+        return _Group(p, weights, size, before, decay, kv, old, [log_mass, mean])
 
     def causal(
         self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
@@ -178,10 +187,11 @@ class PositiveEngine(Engine):
         """
         t = self._group(state, xq, xk, v, hidden)
         scores = torch.bmm(t.weights, t.p, out=self.work.take("scores", *xq.shape[:2], xk.shape[1])).mul_(mask)
-        out = torch.bmm(t.weights, t.old).baddbmm_(scores, v)
+        out = torch.bmm(t.weights, t.old, out=self.work.take("out", *xq.shape[:2], v.shape[2])).baddbmm_(scores, v)
         if t.size is not None:
             return out.mul_(t.size), t.size.squeeze(2), t.state
-        seen = torch.bmm(t.weights, t.decay).squeeze_(2).add_(scores.sum(2))
+        past = torch.mul(t.weights, t.decay.transpose(1, 2), out=self.work.take("slope", *t.weights.shape))
+        seen = past.sum(2).add_(scores.sum(2))
         lost = seen < LOST
         note = seen.reciprocal_()
         if bool(lost.any()):
@@ -213,18 +223,19 @@ class PositiveEngine(Engine):
         weights = t.weights.mul_(note.clamp_min(0).unsqueeze(2))
         score_size = (*xq.shape[:2], xk.shape[1])
         scores = torch.bmm(weights, t.p, out=take("scores", *score_size)).mul_(mask)
-        slope = torch.bmm(g, t.old.transpose(1, 2), out=take("slope", *weights.shape))
         kv_local = torch.bmm(weights.transpose(1, 2), g, out=take("kv_local", *t.kv.shape))
-        mass_local = torch.zeros_like(t.decay)
+        delta, mass_local = None, torch.zeros_like(t.decay)
         slopes = torch.bmm(g, v.transpose(1, 2), out=take("slopes", *score_size))
         if self.normalize:
-            delta = torch.linalg.vecdot(g, out).neg_().unsqueeze(2)
+            delta = self._delta(g, out)
             slopes.add_(delta)
-            slope.addcmul_(delta, t.decay.transpose(1, 2))
-            torch.bmm(weights.transpose(1, 2), delta, out=mass_local)
+            mass_local = torch.mul(weights, delta, out=take("slope", *weights.shape)).sum(1).unsqueeze(2)
         slopes.mul_(mask)
+        slope = torch.bmm(g, t.old.transpose(1, 2), out=take("slope", *weights.shape))
+        if delta is not None:
+            slope.addcmul_(delta, t.decay.transpose(1, 2))
         slope.baddbmm_(slopes, t.p.transpose(1, 2)).mul_(weights)
-        dxq = self.chunks.pull_queries(xq, slope)
+        dxq = self.chunks.pull_queries(xq, slope, take("dxq", *xq.shape))
 
         rescues = []
         if bool((note < 0).any()):
@@ -233,13 +244,13 @@ class PositiveEngine(Engine):
                 rescues.append((row, index, r, _rescue_backward(r, g[row, index], out[row, index], v[row])))
         later, later_mass, before = _later(t, grads, kv_local, mass_local, state[1].shape[0], rescues, take)
 
-        dv = torch.bmm(t.p.transpose(1, 2), later).baddbmm_(scores.transpose(1, 2), g)
+        dv = torch.bmm(t.p.transpose(1, 2), later, out=take("dv", *v.shape)).baddbmm_(scores.transpose(1, 2), g)
         slope = torch.baddbmm(later_mass, later, v.transpose(1, 2), out=take("slope", *t.p.shape))
         slope.baddbmm_(weights.transpose(1, 2), slopes).mul_(t.p)
-        dxk = self.chunks.pull_keys(xk, slope)
+        dxk = self.chunks.pull_keys(xk, slope, take("dxk", *xk.shape))
         for row, index, r, d in rescues:
-            dxq[row, index] += r.chunks.pull_queries(r.xq, d.query.unsqueeze(0))[0]
-            dxk[row] += r.chunks.pull_keys(r.xk, d.key.unsqueeze(0))[0]
+            dxq[row, index] += r.chunks.pull_queries(r.xq, d.query.unsqueeze(0), torch.empty_like(r.xq))[0]
+            dxk[row] += r.chunks.pull_keys(r.xk, d.key.unsqueeze(0), torch.empty_like(r.xk))[0]
             dv[row] += d.value
         return dxq, dxk, dv, before
 
@@ -279,7 +290,7 @@ def _later(
 
     Each in units of the mixture at that point: going back over a chunk multiplies by its decay.
     """
-    d_kv, d_mass = grads
+    d_kv, d_mass = take("d_kv", *grads[0].shape).copy_(grads[0]), grads[1].clone()
     together = t.decay.shape[0] // rows
     later, later_mass = take("later", *t.kv.shape), torch.empty_like(t.decay)
     by_chunk = [x.view(rows, together, *x.shape[1:]) for x in (later, later_mass, kv_local, mass_local, t.decay)]
@@ -287,7 +298,8 @@ def _later(
         wanted, wanted_mass, kv, mass, keep = (x[:, c] for x in by_chunk)
         wanted.copy_(d_kv)
         wanted_mass.copy_(d_mass)
-        d_kv, d_mass = (d_kv + kv).mul_(keep), (d_mass + mass).mul_(keep)
+        d_kv.add_(kv).mul_(keep)
+        d_mass.add_(mass).mul_(keep)
         for row, _, _, d in rescues:
             if row % together == c:
                 d_kv[row // together] += d.kv_before

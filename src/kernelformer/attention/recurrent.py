@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -88,13 +89,13 @@ def step(
     hidden = None if key_mask is None else ~key_mask[:, None, :, None]
     if hidden is not None:
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-    query = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # (B, G, R, D): the group's queries as rows
-    if isinstance(spec, PositiveSpec):
-        out, after = _positive(spec, tensors, query, key, value, state, scale, hidden, normalize)
+    batch, heads, _, width = query.shape
+    query = query.reshape(batch, key.shape[1], -1, width)  # (B, G, R, D): the group's queries as rows
+    if spec.family == "positive":
+        out, after = _positive(cast(PositiveSpec, spec), tensors, query, key, value, state, scale, hidden, normalize)
     else:
-        assert isinstance(spec, SignedSpec)
-        out, after = _signed(spec, tensors, query, key, value, state, scale, hidden, normalize)
-    return out.flatten(1, 2).unsqueeze(2), after
+        out, after = _signed(cast(SignedSpec, spec), tensors, query, key, value, state, scale, hidden, normalize)
+    return out.reshape(batch, heads, 1, -1), after
 
 
 def _positive(
@@ -109,17 +110,16 @@ def _positive(
     normalize: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     log_mass, mean = state
-    new = spec.log_features(key, tensors, scale, "key").transpose(-1, -2)  # (B, G, M, 1)
+    new = (spec.log_shares if normalize else spec.log_features)(key, tensors, scale, "key").transpose(-1, -2)
     if hidden is not None:
         new = new.masked_fill(hidden, EMPTY)
     total = torch.logaddexp(log_mass, new)
-    # Two empty states merge to an empty one: a mean of zero stays zero.
-    mean = torch.addcmul(mean * (log_mass - total).exp(), (new - total).exp(), value)
-    logits = spec.log_features(query, tensors, scale, "query") + total.transpose(-1, -2)
-    out = logits.softmax(-1) @ mean
-    if not normalize:
-        out = out * logits.logsumexp(-1, keepdim=True).exp()
-    return out, (total, mean)
+    mean = torch.lerp(mean, value, (new - total).exp())  # the shares of old and new add up to 1
+    shift = total.transpose(-1, -2)
+    if normalize:
+        return spec.log_shares(query, tensors, scale, "query", shift).softmax(-1) @ mean, (total, mean)
+    logits = spec.log_features(query, tensors, scale, "query") + shift
+    return (logits.softmax(-1) @ mean) * logits.logsumexp(-1, keepdim=True).exp(), (total, mean)
 
 
 def _signed(

@@ -14,7 +14,8 @@ from kernelformer.attention.signed import GUARD
 def visibility(
     num_queries: int, num_keys: int, *, is_causal: bool, key_mask: Tensor | None, device: torch.device | None = None
 ) -> Tensor:
-    """Which key each query may see, (L, S) or (B, 1, L, S) bool: ``j <= i`` if causal, and the keys that are not padding."""
+    """Which key each query may see, (L, S) or (B, 1, L, S) bool: ``j <= i`` if causal, and the keys that are not
+    padding."""
     visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     if is_causal:
         visible = visible.tril()

@@ -3,9 +3,9 @@
     out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / max(phi(q_i)^T sum_j phi(k_j), GUARD |phi(q_i)| sum_j |phi(k_j)|)
 
 The second argument of the maximum is the guard of signed maps: their denominator can vanish or change sign, the bound
-cannot. Maps without negative features need none. Where keys carry log factors ``r_j`` (`SignedSpec.has_factor`), sums are
-kept relative to the largest so far, ``log_scale``; a causal row is relative to the largest that it can see, so that no
-later key can push it out of range.
+cannot. Maps without negative features need none. Where keys carry log factors ``r_j`` (`SignedSpec.has_factor`), sums
+are kept relative to the largest so far, ``log_scale``; a causal row is relative to the largest that it can see, so
+that no later key can push it out of range.
 
 The state: log_scale (N, 1, 1), kv (N, M, E), k_sum (N, M, 1) and, for the guard, norm_sum (N, 1, 1); its gradients are
 those of the last three.
@@ -29,7 +29,8 @@ State = Sequence[Tensor]
 
 
 def _norm(phi: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(phi, dim=-1, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(phi, dim=-1, keepdim=True)
+    return norm
 
 
 def _unit(phi: Tensor, norm: Tensor) -> Tensor:
@@ -44,7 +45,8 @@ class _Rows:
     guarded: Tensor | None  # (N, C, 1) bool: the guard is the denominator
 
     def split(self, g: Tensor, out: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of the numerator (N, C, E), the denominator (N, C, 1) and the guard's product of norms (N, C, 1)."""
+        """Gradients of the numerator (N, C, E), the denominator (N, C, 1) and the guard's product of norms (N, C,
+        1)."""
         g_num = g * self.scale
         if not normalize:
             return g_num, None, None
@@ -154,7 +156,7 @@ class SignedEngine(Engine):
             slope.addcmul_(g_guard * norm_sum, _unit(phi, norm))
             d_norm.add_((g_guard * norm).sum(1, keepdim=True))
         log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
-        return self.chunks.pull(x, "query", phi, slope, log_grad)
+        return self.chunks.pull(x, "query", phi, slope, log_grad, self.work.take("dxq", *x.shape))
 
     def absorb_backward(
         self, state: State, grads: State, x: Tensor, v: Tensor, hidden: Tensor | None
@@ -163,7 +165,9 @@ class SignedEngine(Engine):
         d_kv, d_k_sum, d_norm = grads
         phi, factor = self._map(x, "key", d_kv.shape[1], hidden)
         size = None if factor is None else (factor - state[0]).exp_()
-        slope = torch.bmm(v, d_kv.transpose(1, 2), out=self.work.take("slope", *phi.shape)).add_(d_k_sum.transpose(1, 2))
+        slope = torch.bmm(v, d_kv.transpose(1, 2), out=self.work.take("slope", *phi.shape)).add_(
+            d_k_sum.transpose(1, 2)
+        )
         if self.guard:
             slope.addcmul_(d_norm, _unit(phi, _norm(phi)))
         dv = torch.bmm(phi, d_kv)
@@ -172,11 +176,9 @@ class SignedEngine(Engine):
     def _pull_keys(self, x: Tensor, phi: Tensor, slope: Tensor, factor: Tensor | None) -> Tensor:
         """From the gradient at phi, without its factor; that of the factor is ``phi . slope``, since it scales phi."""
         log_grad = None if factor is None else torch.linalg.vecdot(phi, slope).unsqueeze(2)
-        return self.chunks.pull(x, "key", phi, slope, log_grad)
+        return self.chunks.pull(x, "key", phi, slope, log_grad, self.work.take("dxk", *x.shape))
 
-    def _group(
-        self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
-    ) -> _Group:
+    def _group(self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor) -> _Group:
         """Map a group of chunks, run the recurrence of the state over them, and take the chunks' own scores."""
         rows, features, width = state[1].shape
         many, size = xk.shape[0], xk.shape[1]
@@ -214,7 +216,9 @@ class SignedEngine(Engine):
         if factor_q is not None and factor is not None:
             factor_q = factor_q + own.repeat(1, xq.shape[1] // size, 1)
         row = _rows(den, bound, factor_q, xq)
-        return _Group(phi_q, phi_k, norm_q, norm_k, norms, factor, visible, share, keys, decay, old, scores, row, [scale, *end])
+        return _Group(
+            phi_q, phi_k, norm_q, norm_k, norms, factor, visible, share, keys, decay, old, scores, row, [scale, *end]
+        )
 
     def causal(
         self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
@@ -254,14 +258,15 @@ class SignedEngine(Engine):
         slope.baddbmm_(slopes, t.phi_k)
         unit_k = None
         if g_guard is not None:
-            assert t.norm_q is not None and t.norms is not None
+            assert t.norm_q is not None
+            assert t.norms is not None
             slope.addcmul_(g_guard * t.norms, _unit(t.phi_q, t.norm_q))
             asked = g_guard * t.norm_q  # of the sum of norms that a row sees
             local[2] = _times(asked, t.share).sum(1, keepdim=True)
             unit_k = _unit(t.phi_k, t.norm_k)
             norm_slope = torch.matmul(t.visible.transpose(1, 2), asked)
         log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
-        dxq = self.chunks.pull(xq, "query", t.phi_q, slope, log_grad)
+        dxq = self.chunks.pull(xq, "query", t.phi_q, slope, log_grad, self.work.take("dxq", *xq.shape))
 
         later, before = _later(grads, local, t.decay, state[1].shape[0])
         dv = _times(torch.bmm(t.phi_k, later[0]), t.keys).baddbmm_(t.scores.transpose(1, 2), g_num)

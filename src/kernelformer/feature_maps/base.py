@@ -27,7 +27,8 @@ class FeatureMap(nn.Module):
         seed: of the draws.
         draw: see `draws.draw_frequencies`.
         norms: see `draws.draw_frequencies`.
-        per_head: one independent draw for each head instead of one for all. With grouped queries a shared draw keeps the
+        per_head: one independent draw for each head instead of one for all. With grouped queries a shared draw keeps
+        the
             state at the size of the key heads.
     """
 
@@ -61,6 +62,7 @@ class FeatureMap(nn.Module):
         self.register_buffer("age", torch.tensor(0, dtype=torch.int64, device="cpu"))
         self.register_buffer("omega", self._frequencies(seed, 0) if num_features else None)
         self._seen: tuple[int, int, int] | None = None
+        self.feature_dim = spec.feature_dim(self.tensors(), head_dim)
 
     def _frequencies(self, seed: int, draw: int) -> Tensor:
         gen = generator(seed, draw)
@@ -73,7 +75,7 @@ class FeatureMap(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FeatureMap:
         # model.half() must not round the draw: it is cast when it is used, to float32 at least.
         draws = {name: x for name, x in self._buffers.items() if x is not None and x.is_floating_point()}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in draws.items():
             after = self._buffers[name]
             if after is not None and after.dtype in (torch.float16, torch.bfloat16):
@@ -81,25 +83,22 @@ class FeatureMap(nn.Module):
         return self
 
     @property
-    def feature_dim(self) -> int:
-        """M, the width of phi."""
-        return self.spec.feature_dim(self.tensors(), self.head_dim)
-
-    @property
     def draw_number(self) -> int:
         """The number of the current draw, as an int; reads the buffer only when it has changed."""
-        mark = (id(self.draw), self.draw._version)
-        if self._seen is None or self._seen[:2] != mark:
-            self._seen = (*mark, int(self.draw))
-        return self._seen[2]
+        draw, seen = self.draw, self._seen
+        if seen is None or seen[0] != id(draw) or seen[1] != draw._version:
+            seen = self._seen = (id(draw), draw._version, int(draw))
+        return seen[2]
 
     def tensors(self) -> list[Tensor]:
         """What the spec is bound to: (B or 1, H or 1, ...) each."""
-        return [] if self.omega is None else [self.omega.unsqueeze(0)]
+        omega = self.omega
+        return [] if omega is None else [omega.unsqueeze(0)]
 
     def prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> list[Tensor]:
         """The tensors for one call, with q, k and the mask in view, in the dtype of the arithmetic."""
-        return [x.to(compute_dtype(query.dtype)) for x in self.tensors()]
+        dtype = compute_dtype(query.dtype)
+        return [x if x.dtype == dtype else x.to(dtype) for x in self.tensors()]
 
     @torch.no_grad()
     def resample(self, draw: int | None = None) -> None:

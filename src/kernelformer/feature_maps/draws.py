@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from kernelformer.errors import choice, positive_int
@@ -39,7 +40,8 @@ def _signs(size: int, gen: Generator) -> Tensor:
 def haar_block(dim: int, gen: Generator) -> Tensor:
     """A (D, D) orthogonal matrix, uniform (Haar): QR of a Gaussian matrix with the signs of R's diagonal undone."""
     q, r = torch.linalg.qr(_randn(dim, dim, gen=gen))
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+    signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
+    return torch.mul(q, signs)
 
 
 def hadamard_matrix(dim: int) -> Tensor:
@@ -51,7 +53,8 @@ def hadamard_matrix(dim: int) -> Tensor:
 
 
 def hadamard_block(dim: int, gen: Generator) -> Tensor:
-    """``H D1 H D2 H D3`` of the next power of two d', its first D columns, rescaled so that rows have norm 1 on average.
+    """``H D1 H D2 H D3`` of the next power of two d', its first D columns, rescaled so that rows have norm 1 on
+    average.
 
     Rows of the whole matrix are orthonormal; those of the D columns of d' > D are so only nearly.
     """
@@ -94,7 +97,8 @@ def draw_frequencies(
         gen: the source of randomness.
         draw: ``iid`` Gaussian rows; ``orthogonal`` (exactly unbiased, lower variance: performer Theorem 2);
             ``spherical``, orthogonal rows of norm sqrt(D); ``hadamard`` and ``givens``, structured and nearly unbiased.
-        norms: ``chi``, row norms drawn as those of Gaussian vectors; ``sqrt``, all sqrt(D) (for ``hadamard`` with D not a
+        norms: ``chi``, row norms drawn as those of Gaussian vectors; ``sqrt``, all sqrt(D) (for ``hadamard`` with D
+        not a
             power of two: on average). Default: chi for iid and orthogonal, else sqrt.
 
     Cost: O(M D^2) once per draw.
@@ -106,7 +110,7 @@ def draw_frequencies(
         omega = _randn(num_features, dim, gen=gen)
         if norms == "chi":
             return omega
-        return omega * (math.sqrt(dim) / omega.norm(dim=1, keepdim=True))
+        return math.sqrt(dim) * F.normalize(omega, dim=1)
     blocks: list[Tensor] = []
     rows = 0
     while rows < num_features:
@@ -115,5 +119,5 @@ def draw_frequencies(
     directions = torch.cat(blocks)[:num_features]
     if norms == "sqrt":
         return directions * math.sqrt(dim)
-    chi = _randn(num_features, dim, gen=gen).norm(dim=1, keepdim=True)
-    return directions * (chi / directions.norm(dim=1, keepdim=True))
+    chi: Tensor = torch.linalg.vector_norm(_randn(num_features, dim, gen=gen), dim=1, keepdim=True)
+    return F.normalize(directions, dim=1) * chi

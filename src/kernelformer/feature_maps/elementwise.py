@@ -30,7 +30,8 @@ class Activation:
 
 
 def _gelu_slope(z: Tensor) -> Tensor:
-    return torch.special.ndtr(z) + z * torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+    return torch.addcmul(torch.special.ndtr(z), z, density)
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -63,13 +64,13 @@ class _Projection:
         assert self.weight is not None
         return self.weight.transpose(1, 2)
 
-    def pull(self, x: Tensor, grad: Tensor) -> Tensor:
-        """(N, C, M) -> (N, C, D)."""
+    def pull(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """(N, C, M) -> out (N, C, D)."""
         if self.weight is None:
-            return grad * self.root
+            return torch.mul(grad, self.root, out=out)
         if self.grads is not None:
             self.grads.baddbmm_(grad.transpose(1, 2), x)
-        return torch.bmm(grad, self.weight)
+        return torch.bmm(grad, self.weight, out=out)
 
     def tensor_grads(self) -> list[Tensor]:
         """Of omega: undo the folded scale."""
@@ -85,7 +86,8 @@ def _project(x: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class ElementwiseSpec(SignedSpec):
-    """``phi_i(x) = (f(w_i . x) + eps) / sqrt(m)``; tensors: omega (B or 1, H or 1, M, D), or none without projection."""
+    """``phi_i(x) = (f(w_i . x) + eps) / sqrt(m)``; tensors: omega (B or 1, H or 1, M, D), or none without
+    projection."""
 
     activation: str
     eps: float
@@ -143,13 +145,13 @@ class ElementwiseChunks(SignedChunks):
         if self.amplitude != 1:
             out.mul_(self.amplitude)
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None) -> Tensor:
+    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Through f by its own value where that is enough, else by the projection computed again."""
         if self.f.slope_of == "z":
             slope = self.f.slope(self.projection.into(x, torch.empty_like(phi)))
         else:
             slope = self.f.slope(phi / self.amplitude - self.eps if self.eps or self.amplitude != 1 else phi)
-        return self.projection.pull(x, grad.mul_(slope).mul_(self.amplitude))
+        return self.projection.pull(x, grad.mul_(slope).mul_(self.amplitude), out)
 
     def tensor_grads(self) -> list[Tensor]:
         """Of omega."""
@@ -222,13 +224,13 @@ class LogElementwiseChunks(PositiveChunks):
         """See `PositiveChunks`."""
         return torch.add(self._log_f(x).transpose(1, 2), self.spec.constant, out=out)
 
-    def pull_queries(self, x: Tensor, grad: Tensor) -> Tensor:
+    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The value of log f, computed again, tells its slope."""
-        return self.projection.pull(x, self.spec.slope(self._log_f(x)).mul_(grad))
+        return self.projection.pull(x, self.spec.slope(self._log_f(x)).mul_(grad), out)
 
-    def pull_keys(self, x: Tensor, grad: Tensor) -> Tensor:
+    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        return self.pull_queries(x, grad.transpose(1, 2))
+        return self.pull_queries(x, grad.transpose(1, 2), out)
 
     def at(self, row: int) -> PositiveChunks:
         """Row ``row`` as views, so that gradients land in the whole."""

@@ -66,16 +66,17 @@ class FourierChunks(SignedChunks):
         out.mul_(self.spec.amplitude)
         if not self.spec.has_factor or (role == "query" and self.normalize):
             return None
-        return torch.linalg.vecdot(x, x).mul_(self.row).unsqueeze(2)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return norm.square_().mul_(self.row)
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None) -> Tensor:
+    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """``d cos = -sin``, ``d sin = cos``: phi holds both, so nothing is computed again."""
         half = self.weight.shape[1]
         angle_grad = phi[..., :half] * grad[..., half:] - phi[..., half:] * grad[..., :half]
         if self.grads is not None:
             self.grads.baddbmm_(angle_grad.transpose(1, 2), x)
-        dx = torch.bmm(angle_grad, self.weight)
-        return dx if log_grad is None else dx.addcmul_(x, log_grad, value=2 * self.row)
+        torch.bmm(angle_grad, self.weight, out=out)
+        return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.row)
 
     def tensor_grads(self) -> list[Tensor]:
         """Of omega: undo the folded scale."""

@@ -13,6 +13,19 @@ from kernelformer.contract import PositiveChunks, PositiveSpec, Role
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 
+
+def project(x: Tensor, omega: Tensor, scale: float, plus: Tensor | None, times: float = 1.0) -> Tensor:
+    """``sqrt(scale) omega x + times plus``: (B, H, L, D) by (B or 1, H or 1, M, D) -> (B, H, L, M)."""
+    root = math.sqrt(scale)
+    if plus is None or omega.shape[:2] != (1, 1):
+        product = (x * root) @ omega.transpose(-1, -2)
+        return product if plus is None else torch.add(product, plus, alpha=times)
+    lead, width = x.shape[:-1], omega.shape[-2]
+    plus = plus.expand(*lead, plus.shape[-1]).reshape(-1, plus.shape[-1])
+    x = x.reshape(-1, x.shape[-1])
+    return torch.addmm(plus, x, omega[0, 0].t(), beta=times, alpha=root).view(*lead, width)  # one product for all heads
+
+
 _ROW = {"softmax": -0.5, "gaussian": -1.0}
 
 
@@ -33,9 +46,19 @@ class ExponentialSpec(PositiveSpec):
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """The formula as it stands."""
-        omega = self._frequencies(tensors[0])
-        x = x.to(omega.dtype) * math.sqrt(scale)
-        return x @ omega.transpose(-1, -2) + (self.row * x.square().sum(-1, keepdim=True) + self.constant)
+        offset = torch.linalg.vecdot(x, x).mul(self.row * scale).add(self.constant)
+        return project(x, self._frequencies(tensors[0]), scale, offset.unsqueeze(-1))
+
+    def log_shares(
+        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, shift: Tensor | None = None
+    ) -> Tensor:
+        """``w_i . x``, for keys with ``row |x|^2``."""
+        if role == "query":
+            return project(x, self._frequencies(tensors[0]), scale, shift)
+        found = project(
+            x, self._frequencies(tensors[0]), scale, torch.linalg.vecdot(x, x).unsqueeze(-1), self.row * scale
+        )
+        return found if shift is None else found + shift
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """In chunks, the scale folded into the frequencies once."""
@@ -52,7 +75,9 @@ class ExponentialChunks(PositiveChunks):
         self.row = spec.row * scale
 
     def _offset(self, x: Tensor) -> Tensor:
-        return torch.linalg.vecdot(x, x).mul_(self.row).add_(self.spec.constant)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+        offset = norm.square_().mul_(self.row)
+        return offset if self.normalize else offset.add_(self.spec.constant)
 
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
         """The row's own offset cancels under normalization and is left out there."""
@@ -63,18 +88,19 @@ class ExponentialChunks(PositiveChunks):
         """The offset rides on the matrix product as its summand."""
         return torch.baddbmm(self._offset(x).unsqueeze(1), self.weight, x.transpose(1, 2), out=out)
 
-    def pull_queries(self, x: Tensor, grad: Tensor) -> Tensor:
+    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
         if self.grads is not None:
             self.grads.baddbmm_(grad.transpose(1, 2), x)
-        dx = torch.bmm(grad, self.weight)
-        return dx if self.normalize else dx.addcmul_(x, grad.sum(2, keepdim=True), value=2 * self.row)
+        torch.bmm(grad, self.weight, out=out)
+        return out if self.normalize else out.addcmul_(x, grad.sum(2, keepdim=True), value=2 * self.row)
 
-    def pull_keys(self, x: Tensor, grad: Tensor) -> Tensor:
+    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
         if self.grads is not None:
             self.grads.baddbmm_(grad, x)
-        return torch.bmm(grad.transpose(1, 2), self.weight).addcmul_(x, grad.sum(1).unsqueeze(2), value=2 * self.row)
+        torch.bmm(grad.transpose(1, 2), self.weight, out=out)
+        return out.addcmul_(x, grad.sum(1).unsqueeze(2), value=2 * self.row)
 
     def at(self, row: int) -> PositiveChunks:
         """Row ``row`` as views, so that gradients land in the whole."""
@@ -126,7 +152,9 @@ class PositiveMap(FeatureMap):
         choice("kernel", kernel, _ROW)
         if regularized:
             if norms == "chi":
-                raise ValueError("favor+regularized has frequencies of norm sqrt(head_dim), got norms='chi'; use favor+.")
+                raise ValueError(
+                    "favor+regularized has frequencies of norm sqrt(head_dim), got norms='chi'; use favor+."
+                )
             norms = "sqrt"
         width = 2 * num_features if hyperbolic else num_features
         super().__init__(

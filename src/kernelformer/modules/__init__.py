@@ -1,7 +1,9 @@
 """Attention as modules: the core by name, the layer with projections, the redraw schedule."""
 
 from kernelformer.modules.build import build_attention, list_methods, method_options
-from kernelformer.modules.core import AttentionCore, GaussianCore, KernelCore, SoftmaxCore
+from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.exact import GaussianCore, SoftmaxCore
+from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.layer import KernelAttention
 from kernelformer.modules.redraw import redraw
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap, GeneralizedMap, PositiveMap, TrigonometricMap
-from kernelformer.modules.core import AttentionCore, GaussianCore, KernelCore, SoftmaxCore
+from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.exact import GaussianCore, SoftmaxCore
+from kernelformer.modules.kernel import KernelCore
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,12 @@ METHODS: dict[str, Method] = {
     "softmax": Method("exact softmax attention (torch's SDPA), quadratic", SoftmaxCore),
     "gaussian": Method("exact Gaussian kernelized attention in tiles (Skyformer), quadratic", GaussianCore),
     "favor+": Method("positive orthogonal random features (Performer)", PositiveMap),
-    "favor+hyperbolic": Method("positive features in pairs exp(wx), exp(-wx) (Performer)", PositiveMap, {"hyperbolic": True}),
-    "favor+regularized": Method("positive features with frequencies on a sphere (Performer)", PositiveMap, {"regularized": True}),
+    "favor+hyperbolic": Method(
+        "positive features in pairs exp(wx), exp(-wx) (Performer)", PositiveMap, {"hyperbolic": True}
+    ),
+    "favor+regularized": Method(
+        "positive features with frequencies on a sphere (Performer)", PositiveMap, {"regularized": True}
+    ),
     "trigonometric": Method("cosine and sine random features, signed (Performer)", TrigonometricMap),
     "relu": Method("generalized attention, relu by default (Performer)", GeneralizedMap),
     "elu": Method(
@@ -46,7 +52,9 @@ def list_methods() -> dict[str, str]:
 def method_options(method: str) -> list[str]:
     """The options that `build_attention` takes for a method, besides head_dim and num_heads."""
     entry = _entry(method)
-    names = [x for x in inspect.signature(entry.make).parameters if x not in ("method", "options", "head_dim", "num_heads")]
+    names = [
+        x for x in inspect.signature(entry.make).parameters if x not in ("method", "options", "head_dim", "num_heads")
+    ]
     if issubclass(entry.make, FeatureMap):  # type: ignore[arg-type]
         names.append("normalize")
     names += [x for x in _CORE_OPTIONS if x not in names]

@@ -57,7 +57,9 @@ class KernelAttention(nn.Module):
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {kv_heads} and {num_heads}.")
         if relative is not None:
-            raise ValueError(f"method {method!r} takes no relative positions, got relative={relative!r}; add positions to x.")
+            raise ValueError(
+                f"method {method!r} takes no relative positions, got relative={relative!r}; add positions to x."
+            )
         if num_features is not None:
             options["num_features"] = num_features
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
@@ -76,7 +78,7 @@ class KernelAttention(nn.Module):
             if t.dim() != 3 or t.shape[-1] != width:
                 raise ValueError(f"{name} must be (batch, length, {width}), got shape {shape(t)}.")
         q, k, v = self.query(x), self.key(context), self.value(context)
-        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # type: ignore[return-value]
+        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
 
     def _merge(self, heads: Tensor) -> Tensor:
         y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
@@ -131,7 +133,9 @@ class KernelAttention(nn.Module):
     def step(self, x: Tensor, state: State | None = None, *, key_mask: Tensor | None = None) -> tuple[Tensor, State]:
         """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts."""
         if not self.causal:
-            raise ValueError("step needs a causal layer, this one was built with causal=False; build it with causal=True.")
+            raise ValueError(
+                "step needs a causal layer, this one was built with causal=False; build it with causal=True."
+            )
         heads, after = self.core.step(*self._project(x, x), state, key_mask=key_mask)
         return self._merge(heads), after
 

@@ -20,9 +20,10 @@ def feature_maps(model: nn.Module) -> list[FeatureMap]:
 def redraw(model: nn.Module, every: int = 1000) -> RemovableHandle:
     """Give every random map of ``model`` its next draw after each ``every`` training forwards of the model.
 
-    The schedule hangs on the root module's forward, never on an inner one, so that activation checkpointing recomputes with
-    the draw it has seen. How long a draw has been in use is a buffer of the map, saved with the model: a resumed run goes
-    on where it was. Forwards in `eval()` do not count. With gradient accumulation every micro-batch counts.
+    The schedule hangs on the root module's forward, never on an inner one, so that activation checkpointing
+    recomputes with the draw it has seen. How long a draw has been in use is a buffer of the map, saved with the
+    model: a resumed run goes on where it was. Forwards in `eval()` do not count. With gradient accumulation every
+    micro-batch counts.
 
     Args:
         model: the module whose forward is called in training: the one that was compiled or wrapped, where one was.
@@ -35,7 +36,6 @@ def redraw(model: nn.Module, every: int = 1000) -> RemovableHandle:
     if not feature_maps(model):
         raise ValueError(f"{type(model).__name__} has no feature map to redraw; replace its attention first.")
 
-    @torch.compiler.disable
     @torch.no_grad()
     def advance(module: nn.Module, inputs: Any) -> None:
         if not module.training:
@@ -45,4 +45,4 @@ def redraw(model: nn.Module, every: int = 1000) -> RemovableHandle:
                 phi.resample()
             phi.age += 1
 
-    return model.register_forward_pre_hook(advance)
+    return model.register_forward_pre_hook(torch.compiler.disable(advance))

@@ -1,0 +1,289 @@
+"""Who runs in the benchmark: our methods, torch's own attention, and the peers that are installed.
+
+Every contender takes the same random queries, keys and values, and is checked against its definition, in float64 and
+with its own frequencies, before it is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention.reference import positive_attention, signed_attention, visibility
+from kernelformer.contract import PositiveSpec, SignedSpec
+from kernelformer.modules import KernelCore, build_attention, method_options
+
+Task = Literal["bidirectional", "causal", "decode"]
+TASKS: tuple[Task, ...] = ("bidirectional", "causal", "decode")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of one task; ``length`` is the context for decoding."""
+
+    task: Task
+    length: int
+    backward: bool = False
+    batch: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    features: int = 256
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees only what came before it."""
+        return self.task != "bidirectional"
+
+    @property
+    def title(self) -> str:
+        """For tables."""
+        if self.task == "decode":
+            return f"decode one token, context {self.length}"
+        return f"{self.task} forward{' + backward' if self.backward else ''}, L = {self.length}"
+
+    def inputs(self, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same q, k, v (B, H, L, D) for every contender."""
+        gen = torch.Generator().manual_seed(0)
+        size = (self.batch, self.heads, length or self.length, self.head_dim)
+        q, k, v = (torch.randn(size, generator=gen) for _ in range(3))
+        return q, k, v
+
+
+class Contender(ABC):
+    """One way to compute attention."""
+
+    tolerance = 1e-4
+    layout: Literal["heads", "tokens"] = "heads"  # (B, H, L, D), or (B, L, H, D)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuses(self, case: Case) -> str | None:
+        """Why it cannot run a case, or None."""
+        return "decodes by recomputing" if case.task == "decode" else None
+
+    @abstractmethod
+    def build(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The attention function, in its own layout."""
+
+    @abstractmethod
+    def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What the function last built should give, (B, H, L, D), from float64 inputs."""
+
+    def error(self, case: Case) -> float:
+        """Worst relative error of a row at a small length, against the definition."""
+        small = 256
+        q, k, v = case.inputs(small)
+        with torch.no_grad():
+            got = self._heads(self.build(case)(*(self._own(x) for x in (q, k, v)))).double()
+            want = self.definition(case, q.double(), k.double(), v.double())
+        return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous() if self.layout == "tokens" else x
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if self.layout == "tokens" else x
+
+    def runner(self, case: Case) -> Callable[[], Any]:
+        """A call that does the case once, on inputs that are made here."""
+        call = self.build(case)
+        q, k, v = (self._own(x) for x in case.inputs())
+        if not case.backward:
+
+            def forward() -> Tensor:
+                with torch.no_grad():
+                    return call(q, k, v)
+
+            return forward
+        grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+
+        def train() -> tuple[Tensor, ...]:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = call(*leaves)
+            return out, *torch.autograd.grad(out, leaves, grad)
+
+        return train
+
+
+class Kernelformer(Contender):
+    """One of our methods."""
+
+    def refuses(self, case: Case) -> str | None:
+        """Exact methods have no state to decode from."""
+        streams = self.name not in ("softmax", "gaussian")
+        return None if case.task != "decode" or streams else "cannot stream"
+
+    def build(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The core itself."""
+        options = {"num_features": case.features} if "num_features" in method_options(self.name) else {}
+        self.core = build_attention(self.name, head_dim=case.head_dim, num_heads=case.heads, **options)
+        return lambda q, k, v: self.core(q, k, v, is_causal=case.causal)
+
+    def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """By `attention.reference`, or by the explicit matrix for exact methods."""
+        core, scale = self.core, self.core.scale
+        visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
+        if not isinstance(core, KernelCore):
+            scores = scale * (q @ k.transpose(-1, -2))
+            if self.name == "softmax":
+                return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+            return torch.where(visible, torch.exp(-0.5 * scale * torch.cdist(q, k).square()), 0.0) @ v
+        phi = core.feature_map
+        tensors = phi.prepare(q, k, None)
+        if isinstance(phi.spec, PositiveSpec):
+            logs = (phi.spec.log_features(q, tensors, scale, "query"), phi.spec.log_features(k, tensors, scale, "key"))
+            return positive_attention(*logs, v, visible)
+        assert isinstance(phi.spec, SignedSpec)
+        return signed_attention(
+            phi(q, "query", scale), phi(k, "key", scale), v, visible, guard=not phi.spec.nonnegative
+        )
+
+    def runner(self, case: Case) -> Callable[[], Any]:
+        """Decoding: one step after another, whatever the context."""
+        if case.task != "decode":
+            return super().runner(case)
+        self.build(case)
+        q, k, v = case.inputs(1)
+        with torch.no_grad():
+            _, self.state = self.core.step(q, k, v)
+
+        def step() -> Tensor:
+            with torch.no_grad():
+                out, self.state = self.core.step(q, k, v, self.state)
+            return out
+
+        return step
+
+
+class Sdpa(Contender):
+    """torch's `scaled_dot_product_attention`."""
+
+    def refuses(self, case: Case) -> str | None:
+        """Everything works, at a quadratic price."""
+        return None
+
+    def build(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The function itself; causal if there is a triangle to speak of."""
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal and q.shape[2] > 1)
+
+    def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The softmax of the explicit matrix."""
+        visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
+        scores = (q @ k.transpose(-1, -2)) / math.sqrt(case.head_dim)
+        return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+
+    def runner(self, case: Case) -> Callable[[], Any]:
+        """Decoding: one query against a cache of the context."""
+        if case.task != "decode":
+            return super().runner(case)
+        call = self.build(case)
+        _, k, v = case.inputs()
+        q = case.inputs(1)[0]
+
+        def step() -> Tensor:
+            with torch.no_grad():
+                return call(q, k, v)
+
+        return step
+
+
+def _positive_definition(omega: Tensor, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Positive features of frequencies omega (M, D), by definition."""
+    root = case.head_dim**-0.25
+    logs = [x * root @ omega.T - 0.5 * (x * root).square().sum(-1, keepdim=True) for x in (q, k)]
+    visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
+    return positive_attention(logs[0], logs[1], v, visible)
+
+
+class PerformerPytorch(Contender):
+    """performer-pytorch's FastAttention; its eps of 1e-4 in every feature shows in the check."""
+
+    tolerance = 0.1
+
+    def refuses(self, case: Case) -> str | None:
+        """Its causal form keeps prefix sums and takes long and much memory."""
+        if case.task == "causal" and (case.length > 4096 or case.backward):
+            return "too slow or too large"
+        return super().refuses(case)
+
+    def build(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """With as many frequencies as we draw."""
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from performer_pytorch.performer_pytorch import FastAttention
+
+            self.module = FastAttention(case.head_dim, nb_features=case.features, causal=case.causal)
+        module: Callable[[Tensor, Tensor, Tensor], Tensor] = self.module
+        return module
+
+    def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """From its own frequencies."""
+        return _positive_definition(self.module.projection_matrix.double(), case, q, k, v)
+
+
+class FastTransformers(Contender):
+    """pytorch-fast-transformers' causal linear attention in C++, with its hyperbolic FAVOR features."""
+
+    tolerance = 0.1
+    layout = "tokens"
+
+    def refuses(self, case: Case) -> str | None:
+        """The C++ kernel is the causal one."""
+        return None if case.task == "causal" else "has no kernel of its own for it"
+
+    def build(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """As many features as ours; half as many frequencies, since it uses each twice."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from fast_transformers.attention.causal_linear_attention import CausalLinearAttention
+            from fast_transformers.feature_maps import Favor
+            from fast_transformers.masking import LengthMask, TriangularCausalMask
+
+            self.module = CausalLinearAttention(case.head_dim, feature_map=Favor.factory(n_dims=case.features)).eval()
+            self.module.feature_map.new_feature_map(torch.device("cpu"))
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            length = q.shape[1]
+            everyone = LengthMask(torch.full((q.shape[0],), length), max_len=length)
+            out: Tensor = self.module(q, k, v, TriangularCausalMask(length), everyone, everyone)
+            return out
+
+        return call
+
+    def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """From its own frequencies."""
+        omega = self.module.feature_map.omega.double().T
+        return _positive_definition(torch.cat([omega, -omega]), case, q, k, v)
+
+
+PEERS: dict[str, tuple[str, Callable[[str], Contender]]] = {
+    "performer-pytorch": ("performer_pytorch", PerformerPytorch),
+    "fast-transformers": ("fast_transformers", FastTransformers),
+}
+
+
+def installed_peers() -> list[str]:
+    """The peers that can be imported here."""
+    return [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
+
+
+def contender(name: str) -> Contender:
+    """By name: a method of ours, ``sdpa``, or a peer."""
+    if name == "sdpa":
+        return Sdpa(name)
+    if name in PEERS:
+        return PEERS[name][1](name)
+    build_attention(name, head_dim=1, num_heads=1)  # says what is wrong with an unknown name
+    return Kernelformer(name)

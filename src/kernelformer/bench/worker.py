@@ -1,0 +1,112 @@
+"""A process that measures: it is started anew for every case, with the allocator's settings in its environment.
+
+python -m kernelformer.bench.worker < job.json > result.json
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernelformer.bench.contenders import Case, contender
+
+
+def check(case: Case, names: list[str]) -> dict[str, Any]:
+    """Each contender's error against its definition."""
+    errors = {}
+    for name in names:
+        one = contender(name)
+        errors[name] = {"error": one.error(case), "tolerance": one.tolerance}
+    return errors
+
+
+def measure_time(case: Case, names: list[str], budget: float) -> dict[str, Any]:
+    """Seconds per call of each contender, interleaved; about ``budget`` seconds each, at least 3 calls."""
+    runners = {name: contender(name).runner(case) for name in names}
+    first = {name: _timed(run) for name, run in runners.items()}  # the first call warms up
+    again = {name: _timed(run) if first[name] < budget else first[name] for name, run in runners.items()}
+    # A short call is timed in bursts, as a decoding loop makes them: alone between two long ones it would pay for
+    # refilling the caches that they emptied.
+    rounds = 5
+    bursts = {name: max(1, min(200, int(budget / rounds / max(again[name], 1e-9)))) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name, run in runners.items():
+            if turn >= 3 and again[name] * turn > budget:
+                continue
+            if bursts[name] > 1:
+                run()
+            times[name] += [_timed(run) for _ in range(bursts[name])]
+    return {name: {"seconds": statistics.median(x), "calls": len(x)} for name, x in times.items()}
+
+
+def measure_memory(case: Case, name: str) -> dict[str, Any]:
+    """Peak resident memory of one call beyond what was there before it, and how much of it are its results."""
+    one = contender(name)
+    tiny = Case(**{**vars(case), "length": 128})
+    one.runner(tiny)()  # libraries, threads and their buffers are there before we look
+    run = one.runner(case)
+    gc.collect()
+    before = _reset_peak()
+    result = run()
+    peak = _peak() - before
+    outputs = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, torch.Tensor)]
+    return {"peak": peak, "results": sum(x.numel() * x.element_size() for x in outputs)}
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def _reset_peak() -> int:
+    """Resident bytes now, after forgetting the peak so far where the system can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return _status("VmRSS")
+    except OSError:
+        return _peak()
+
+
+def _peak() -> int:
+    try:
+        return _status("VmHWM")
+    except OSError:
+        size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return size if sys.platform == "darwin" else size * 1024
+
+
+def main() -> None:
+    """Do one job."""
+    job = json.load(sys.stdin)
+    torch.set_num_threads(job["threads"])
+    case = Case(**job["case"])
+    kind = job["kind"]
+    if kind == "check":
+        result = check(case, job["names"])
+    elif kind == "time":
+        result = measure_time(case, job["names"], job["budget"])
+    else:
+        result = measure_memory(case, job["names"][0])
+    json.dump(result, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Commands of ``kernelformer``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kernelformer import list_methods, method_options
+from kernelformer.bench import run as bench_run
+from kernelformer.bench import show
+from kernelformer.bench.contenders import TASKS, contender, installed_peers
+from kernelformer.errors import choice
+
+app = typer.Typer(help="Linear-time attention by kernels.", no_args_is_help=True, add_completion=False)
+console = Console()
+
+
+def _fail(problem: Exception) -> NoReturn:
+    console.print(f"[bold red]error:[/] {problem}", highlight=False)
+    raise typer.Exit(2)
+
+
+def _progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def _target(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _threads(threads: int | None) -> int:
+    return threads or os.cpu_count() or 1
+
+
+@app.command("list")
+def list_() -> None:
+    """Show the methods and their options."""
+    table = Table("method", "about", "options")
+    for name, about in list_methods().items():
+        table.add_row(name, about, ", ".join(method_options(name)))
+    console.print(table)
+
+
+@app.command()
+def bench(
+    lengths: Annotated[str, typer.Option(help="lengths, and contexts for decoding")] = "1024,4096,16384",
+    methods: Annotated[str, typer.Option(help="methods of ours; the first is what ratios refer to")] = "favor+",
+    peers: Annotated[str, typer.Option(help="'auto' for SDPA and what is installed, 'none', or names")] = "auto",
+    tasks: Annotated[str, typer.Option(help="of bidirectional, causal, decode")] = ",".join(TASKS),
+    passes: Annotated[str, typer.Option(help="of forward, train (forward + backward)")] = "forward,train",
+    heaps: Annotated[str, typer.Option(help="of default, kept: the allocator's settings")] = "default,kept",
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    features: Annotated[int, typer.Option(min=1)] = 256,
+    budget: Annotated[float, typer.Option(min=0.01, help="seconds per contender and case")] = 2.0,
+    memory: Annotated[bool, typer.Option(help="measure peak memory too")] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="folder for bench.json and bench.png")] = Path("out"),
+) -> None:
+    """Time and weigh methods against their peers, after checking each against its definition."""
+    try:
+        names = [x.strip() for x in methods.split(",")]
+        if peers == "auto":
+            names += ["sdpa", *installed_peers()]
+        elif peers != "none":
+            names += [x.strip() for x in peers.split(",")]
+        for name in names:
+            contender(name)
+        kinds = [choice("task", x.strip(), TASKS) for x in tasks.split(",")]
+        backward = [choice("pass", x.strip(), ("forward", "train")) == "train" for x in passes.split(",")]
+        heap_names = [choice("heap", x.strip(), bench_run.HEAPS) for x in heaps.split(",")]
+        sizes = [int(x) for x in lengths.split(",")]
+        if min(sizes) < 1:
+            raise ValueError(f"lengths must be at least 1, got {lengths!r}.")
+    except ValueError as problem:
+        _fail(problem)
+    todo = list(bench_run.cases(sizes, kinds, backward, batch=batch, heads=heads, head_dim=head_dim, features=features))
+    rows: list[bench_run.Row] = []
+    try:
+        with _progress() as progress:
+            bar = progress.add_task("", total=len(todo))
+            for case in todo:
+                rows += bench_run.run_case(
+                    case,
+                    names,
+                    heaps=heap_names,
+                    threads=_threads(threads),
+                    budget=budget,
+                    memory=memory,
+                    tell=lambda text: progress.update(bar, description=text),
+                )
+                progress.advance(bar)
+    except bench_run.WorkerError as problem:
+        _fail(problem)
+    console.print(show.table(rows, names[0], heap_names))
+    target = _target(out / "bench.json")
+    record = {"environment": bench_run.environment(_threads(threads)), "rows": [row.as_json() for row in rows]}
+    target.write_text(json.dumps(record, indent=1) + "\n")
+    show.plot(rows, out / "bench.png", heap_names[0])
+    console.print(f"figures: {target}   picture: {out / 'bench.png'}", highlight=False)
+
+
+@app.command()
+def demo(
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/demo.png"),
+) -> None:
+    """A two-minute tour: error by number of features, speed and memory by length, decoding by context."""
+    from kernelformer.recipes import tour
+
+    with _progress() as progress:
+        bar = progress.add_task("", total=tour.STEPS)
+        started = False
+
+        def tell(text: str) -> None:
+            nonlocal started
+            progress.update(bar, description=text, advance=1 if started else 0)
+            started = True
+
+        try:
+            found = tour.take_tour(tell, _threads(threads))
+        except bench_run.WorkerError as problem:
+            _fail(problem)
+    for table in tour.tables(found):
+        console.print(table)
+    tour.picture(found, _target(out))
+    console.print(f"picture: {out}", highlight=False)

@@ -1,0 +1,82 @@
+"""Checks of what callers hand to an attention core."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernelformer.errors import shape
+
+_LAYOUT = "(batch, heads, length, head_dim)"
+
+
+def check_scale(scale: float) -> float:
+    """A usable scale."""
+    if not (0 < scale < math.inf):
+        raise ValueError(f"scale must be positive and finite, got {scale}.")
+    return float(scale)
+
+
+def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Floating point tensors."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating point tensor, got {kind}; convert it with .float().")
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, num_heads: int) -> None:
+    """Shapes, dtypes and devices that fit each other and the core."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be {_LAYOUT}, got shape {shape(x)}.")
+    if not (query.dtype == key.dtype == value.dtype):
+        raise ValueError(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}; "
+            f"convert with .to()."
+        )
+    if not (query.device == key.device == value.device):
+        raise ValueError(
+            f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}."
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key must have the same head dimension, got {query.shape[-1]} and {key.shape[-1]} "
+            f"(shapes {shape(query)} and {shape(key)})."
+        )
+    for name, built, got in (("head_dim", head_dim, query.shape[-1]), ("num_heads", num_heads, query.shape[1])):
+        if built != got:
+            raise ValueError(
+                f"this core was built with {name}={built}, got queries of shape {shape(query)}; "
+                f"build it with {name}={got}."
+            )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"key and value must have the same batch, heads and length, got shapes {shape(key)} and {shape(value)}."
+        )
+    if query.shape[0] != key.shape[0]:
+        raise ValueError(
+            f"query and key must have the same batch size, got {query.shape[0]} and {key.shape[0]} "
+            f"(shapes {shape(query)} and {shape(key)})."
+        )
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"the number of key heads must divide that of query heads, got {key.shape[1]} and {query.shape[1]} "
+            f"(shapes {shape(key)} and {shape(query)})."
+        )
+
+
+def check_mask(key_mask: Tensor, key: Tensor) -> None:
+    """A bool mask over the keys."""
+    if key_mask.dtype != torch.bool:
+        raise ValueError(
+            f"key_mask must be bool with True = attend, got {key_mask.dtype}; an additive mask becomes one by "
+            f"`mask == 0`, a 0/1 mask by `mask.bool()`."
+        )
+    if tuple(key_mask.shape) != (key.shape[0], key.shape[2]):
+        raise ValueError(
+            f"key_mask must be (batch, key length) = {(key.shape[0], key.shape[2])}, got {shape(key_mask)}; "
+            f"causality is is_causal=True, not a mask."
+        )

@@ -1,0 +1,89 @@
+"""Exact attention by the same interface, so that a comparison is one loop; quadratic in time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention import State, gaussian_attention
+from kernelformer.contract import compute_dtype
+from kernelformer.modules.core import AttentionCore
+
+
+class SoftmaxCore(AttentionCore):
+    """Exact softmax attention, by torch's `scaled_dot_product_attention`.
+
+    out_i = sum_j exp(scale q_i . k_j) v_j / sum_j exp(scale q_i . k_j)          (performer Eq. 1)
+    """
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        key_mask: Tensor | None,
+        scale: float,
+        state: State | None,
+    ) -> tuple[Tensor, State | None]:
+        return _sdpa(query, key, value, is_causal, key_mask, scale), None
+
+
+class GaussianCore(AttentionCore):
+    """Exact Gaussian attention.
+
+        out_i = sum_j exp(-scale |q_i - k_j|^2 / 2) v_j          (skyformer Eq. 4)
+
+    Args:
+        normalize: divide by the sum of the weights; the paper does not.
+
+    The others are those of `AttentionCore`.
+    """
+
+    def __init__(self, method: str, *, normalize: bool = False, **options: Any) -> None:
+        super().__init__(method, **options)
+        self.normalize = normalize
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        key_mask: Tensor | None,
+        scale: float,
+        state: State | None,
+    ) -> tuple[Tensor, State | None]:
+        if not self.normalize:
+            out = gaussian_attention(query, key, value, scale=scale, key_mask=key_mask, is_causal=is_causal)
+            return out, None
+        # -|q - k|^2 / 2 is q.k - |k|^2 / 2 up to what all keys share: softmax attention with one more coordinate.
+        # The coordinate is a sum of squares, so it takes the precision of sums.
+        dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
+        query, key, value = (x.to(work_dtype) for x in (query, key, value))
+        if key_mask is not None:
+            key = key.masked_fill(~key_mask[:, None, :, None], 0)
+        key = torch.cat([key, -0.5 * key.square().sum(-1, keepdim=True)], -1)
+        query = torch.cat([query, torch.ones_like(query[..., :1])], -1)
+        with torch.autocast(query.device.type, enabled=False):
+            return _sdpa(query, key, value, is_causal, key_mask, scale).to(dtype), None
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
+    if key.shape[2] == 0:
+        return query.new_zeros(*query.shape[:3], value.shape[-1]) + 0 * value.sum()
+    grouped = query.shape[1] != key.shape[1]
+    if key_mask is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    hidden = ~key_mask[:, None, :, None]
+    key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    mask = key_mask[:, None, None, :]
+    if is_causal:
+        mask = mask & torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    # A row that sees nothing attends to everything and is zeroed after: no kernel of torch promises zeros there.
+    seen = mask.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask | ~seen, scale=scale, enable_gqa=grouped)
+    return out.masked_fill(~seen, 0)

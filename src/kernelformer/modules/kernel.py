@@ -1,0 +1,177 @@
+"""Linear-time attention: a feature map and the algorithms over it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention import State, causal_attention, linear_attention, step
+from kernelformer.attention.linear import engine_class
+from kernelformer.contract import compute_dtype
+from kernelformer.errors import shape
+from kernelformer.feature_maps import FeatureMap
+from kernelformer.modules.checks import check_scale
+from kernelformer.modules.core import AttentionCore
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Sums keep their precision; entered only where autocast is on, for it costs as much as an operation of `step`."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+class KernelCore(AttentionCore):
+    """Linear-time attention through a feature map.
+
+    Args:
+        feature_map: phi.
+        normalize: divide by the sum of the weights.
+
+    The others are those of `AttentionCore`.
+    """
+
+    def __init__(self, method: str, feature_map: FeatureMap, *, normalize: bool = True, **options: Any) -> None:
+        super().__init__(method, head_dim=feature_map.head_dim, num_heads=feature_map.num_heads, **options)
+        self.feature_map = feature_map
+        self.normalize = normalize
+
+    @property
+    def feature_dim(self) -> int:
+        """M, the width of phi."""
+        return self.feature_map.feature_dim
+
+    def resample(self, draw: int | None = None) -> None:
+        """Go to the next draw of the feature map, or to number ``draw``."""
+        self.feature_map.resample(draw)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        key_mask: Tensor | None,
+        scale: float,
+        state: State | None,
+    ) -> tuple[Tensor, State | None]:
+        tensors = self.feature_map.prepare(query, key, key_mask)
+        key, value = self._per_map_head(key), self._per_map_head(value)
+        common: dict[str, Any] = {
+            "spec": self.feature_map.key,
+            "tensors": tensors,
+            "scale": scale,
+            "key_mask": key_mask,
+            "normalize": self.normalize,
+        }
+        with _no_autocast(query.device.type):
+            if not is_causal:
+                return linear_attention(query, key, value, **common), None
+            past = None if state is None else state.tensors
+            out, after = causal_attention(query, key, value, **common, state=past)
+        return out, self._state(after, state, key.shape[2])
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: State | None = None,
+        *,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts."""
+        query, key, value = self._accept(query, key, value, key_mask)
+        if bias is not None:
+            raise self._no_bias(f"bias of shape {shape(bias)}")
+        if query.shape[2] != 1 or key.shape[2] != 1:
+            raise ValueError(
+                f"step takes one token, got {query.shape[2]} queries and {key.shape[2]} keys (shapes {shape(query)} "
+                f"and {shape(key)}); for more, call the core with is_causal=True, state=... and return_state=True."
+            )
+        self._check_streaming(query, key, value, True, state)
+        dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
+        phi = self.feature_map
+        tensors = phi.prepare(query, key, key_mask)
+        query, key = self._unit(query), self._unit(key)
+        if dtype != work_dtype:
+            query, key, value = (x.to(work_dtype) for x in (query, key, value))
+        key, value = self._per_map_head(key), self._per_map_head(value)
+        past = self._empty(key, value) if state is None else state.tensors
+        scale = self.scale if scale is None else check_scale(scale)
+        with _no_autocast(query.device.type):
+            out, after = step(
+                phi.spec, tensors, query, key, value, past, scale=scale, key_mask=key_mask, normalize=self.normalize
+            )
+        return out.to(dtype), self._state(after, state, 1)
+
+    def _key_heads(self, key: Tensor) -> int:
+        """Heads of the state: those of the keys, or those of a map that differs from head to head."""
+        return max(key.shape[1], self.feature_map.draw_heads)
+
+    def _per_map_head(self, x: Tensor) -> Tensor:
+        """Grouped keys as many as the map has heads: a map per query head sees each key of its group anew."""
+        repeats = self._key_heads(x) // x.shape[1]
+        return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+
+    def _empty(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        lead = (key.shape[0], key.shape[1])
+        return tuple(engine_class(self.feature_map.spec).empty(lead, self.feature_dim, value.shape[-1], value))
+
+    def _state(self, tensors: list[Tensor] | tuple[Tensor, ...], before: State | None, count: int) -> State:
+        if before is not None:
+            return State(tuple(tensors), before.length + count, self.method, before.draw)
+        draw = 0 if torch.compiler.is_compiling() else self.feature_map.draw_number
+        return State(tuple(tensors), count, self.method, draw)
+
+    def _check_streaming(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, state: State | None) -> None:
+        if not is_causal:
+            raise ValueError("a state needs is_causal=True, got is_causal=False: without causality nothing is past.")
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"with a state queries and keys are the same tokens, got {query.shape[2]} queries and "
+                f"{key.shape[2]} keys."
+            )
+        if state is None:
+            return
+        phi, heads = self.feature_map, self._key_heads(key)
+        dtype = compute_dtype(query.dtype)
+        if (
+            isinstance(state, State)
+            and state.method == self.method
+            and (torch.compiler.is_compiling() or state.draw == phi.draw_number)
+            and state.tensors[1].shape == (key.shape[0], heads, phi.feature_dim, value.shape[-1])
+            and state.tensors[1].dtype == dtype
+            and state.tensors[1].device == query.device
+        ):
+            return
+        raise self._wrong_state(query, key, value, state)
+
+    def _wrong_state(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> ValueError:
+        if not isinstance(state, State):
+            return ValueError(f"state must be a kernelformer State, got {type(state).__name__}.")
+        if state.method != self.method:
+            return ValueError(
+                f"the state was made by method {state.method!r}, this core is {self.method!r}; "
+                f"start anew with state=None."
+            )
+        if state.draw != self.feature_map.draw_number:
+            return ValueError(
+                f"the state was made with draw {state.draw}, this core is at draw {self.feature_map.draw_number}; "
+                f"start anew with state=None, or go back with core.resample({state.draw})."
+            )
+        phi, lead = self.feature_map, (key.shape[0], self._key_heads(key))
+        expected = [(*lead, *x) for x in engine_class(phi.spec).state_shapes(phi.feature_dim, value.shape[-1])]
+        got = [tuple(x.shape) for x in state.tensors]
+        if got != expected:
+            return ValueError(f"the state has shapes {got}, these inputs need {expected}.")
+        first = state.tensors[0]
+        return ValueError(
+            f"the state is {first.dtype} on {first.device}, inputs of {query.dtype} on {query.device} need "
+            f"{compute_dtype(query.dtype)} there; move it with state.to(...), or use one precision throughout."
+        )
