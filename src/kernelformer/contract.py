@@ -133,8 +133,14 @@ class SignedSpec(Spec):
         """Whether keys carry a log factor."""
 
     @abstractmethod
-    def features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> tuple[Tensor, Tensor | None]:
-        """The definition: values (B, H, C, M) and log factors (B, H, C, 1) or None, by differentiable operations."""
+    def features(
+        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The definition: values (B, H, C, M) and log factors (B, H, C, 1) or None, by differentiable operations.
+
+        Under normalization a factor that all features of all rows share may be left out, if the chunks bound under
+        normalization leave it out too, for a state may go from one to the other.
+        """
 
     @abstractmethod
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:

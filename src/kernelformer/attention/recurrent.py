@@ -134,8 +134,8 @@ def _signed(
     normalize: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     log_scale, kv, k_sum, norm_sum = state
-    phi_k, factor = spec.features(key, tensors, scale, "key")
-    phi_q, query_factor = spec.features(query, tensors, scale, "query")
+    phi_k, factor = spec.features(key, tensors, scale, "key", normalize)
+    phi_q, query_factor = spec.features(query, tensors, scale, "query", normalize)
     if hidden is not None:
         phi_k = phi_k.masked_fill(hidden, 0)
         factor = None if factor is None else factor.masked_fill(hidden, EMPTY)

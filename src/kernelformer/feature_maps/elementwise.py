@@ -107,7 +107,9 @@ class ElementwiseSpec(SignedSpec):
         """One feature per frequency, or per coordinate."""
         return tensors[0].shape[-2] if tensors else head_dim
 
-    def features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> tuple[Tensor, Tensor | None]:
+    def features(
+        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """The formula as it stands."""
         z = _project(x, tensors, scale)
         f: dict[str, Callable[[Tensor], Tensor]] = {
@@ -119,7 +121,8 @@ class ElementwiseSpec(SignedSpec):
             "tanh": torch.tanh,
             "identity": torch.clone,
         }
-        return (f[self.activation](z) + self.eps) * self.amplitude, None
+        phi = f[self.activation](z) + self.eps
+        return (phi if normalize else phi * self.amplitude), None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
         """In chunks; the amplitude cancels under normalization and is left out there."""

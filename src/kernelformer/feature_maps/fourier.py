@@ -37,7 +37,9 @@ class FourierSpec(SignedSpec):
         """A cosine and a sine per frequency."""
         return 2 * tensors[0].shape[-2]
 
-    def features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> tuple[Tensor, Tensor | None]:
+    def features(
+        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """The formula as it stands."""
         x = x.to(tensors[0].dtype) * math.sqrt(scale)
         angle = x @ tensors[0].transpose(-1, -2)

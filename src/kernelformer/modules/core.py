@@ -106,7 +106,8 @@ class AttentionCore(nn.Module):
         if state is not None or return_state:
             self._check_streaming(query, key, value, is_causal, state)
         scale = self.scale if scale is None else check_scale(scale)
-        out, after = self._attend(self._unit(query), self._unit(key), value, is_causal, key_mask, scale, state)
+        query, key = self._units(query, key, key_mask)
+        out, after = self._attend(query, key, value, is_causal, key_mask, scale, state)
         return (out, after) if return_state and after is not None else out
 
     def step(
@@ -178,8 +179,14 @@ class AttentionCore(nn.Module):
             check_mask(key_mask, key)
         return query, key, value
 
-    def _unit(self, x: Tensor) -> Tensor:
-        return F.normalize(x.to(compute_dtype(x.dtype)), dim=-1).to(x.dtype) if self.normalize_qk else x
+    def _units(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys by their direction, where that is asked for."""
+        if not self.normalize_qk:
+            return query, key
+        if key_mask is not None:  # the gradient of a norm must not see what the mask hides
+            key = key.masked_fill(~key_mask[:, None, :, None], 0)
+        unit_q, unit_k = (F.normalize(x.to(compute_dtype(x.dtype)), dim=-1).to(x.dtype) for x in (query, key))
+        return unit_q, unit_k
 
     def _check_streaming(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, state: State | None) -> None:
         raise self._cannot_stream("a state")

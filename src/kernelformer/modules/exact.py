@@ -74,7 +74,7 @@ class GaussianCore(AttentionCore):
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
     if key.shape[2] == 0:
-        return query.new_zeros(*query.shape[:3], value.shape[-1]) + 0 * value.sum()
+        return query.sum(-1, keepdim=True).mul(0) * value.new_zeros(value.shape[-1]) + 0 * (key.sum() + value.sum())
     grouped = query.shape[1] != key.shape[1]
     if key_mask is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)

@@ -98,7 +98,7 @@ class KernelCore(AttentionCore):
         dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
         phi = self.feature_map
         tensors = phi.prepare(query, key, key_mask)
-        query, key = self._unit(query), self._unit(key)
+        query, key = self._units(query, key, key_mask)
         if dtype != work_dtype:
             query, key, value = (x.to(work_dtype) for x in (query, key, value))
         key, value = self._per_map_head(key), self._per_map_head(value)
