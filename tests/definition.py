@@ -48,6 +48,8 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "relu without projection": ("relu", {"projection": False}),
     "relu without eps": ("relu", {"num_features": M, "eps": 0.0}),
     "exp without projection": ("relu", {"activation": "exp", "projection": False}),
+    "relu unnormalized": ("relu", {"num_features": 67, "normalize": False}),
+    "exp unnormalized": ("relu", {"num_features": M, "activation": "exp", "normalize": False}),
     "tanh unnormalized": ("relu", {"num_features": M, "activation": "tanh", "normalize": False}),
     "elu": ("elu", {}),
     "elu unnormalized": ("elu", {"normalize": False}),

@@ -17,7 +17,7 @@ D head dimension, M features, E value dimension.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -161,6 +161,14 @@ def register(spec: Spec) -> str:
 def lookup(key: str) -> Spec:
     """The spec that was registered under ``key``."""
     return _SPECS[key]
+
+
+def scaled(rows: Tensor, factor: float, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """``change(factor rows)`` for bound tensors (N, ...), once where all rows are views of one."""
+    if rows.shape[0] > 1 and rows.stride(0) == 0:
+        one = change(rows[:1] * factor)
+        return one.expand(rows.shape[0], *one.shape[1:])
+    return change(rows * factor)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
+from typing import SupportsIndex
 
 from torch import Tensor
 
@@ -26,9 +28,18 @@ def choice(what: str, value: str, known: Iterable[str]) -> str:
 
 def positive_int(what: str, value: object) -> int:
     """Return ``value`` if it is an integer of at least 1, else raise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what} must be an integer of at least 1, got {value!r}.")
-    return value
+    return integer(what, value, at_least=1)
+
+
+def integer(what: str, value: object, at_least: int | None = None) -> int:
+    """Return ``value`` as an int if it is one, of any library, and large enough; else raise."""
+    bound = "" if at_least is None else f" of at least {at_least}"
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ValueError(f"{what} must be an integer{bound}, got {value!r}.")
+    number = operator.index(value)
+    if at_least is not None and number < at_least:
+        raise ValueError(f"{what} must be an integer{bound}, got {value!r}.")
+    return number
 
 
 def shape(x: Tensor) -> str:

@@ -276,6 +276,7 @@ def causal_attention(
         like = query.new_empty(0, dtype=compute_dtype(query.dtype))
         lead = (query.shape[0], key.shape[1])
         state = engine_class(lookup(spec)).empty(lead, features, value.shape[-1], like)
+    state = [x.to(compute_dtype(query.dtype)) for x in state]
     inputs = (query, key, value, *tensors, *state)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     out, _, end, _ = _forward(query, key, value, key_mask, list(tensors), list(state), spec, scale, normalize, keep)

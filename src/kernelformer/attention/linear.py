@@ -3,7 +3,8 @@
     out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)          (performer Eq. 4)
 
 Cost: O((L + S) M (D + E)) time; memory beyond inputs and outputs is a few buffers of `blocks.BUFFER` numbers and the
-state, whatever the length. The backward pass keeps the inputs, the output and the state, and maps every chunk again.
+state, whatever the length. The backward pass keeps the inputs, the output and the state, and maps every chunk again;
+where sequences are so short that states are larger than the keys, it sums them up again too.
 """
 
 from __future__ import annotations
@@ -46,6 +47,30 @@ def visible_pair(k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, T
     return k.masked_fill(gone, 0), v.masked_fill(gone, 0)
 
 
+def _keeps(s: Shapes) -> bool:
+    """Whether the states are worth keeping for the backward pass."""
+    return s.S >= s.M
+
+
+def _sums(
+    engine: Engine,
+    s: Shapes,
+    k5: Tensor,
+    v5: Tensor,
+    key_mask: Tensor | None,
+    block: slice,
+    count: int,
+    work: Workspace,
+) -> list[Tensor]:
+    """The state of a block after all keys."""
+    rows = engine.empty((count * s.G,), s.M, s.E, k5.new_empty(0, dtype=work.dtype))
+    for start, end in spans(s.S, s.chunk(count, s.G)):
+        hidden = hidden_rows(key_mask, block, slice(start, end), s.G, 1, end - start)
+        k, v = (rows_of(x[block, :, :, start:end], name, work) for x, name in ((k5, "k"), (v5, "v")))
+        engine.absorb(rows, *visible_pair(k, v, hidden), hidden)
+    return rows
+
+
 @torch.library.custom_op("kernelformer::linear_attention", mutates_args=())
 def _forward(
     query: Tensor,
@@ -62,21 +87,18 @@ def _forward(
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
     out = query.new_empty(s.B, s.H, s.L, s.E)
-    state = engine_class(known).empty((s.B, s.G), s.M, s.E, query.new_empty(0, dtype=dtype))
+    like = query.new_empty(0, dtype=dtype)
+    kept = [like.new_empty(s.B, s.G, *x) for x in engine_class(known).state_shapes(s.M, s.E)] if _keeps(s) else []
     q5, k5, v5, out5 = grouped(query, s.G), grouped(key, s.G), grouped(value, s.G), grouped(out, s.G)
     for first, last in spans(s.B, s.samples()):
         block, count = slice(first, last), last - first
         engine, _ = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, False, work)
-        rows = [x[block].flatten(0, 1) for x in state]
-        for start, end in spans(s.S, s.chunk(count, s.G)):
-            hidden = hidden_rows(key_mask, block, slice(start, end), s.G, 1, end - start)
-            k, v = (rows_of(x[block, :, :, start:end], name, work) for x, name in ((k5, "k"), (v5, "v")))
-            engine.absorb(rows, *visible_pair(k, v, hidden), hidden)
+        rows = _sums(engine, s, k5, v5, key_mask, block, count, work)
         for start, end in spans(s.L, s.chunk(count, s.H)):
             put_rows(out5[block, :, :, start:end], engine.read(rows, rows_of(q5[block, :, :, start:end], "q", work)))
-        for whole, part in zip(state, rows, strict=True):
+        for whole, part in zip(kept, rows, strict=False):
             whole[block] = part.view(whole[block].shape)
-    return out, state
+    return out, kept
 
 
 @_forward.register_fake
@@ -91,11 +113,10 @@ def _(
     normalize: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     known = lookup(spec)
-    features = known.feature_dim(tensors, query.shape[-1])
-    lead = (query.shape[0], key.shape[1])
-    shapes = engine_class(known).state_shapes(features, value.shape[-1])
-    state = [query.new_empty(*lead, *x, dtype=compute_dtype(query.dtype)) for x in shapes]
-    return query.new_empty(*query.shape[:3], value.shape[-1]), state
+    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
+    shapes = engine_class(known).state_shapes(s.M, s.E) if _keeps(s) else []
+    kept = [query.new_empty(s.B, s.G, *x, dtype=compute_dtype(query.dtype)) for x in shapes]
+    return query.new_empty(s.B, s.H, s.L, s.E), kept
 
 
 @torch.library.custom_op("kernelformer::linear_attention_backward", mutates_args=())
@@ -124,7 +145,10 @@ def _backward(
     for first, last in spans(s.B, s.samples()):
         block, count = slice(first, last), last - first
         engine, tensor_grads = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, learn, work)
-        rows = [x[block].flatten(0, 1) for x in state]
+        if state:
+            rows = [x[block].flatten(0, 1) for x in state]
+        else:
+            rows = _sums(engine, s, k5, v5, key_mask, block, count, work)
         grads = engine.zero_grads(rows)
         for start, end in spans(s.L, s.chunk(count, s.H)):
             x, g, o = (rows_of(t[block, :, :, start:end], n, work) for t, n in ((q5, "q"), (g5, "g"), (out5, "o")))

@@ -188,12 +188,14 @@ class PositiveEngine(Engine):
         t = self._group(state, xq, xk, v, hidden)
         scores = torch.bmm(t.weights, t.p, out=self.work.take("scores", *xq.shape[:2], xk.shape[1])).mul_(mask)
         out = torch.bmm(t.weights, t.old, out=self.work.take("out", *xq.shape[:2], v.shape[2])).baddbmm_(scores, v)
-        if t.size is not None:
-            return out.mul_(t.size), t.size.squeeze(2), t.state
         past = torch.mul(t.weights, t.decay.transpose(1, 2), out=self.work.take("slope", *t.weights.shape))
         seen = past.sum(2).add_(scores.sum(2))
         lost = seen < LOST
-        note = seen.reciprocal_()
+        if t.size is None:
+            note = seen.reciprocal_()
+        else:
+            note = t.size.squeeze(2)
+            lost |= note.isinf()
         if bool(lost.any()):
             note.masked_fill_(lost, 0)
             out.mul_(note.unsqueeze(2))
@@ -241,7 +243,9 @@ class PositiveEngine(Engine):
         if bool((note < 0).any()):
             for row, index in _rescued(note < 0):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
-                rescues.append((row, index, r, _rescue_backward(r, g[row, index], out[row, index], v[row])))
+                rescues.append(
+                    (row, index, r, _rescue_backward(r, g[row, index], out[row, index], v[row], self.normalize))
+                )
         later, later_mass, before = _later(t, grads, kv_local, mass_local, state[1].shape[0], rescues, take)
 
         dv = torch.bmm(t.p.transpose(1, 2), later, out=take("dv", *v.shape)).baddbmm_(scores.transpose(1, 2), g)
@@ -273,6 +277,8 @@ class PositiveEngine(Engine):
         pairs = (lq.unsqueeze(2) + lk).masked_fill_(later.unsqueeze(1), -torch.inf)
         past = lq + t.before[row, :, 0]
         total = torch.logaddexp(pairs.flatten(1).logsumexp(1), past.logsumexp(1))
+        if not self.normalize:
+            total = torch.zeros_like(total)
         shares = pairs.sub_(total.view(-1, 1, 1)).exp_()
         return _Rescue(one, q, k, shares, past.sub_(total.unsqueeze(1)).exp_(), before)
 
@@ -332,7 +338,7 @@ class _Rescue:
     chunks: PositiveChunks
     xq: Tensor  # (1, r, D)
     xk: Tensor  # (1, C, D)
-    shares: Tensor  # (r, M, C) of the keys of the chunk
+    shares: Tensor  # (r, M, C) of the keys of the chunk; unnormalized, their weights
     shares_before: Tensor  # (r, M) of what came before it
     mean: Tensor  # (M, E) before it
 
@@ -348,8 +354,8 @@ class _RescueGrads:
     mass_before: Tensor  # (M, 1)
 
 
-def _rescue_backward(r: _Rescue, g: Tensor, out: Tensor, v: Tensor) -> _RescueGrads:
-    delta = torch.linalg.vecdot(g, out).neg_().unsqueeze(1)
+def _rescue_backward(r: _Rescue, g: Tensor, out: Tensor, v: Tensor, normalize: bool) -> _RescueGrads:
+    delta = -(g * out).sum(1, keepdim=True) if normalize else g.new_zeros(g.shape[0], 1)
     pairs = r.shares * (g @ v.T + delta).unsqueeze(1)
     past = r.shares_before * (g @ r.mean.T + delta)
     value = r.shares.sum(1).T @ g

@@ -14,7 +14,7 @@ from kernelformer.attention.signed import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """What an attention core keeps of the keys and values so far.
 
@@ -25,13 +25,13 @@ class State:
         tensors: (B, G, ...) each; their meaning is the method's own.
         length: number of tokens taken in, padding included.
         method: name of the method that made it.
-        draw: number of the draw that made it.
+        made_by: the core that made it, by everything that its numbers depend on: another one cannot go on from it.
     """
 
     tensors: tuple[Tensor, ...]
     length: int
     method: str
-    draw: int
+    made_by: tuple[object, ...]
 
     @property
     def batch(self) -> int:
@@ -51,9 +51,10 @@ class State:
         """The same, cut off from the graph: gradients of later tokens stop here."""
         return replace(self, tensors=tuple(x.detach() for x in self.tensors))
 
-    def reorder(self, index: Tensor) -> State:
+    def reorder(self, index: Tensor | Sequence[int]) -> State:
         """Samples by their index, repeats allowed: what beam search does between steps."""
-        return replace(self, tensors=tuple(x.index_select(0, index.to(x.device)) for x in self.tensors))
+        order = torch.as_tensor(index)
+        return replace(self, tensors=tuple(x.index_select(0, order.to(x.device)) for x in self.tensors))
 
 
 def step(
@@ -98,6 +99,11 @@ def step(
     return out.reshape(batch, heads, 1, -1), after
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """For numbers that are few and add up for long: float64, where the device has it."""
+    return x.dtype if x.device.type == "mps" else torch.float64
+
+
 def _positive(
     spec: PositiveSpec,
     tensors: Sequence[Tensor],
@@ -113,9 +119,10 @@ def _positive(
     new = (spec.log_shares if normalize else spec.log_features)(key, tensors, scale, "key").transpose(-1, -2)
     if hidden is not None:
         new = new.masked_fill(hidden, EMPTY)
-    total = torch.logaddexp(log_mass, new)
-    mean = torch.lerp(mean, value, (new - total).exp())  # the shares of old and new add up to 1
-    shift = total.transpose(-1, -2)
+    # A logarithm of 10 in float32 cannot tell 1,000,000 tokens from 1,000,001, and loses digits long before.
+    total = torch.logaddexp(log_mass.to(_wide(new)), new)
+    mean = torch.lerp(mean, value, (new - total).exp().to(mean.dtype))  # the shares of old and new add up to 1
+    shift = total.to(mean.dtype).transpose(-1, -2)
     if normalize:
         return spec.log_shares(query, tensors, scale, "query", shift).softmax(-1) @ mean, (total, mean)
     logits = spec.log_features(query, tensors, scale, "query") + shift

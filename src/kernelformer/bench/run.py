@@ -85,16 +85,16 @@ def run_case(
         rows.append(Row(case, name, note=reason or ""))
     running = [row for row in rows if not row.note]
     checked = Case(**{**asdict(case), "task": "causal"}) if case.task == "decode" else case
-    for row in running:
-        tell(f"{case.title}: checking {row.name}")
-        try:
-            found = job("check", checked, [row.name], heap="default", threads=threads, budget=budget)[row.name]
-        except WorkerError as problem:
-            row.note = str(problem)
-            continue
-        row.error = found["error"]
-        if not found["error"] <= found["tolerance"]:
-            row.note = f"off its definition by {found['error']:.1e}: not timed"
+    if running:
+        tell(f"{case.title}: checking")
+        checks = job("check", checked, [x.name for x in running], heap="default", threads=threads, budget=budget)
+        for row in running:
+            found = checks[row.name]
+            row.error = found.get("error")
+            if row.error is None:
+                row.note = found["problem"]
+            elif not row.error <= found["tolerance"]:
+                row.note = f"off its definition by {row.error:.1e}: not timed"
     running = [row for row in running if not row.note]
     for heap in heaps if running else ():
         tell(f"{case.title}: timing, heap {heap}")

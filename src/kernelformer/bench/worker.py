@@ -21,12 +21,15 @@ from kernelformer.bench.contenders import Case, contender
 
 
 def check(case: Case, names: list[str]) -> dict[str, Any]:
-    """Each contender's error against its definition."""
-    errors = {}
+    """Each contender's error against its definition, or what went wrong with it."""
+    found: dict[str, Any] = {}
     for name in names:
-        one = contender(name)
-        errors[name] = {"error": one.error(case), "tolerance": one.tolerance}
-    return errors
+        try:
+            one = contender(name)
+            found[name] = {"error": one.error(case), "tolerance": one.tolerance}
+        except Exception as problem:  # a peer may fail in any way, and the others should still run
+            found[name] = {"problem": f"{type(problem).__name__}: {problem}"}
+    return found
 
 
 def measure_time(case: Case, names: list[str], budget: float) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kernelformer.contract import PositiveSpec, Spec, compute_dtype, register
-from kernelformer.errors import positive_int
+from kernelformer.errors import integer, positive_int
 from kernelformer.feature_maps.draws import draw_frequencies, generator
 
 
@@ -57,15 +57,26 @@ class FeatureMap(nn.Module):
         self.num_features = num_features
         self.draw_kind, self.norms = draw, norms
         self.draw_heads = num_heads if per_head else 1
-        self.register_buffer("seed", torch.tensor(seed, dtype=torch.int64, device="cpu"))
+        # The numbers stand beside their buffers, so that nothing has to be read back from a device.
+        self.seed_number, self.draw_number = integer("seed", seed), 0
+        self.register_buffer("seed", torch.tensor(self.seed_number, dtype=torch.int64, device="cpu"))
         self.register_buffer("draw", torch.tensor(0, dtype=torch.int64, device="cpu"))
         self.register_buffer("age", torch.tensor(0, dtype=torch.int64, device="cpu"))
-        self.register_buffer("omega", self._frequencies(seed, 0) if num_features else None)
-        self._seen: tuple[int, int, int] | None = None
+        self.register_buffer("omega", self._frequencies(0) if num_features else None)
         self.feature_dim = spec.feature_dim(self.tensors(), head_dim)
 
-    def _frequencies(self, seed: int, draw: int) -> Tensor:
-        gen = generator(seed, draw)
+    @property
+    def is_random(self) -> bool:
+        """Whether there is anything to draw."""
+        return self.omega is not None
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What makes two maps the same function: a state goes only to a map that equals its maker's."""
+        return (self.key, self.draw_kind, self.norms, self.draw_heads, self.seed_number, self.draw_number)
+
+    def _frequencies(self, draw: int) -> Tensor:
+        gen = generator(self.seed_number, draw)
         heads = [
             draw_frequencies(self.num_features, self.head_dim, gen, draw=self.draw_kind, norms=self.norms)
             for _ in range(self.draw_heads)
@@ -82,13 +93,16 @@ class FeatureMap(nn.Module):
                 self._buffers[name] = before.to(after.device)
         return self
 
-    @property
-    def draw_number(self) -> int:
-        """The number of the current draw, as an int; reads the buffer only when it has changed."""
-        draw, seen = self.draw, self._seen
-        if seen is None or seen[0] != id(draw) or seen[1] != draw._version:
-            seen = self._seen = (id(draw), draw._version, int(draw))
-        return seen[2]
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.seed_number, self.draw_number = (
+            int(state_dict.get(prefix + name, now))
+            for name, now in (("seed", self.seed_number), ("draw", self.draw_number))
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        register(self.spec)  # in the process that unpickles
 
     def tensors(self) -> list[Tensor]:
         """What the spec is bound to: (B or 1, H or 1, ...) each."""
@@ -100,16 +114,22 @@ class FeatureMap(nn.Module):
         dtype = compute_dtype(query.dtype)
         return [x if x.dtype == dtype else x.to(dtype) for x in self.tensors()]
 
-    @torch.no_grad()
     def resample(self, draw: int | None = None) -> None:
-        """Go to the next draw, or to number ``draw``."""
-        number = int(self.draw) + 1 if draw is None else draw
-        if number < 0:
-            raise ValueError(f"draw must be at least 0, got {number}.")
-        self.draw.fill_(number)
+        """Go to the next draw, or to number ``draw``.
+
+        The frequencies become a new tensor: a graph that is still to be differentiated keeps those it was built with.
+        """
+        self.draw_number = integer("draw", self.draw_number + 1 if draw is None else draw, at_least=0)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw again what (seed, draw) say, into buffers that may hold anything, as after `Module.to_empty`."""
+        self.seed.fill_(self.seed_number)
+        self.draw.fill_(self.draw_number)
         self.age.zero_()
         if self.omega is not None:
-            self.omega.copy_(self._frequencies(int(self.seed), number))
+            self.omega = self._frequencies(self.draw_number).to(self.omega)
 
     def forward(self, x: Tensor, role: str = "query", scale: float = 1.0) -> Tensor:
         """phi(sqrt(scale) x) as one tensor, (B, H, L, D) -> (B, H, L, M): for looking and for small L."""

@@ -105,6 +105,7 @@ def draw_frequencies(
     """
     positive_int("num_features", num_features)
     choice("draw", draw, DRAWS)
+    exact = norms == "sqrt"
     norms = choice("norms", norms or _NORMS[draw], ("chi", "sqrt"))
     if draw == "iid":
         omega = _randn(num_features, dim, gen=gen)
@@ -118,6 +119,6 @@ def draw_frequencies(
         rows += blocks[-1].shape[0]
     directions = torch.cat(blocks)[:num_features]
     if norms == "sqrt":
-        return directions * math.sqrt(dim)
+        return (F.normalize(directions, dim=1) if exact else directions) * math.sqrt(dim)
     chi: Tensor = torch.linalg.vector_norm(_randn(num_features, dim, gen=gen), dim=1, keepdim=True)
     return F.normalize(directions, dim=1) * chi

@@ -14,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec, scaled
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 
 
 @dataclass(frozen=True)
 class Activation:
-    """f, written into its argument, and f' from the argument z or from y = f(z), whichever is cheaper."""
+    """f, f written into its argument, and f' from the argument z or from y = f(z), whichever is cheaper."""
 
-    apply_: Callable[[Tensor], Tensor]
+    f: Callable[[Tensor], Tensor]
+    f_: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
     slope_of: str  # "z" or "y"
     nonnegative: bool = False
@@ -35,13 +36,13 @@ def _gelu_slope(z: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "relu": Activation(torch.relu_, lambda y: (y > 0).to(y.dtype), "y", nonnegative=True),
-    "sigmoid": Activation(torch.sigmoid_, lambda y: y * (1 - y), "y", nonnegative=True),
-    "abs": Activation(torch.abs_, torch.sign, "z", nonnegative=True),
-    "gelu": Activation(lambda z: z.copy_(F.gelu(z)), _gelu_slope, "z"),
-    "cos": Activation(torch.cos_, lambda z: -torch.sin(z), "z"),
-    "tanh": Activation(torch.tanh_, lambda y: 1 - y.square(), "y"),
-    "identity": Activation(lambda z: z, torch.ones_like, "y"),
+    "relu": Activation(torch.relu, torch.relu_, lambda y: (y > 0).to(y.dtype), "y", nonnegative=True),
+    "sigmoid": Activation(torch.sigmoid, torch.sigmoid_, lambda y: y * (1 - y), "y", nonnegative=True),
+    "abs": Activation(torch.abs, torch.abs_, torch.sign, "z", nonnegative=True),
+    "gelu": Activation(F.gelu, lambda z: z.copy_(F.gelu(z)), _gelu_slope, "z"),
+    "cos": Activation(torch.cos, torch.cos_, lambda z: -torch.sin(z), "z"),
+    "tanh": Activation(torch.tanh, torch.tanh_, lambda y: 1 - y.square(), "y"),
+    "identity": Activation(torch.clone, lambda z: z, torch.ones_like, "y"),
 }
 
 
@@ -50,7 +51,7 @@ class _Projection:
 
     def __init__(self, tensors: Sequence[Tensor], scale: float, learn: bool, grads: Tensor | None = None) -> None:
         self.root = math.sqrt(scale)
-        self.weight = tensors[0] * self.root if tensors else None
+        self.weight = scaled(tensors[0], self.root) if tensors else None
         self.grads = grads
         if learn and self.weight is not None and grads is None:
             self.grads = torch.zeros_like(self.weight, memory_format=torch.contiguous_format)
@@ -111,17 +112,7 @@ class ElementwiseSpec(SignedSpec):
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The formula as it stands."""
-        z = _project(x, tensors, scale)
-        f: dict[str, Callable[[Tensor], Tensor]] = {
-            "relu": torch.relu,
-            "sigmoid": torch.sigmoid,
-            "abs": torch.abs,
-            "gelu": F.gelu,
-            "cos": torch.cos,
-            "tanh": torch.tanh,
-            "identity": torch.clone,
-        }
-        phi = f[self.activation](z) + self.eps
+        phi = ACTIVATIONS[self.activation].f(_project(x, tensors, scale)) + self.eps
         return (phi if normalize else phi * self.amplitude), None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
@@ -142,7 +133,7 @@ class ElementwiseChunks(SignedChunks):
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> None:
         """Projection, function and summand, all in the caller's buffer."""
-        self.f.apply_(self.projection.into(x, out))
+        self.f.f_(self.projection.into(x, out))
         if self.eps:
             out.add_(self.eps)
         if self.amplitude != 1:
@@ -152,8 +143,10 @@ class ElementwiseChunks(SignedChunks):
         """Through f by its own value where that is enough, else by the projection computed again."""
         if self.f.slope_of == "z":
             slope = self.f.slope(self.projection.into(x, torch.empty_like(phi)))
+        elif self.amplitude != 1:  # dividing it out would round an inactive feature to an active one
+            slope = self.f.slope(self.f.f_(self.projection.into(x, torch.empty_like(phi))))
         else:
-            slope = self.f.slope(phi / self.amplitude - self.eps if self.eps or self.amplitude != 1 else phi)
+            slope = self.f.slope(phi - self.eps if self.eps else phi)
         return self.projection.pull(x, grad.mul_(slope).mul_(self.amplitude), out)
 
     def tensor_grads(self) -> list[Tensor]:
@@ -252,9 +245,9 @@ class GeneralizedMap(FeatureMap):
         phi(x) = (f(w_i . x) + eps) / sqrt(m)          (performer Sec. 2.2; f = relu and eps = 1e-3 in its App. A)
 
     Args:
-        activation: f: relu, exp, sigmoid, abs, gelu, cos, tanh, identity, or elu for elu(x) + 1.
+        activation: f: relu, exp, sigmoid, abs, gelu, cos, tanh, identity, or elu for elu(x) + 1 (which takes no eps).
         projection: draw frequencies w_i; else f acts on the coordinates of x and M = D.
-        eps: added to f; 0 for elu.
+        eps: added to f, default 1e-3; elu takes none.
 
     The others are those of `FeatureMap`. Maps that can be negative are signed.
     """
@@ -267,7 +260,7 @@ class GeneralizedMap(FeatureMap):
         num_features: int = 256,
         activation: str = "relu",
         projection: bool = True,
-        eps: float = 1e-3,
+        eps: float | None = None,
         seed: int = 0,
         draw: str = "orthogonal",
         norms: str | None = None,
@@ -276,6 +269,9 @@ class GeneralizedMap(FeatureMap):
         choice("activation", activation, (*ACTIVATIONS, "exp", "elu"))
         if projection:
             positive_int("num_features", num_features)
+        if activation == "elu" and eps is not None:
+            raise ValueError(f"elu(x) + 1 takes no eps, got {eps}; leave it out.")
+        eps = 1e-3 if eps is None else eps
         if not (math.isfinite(eps) and eps >= 0):
             raise ValueError(f"eps must be finite and at least 0, got {eps}.")
         width = num_features if projection else head_dim

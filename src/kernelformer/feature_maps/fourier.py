@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.contract import Role, SignedChunks, SignedSpec
+from kernelformer.contract import Role, SignedChunks, SignedSpec, scaled
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 
@@ -48,7 +48,7 @@ class FourierSpec(SignedSpec):
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
         """In chunks, the scale folded into the frequencies once."""
-        return FourierChunks(self, tensors[0] * math.sqrt(scale), scale, normalize, learn)
+        return FourierChunks(self, scaled(tensors[0], math.sqrt(scale)), scale, normalize, learn)
 
 
 class FourierChunks(SignedChunks):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.contract import PositiveChunks, PositiveSpec, Role
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role, scaled
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 
@@ -62,7 +62,7 @@ class ExponentialSpec(PositiveSpec):
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """In chunks, the scale folded into the frequencies once."""
-        weight = self._frequencies(tensors[0] * math.sqrt(scale))
+        weight = scaled(tensors[0], math.sqrt(scale), self._frequencies)
         grads = torch.zeros_like(weight, memory_format=torch.contiguous_format) if learn else None
         return ExponentialChunks(weight, grads, self, scale, normalize)
 

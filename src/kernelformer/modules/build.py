@@ -27,12 +27,18 @@ class Method:
 METHODS: dict[str, Method] = {
     "softmax": Method("exact softmax attention (torch's SDPA), quadratic", SoftmaxCore),
     "gaussian": Method("exact Gaussian kernelized attention in tiles (Skyformer), quadratic", GaussianCore),
-    "favor+": Method("positive orthogonal random features (Performer)", PositiveMap),
+    "favor+": Method(
+        "positive orthogonal random features (Performer)", PositiveMap, {"hyperbolic": False, "regularized": False}
+    ),
     "favor+hyperbolic": Method(
-        "positive features in pairs exp(wx), exp(-wx) (Performer)", PositiveMap, {"hyperbolic": True}
+        "positive features in pairs exp(wx), exp(-wx) (Performer)",
+        PositiveMap,
+        {"hyperbolic": True, "regularized": False},
     ),
     "favor+regularized": Method(
-        "positive features with frequencies on a sphere (Performer)", PositiveMap, {"regularized": True}
+        "positive features with frequencies on a sphere (Performer)",
+        PositiveMap,
+        {"hyperbolic": False, "regularized": True},
     ),
     "trigonometric": Method("cosine and sine random features, signed (Performer)", TrigonometricMap),
     "relu": Method("generalized attention, relu by default (Performer)", GeneralizedMap),
@@ -41,7 +47,8 @@ METHODS: dict[str, Method] = {
     ),
 }
 _CORE_OPTIONS = ("scale", "normalize_qk")
-_UNUSED = {"elu": ("num_features", "eps", "seed", "draw", "norms", "per_head")}
+_DRAWING = ("num_features", "seed", "draw", "norms", "per_head")
+_UNUSED = {"elu": ("eps", *_DRAWING)}
 
 
 def list_methods() -> dict[str, str]:
@@ -62,7 +69,7 @@ def method_options(method: str) -> list[str]:
 
 
 def _entry(method: str) -> Method:
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise unknown("method", method, METHODS)
     return METHODS[method]
 
@@ -86,6 +93,12 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
     for name in options:
         if name not in known:
             raise unknown(f"option for method {method!r},", name, known)
+    if options.get("projection") is False:
+        for name in _DRAWING:
+            if name in options:
+                raise ValueError(
+                    f"{method!r} with projection=False draws nothing, got {name}={options[name]!r}; leave it out."
+                )
     settings: dict[str, Any] = {"head_dim": head_dim, "num_heads": num_heads, **entry.default, **options, **entry.fixed}
     if not issubclass(entry.make, FeatureMap):  # type: ignore[arg-type]
         core = entry.make(method, **settings)

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kernelformer.errors import shape
 
@@ -14,7 +15,7 @@ _LAYOUT = "(batch, heads, length, head_dim)"
 
 def check_scale(scale: float) -> float:
     """A usable scale."""
-    if not (0 < scale < math.inf):
+    if not isinstance(scale, int | float) or not (0 < scale < math.inf):
         raise ValueError(f"scale must be positive and finite, got {scale}.")
     return float(scale)
 
@@ -22,9 +23,13 @@ def check_scale(scale: float) -> float:
 def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Floating point tensors."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating point tensor, got {kind}; convert it with .float().")
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it with torch.as_tensor().")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}; convert it with .float().")
+        # The operators have no forward-mode formula, and torch would drop the tangent without a word.
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(f"{name} carries a forward-mode tangent, which is not supported; use reverse mode.")
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, num_heads: int) -> None:
@@ -70,6 +75,10 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, nu
 
 def check_mask(key_mask: Tensor, key: Tensor) -> None:
     """A bool mask over the keys."""
+    if not isinstance(key_mask, Tensor):
+        raise ValueError(
+            f"key_mask must be a tensor, got {type(key_mask).__name__}; convert it with torch.as_tensor()."
+        )
     if key_mask.dtype != torch.bool:
         raise ValueError(
             f"key_mask must be bool with True = attend, got {key_mask.dtype}; an additive mask becomes one by "
@@ -80,3 +89,5 @@ def check_mask(key_mask: Tensor, key: Tensor) -> None:
             f"key_mask must be (batch, key length) = {(key.shape[0], key.shape[2])}, got {shape(key_mask)}; "
             f"causality is is_causal=True, not a mask."
         )
+    if key_mask.device != key.device:
+        raise ValueError(f"key_mask must be on the device of the keys, got {key_mask.device} and {key.device}.")

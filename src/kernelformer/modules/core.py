@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,13 @@ from kernelformer.attention import State
 from kernelformer.contract import compute_dtype
 from kernelformer.errors import positive_int, shape
 from kernelformer.modules.checks import check_floats, check_inputs, check_mask, check_scale
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Sums keep their precision; entered only where autocast is on, for it costs as much as an operation of `step`."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 class AttentionCore(nn.Module):
@@ -88,7 +97,7 @@ class AttentionCore(nn.Module):
             key: (B, G, S, D), G divides H.
             value: (B, G, S, E).
             is_causal: key j is visible to query i iff j <= i; with a state of P tokens, iff j <= P + i.
-            key_mask: (B, S) bool, True = attend. What it hides may hold anything.
+            key_mask: (B, S) bool, True = attend. Keys and values that it hides may hold anything, NaN too.
             bias: relative position bias; no method of this version takes one.
             scale: of the product q . k; default ``self.scale``.
             algorithm: which algorithm to use with a bias.
@@ -103,12 +112,14 @@ class AttentionCore(nn.Module):
             raise self._no_bias(f"algorithm={algorithm!r}")
         if bias is not None:
             raise self._no_bias(f"bias of shape {shape(bias)}")
-        if state is not None or return_state:
-            self._check_streaming(query, key, value, is_causal, state)
         scale = self.scale if scale is None else check_scale(scale)
+        if state is not None or return_state:
+            self._check_streaming(query, key, value, is_causal, scale, state)
         query, key = self._units(query, key, key_mask)
         out, after = self._attend(query, key, value, is_causal, key_mask, scale, state)
-        return (out, after) if return_state and after is not None else out
+        if not return_state or after is None:
+            return out
+        return out, self._state(after, state, key.shape[2], scale)
 
     def step(
         self,
@@ -161,9 +172,12 @@ class AttentionCore(nn.Module):
         key_mask: Tensor | None,
         scale: float,
         state: State | None,
-    ) -> tuple[Tensor, State | None]:
-        """The method itself, on checked inputs; the state after them where there is one."""
+    ) -> tuple[Tensor, Sequence[Tensor] | None]:
+        """The method itself, on checked inputs; the tensors of the state after them where there is one."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
+
+    def _state(self, tensors: Sequence[Tensor], before: State | None, count: int, scale: float) -> State:
+        raise self._cannot_stream("a state")
 
     def _accept(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
@@ -188,7 +202,9 @@ class AttentionCore(nn.Module):
         unit_q, unit_k = (F.normalize(x.to(compute_dtype(x.dtype)), dim=-1).to(x.dtype) for x in (query, key))
         return unit_q, unit_k
 
-    def _check_streaming(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, state: State | None) -> None:
+    def _check_streaming(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, state: State | None
+    ) -> None:
         raise self._cannot_stream("a state")
 
     def _cannot_stream(self, what: str) -> ValueError:

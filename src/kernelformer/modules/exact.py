@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernelformer.attention import State, gaussian_attention
 from kernelformer.contract import compute_dtype
-from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.core import AttentionCore, no_autocast
 
 
 class SoftmaxCore(AttentionCore):
@@ -28,7 +28,7 @@ class SoftmaxCore(AttentionCore):
         key_mask: Tensor | None,
         scale: float,
         state: State | None,
-    ) -> tuple[Tensor, State | None]:
+    ) -> tuple[Tensor, None]:
         return _sdpa(query, key, value, is_causal, key_mask, scale), None
 
 
@@ -56,20 +56,34 @@ class GaussianCore(AttentionCore):
         key_mask: Tensor | None,
         scale: float,
         state: State | None,
-    ) -> tuple[Tensor, State | None]:
-        if not self.normalize:
-            out = gaussian_attention(query, key, value, scale=scale, key_mask=key_mask, is_causal=is_causal)
-            return out, None
-        # -|q - k|^2 / 2 is q.k - |k|^2 / 2 up to what all keys share: softmax attention with one more coordinate.
+    ) -> tuple[Tensor, None]:
+        with no_autocast(query.device.type):
+            if not self.normalize:
+                out = gaussian_attention(query, key, value, scale=scale, key_mask=key_mask, is_causal=is_causal)
+            else:
+                out = self._normalized(query, key, value, is_causal, key_mask, scale)
+        return out, None
+
+    @staticmethod
+    def _normalized(
+        query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None, scale: float
+    ) -> Tensor:
+        """By softmax attention with one more coordinate: -|q - k|^2 / 2 is q.k - |k|^2 / 2 up to what all keys
+        share."""
+        dtype, width = query.dtype, value.shape[-1]
         # The coordinate is a sum of squares, so it takes the precision of sums.
-        dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
-        query, key, value = (x.to(work_dtype) for x in (query, key, value))
+        query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
         if key_mask is not None:
             key = key.masked_fill(~key_mask[:, None, :, None], 0)
         key = torch.cat([key, -0.5 * key.square().sum(-1, keepdim=True)], -1)
         query = torch.cat([query, torch.ones_like(query[..., :1])], -1)
-        with torch.autocast(query.device.type, enabled=False):
-            return _sdpa(query, key, value, is_causal, key_mask, scale).to(dtype), None
+        # torch's tiled kernel wants one width; without it the whole matrix would be made.
+        both = max(key.shape[-1], width)
+        query, key, value = (F.pad(x, (0, both - x.shape[-1])) for x in (query, key, value))
+        return _sdpa(query, key, value, is_causal, key_mask, scale)[..., :width].to(dtype)
+
+
+TILE = 512
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
@@ -80,10 +94,25 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: 
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     hidden = ~key_mask[:, None, :, None]
     key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-    mask = key_mask[:, None, None, :]
-    if is_causal:
-        mask = mask & torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    # A row that sees nothing attends to everything and is zeroed after: no kernel of torch promises zeros there.
-    seen = mask.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask | ~seen, scale=scale, enable_gqa=grouped)
-    return out.masked_fill(~seen, 0)
+
+    def rows(query: Tensor, keys: int, mask: Tensor) -> Tensor:
+        # A row that sees nothing attends to everything and is zeroed after: no kernel of torch promises zeros there.
+        seen = mask.any(-1, keepdim=True)
+        out = F.scaled_dot_product_attention(
+            query, key[:, :, :keys], value[:, :, :keys], attn_mask=mask | ~seen, scale=scale, enable_gqa=grouped
+        )
+        return out.masked_fill(~seen, 0)
+
+    everything = key_mask[:, None, None, :]
+    if not is_causal or query.shape[2] == 0:
+        return rows(query, key.shape[2], everything)
+    # In tiles of queries, each with the keys up to its end: no mask of L x S, and nothing from the future to multiply
+    # by 0.
+    parts = []
+    for start in range(0, query.shape[2], TILE):
+        tile = query[:, :, start : start + TILE]
+        keys = min(key.shape[2], start + tile.shape[2])
+        i = torch.arange(start, start + tile.shape[2], device=query.device)
+        earlier = torch.arange(keys, device=query.device) <= i.unsqueeze(1)
+        parts.append(rows(tile, keys, everything[..., :keys] & earlier))
+    return torch.cat(parts, 2)

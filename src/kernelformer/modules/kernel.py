@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, linear_attention, step
@@ -14,14 +13,7 @@ from kernelformer.contract import compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.checks import check_scale
-from kernelformer.modules.core import AttentionCore
-
-
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Sums keep their precision; entered only where autocast is on, for it costs as much as an operation of `step`."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+from kernelformer.modules.core import AttentionCore, no_autocast
 
 
 class KernelCore(AttentionCore):
@@ -57,7 +49,7 @@ class KernelCore(AttentionCore):
         key_mask: Tensor | None,
         scale: float,
         state: State | None,
-    ) -> tuple[Tensor, State | None]:
+    ) -> tuple[Tensor, Sequence[Tensor] | None]:
         tensors = self.feature_map.prepare(query, key, key_mask)
         key, value = self._per_map_head(key), self._per_map_head(value)
         common: dict[str, Any] = {
@@ -67,12 +59,12 @@ class KernelCore(AttentionCore):
             "key_mask": key_mask,
             "normalize": self.normalize,
         }
-        with _no_autocast(query.device.type):
+        with no_autocast(query.device.type):
             if not is_causal:
                 return linear_attention(query, key, value, **common), None
             past = None if state is None else state.tensors
             out, after = causal_attention(query, key, value, **common, state=past)
-        return out, self._state(after, state, key.shape[2])
+        return out, after
 
     def step(
         self,
@@ -94,7 +86,8 @@ class KernelCore(AttentionCore):
                 f"step takes one token, got {query.shape[2]} queries and {key.shape[2]} keys (shapes {shape(query)} "
                 f"and {shape(key)}); for more, call the core with is_causal=True, state=... and return_state=True."
             )
-        self._check_streaming(query, key, value, True, state)
+        scale = self.scale if scale is None else check_scale(scale)
+        self._check_streaming(query, key, value, True, scale, state)
         dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
         phi = self.feature_map
         tensors = phi.prepare(query, key, key_mask)
@@ -103,12 +96,11 @@ class KernelCore(AttentionCore):
             query, key, value = (x.to(work_dtype) for x in (query, key, value))
         key, value = self._per_map_head(key), self._per_map_head(value)
         past = self._empty(key, value) if state is None else state.tensors
-        scale = self.scale if scale is None else check_scale(scale)
-        with _no_autocast(query.device.type):
+        with no_autocast(query.device.type):
             out, after = step(
                 phi.spec, tensors, query, key, value, past, scale=scale, key_mask=key_mask, normalize=self.normalize
             )
-        return out.to(dtype), self._state(after, state, 1)
+        return out.to(dtype), self._state(after, state, 1, scale)
 
     def _key_heads(self, key: Tensor) -> int:
         """Heads of the state: those of the keys, or those of a map that differs from head to head."""
@@ -123,13 +115,16 @@ class KernelCore(AttentionCore):
         lead = (key.shape[0], key.shape[1])
         return tuple(engine_class(self.feature_map.spec).empty(lead, self.feature_dim, value.shape[-1], value))
 
-    def _state(self, tensors: list[Tensor] | tuple[Tensor, ...], before: State | None, count: int) -> State:
-        if before is not None:
-            return State(tuple(tensors), before.length + count, self.method, before.draw)
-        draw = 0 if torch.compiler.is_compiling() else self.feature_map.draw_number
-        return State(tuple(tensors), count, self.method, draw)
+    def _made_by(self, scale: float) -> tuple[object, ...]:
+        return (*self.feature_map.identity, self.normalize, self.normalize_qk, scale)
 
-    def _check_streaming(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, state: State | None) -> None:
+    def _state(self, tensors: Sequence[Tensor], before: State | None, count: int, scale: float) -> State:
+        made_by = self._made_by(scale) if before is None else before.made_by
+        return State(tuple(tensors), count + (before.length if before else 0), self.method, made_by)
+
+    def _check_streaming(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, state: State | None
+    ) -> None:
         if not is_causal:
             raise ValueError("a state needs is_causal=True, got is_causal=False: without causality nothing is past.")
         if query.shape[2] != key.shape[2]:
@@ -137,41 +132,36 @@ class KernelCore(AttentionCore):
                 f"with a state queries and keys are the same tokens, got {query.shape[2]} queries and "
                 f"{key.shape[2]} keys."
             )
-        if state is None:
-            return
-        phi, heads = self.feature_map, self._key_heads(key)
-        dtype = compute_dtype(query.dtype)
-        if (
-            isinstance(state, State)
-            and state.method == self.method
-            and (torch.compiler.is_compiling() or state.draw == phi.draw_number)
-            and state.tensors[1].shape == (key.shape[0], heads, phi.feature_dim, value.shape[-1])
-            and state.tensors[1].dtype == dtype
-            and state.tensors[1].device == query.device
-        ):
-            return
-        raise self._wrong_state(query, key, value, state)
+        if state is not None:
+            problem = self._misfit(query, key, value, scale, state)
+            if problem:
+                raise ValueError(f"{problem}; start anew with state=None.")
 
-    def _wrong_state(self, query: Tensor, key: Tensor, value: Tensor, state: State) -> ValueError:
+    def _misfit(self, query: Tensor, key: Tensor, value: Tensor, scale: float, state: State) -> str | None:
+        """Why a state cannot be gone on from, or None."""
         if not isinstance(state, State):
-            return ValueError(f"state must be a kernelformer State, got {type(state).__name__}.")
+            return f"state must be a kernelformer State, got {type(state).__name__}"
         if state.method != self.method:
-            return ValueError(
-                f"the state was made by method {state.method!r}, this core is {self.method!r}; "
-                f"start anew with state=None."
+            return f"the state was made by method {state.method!r}, this core is {self.method!r}"
+        mine = self._made_by(scale)
+        if state.made_by != mine:
+            names = (
+                "map",
+                "draw",
+                "norms",
+                "heads of the draw",
+                "seed",
+                "draw number",
+                "normalize",
+                "normalize_qk",
+                "scale",
             )
-        if state.draw != self.feature_map.draw_number:
-            return ValueError(
-                f"the state was made with draw {state.draw}, this core is at draw {self.feature_map.draw_number}; "
-                f"start anew with state=None, or go back with core.resample({state.draw})."
-            )
-        phi, lead = self.feature_map, (key.shape[0], self._key_heads(key))
-        expected = [(*lead, *x) for x in engine_class(phi.spec).state_shapes(phi.feature_dim, value.shape[-1])]
-        got = [tuple(x.shape) for x in state.tensors]
-        if got != expected:
-            return ValueError(f"the state has shapes {got}, these inputs need {expected}.")
-        first = state.tensors[0]
-        return ValueError(
-            f"the state is {first.dtype} on {first.device}, inputs of {query.dtype} on {query.device} need "
-            f"{compute_dtype(query.dtype)} there; move it with state.to(...), or use one precision throughout."
-        )
+            rows = zip(names, state.made_by, mine, strict=True)
+            return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in rows if a != b)
+        main, phi, dtype = state.tensors[1], self.feature_map, compute_dtype(query.dtype)
+        shape_here = (key.shape[0], self._key_heads(key), phi.feature_dim, value.shape[-1])
+        if main.shape != shape_here:
+            return f"the state has shape {shape(main)}, these inputs need {shape_here}"
+        if main.dtype != dtype or main.device != query.device:
+            return f"the state is {main.dtype} on {main.device}, these inputs need {dtype} on {query.device}"
+        return None

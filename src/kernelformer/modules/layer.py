@@ -75,8 +75,10 @@ class KernelAttention(nn.Module):
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         for name, t, width in (("x", x, self.embed_dim), ("context", context, self.context_dim)):
-            if t.dim() != 3 or t.shape[-1] != width:
-                raise ValueError(f"{name} must be (batch, length, {width}), got shape {shape(t)}.")
+            if t.dim() != 3 or t.shape[-1] != width or not t.is_floating_point():
+                raise ValueError(
+                    f"{name} must be (batch, length, {width}) in floating point, got {shape(t)} in {t.dtype}."
+                )
         q, k, v = self.query(x), self.key(context), self.value(context)
         return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
 

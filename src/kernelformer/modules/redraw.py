@@ -12,18 +12,18 @@ from kernelformer.errors import positive_int
 from kernelformer.feature_maps import FeatureMap
 
 
-def feature_maps(model: nn.Module) -> list[FeatureMap]:
-    """All feature maps of a model, each once."""
-    return [x for x in model.modules() if isinstance(x, FeatureMap)]
+def random_maps(model: nn.Module) -> list[FeatureMap]:
+    """All feature maps of a model that have something to draw, each once."""
+    return [x for x in model.modules() if isinstance(x, FeatureMap) and x.is_random]
 
 
 def redraw(model: nn.Module, every: int = 1000) -> RemovableHandle:
     """Give every random map of ``model`` its next draw after each ``every`` training forwards of the model.
 
-    The schedule hangs on the root module's forward, never on an inner one, so that activation checkpointing
-    recomputes with the draw it has seen. How long a draw has been in use is a buffer of the map, saved with the
-    model: a resumed run goes on where it was. Forwards in `eval()` do not count. With gradient accumulation every
-    micro-batch counts.
+    The schedule hangs on the root module's forward, never on an inner one, so that activation checkpointing recomputes
+    with the draw it has seen. How long a draw has been in use is a buffer of the map, saved with the model: a resumed
+    run goes on where it was. Forwards in `eval()` do not count. With gradient accumulation every micro-batch counts.
+    With activation checkpointing, go backward before the next forward: recomputation sees the newest draw.
 
     Args:
         model: the module whose forward is called in training: the one that was compiled or wrapped, where one was.
@@ -33,16 +33,23 @@ def redraw(model: nn.Module, every: int = 1000) -> RemovableHandle:
         a handle; ``handle.remove()`` ends the schedule.
     """
     positive_int("every", every)
-    if not feature_maps(model):
-        raise ValueError(f"{type(model).__name__} has no feature map to redraw; replace its attention first.")
+    if not random_maps(model):
+        raise ValueError(f"{type(model).__name__} has no random feature map to redraw; replace its attention first.")
+    if any(getattr(hook, "redraws", False) for hook in model._forward_pre_hooks.values()):
+        raise ValueError(
+            f"{type(model).__name__} has a redraw schedule already, got another with every={every}; remove() the first."
+        )
 
     @torch.no_grad()
     def advance(module: nn.Module, inputs: Any) -> None:
-        if not module.training:
+        # A forward within a backward is activation checkpointing at work: it must see what the first one saw.
+        if not module.training or torch._C._current_graph_task_id() != -1:
             return
-        for phi in feature_maps(module):
+        for phi in random_maps(module):
             if int(phi.age) >= every:
                 phi.resample()
             phi.age += 1
 
-    return model.register_forward_pre_hook(torch.compiler.disable(advance))
+    hook = torch.compiler.disable(advance)
+    hook.redraws = True
+    return model.register_forward_pre_hook(hook)

@@ -1,0 +1,233 @@
+"""Bad input gets an error that names both values and the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernelformer as kf
+from definition import inputs
+
+
+@pytest.fixture
+def core():
+    return kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=16)
+
+
+def raises(match):
+    return pytest.raises(ValueError, match=match)
+
+
+def test_wrong_rank(core):
+    q, k, v = inputs(5, dtype=torch.float32)
+    with raises(r"query must be \(batch, heads, length, head_dim\), got shape \(4, 5, 8\)"):
+        core(q[0], k, v)
+    with raises(r"value must be .* got shape \(1, 2, 4, 5, 6\)"):
+        core(q, k, v[None])
+    with raises(r"key must be .* got shape \(4, 5, 8\)"):
+        core.attention_matrix(q, k[0])
+
+
+def test_heads_that_do_not_divide(core):
+    q, k, v = inputs(5, G=3, dtype=torch.float32)
+    with raises(r"number of key heads must divide that of query heads, got 3 and 4 \(shapes \(2, 3, 5, 8\)"):
+        core(q, k, v)
+
+
+def test_head_dimensions_that_differ(core):
+    q, k, v = inputs(5, dtype=torch.float32)
+    with raises(r"same head dimension, got 8 and 4 \(shapes \(2, 4, 5, 8\) and \(2, 4, 5, 4\)\)"):
+        core(q, k[..., :4], v)
+    with raises(r"built with head_dim=8, got queries of shape \(2, 4, 5, 4\); build it with head_dim=4"):
+        core(q[..., :4], k[..., :4], v)
+    with raises(r"built with num_heads=4, got queries of shape \(2, 2, 5, 8\); build it with num_heads=2"):
+        core(q[:, :2], k[:, :2], v[:, :2])
+
+
+def test_batches_and_lengths_that_differ(core):
+    q, k, v = inputs(5, dtype=torch.float32)
+    with raises(r"same batch, heads and length, got shapes \(2, 4, 5, 8\) and \(2, 4, 3, 6\)"):
+        core(q, k, v[:, :, :3])
+    with raises("same batch size, got 1 and 2"):
+        core(q[:1], k, v)
+
+
+def test_masks_of_the_wrong_shape_or_dtype(core):
+    q, k, v = inputs(5, dtype=torch.float32)
+    with raises(r"key_mask must be \(batch, key length\) = \(2, 5\), got \(2, 4\)"):
+        core(q, k, v, key_mask=torch.ones(2, 4, dtype=torch.bool))
+    with raises(r"got \(2, 1, 5, 5\); causality is is_causal=True"):
+        core(q, k, v, key_mask=torch.ones(2, 1, 5, 5, dtype=torch.bool))
+    with raises("must be bool with True = attend, got torch.float32; an additive mask becomes one by `mask == 0`"):
+        core(q, k, v, key_mask=torch.zeros(2, 5))
+    with raises("got torch.int64; .* a 0/1 mask by `mask.bool"):
+        core(q, k, v, key_mask=torch.ones(2, 5, dtype=torch.int64))
+
+
+def test_masks_elsewhere_and_forward_mode(core):
+    q, k, v = inputs(5, dtype=torch.float32)
+    with raises("key_mask must be on the device of the keys, got meta and cpu"):
+        core(q, k, v, key_mask=torch.ones(2, 5, dtype=torch.bool, device="meta"))
+    with raises("key_mask must be a tensor, got list"):
+        core(q, k, v, key_mask=[[True] * 5] * 2)
+    with raises("query carries a forward-mode tangent, which is not supported"):
+        torch.func.jvp(lambda x: core(x, k, v), (q,), (q,))
+
+
+def test_dtypes(core):
+    q, k, v = inputs(5, dtype=torch.float32)
+    with raises(r"query must be a floating point tensor, got torch.int64; convert it with .float\(\)"):
+        core(q.long(), k, v)
+    with raises(r"value must be a tensor, got list; convert it with torch.as_tensor"):
+        core(q, k, v.tolist())
+    with raises("one dtype, got torch.float32, torch.float64 and torch.float32"):
+        core(q, k.double(), v)
+    with raises("one device, got cpu, meta and cpu"):
+        core(q, k.to("meta"), v)
+
+
+def test_unknown_methods_and_options():
+    with raises(r"unknown method 'favor'; did you mean 'favor\+'\? choose from elu, favor\+"):
+        kf.build_attention("favor", head_dim=8, num_heads=4)
+    with raises(r"unknown option for method 'favor\+', 'num_feature'; did you mean 'num_features'\?"):
+        kf.build_attention("favor+", head_dim=8, num_heads=4, num_feature=3)
+    with raises("unknown option for method 'softmax', 'num_features'"):
+        kf.build_attention("softmax", head_dim=8, num_heads=4, num_features=3)
+    with raises("unknown option for method 'elu', 'activation'"):
+        kf.build_attention("elu", head_dim=8, num_heads=4, activation="relu")
+    with raises("unknown activation 'rely'; did you mean 'relu'"):
+        kf.build_attention("relu", head_dim=8, num_heads=4, activation="rely")
+    with raises("unknown kernel 'laplace'; choose from gaussian, softmax"):
+        kf.build_attention("favor+", head_dim=8, num_heads=4, kernel="laplace")
+    with raises("frequencies of norm sqrt.*got norms='chi'; use favor"):
+        kf.build_attention("favor+regularized", head_dim=8, num_heads=4, norms="chi")
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, True])
+def test_sizes_below_one(value):
+    with raises(f"num_features must be an integer of at least 1, got {value}"):
+        kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=value)
+    with raises(f"head_dim must be an integer of at least 1, got {value}"):
+        kf.build_attention("softmax", head_dim=value, num_heads=4)
+
+
+def test_scales_and_eps(core):
+    q, k, v = inputs(5, dtype=torch.float32)
+    with raises("scale must be positive and finite, got 0"):
+        core(q, k, v, scale=0.0)
+    with raises("scale must be positive and finite, got -1"):
+        kf.build_attention("favor+", head_dim=8, num_heads=4, scale=-1.0)
+    with raises("scale must be positive and finite, got a"):
+        core(q, k, v, scale="a")
+    with raises("takes no eps, got 0.5; leave it out"):
+        kf.build_attention("relu", head_dim=8, num_heads=4, activation="elu", eps=0.5)
+    with raises("projection=False draws nothing, got num_features=3; leave it out"):
+        kf.build_attention("relu", head_dim=8, num_heads=4, projection=False, num_features=3)
+    with raises("seed must be an integer, got 1.5"):
+        kf.build_attention("favor+", head_dim=8, num_heads=4, seed=1.5)
+    with raises("draw must be an integer of at least 0, got 1.5"):
+        core.resample(1.5)
+    with raises("eps must be finite and at least 0, got -0.5"):
+        kf.build_attention("relu", head_dim=8, num_heads=4, eps=-0.5)
+
+
+def test_a_bias_is_refused_by_every_method():
+    q, k, v = inputs(5, dtype=torch.float32)
+    for method in kf.list_methods():
+        core = kf.build_attention(method, head_dim=8, num_heads=4)
+        with raises(r"takes no relative position bias, got bias of shape \(4, 9\)"):
+            core(q, k, v, bias=torch.zeros(4, 9))
+        with raises("got algorithm='fft'"):
+            core(q, k, v, algorithm="fft")
+
+
+def test_states_that_do_not_fit(core):
+    q, k, v = inputs(5, dtype=torch.float32)
+    _, state = core(q, k, v, is_causal=True, return_state=True)
+    relu = kf.build_attention("relu", head_dim=8, num_heads=4, num_features=16)
+    with raises(r"made by method 'favor\+', this core is 'relu'; start anew with state=None"):
+        relu(q, k, v, is_causal=True, state=state)
+    wide = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=32)
+    with raises(r"the state was made with another map"):
+        wide(q, k, v, is_causal=True, state=state)
+    one = [x[:1, :, :1] for x in (q, k, v)]
+    with raises(r"the state has shape \(2, 4, 16, 6\), these inputs need \(1, 4, 16, 6\); start anew with state=None"):
+        core.step(*one, state)
+    with raises("the state is torch.float32 on cpu, these inputs need torch.float64 on cpu"):
+        core.double().step(*(x[:, :, :1].double() for x in (q, k, v)), state)
+    core.float()
+    pair = [x[:, :, :1] for x in (q, k, v)]
+    with raises(r"another scale \(0.35.*, here 1.0\)"):
+        core.step(*pair, state, scale=1.0)
+    other = {
+        "seed": "seed",
+        "draw": "draw",
+        "normalize": "normalize",
+        "normalize_qk": "normalize_qk",
+        "per_head": "heads of",
+    }
+    values = {"seed": 1, "draw": "iid", "normalize": False, "normalize_qk": True, "per_head": True}
+    for option, name in other.items():
+        changed = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=16, **{option: values[option]})
+        with raises(f"the state was made with another .*{name}"):
+            changed.step(*pair, state)
+    core.resample()
+    with raises(r"another draw number \(0, here 1\)"):
+        core.step(*pair, state)
+    core.resample(0)
+    core.step(*pair, state)
+    with raises("state must be a kernelformer State, got tuple"):
+        core(q, k, v, is_causal=True, state=state.tensors)
+
+
+def test_states_where_there_can_be_none(core):
+    q, k, v = inputs(5, dtype=torch.float32)
+    with raises("a state needs is_causal=True, got is_causal=False"):
+        core(q, k, v, return_state=True)
+    with raises("queries and keys are the same tokens, got 3 queries and 5 keys"):
+        core(q[:, :, :3], k, v, is_causal=True, return_state=True)
+    with raises("step takes one token, got 5 queries and 5 keys"):
+        core.step(q, k, v)
+    with raises("takes no relative position bias"):
+        core.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], bias=torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("method", ["softmax", "gaussian"])
+def test_methods_that_cannot_stream_say_so(method):
+    core = kf.build_attention(method, head_dim=8, num_heads=4)
+    q, k, v = inputs(1, dtype=torch.float32)
+    with raises(f"'{method}' cannot stream, but step was asked for: .* such as 'favor\\+'"):
+        core.step(q, k, v)
+    with raises(f"'{method}' cannot stream, but a state was asked for"):
+        core(q, k, v, is_causal=True, return_state=True)
+
+
+def test_layers():
+    with raises("num_heads must divide embed_dim, got 5 and 32"):
+        kf.KernelAttention(32, 5)
+    with raises("num_kv_heads must divide num_heads, got 3 and 4"):
+        kf.KernelAttention(32, 4, num_kv_heads=3)
+    with raises(r"takes no relative positions, got relative='1d'"):
+        kf.KernelAttention(32, 4, relative="1d")
+    with raises("unknown option for method 'softmax', 'num_features'"):
+        kf.KernelAttention(32, 4, "softmax", num_features=8)
+    layer = kf.KernelAttention(32, 4)
+    with raises(r"x must be \(batch, length, 32\) in floating point, got \(2, 5, 16\) in torch.float32"):
+        layer(torch.zeros(2, 5, 16))
+    with raises(r"context must be \(batch, length, 32\) in floating point, got \(5, 32\)"):
+        layer(torch.zeros(2, 5, 32), torch.zeros(5, 32))
+    with raises("step needs a causal layer, this one was built with causal=False"):
+        layer.step(torch.zeros(2, 1, 32))
+
+
+def test_redraw():
+    with raises("Linear has no random feature map to redraw"):
+        kf.redraw(torch.nn.Linear(2, 2))
+    with raises("has no random feature map to redraw"):
+        kf.redraw(kf.KernelAttention(32, 4, "elu"))
+    layer = kf.KernelAttention(32, 4)
+    kf.redraw(layer, every=5)
+    with raises("has a redraw schedule already, got another with every=7"):
+        kf.redraw(layer, every=7)
+    with raises("every must be an integer of at least 1, got 0"):
+        kf.redraw(kf.KernelAttention(32, 4), every=0)

@@ -1,0 +1,137 @@
+"""The command line and the benchmark, at sizes that take a moment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kernelformer.bench import show
+from kernelformer.bench.contenders import Case, Kernelformer, contender
+from kernelformer.bench.run import HEAPS, Row, WorkerError, job, run_case
+from kernelformer.bench.worker import check, measure_time
+from kernelformer.cli.app import app
+
+SMALL = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02"]
+
+
+def test_bench_checks_times_weighs_and_writes(tmp_path):
+    options = ["bench", "--lengths", "128", "--tasks", "causal", "--passes", "train", "--methods", "favor+,elu"]
+    result = CliRunner().invoke(app, [*options, "--peers", "sdpa", "--heaps", "kept", "--out", str(tmp_path), *SMALL])
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert [row["name"] for row in record["rows"]] == ["favor+", "elu", "sdpa"]
+    for row in record["rows"]:
+        assert row["seconds"]["kept"] > 0
+        assert row["error"] < 1e-4
+        assert row["peak"] is not None
+    assert record["environment"]["torch"] == torch.__version__
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_decoding_is_timed_for_what_can_decode():
+    case = Case("decode", 64, heads=2, head_dim=8, features=16)
+    rows = run_case(case, ["favor+", "softmax", "sdpa"], heaps=["default"], threads=1, budget=0.02, memory=True)
+    assert rows[0].seconds["default"] > 0
+    assert rows[1].note == "cannot stream"
+    assert not rows[1].seconds
+    assert rows[2].seconds["default"] > 0
+    show.table(rows, "favor+", ["default"])
+
+
+def test_a_contender_that_is_off_its_definition_is_not_timed(monkeypatch):
+    case = Case("bidirectional", 64, heads=2, head_dim=8, features=16)
+    found = check(case, ["favor+"])["favor+"]
+    assert found["error"] < found["tolerance"]
+    monkeypatch.setattr(Kernelformer, "definition", lambda self, case, q, k, v: v + 1)
+    assert check(case, ["favor+"])["favor+"]["error"] > found["tolerance"]
+
+    def wrong(kind, *args, **more):
+        assert kind == "check", "timed although it is wrong"
+        return {"favor+": {"error": 0.5, "tolerance": 1e-4}}
+
+    monkeypatch.setattr("kernelformer.bench.run.job", wrong)
+    (row,) = run_case(case, ["favor+"], heaps=["default"], threads=1, budget=0.02, memory=True)
+    assert "off its definition by 5.0e-01" in row.note
+
+
+def test_repeats_are_interleaved_and_medians_taken(monkeypatch):
+    calls = []
+
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def runner(self, case):
+            return lambda: calls.append(self.name)
+
+    monkeypatch.setattr("kernelformer.bench.worker.contender", Fake)
+    times = measure_time(Case("causal", 8), ["a", "b"], budget=1e-12)
+    assert times["a"]["calls"] >= 3
+    assert calls[:4] == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize("method", ["softmax", "gaussian", "favor+", "relu", "trigonometric", "elu", "sdpa"])
+@pytest.mark.parametrize("task", ["bidirectional", "causal"])
+def test_every_contender_of_ours_is_its_definition(method, task):
+    case = Case(task, 64, heads=2, head_dim=8, features=16)
+    one = contender(method)
+    assert one.error(case) < one.tolerance
+
+
+def test_a_failing_worker_is_reported():
+    with pytest.raises(WorkerError, match=r"nothing at causal forward, L = 8: .*unknown method 'nothing'"):
+        job("time", Case("causal", 8), ["nothing"], heap="default", threads=1, budget=0.1)
+    assert "unknown method" in check(Case("causal", 8), ["nothing"])["nothing"]["problem"]
+    assert set(HEAPS) == {"default", "kept"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "favor"], "unknown method 'favor'; did you mean 'favor+'?"),
+        (["--peers", "flash"], "unknown method 'flash'"),
+        (["--tasks", "causla"], "unknown task 'causla'; did you mean 'causal'?"),
+        (["--heaps", "big"], "unknown heap 'big'"),
+        (["--passes", "back"], "unknown pass 'back'"),
+        (["--lengths", "0"], "lengths must be at least 1, got '0'"),
+        (["--lengths", "x"], "invalid literal for int"),
+    ],
+)
+def test_bench_refuses_what_it_does_not_know(options, message):
+    result = CliRunner().invoke(app, ["bench", *options])
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")
+
+
+def test_list_names_every_method():
+    result = CliRunner().invoke(app, ["list"])
+    assert result.exit_code == 0
+    assert "favor+hyperbolic" in result.output
+
+
+def test_the_tour_measures_tells_and_draws(monkeypatch, tmp_path):
+    from kernelformer.recipes import tour
+
+    monkeypatch.setattr(tour, "FEATURES", (4, 8))
+    monkeypatch.setattr(tour, "LENGTHS", (64,))
+    monkeypatch.setattr(tour, "CONTEXTS", (32,))
+    monkeypatch.setattr(tour, "sample_inputs", lambda *a, **k: [torch.randn(1, 2, 16, 8) for _ in range(3)])
+    told = []
+    found = tour.take_tour(told.append, 1)
+    assert len(told) == len(tour.MAPS) + 2
+    assert [len(x) for x in (found.lengths, found.contexts)] == [2, 2]
+    assert len(tour.tables(found)) == 3
+    tour.picture(found, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_times_and_sizes_read_well():
+    assert show.human_time(1.2345) == "1.23 s"
+    assert show.human_time(0.0123) == "12.3 ms"
+    assert show.human_time(4.5e-5) == "45 µs"
+    assert show.human_bytes(3 * 2**20) == "3 MiB"
+    assert show.human_bytes(None) == ""
+    assert Row(Case("causal", 8), "x").as_json()["case"]["length"] == 8
