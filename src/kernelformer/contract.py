@@ -100,16 +100,18 @@ class PositiveSpec(Spec):
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """The definition: ``log phi(sqrt(scale) x)``, (B, H, C, D) -> (B, H, C, M), by differentiable operations."""
 
-    def log_shares(
-        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, shift: Tensor | None = None
-    ) -> Tensor:
-        """The same up to what cancels under normalization, plus ``shift`` (B, H, 1, M).
+    def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
+        """The same up to what cancels under normalization: a summand per query, and one summand for all keys.
 
-        What cancels is a summand per row of queries, and one summand for all keys; the chunks bound under normalization
-        must leave out the same of the keys, for a state may go from one to the other.
+        The chunks bound under normalization must leave out the same of the keys, for a state may go from one to the
+        other.
         """
-        found = self.log_features(x, tensors, scale, role)
-        return found if shift is None else found + shift
+        return self.log_features(x, tensors, scale, role)
+
+    @property
+    def tied(self) -> bool:
+        """Whether queries and keys are mapped alike, so that one product can serve both."""
+        return True
 
     @abstractmethod
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:

@@ -24,14 +24,14 @@ class State:
     Args:
         tensors: (B, G, ...) each; their meaning is the method's own.
         length: number of tokens taken in, padding included.
-        method: name of the method that made it.
         made_by: the core that made it, by everything that its numbers depend on: another one cannot go on from it.
+        fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
     """
 
     tensors: tuple[Tensor, ...]
     length: int
-    method: str
     made_by: tuple[object, ...]
+    fits: tuple[object, ...] = ()
 
     @property
     def batch(self) -> int:
@@ -45,7 +45,7 @@ class State:
 
     def to(self, device: torch.device | str) -> State:
         """The same on another device."""
-        return replace(self, tensors=tuple(x.to(device) for x in self.tensors))
+        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=())
 
     def detach(self) -> State:
         """The same, cut off from the graph: gradients of later tokens stop here."""
@@ -54,7 +54,7 @@ class State:
     def reorder(self, index: Tensor | Sequence[int]) -> State:
         """Samples by their index, repeats allowed: what beam search does between steps."""
         order = torch.as_tensor(index)
-        return replace(self, tensors=tuple(x.index_select(0, order.to(x.device)) for x in self.tensors))
+        return replace(self, tensors=tuple(x.index_select(0, order.to(x.device)) for x in self.tensors), fits=())
 
 
 def step(
@@ -116,17 +116,22 @@ def _positive(
     normalize: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     log_mass, mean = state
-    new = (spec.log_shares if normalize else spec.log_features)(key, tensors, scale, "key").transpose(-1, -2)
+    features = spec.log_shares if normalize else spec.log_features
+    if spec.tied:
+        both = features(torch.cat([key, query], 2), tensors, scale, "key")
+        new, logits = both[:, :, :1], both[:, :, 1:]
+    else:
+        new, logits = features(key, tensors, scale, "key"), features(query, tensors, scale, "query")
+    new = new.transpose(-1, -2)  # (B, G, M, 1)
     if hidden is not None:
         new = new.masked_fill(hidden, EMPTY)
     # A logarithm of 10 in float32 cannot tell 1,000,000 tokens from 1,000,001, and loses digits long before.
-    total = torch.logaddexp(log_mass.to(_wide(new)), new)
+    new = new.to(_wide(new))
+    total = torch.logaddexp(log_mass.to(new.dtype), new)
     mean = torch.lerp(mean, value, (new - total).exp().to(mean.dtype))  # the shares of old and new add up to 1
-    shift = total.to(mean.dtype).transpose(-1, -2)
-    if normalize:
-        return spec.log_shares(query, tensors, scale, "query", shift).softmax(-1) @ mean, (total, mean)
-    logits = spec.log_features(query, tensors, scale, "query") + shift
-    return (logits.softmax(-1) @ mean) * logits.logsumexp(-1, keepdim=True).exp(), (total, mean)
+    logits = logits + total.to(mean.dtype).transpose(-1, -2)
+    out = logits.softmax(-1) @ mean
+    return out if normalize else out * logits.logsumexp(-1, keepdim=True).exp(), (total, mean)
 
 
 def _signed(

@@ -13,19 +13,6 @@ from kernelformer.contract import PositiveChunks, PositiveSpec, Role, scaled
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 
-
-def project(x: Tensor, omega: Tensor, scale: float, plus: Tensor | None, times: float = 1.0) -> Tensor:
-    """``sqrt(scale) omega x + times plus``: (B, H, L, D) by (B or 1, H or 1, M, D) -> (B, H, L, M)."""
-    root = math.sqrt(scale)
-    if plus is None or omega.shape[:2] != (1, 1):
-        product = (x * root) @ omega.transpose(-1, -2)
-        return product if plus is None else torch.add(product, plus, alpha=times)
-    lead, width = x.shape[:-1], omega.shape[-2]
-    plus = plus.expand(*lead, plus.shape[-1]).reshape(-1, plus.shape[-1])
-    x = x.reshape(-1, x.shape[-1])
-    return torch.addmm(plus, x, omega[0, 0].t(), beta=times, alpha=root).view(*lead, width)  # one product for all heads
-
-
 _ROW = {"softmax": -0.5, "gaussian": -1.0}
 
 
@@ -46,19 +33,18 @@ class ExponentialSpec(PositiveSpec):
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """The formula as it stands."""
-        offset = torch.linalg.vecdot(x, x).mul(self.row * scale).add(self.constant)
-        return project(x, self._frequencies(tensors[0]), scale, offset.unsqueeze(-1))
+        return self.log_shares(x, tensors, scale, role) + self.constant
 
-    def log_shares(
-        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, shift: Tensor | None = None
-    ) -> Tensor:
-        """``w_i . x``, for keys with ``row |x|^2``."""
-        if role == "query":
-            return project(x, self._frequencies(tensors[0]), scale, shift)
-        found = project(
-            x, self._frequencies(tensors[0]), scale, torch.linalg.vecdot(x, x).unsqueeze(-1), self.row * scale
-        )
-        return found if shift is None else found + shift
+    def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
+        """Without the constant."""
+        omega, root, row = self._frequencies(tensors[0]), math.sqrt(scale), self.row * scale
+        lead = x.shape[:-1]
+        if omega.shape[:2] != (1, 1):
+            return torch.add((x * root) @ omega.transpose(-1, -2), torch.linalg.vecdot(x, x).unsqueeze(-1), alpha=row)
+        x = x.reshape(-1, x.shape[-1])  # one product for all heads
+        omega = omega.view(omega.shape[2:])
+        rows = torch.addmm(torch.linalg.vecdot(x, x).unsqueeze(-1), x, omega.t(), beta=row, alpha=root)
+        return rows.view(*lead, -1)
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """In chunks, the scale folded into the frequencies once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, linear_attention, step
@@ -78,16 +79,19 @@ class KernelCore(AttentionCore):
         key_mask: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts."""
-        query, key, value = self._accept(query, key, value, key_mask)
         if bias is not None:
             raise self._no_bias(f"bias of shape {shape(bias)}")
-        if query.shape[2] != 1 or key.shape[2] != 1:
-            raise ValueError(
-                f"step takes one token, got {query.shape[2]} queries and {key.shape[2]} keys (shapes {shape(query)} "
-                f"and {shape(key)}); for more, call the core with is_causal=True, state=... and return_state=True."
-            )
         scale = self.scale if scale is None else check_scale(scale)
-        self._check_streaming(query, key, value, True, scale, state)
+        fits = self._fits(query, key, value, scale) if key_mask is None else ()
+        if not fits or not isinstance(state, State) or state.fits != fits:
+            query, key, value = self._accept(query, key, value, key_mask)
+            if query.shape[2] != 1 or key.shape[2] != 1:
+                raise ValueError(
+                    f"step takes one token, got {query.shape[2]} queries and {key.shape[2]} keys (shapes "
+                    f"{shape(query)} and {shape(key)}); for more, call the core with is_causal=True, state=... and "
+                    f"return_state=True."
+                )
+            self._check_streaming(query, key, value, True, scale, state)
         dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
         phi = self.feature_map
         tensors = phi.prepare(query, key, key_mask)
@@ -100,7 +104,18 @@ class KernelCore(AttentionCore):
             out, after = step(
                 phi.spec, tensors, query, key, value, past, scale=scale, key_mask=key_mask, normalize=self.normalize
             )
-        return out.to(dtype), self._state(after, state, 1, scale)
+        return out.to(dtype), self._state(after, state, 1, scale, fits)
+
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
+        """Everything that the checks of a step look at, or nothing where they have to look each time."""
+        if (
+            torch.compiler.is_compiling()
+            or not isinstance(query, Tensor)
+            or torch.is_autocast_enabled(query.device.type)
+        ):
+            return ()
+        kinds = (query.dtype, key.dtype, value.dtype, query.device, key.device, value.device)
+        return (query.shape, key.shape, value.shape, *kinds, self._made_by(scale))
 
     def _key_heads(self, key: Tensor) -> int:
         """Heads of the state: those of the keys, or those of a map that differs from head to head."""
@@ -116,11 +131,18 @@ class KernelCore(AttentionCore):
         return tuple(engine_class(self.feature_map.spec).empty(lead, self.feature_dim, value.shape[-1], value))
 
     def _made_by(self, scale: float) -> tuple[object, ...]:
-        return (*self.feature_map.identity, self.normalize, self.normalize_qk, scale)
+        return (self.method, *self.feature_map.identity, self.normalize, self.normalize_qk, scale)
 
-    def _state(self, tensors: Sequence[Tensor], before: State | None, count: int, scale: float) -> State:
+    def _state(
+        self,
+        tensors: Sequence[Tensor],
+        before: State | None,
+        count: int,
+        scale: float,
+        fits: tuple[object, ...] = (),
+    ) -> State:
         made_by = self._made_by(scale) if before is None else before.made_by
-        return State(tuple(tensors), count + (before.length if before else 0), self.method, made_by)
+        return State(tuple(tensors), count + (before.length if before else 0), made_by, fits)
 
     def _check_streaming(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, state: State | None
@@ -141,11 +163,12 @@ class KernelCore(AttentionCore):
         """Why a state cannot be gone on from, or None."""
         if not isinstance(state, State):
             return f"state must be a kernelformer State, got {type(state).__name__}"
-        if state.method != self.method:
-            return f"the state was made by method {state.method!r}, this core is {self.method!r}"
+        if state.made_by[0] != self.method:
+            return f"the state was made by method {state.made_by[0]!r}, this core is {self.method!r}"
         mine = self._made_by(scale)
         if state.made_by != mine:
             names = (
+                "method",
                 "map",
                 "draw",
                 "norms",
