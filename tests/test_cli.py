@@ -132,6 +132,7 @@ def test_times_and_sizes_read_well():
     assert show.human_time(1.2345) == "1.23 s"
     assert show.human_time(0.0123) == "12.3 ms"
     assert show.human_time(4.5e-5) == "45 µs"
-    assert show.human_bytes(3 * 2**20) == "3 MiB"
+    assert show.human_bytes(3 * 2**20) == "3.0 MiB"
+    assert show.human_bytes(300 * 2**20) == "300 MiB"
     assert show.human_bytes(None) == ""
     assert Row(Case("causal", 8), "x").as_json()["case"]["length"] == 8

@@ -20,7 +20,10 @@ def human_time(seconds: float) -> str:
 
 def human_bytes(count: int | None) -> str:
     """Mebibytes."""
-    return "" if count is None else f"{count / 2**20:,.0f} MiB"
+    if count is None:
+        return ""
+    size = count / 2**20
+    return f"{size:,.0f} MiB" if size >= 9.5 else f"{size:.1f} MiB"
 
 
 def table(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> Table:
@@ -81,6 +84,7 @@ def plot(rows: Sequence[Row], path: Path, heap: str) -> None:
                 axis.plot(*zip(*points, strict=True), marker="o", label=name, color=f"C{index}")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.xaxis.set_major_formatter("{x:.0f}")
         axis.set_title(f"{task}{', forward + backward' if backward else ''}")
         axis.set_xlabel("context" if task == "decode" else "length")
         axis.set_ylabel("ms")

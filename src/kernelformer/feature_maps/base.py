@@ -28,8 +28,7 @@ class FeatureMap(nn.Module):
         draw: see `draws.draw_frequencies`.
         norms: see `draws.draw_frequencies`.
         per_head: one independent draw for each head instead of one for all. With grouped queries a shared draw keeps
-        the
-            state at the size of the key heads.
+            the state at the size of the key heads.
     """
 
     omega: Tensor | None

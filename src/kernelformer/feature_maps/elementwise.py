@@ -124,12 +124,8 @@ class ElementwiseChunks(SignedChunks):
     """`ElementwiseSpec` on chunks."""
 
     def __init__(self, spec: ElementwiseSpec, projection: _Projection, amplitude: float) -> None:
-        self.f, self.eps, self.projection, self.amplitude = (
-            ACTIVATIONS[spec.activation],
-            spec.eps,
-            projection,
-            amplitude,
-        )
+        self.f, self.eps = ACTIVATIONS[spec.activation], spec.eps
+        self.projection, self.amplitude = projection, amplitude
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> None:
         """Projection, function and summand, all in the caller's buffer."""

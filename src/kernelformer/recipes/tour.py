@@ -13,6 +13,7 @@ from kernelformer.analysis.errors import Error, output_errors, sample_inputs
 from kernelformer.bench.contenders import Case
 from kernelformer.bench.run import Row, run_case
 from kernelformer.bench.show import human_bytes, human_time
+from kernelformer.modules import build_attention
 
 FEATURES = (16, 32, 64, 128, 256, 512)
 LENGTHS = (1024, 4096, 16384)
@@ -33,6 +34,7 @@ class Tour:
     errors: dict[str, list[Error]] = field(default_factory=dict)
     lengths: list[Row] = field(default_factory=list)
     contexts: list[Row] = field(default_factory=list)
+    state: int = 0  # bytes that favor+ keeps between tokens
 
 
 def take_tour(tell: Callable[[str], None], threads: int) -> Tour:
@@ -51,14 +53,25 @@ def take_tour(tell: Callable[[str], None], threads: int) -> Tour:
         tell(f"one token after {context}")
         case = Case(task="decode", length=context)
         tour.contexts += run_case(case, names, heaps=["default"], threads=threads, budget=0.3, memory=False)
+    tour.state = state_bytes(Case(task="decode", length=1))
     return tour
+
+
+def state_bytes(case: Case) -> int:
+    """What favor+ keeps between two tokens, whatever the context."""
+    core = build_attention("favor+", head_dim=case.head_dim, num_heads=case.heads, num_features=case.features)
+    _, state = core.step(*case.inputs(1))
+    return state.nbytes
+
+
+def cache_bytes(case: Case) -> int:
+    """What softmax attention keeps: all keys and values, in float32."""
+    return 2 * 4 * case.batch * case.heads * case.head_dim * case.length
 
 
 def tables(tour: Tour) -> list[Table]:
     """For the terminal."""
-    errors = Table(
-        title="Error against exact attention, relative, by number of frequencies m (L = 1024, D = 64, |q| = |k| = 1.5)"
-    )
+    errors = Table(title="Relative error against exact attention (|q| = |k| = 1.5)")
     errors.add_column("map")
     for count in FEATURES:
         errors.add_column(f"m = {count}", justify="right")
@@ -71,10 +84,11 @@ def tables(tour: Tour) -> list[Table]:
         beyond = [human_bytes((x.peak or 0) - (x.results or 0)) for x in (ours, theirs)]
         speed.add_row(str(ours.case.length), *_times(ours, theirs), *beyond)
     decode = Table(title="Decoding: one token after a context")
-    for name in ("context", "favor+ (state)", "softmax (cache)", "faster by"):
+    for name in ("context", "favor+", "softmax", "faster by", "state kept", "cache kept"):
         decode.add_column(name, justify="right")
     for ours, theirs in _pairs(tour.contexts):
-        decode.add_row(str(ours.case.length), *_times(ours, theirs))
+        kept = (human_bytes(tour.state), human_bytes(cache_bytes(theirs.case)))
+        decode.add_row(str(ours.case.length), *_times(ours, theirs), *kept)
     return [errors, speed, decode]
 
 
@@ -116,16 +130,18 @@ def picture(tour: Tour, path: Path) -> None:
     for index, label in enumerate(("favor+", "softmax")):
         mine = tour.lengths[index::2]
         beyond = [((r.peak or 0) - (r.results or 0)) / 2**20 for r in mine]
-        memory.plot([r.case.length for r in mine], beyond, marker="o", label=label)
-    memory.set_title("peak memory beyond inputs and outputs")
-    memory.set_xlabel("length")
+        memory.plot([r.case.length for r in mine], beyond, marker="o", label=f"{label}: peak of a forward")
+    x = [r.case.length for r in tour.contexts[::2]]
+    memory.plot(x, [tour.state / 2**20] * len(x), "C0--", label="favor+: state kept for decoding")
+    memory.plot(x, [cache_bytes(r.case) / 2**20 for r in tour.contexts[::2]], "C1--", label="softmax: cache kept")
+    memory.set_title("memory beyond inputs and outputs")
+    memory.set_xlabel("length or context")
     memory.set_ylabel("MiB")
     for axis in (errors, speed, memory, decode):
         axis.set_xscale("log", base=2)
-        if axis is not memory:
-            axis.set_yscale("log")
+        axis.set_yscale("log")
+        axis.xaxis.set_major_formatter("{x:.0f}")
         axis.grid(True, which="both", alpha=0.2)
         axis.legend(fontsize="small")
-    memory.set_ylim(bottom=0)
     figure.savefig(path, dpi=130)
     plt.close(figure)
