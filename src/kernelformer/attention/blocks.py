@@ -136,6 +136,14 @@ def tail_hidden(length: int, chunks: int, size: int, rows: int, device: torch.de
     return hidden.view(1, chunks, size).expand(rows, chunks, size).reshape(-1, size)
 
 
+def visible_pair(k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values (N, C, X) with hidden rows zeroed: they may hold anything, NaN too."""
+    if hidden is None:
+        return k, v
+    gone = hidden.unsqueeze(2)
+    return k.masked_fill(gone, 0), v.masked_fill(gone, 0)
+
+
 def spread(tensors: Sequence[Tensor], block: slice, samples: int, heads: int, chunks: int = 1) -> list[Tensor]:
     """A map's tensors (B or 1, H or 1, ...) as rows (samples heads chunks, ...) of a block; views where all are the
     same."""

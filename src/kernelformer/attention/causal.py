@@ -28,9 +28,10 @@ from kernelformer.attention.blocks import (
     spans,
     spread,
     tail_hidden,
+    visible_pair,
 )
 from kernelformer.attention.engine import Workspace
-from kernelformer.attention.linear import engine_class, make_engine, visible_pair
+from kernelformer.attention.families import engine_class, make_engine
 from kernelformer.contract import compute_dtype, lookup
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +25,6 @@ class Workspace:
         if flat is None or flat.numel() < count:
             flat = self._flat[name] = torch.empty(count, dtype=self.dtype, device=self.device)
         return flat[:count].view(size)
-
-
-class Chunks(Protocol):
-    """A bound map of either family."""
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Gradients of the bound tensors, (N, ...) each."""
 
 
 class Engine(ABC):

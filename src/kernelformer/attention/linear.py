@@ -9,42 +9,26 @@ where sequences are so short that states are larger than the keys, it sums them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernelformer.attention.blocks import Shapes, gather_grads, grouped, hidden_rows, put_rows, rows_of, spans, spread
+from kernelformer.attention.blocks import (
+    Shapes,
+    gather_grads,
+    grouped,
+    hidden_rows,
+    put_rows,
+    rows_of,
+    spans,
+    spread,
+    visible_pair,
+)
 from kernelformer.attention.engine import Engine, Workspace
-from kernelformer.attention.positive import PositiveEngine
-from kernelformer.attention.signed import SignedEngine
-from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup
-
-
-def engine_class(spec: Spec) -> type[Engine]:
-    """The chunk arithmetic of a spec's family."""
-    return PositiveEngine if spec.family == "positive" else SignedEngine
-
-
-def make_engine(
-    spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool, work: Workspace
-) -> tuple[Engine, Callable[[], list[Tensor]]]:
-    """Bind a spec to the rows of a block; also returns how to ask for the gradients of the bound tensors."""
-    if isinstance(spec, PositiveSpec):
-        positive = spec.bind(tensors, scale, normalize, learn)
-        return PositiveEngine(positive, normalize, work), positive.tensor_grads
-    assert isinstance(spec, SignedSpec)
-    signed = spec.bind(tensors, scale, normalize, learn)
-    return SignedEngine(signed, normalize, work, spec.nonnegative), signed.tensor_grads
-
-
-def visible_pair(k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values (N, C, X) with hidden rows zeroed: they may hold anything, NaN too."""
-    if hidden is None:
-        return k, v
-    gone = hidden.unsqueeze(2)
-    return k.masked_fill(gone, 0), v.masked_fill(gone, 0)
+from kernelformer.attention.families import engine_class, make_engine
+from kernelformer.contract import compute_dtype, lookup
 
 
 def _keeps(s: Shapes) -> bool:

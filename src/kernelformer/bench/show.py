@@ -72,8 +72,17 @@ def plot(rows: Sequence[Row], path: Path, heap: str) -> None:
 
     kinds = list(dict.fromkeys((row.case.task, row.case.backward) for row in rows))
     names = list(dict.fromkeys(row.name for row in rows))
-    figure, axes = plt.subplots(1, len(kinds), figsize=(4.2 * len(kinds), 3.8), squeeze=False, constrained_layout=True)
-    for axis, (task, backward) in zip(axes[0], kinds, strict=True):
+    rows_of_panels = -(-len(kinds) // 3)
+    figure, axes = plt.subplots(
+        rows_of_panels,
+        min(3, len(kinds)),
+        figsize=(4.2 * min(3, len(kinds)), 3.8 * rows_of_panels),
+        squeeze=False,
+        constrained_layout=True,
+    )
+    for axis in axes.flat[len(kinds) :]:
+        axis.set_visible(False)
+    for axis, (task, backward) in zip(axes.flat, kinds, strict=False):
         for index, name in enumerate(names):
             points = [
                 (row.case.length, row.seconds[heap] * 1e3)

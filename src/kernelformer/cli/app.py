@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kernelformer import list_methods, method_options
@@ -30,6 +30,13 @@ def _fail(problem: Exception) -> NoReturn:
 def _progress() -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
+
+
+def _say(progress: Progress, bar: TaskID, text: str, advance: int = 0) -> None:
+    """Next to the bar, or as a line of its own where there is no terminal to draw a bar on."""
+    progress.update(bar, description=text, advance=advance)
+    if not console.is_terminal:
+        console.print(text, highlight=False)
 
 
 def _target(path: Path) -> Path:
@@ -97,7 +104,7 @@ def bench(
                     threads=_threads(threads),
                     budget=budget,
                     memory=memory,
-                    tell=lambda text: progress.update(bar, description=text),
+                    tell=lambda text: _say(progress, bar, text),
                 )
                 progress.advance(bar)
     except bench_run.WorkerError as problem:
@@ -124,7 +131,7 @@ def demo(
 
         def tell(text: str) -> None:
             nonlocal started
-            progress.update(bar, description=text, advance=1 if started else 0)
+            _say(progress, bar, text, advance=1 if started else 0)
             started = True
 
         try:

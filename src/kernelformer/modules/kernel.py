@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, linear_attention, step
-from kernelformer.attention.linear import engine_class
+from kernelformer.attention.families import engine_class
 from kernelformer.contract import compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap

@@ -1,0 +1,29 @@
+"""From a spec to the chunk arithmetic of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from kernelformer.attention.engine import Engine, Workspace
+from kernelformer.attention.positive import PositiveEngine
+from kernelformer.attention.signed import SignedEngine
+from kernelformer.contract import PositiveSpec, SignedSpec, Spec
+
+
+def engine_class(spec: Spec) -> type[Engine]:
+    """The chunk arithmetic of a spec's family."""
+    return PositiveEngine if spec.family == "positive" else SignedEngine
+
+
+def make_engine(
+    spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool, work: Workspace
+) -> tuple[Engine, Callable[[], list[Tensor]]]:
+    """Bind a spec to the rows of a block; also returns how to ask for the gradients of the bound tensors."""
+    if isinstance(spec, PositiveSpec):
+        positive = spec.bind(tensors, scale, normalize, learn)
+        return PositiveEngine(positive, normalize, work), positive.tensor_grads
+    assert isinstance(spec, SignedSpec)
+    signed = spec.bind(tensors, scale, normalize, learn)
+    return SignedEngine(signed, normalize, work, spec.nonnegative), signed.tensor_grads
