@@ -242,7 +242,7 @@ class PerformerPytorch(Contender):
         phi_q, phi_k = features
         visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
         weights = torch.where(visible, phi_q @ phi_k.transpose(-1, -2), 0.0)
-        extra = 1e-6 * phi_q.sum(-1, keepdim=True) if case.causal else 0.0
+        extra = 1e-6 * math.sqrt(case.features) * phi_q.sum(-1, keepdim=True) if case.causal else 0.0
         return weights @ v / (weights.sum(-1, keepdim=True) + extra)
 
 
