@@ -128,7 +128,7 @@ def _positive(
     # A logarithm of 10 in float32 cannot tell 1,000,000 tokens from 1,000,001, and loses digits long before.
     new = new.to(_wide(new))
     total = torch.logaddexp(log_mass.to(new.dtype), new)
-    mean = torch.lerp(mean, value, (new - total).exp().to(mean.dtype))  # the shares of old and new add up to 1
+    mean = torch.lerp(mean, value, (new - total).to(mean.dtype).exp())  # the shares of old and new add up to 1
     logits = logits + total.to(mean.dtype).transpose(-1, -2)
     out = logits.softmax(-1) @ mean
     return out if normalize else out * logits.logsumexp(-1, keepdim=True).exp(), (total, mean)
