@@ -50,6 +50,7 @@ def test_fast_paths_equal_the_definition(variant, B, G, L, S, E, is_causal, hide
     finally:
         restore()
     want = attend(variant, core, *(x.to(dtype).double() for x in (q, k, v)), is_causal=is_causal, key_mask=key_mask)
+    assert got.dtype == dtype
     size = float(want.abs().max())
     # A signed denominator near its guard multiplies rounding by up to 1 / GUARD.
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-3}[dtype] if size > 0 else 0.0

@@ -129,7 +129,7 @@ class SignedEngine(Engine):
     def _read(self, state: State, x: Tensor) -> tuple[Tensor, _Rows]:
         scale, kv, k_sum, norm_sum = state
         phi, factor = self._map(x, "query", kv.shape[1])
-        den = torch.bmm(phi, k_sum) if self.normalize else None
+        den = self._dot(phi, k_sum) if self.normalize else None
         bound = _norm(phi) * (GUARD * norm_sum) if self.guard else None
         if factor is not None:
             factor = factor + scale
@@ -138,7 +138,15 @@ class SignedEngine(Engine):
     def read(self, state: State, x: Tensor) -> Tensor:
         """Numerator times 1 / denominator."""
         phi, rows = self._read(state, x)
-        return torch.bmm(phi, state[1]).mul_(rows.scale)
+        return torch.bmm(phi, state[1], out=self.work.take("out", *x.shape[:2], state[1].shape[2])).mul_(rows.scale)
+
+    def _dot(self, phi: Tensor, weights: Tensor) -> Tensor:
+        """``phi weights``, (N, C, M) by (N, M, 1); batched products with one column are slow."""
+        return torch.mul(phi, weights.transpose(1, 2), out=self.work.take("dot", *phi.shape)).sum(2, keepdim=True)
+
+    def _sum(self, phi: Tensor, weights: Tensor) -> Tensor:
+        """``phi^T weights``, (N, C, M) by (N, C, 1) -> (N, M, 1)."""
+        return torch.mul(phi, weights, out=self.work.take("dot", *phi.shape)).sum(1).unsqueeze(2)
 
     def read_backward(self, state: State, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
         """Product and quotient rule; a guarded row's denominator is the guard."""
@@ -150,7 +158,7 @@ class SignedEngine(Engine):
         d_kv.baddbmm_(phi.transpose(1, 2), g_num)
         if g_den is not None:
             slope.addcmul_(g_den, k_sum.transpose(1, 2))
-            d_k_sum.baddbmm_(phi.transpose(1, 2), g_den)
+            d_k_sum.add_(self._sum(phi, g_den))
         if g_guard is not None:
             norm = _norm(phi)
             slope.addcmul_(g_guard * norm_sum, _unit(phi, norm))
@@ -170,7 +178,7 @@ class SignedEngine(Engine):
         )
         if self.guard:
             slope.addcmul_(d_norm, _unit(phi, _norm(phi)))
-        dv = torch.bmm(phi, d_kv)
+        dv = torch.bmm(phi, d_kv, out=self.work.take("dv", *v.shape))
         return self._pull_keys(x, phi, slope if size is None else slope.mul_(size), factor), _times(dv, size)
 
     def _pull_keys(self, x: Tensor, phi: Tensor, slope: Tensor, factor: Tensor | None) -> Tensor:
@@ -209,7 +217,7 @@ class SignedEngine(Engine):
         scores = torch.mul(products, visible, out=self.work.take("scores", *products.shape))
         den = bound = norms = None
         if self.normalize:
-            den = _times(torch.bmm(phi_q, old[1]), share).add_(scores.sum(2, keepdim=True))
+            den = _times(self._dot(phi_q, old[1]), share).add_(scores.sum(2, keepdim=True))
         if norm_q is not None:
             norms = _times(old[2], share) + torch.matmul(visible, norm_k)
             bound = GUARD * norm_q * norms
@@ -225,7 +233,8 @@ class SignedEngine(Engine):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Past by the state, present by a small masked matrix; the note is not needed."""
         t = self._group(state, xq, xk, v, hidden, mask)
-        out = _times(torch.bmm(t.phi_q, t.old[0]), t.share).baddbmm_(t.scores, v)
+        past = torch.bmm(t.phi_q, t.old[0], out=self.work.take("out", *xq.shape[:2], v.shape[2]))
+        out = _times(past, t.share).baddbmm_(t.scores, v)
         return out.mul_(t.rows.scale), out.new_zeros(out.shape[:2]), t.state
 
     def causal_backward(
@@ -251,10 +260,11 @@ class SignedEngine(Engine):
 
         past = _times(t.phi_q, t.share)
         slope = _times(torch.bmm(g_num, t.old[0].transpose(1, 2), out=self.work.take("slope", *t.phi_q.shape)), t.share)
-        local = [torch.bmm(past.transpose(1, 2), g_num), torch.zeros_like(t.old[1]), torch.zeros_like(t.old[2])]
+        local_kv = torch.bmm(past.transpose(1, 2), g_num, out=self.work.take("local", *t.old[0].shape))
+        local = [local_kv, torch.zeros_like(t.old[1]), torch.zeros_like(t.old[2])]
         if g_den is not None:
             slope.addcmul_(_times(g_den, t.share), t.old[1].transpose(1, 2))
-            torch.bmm(past.transpose(1, 2), g_den, out=local[1])
+            local[1] = self._sum(past, g_den)
         slope.baddbmm_(slopes, t.phi_k)
         unit_k = None
         if g_guard is not None:
@@ -268,8 +278,9 @@ class SignedEngine(Engine):
         log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
         dxq = self.chunks.pull(xq, "query", t.phi_q, slope, log_grad, self.work.take("dxq", *xq.shape))
 
-        later, before = _later(grads, local, t.decay, state[1].shape[0])
-        dv = _times(torch.bmm(t.phi_k, later[0]), t.keys).baddbmm_(t.scores.transpose(1, 2), g_num)
+        later, before = _later(grads, local, t.decay, state[1].shape[0], self.work)
+        dv = torch.bmm(t.phi_k, later[0], out=self.work.take("dv", *v.shape))
+        dv = _times(dv, t.keys).baddbmm_(t.scores.transpose(1, 2), g_num)
         slope = torch.bmm(v, later[0].transpose(1, 2), out=self.work.take("slope", *t.phi_k.shape))
         slope.add_(later[1].transpose(1, 2))
         if unit_k is not None:
@@ -321,13 +332,13 @@ def _running(
 
 
 def _later(
-    grads: list[Tensor], local: Sequence[Tensor], decay: Tensor | None, rows: int
+    grads: list[Tensor], local: Sequence[Tensor], decay: Tensor | None, rows: int, work: Workspace
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The same backwards: gradients of the sums after each chunk, (N c, ...), and before the first, (N, ...)."""
     later, before = [], []
-    for now, own in zip(grads, local, strict=True):
+    for index, (now, own) in enumerate(zip(grads, local, strict=True)):
         steps = own.view(rows, -1, *own.shape[1:])
-        after = torch.empty_like(steps)
+        after = work.take(f"after{index}", *steps.shape)
         for c in reversed(range(steps.shape[1])):
             after[:, c] = now
             now = steps[:, c] + (now if decay is None else now * decay.view(rows, -1, 1, 1)[:, c])

@@ -21,12 +21,12 @@ from kernelformer.feature_maps.base import FeatureMap
 
 @dataclass(frozen=True)
 class Activation:
-    """f, f written into its argument, and f' from the argument z or from y = f(z), whichever is cheaper."""
+    """f; f written into its argument; and a gradient multiplied in place by f', from z or from y + eps = f(z) + eps."""
 
     f: Callable[[Tensor], Tensor]
     f_: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor]
-    slope_of: str  # "z" or "y"
+    back_: Callable[[Tensor, Tensor, float], Tensor]  # gradient, z or y + eps, eps
+    needs_z: bool = False
     nonnegative: bool = False
 
 
@@ -36,13 +36,15 @@ def _gelu_slope(z: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "relu": Activation(torch.relu, torch.relu_, lambda y: (y > 0).to(y.dtype), "y", nonnegative=True),
-    "sigmoid": Activation(torch.sigmoid, torch.sigmoid_, lambda y: y * (1 - y), "y", nonnegative=True),
-    "abs": Activation(torch.abs, torch.abs_, torch.sign, "z", nonnegative=True),
-    "gelu": Activation(F.gelu, lambda z: z.copy_(F.gelu(z)), _gelu_slope, "z"),
-    "cos": Activation(torch.cos, torch.cos_, lambda z: -torch.sin(z), "z"),
-    "tanh": Activation(torch.tanh, torch.tanh_, lambda y: 1 - y.square(), "y"),
-    "identity": Activation(torch.clone, lambda z: z, torch.ones_like, "y"),
+    "relu": Activation(torch.relu, torch.relu_, lambda g, y, eps: g.masked_fill_(y <= eps, 0), nonnegative=True),
+    "sigmoid": Activation(
+        torch.sigmoid, torch.sigmoid_, lambda g, y, eps: g.mul_(y - eps).mul_(1 + eps - y), nonnegative=True
+    ),
+    "abs": Activation(torch.abs, torch.abs_, lambda g, z, _: g.mul_(z.sign()), needs_z=True, nonnegative=True),
+    "gelu": Activation(F.gelu, lambda z: z.copy_(F.gelu(z)), lambda g, z, _: g.mul_(_gelu_slope(z)), needs_z=True),
+    "cos": Activation(torch.cos, torch.cos_, lambda g, z, _: g.mul_(z.sin().neg_()), needs_z=True),
+    "tanh": Activation(torch.tanh, torch.tanh_, lambda g, y, eps: g.mul_(1 - (y - eps).square())),
+    "identity": Activation(torch.clone, lambda z: z, lambda g, y, eps: g),
 }
 
 
@@ -137,13 +139,14 @@ class ElementwiseChunks(SignedChunks):
 
     def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Through f by its own value where that is enough, else by the projection computed again."""
-        if self.f.slope_of == "z":
-            slope = self.f.slope(self.projection.into(x, torch.empty_like(phi)))
+        if self.f.needs_z:
+            grad = self.f.back_(grad, self.projection.into(x, torch.empty_like(phi)), self.eps).mul_(self.amplitude)
         elif self.amplitude != 1:  # dividing it out would round an inactive feature to an active one
-            slope = self.f.slope(self.f.f_(self.projection.into(x, torch.empty_like(phi))))
+            y = self.f.f_(self.projection.into(x, torch.empty_like(phi)))
+            grad = self.f.back_(grad, y.add_(self.eps), self.eps).mul_(self.amplitude)
         else:
-            slope = self.f.slope(phi - self.eps if self.eps else phi)
-        return self.projection.pull(x, grad.mul_(slope).mul_(self.amplitude), out)
+            grad = self.f.back_(grad, phi, self.eps)
+        return self.projection.pull(x, grad, out)
 
     def tensor_grads(self) -> list[Tensor]:
         """Of omega."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -21,6 +22,19 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Checked inputs of one call."""
+
+    query: Tensor  # (B, H, L, D)
+    key: Tensor  # (B, G, S, D)
+    value: Tensor  # (B, G, S, E)
+    is_causal: bool
+    key_mask: Tensor | None  # (B, S)
+    scale: float
+    state: State | None
 
 
 class AttentionCore(nn.Module):
@@ -116,7 +130,7 @@ class AttentionCore(nn.Module):
         if state is not None or return_state:
             self._check_streaming(query, key, value, is_causal, scale, state)
         query, key = self._units(query, key, key_mask)
-        out, after = self._attend(query, key, value, is_causal, key_mask, scale, state)
+        out, after = self._attend(Call(query, key, value, is_causal, key_mask, scale, state))
         if not return_state or after is None:
             return out
         return out, self._state(after, state, key.shape[2], scale)
@@ -163,17 +177,8 @@ class AttentionCore(nn.Module):
         unit = ", normalize_qk=True" if self.normalize_qk else ""
         return f"{self.method!r}, head_dim={self.head_dim}, num_heads={self.num_heads}, scale={self.scale:g}{unit}"
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        scale: float,
-        state: State | None,
-    ) -> tuple[Tensor, Sequence[Tensor] | None]:
-        """The method itself, on checked inputs; the tensors of the state after them where there is one."""
+    def _attend(self, call: Call) -> tuple[Tensor, Sequence[Tensor] | None]:
+        """The method itself; the tensors of the state after them where there is one."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
     def _state(self, tensors: Sequence[Tensor], before: State | None, count: int, scale: float) -> State:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention import State, gaussian_attention
+from kernelformer.attention import gaussian_attention
 from kernelformer.contract import compute_dtype
-from kernelformer.modules.core import AttentionCore, no_autocast
+from kernelformer.modules.core import AttentionCore, Call, no_autocast
 
 
 class SoftmaxCore(AttentionCore):
@@ -19,17 +20,8 @@ class SoftmaxCore(AttentionCore):
     out_i = sum_j exp(scale q_i . k_j) v_j / sum_j exp(scale q_i . k_j)          (performer Eq. 1)
     """
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        scale: float,
-        state: State | None,
-    ) -> tuple[Tensor, None]:
-        return _sdpa(query, key, value, is_causal, key_mask, scale), None
+    def _attend(self, call: Call) -> tuple[Tensor, None]:
+        return _sdpa(call), None
 
 
 class GaussianCore(AttentionCore):
@@ -47,46 +39,42 @@ class GaussianCore(AttentionCore):
         super().__init__(method, **options)
         self.normalize = normalize
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        scale: float,
-        state: State | None,
-    ) -> tuple[Tensor, None]:
-        with no_autocast(query.device.type):
-            if not self.normalize:
-                out = gaussian_attention(query, key, value, scale=scale, key_mask=key_mask, is_causal=is_causal)
-            else:
-                out = self._normalized(query, key, value, is_causal, key_mask, scale)
+    def _attend(self, call: Call) -> tuple[Tensor, None]:
+        with no_autocast(call.query.device.type):
+            if self.normalize:
+                return self._normalized(call), None
+            out = gaussian_attention(
+                call.query,
+                call.key,
+                call.value,
+                scale=call.scale,
+                key_mask=call.key_mask,
+                is_causal=call.is_causal,
+            )
         return out, None
 
     @staticmethod
-    def _normalized(
-        query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None, scale: float
-    ) -> Tensor:
-        """By softmax attention with one more coordinate: -|q - k|^2 / 2 is q.k - |k|^2 / 2 up to what all keys
-        share."""
-        dtype, width = query.dtype, value.shape[-1]
+    def _normalized(call: Call) -> Tensor:
+        """By softmax attention with one more coordinate: -|q - k|^2 / 2 is q.k - |k|^2 / 2 up to what keys share."""
+        dtype, width = call.query.dtype, call.value.shape[-1]
         # The coordinate is a sum of squares, so it takes the precision of sums.
-        query, key, value = (x.to(compute_dtype(dtype)) for x in (query, key, value))
-        if key_mask is not None:
-            key = key.masked_fill(~key_mask[:, None, :, None], 0)
+        query, key, value = (x.to(compute_dtype(dtype)) for x in (call.query, call.key, call.value))
+        if call.key_mask is not None:
+            key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
         key = torch.cat([key, -0.5 * key.square().sum(-1, keepdim=True)], -1)
         query = torch.cat([query, torch.ones_like(query[..., :1])], -1)
         # torch's tiled kernel wants one width; without it the whole matrix would be made.
         both = max(key.shape[-1], width)
         query, key, value = (F.pad(x, (0, both - x.shape[-1])) for x in (query, key, value))
-        return _sdpa(query, key, value, is_causal, key_mask, scale)[..., :width].to(dtype)
+        return _sdpa(replace(call, query=query, key=key, value=value))[..., :width].to(dtype)
 
 
 TILE = 512
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
+def _sdpa(call: Call) -> Tensor:
+    query, key, value, scale = call.query, call.key, call.value, call.scale
+    key_mask, is_causal = call.key_mask, call.is_causal
     if key.shape[2] == 0:
         return query.sum(-1, keepdim=True).mul(0) * value.new_zeros(value.shape[-1]) + 0 * (key.sum() + value.sum())
     grouped = query.shape[1] != key.shape[1]

@@ -14,7 +14,7 @@ from kernelformer.contract import compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.checks import check_scale
-from kernelformer.modules.core import AttentionCore, no_autocast
+from kernelformer.modules.core import AttentionCore, Call, no_autocast
 
 
 class KernelCore(AttentionCore):
@@ -41,31 +41,20 @@ class KernelCore(AttentionCore):
         """Go to the next draw of the feature map, or to number ``draw``."""
         self.feature_map.resample(draw)
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        scale: float,
-        state: State | None,
-    ) -> tuple[Tensor, Sequence[Tensor] | None]:
-        tensors = self.feature_map.prepare(query, key, key_mask)
-        key, value = self._per_map_head(key), self._per_map_head(value)
+    def _attend(self, call: Call) -> tuple[Tensor, Sequence[Tensor] | None]:
+        phi = self.feature_map
         common: dict[str, Any] = {
-            "spec": self.feature_map.key,
-            "tensors": tensors,
-            "scale": scale,
-            "key_mask": key_mask,
+            "spec": phi.key,
+            "tensors": phi.prepare(call.query, call.key, call.key_mask),
+            "scale": call.scale,
+            "key_mask": call.key_mask,
             "normalize": self.normalize,
         }
-        with no_autocast(query.device.type):
-            if not is_causal:
-                return linear_attention(query, key, value, **common), None
-            past = None if state is None else state.tensors
-            out, after = causal_attention(query, key, value, **common, state=past)
-        return out, after
+        inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
+        with no_autocast(call.query.device.type):
+            if not call.is_causal:
+                return linear_attention(*inputs, **common), None
+            return causal_attention(*inputs, **common, state=None if call.state is None else call.state.tensors)
 
     def step(
         self,
