@@ -186,6 +186,8 @@ def test_states_where_there_can_be_none(core):
         core(q, k, v, return_state=True)
     with raises("queries and keys are the same tokens, got 3 queries and 5 keys"):
         core(q[:, :, :3], k, v, is_causal=True, return_state=True)
+    with raises("key must be a tensor, got NoneType"):
+        core.step(q[:, :, :1], None, v[:, :, :1])
     with raises("step takes one token, got 5 queries and 5 keys"):
         core.step(q, k, v)
     with raises("takes no relative position bias"):

@@ -328,6 +328,8 @@ def test_the_model_can_be_built_on_the_meta_device_and_moved():
     shapes = [x.to("meta") for x in inputs(5, dtype=torch.float32)]
     for is_causal in (False, True):
         assert core(*shapes, is_causal=is_causal).shape == (2, 4, 5, 6)
+    out, state = core.step(*(x[:, :, :1] for x in shapes))
+    assert core.step(*(x[:, :, :1] for x in shapes), state)[0].shape == out.shape == (2, 4, 1, 6)
 
 
 @pytest.mark.parametrize("variant", STREAMING)

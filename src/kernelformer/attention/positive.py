@@ -32,7 +32,7 @@ from kernelformer.contract import PositiveChunks
 EMPTY = -1e30  # log mass of no keys: vanishes against any real one, and differences of it stay finite
 LOST = 1e-30  # a causal row that sees less of its mixture than this is computed again in log space
 
-State = Sequence[Tensor]  # log_mass (N, M, 1), mean (N, M, E)
+Tensors = Sequence[Tensor]  # log_mass (N, M, 1), mean (N, M, E)
 
 
 def _key_logits(chunks: PositiveChunks, x: Tensor, hidden: Tensor | None, fill: float, out: Tensor) -> Tensor:
@@ -80,18 +80,18 @@ class PositiveEngine(Engine):
         return [like.new_full((*lead, features, 1), EMPTY), like.new_zeros(*lead, features, width)]
 
     @staticmethod
-    def zero_grads(state: State) -> list[Tensor]:
+    def zero_grads(state: Tensors) -> list[Tensor]:
         """``[d_kv, d_mass]``."""
         return [torch.zeros_like(state[1]), torch.zeros_like(state[0])]
 
     @staticmethod
-    def grads_in(state: State, grads: State) -> list[Tensor]:
+    def grads_in(state: Tensors, grads: Tensors) -> list[Tensor]:
         """``mean = kv / mass`` and ``log_mass = log mass``, at mass 1."""
         d_log_mass, d_mean = grads
         return [d_mean.clone(), d_log_mass - (d_mean * state[1]).sum(-1, keepdim=True)]
 
     @staticmethod
-    def grads_out(state: State, grads: State) -> list[Tensor]:
+    def grads_out(state: Tensors, grads: Tensors) -> list[Tensor]:
         """The same backwards; a state of no keys has no say."""
         d_kv, d_mass = grads
         real = state[0] > EMPTY / 2
@@ -117,13 +117,13 @@ class PositiveEngine(Engine):
         size = _softmax_mass(weights).exp_()
         return weights, size
 
-    def read(self, state: State, x: Tensor) -> Tensor:
+    def read(self, state: Tensors, x: Tensor) -> Tensor:
         """The mixture's mean, feature by feature as the query weighs them."""
         weights, size = self._weights(state[0], x)
         out = torch.bmm(weights, state[1], out=self.work.take("out", *weights.shape[:2], state[1].shape[2]))
         return out if size is None else out.mul_(size)
 
-    def read_backward(self, state: State, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
+    def read_backward(self, state: Tensors, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
         """Softmax's gradient: ``p (g . mean - g . out)``."""
         d_kv, d_mass = grads
         weights, size = self._weights(state[0], x)
@@ -139,7 +139,7 @@ class PositiveEngine(Engine):
         return self.chunks.pull_queries(x, slope.mul_(weights), self.work.take("dxq", *x.shape))
 
     def absorb_backward(
-        self, state: State, grads: State, x: Tensor, v: Tensor, hidden: Tensor | None
+        self, state: Tensors, grads: Tensors, x: Tensor, v: Tensor, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """``d l_m(k_j) = p(j | m) (d_kv_m . v_j + d_mass_m)``."""
         d_kv, d_mass = grads
@@ -153,7 +153,7 @@ class PositiveEngine(Engine):
         """``-g . out``, (N, C, 1): what normalization takes back."""
         return torch.mul(g, out, out=self.work.take("product", *g.shape)).sum(2, keepdim=True).neg_()
 
-    def _group(self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None) -> _Group:
+    def _group(self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None) -> _Group:
         """Map a group of chunks and run the recurrence of the state over them."""
         log_mass, mean = state
         rows, features, width = mean.shape
@@ -178,7 +178,7 @@ class PositiveEngine(Engine):
         return _Group(p, weights, size, before, decay, kv, old, [log_mass, mean])
 
     def causal(
-        self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
+        self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Past by the state, present by a small masked matrix.
 
@@ -208,7 +208,7 @@ class PositiveEngine(Engine):
 
     def causal_backward(
         self,
-        state: State,
+        state: Tensors,
         grads: list[Tensor],
         xq: Tensor,
         xk: Tensor,
@@ -259,7 +259,7 @@ class PositiveEngine(Engine):
         return dxq, dxk, dv, before
 
     def _rescue(
-        self, t: _Group, state: State, row: int, index: Tensor, xq: Tensor, xk: Tensor, hidden: Tensor | None
+        self, t: _Group, state: Tensors, row: int, index: Tensor, xq: Tensor, xk: Tensor, hidden: Tensor | None
     ) -> _Rescue:
         """Weigh every pair (feature, visible key) of the queries ``index`` of row ``row`` in log space."""
         rows, features, _ = state[1].shape

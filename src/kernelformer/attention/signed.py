@@ -25,7 +25,7 @@ from kernelformer.contract import Role, SignedChunks
 
 GUARD = 1e-2
 
-State = Sequence[Tensor]
+Tensors = Sequence[Tensor]
 
 
 def _norm(phi: Tensor) -> Tensor:
@@ -87,17 +87,17 @@ class SignedEngine(Engine):
         return [like.new_full((*lead, 1, 1), EMPTY), *(like.new_zeros(*lead, *x) for x in shapes[1:])]
 
     @staticmethod
-    def zero_grads(state: State) -> list[Tensor]:
+    def zero_grads(state: Tensors) -> list[Tensor]:
         """Of kv, k_sum and norm_sum."""
         return [torch.zeros_like(x) for x in state[1:]]
 
     @staticmethod
-    def grads_in(state: State, grads: State) -> list[Tensor]:
+    def grads_in(state: Tensors, grads: Tensors) -> list[Tensor]:
         """The scale's own gradient follows from the others' by scaling and is not a degree of freedom."""
         return [x.clone() for x in grads[1:]]
 
     @staticmethod
-    def grads_out(state: State, grads: State) -> list[Tensor]:
+    def grads_out(state: Tensors, grads: Tensors) -> list[Tensor]:
         """The scale enters as a factor of all sums."""
         d_scale = sum((g * x).sum((-2, -1), keepdim=True) for g, x in zip(grads, state[1:], strict=True))
         assert isinstance(d_scale, Tensor)
@@ -126,7 +126,7 @@ class SignedEngine(Engine):
         if self.guard:
             norm_sum.add_(_norm(phi).sum(1, keepdim=True))
 
-    def _read(self, state: State, x: Tensor) -> tuple[Tensor, _Rows]:
+    def _read(self, state: Tensors, x: Tensor) -> tuple[Tensor, _Rows]:
         scale, kv, k_sum, norm_sum = state
         phi, factor = self._map(x, "query", kv.shape[1])
         den = self._dot(phi, k_sum) if self.normalize else None
@@ -135,7 +135,7 @@ class SignedEngine(Engine):
             factor = factor + scale
         return phi, _rows(den, bound, factor, x)
 
-    def read(self, state: State, x: Tensor) -> Tensor:
+    def read(self, state: Tensors, x: Tensor) -> Tensor:
         """Numerator times 1 / denominator."""
         phi, rows = self._read(state, x)
         return torch.bmm(phi, state[1], out=self.work.take("out", *x.shape[:2], state[1].shape[2])).mul_(rows.scale)
@@ -148,7 +148,7 @@ class SignedEngine(Engine):
         """``phi^T weights``, (N, C, M) by (N, C, 1) -> (N, M, 1)."""
         return torch.mul(phi, weights, out=self.work.take("dot", *phi.shape)).sum(1).unsqueeze(2)
 
-    def read_backward(self, state: State, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
+    def read_backward(self, state: Tensors, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
         """Product and quotient rule; a guarded row's denominator is the guard."""
         _, kv, k_sum, norm_sum = state
         d_kv, d_k_sum, d_norm = grads
@@ -167,7 +167,7 @@ class SignedEngine(Engine):
         return self.chunks.pull(x, "query", phi, slope, log_grad, self.work.take("dxq", *x.shape))
 
     def absorb_backward(
-        self, state: State, grads: State, x: Tensor, v: Tensor, hidden: Tensor | None
+        self, state: Tensors, grads: Tensors, x: Tensor, v: Tensor, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Sums' gradients at their terms."""
         d_kv, d_k_sum, d_norm = grads
@@ -186,7 +186,7 @@ class SignedEngine(Engine):
         log_grad = None if factor is None else torch.linalg.vecdot(phi, slope).unsqueeze(2)
         return self.chunks.pull(x, "key", phi, slope, log_grad, self.work.take("dxk", *x.shape))
 
-    def _group(self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor) -> _Group:
+    def _group(self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor) -> _Group:
         """Map a group of chunks, run the recurrence of the state over them, and take the chunks' own scores."""
         rows, features, width = state[1].shape
         many, size = xk.shape[0], xk.shape[1]
@@ -229,7 +229,7 @@ class SignedEngine(Engine):
         )
 
     def causal(
-        self, state: State, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
+        self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Past by the state, present by a small masked matrix; the note is not needed."""
         t = self._group(state, xq, xk, v, hidden, mask)
@@ -239,7 +239,7 @@ class SignedEngine(Engine):
 
     def causal_backward(
         self,
-        state: State,
+        state: Tensors,
         grads: list[Tensor],
         xq: Tensor,
         xk: Tensor,
@@ -316,7 +316,7 @@ def _times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _running(
-    start: State, adds: Sequence[Tensor], decay: Tensor | None, rows: int, work: Workspace
+    start: Tensors, adds: Sequence[Tensor], decay: Tensor | None, rows: int, work: Workspace
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Sums before each chunk, (N c, ...), and after the last, (N, ...)."""
     old, end = [], []

@@ -17,11 +17,14 @@ from kernelformer.errors import positive_int, shape
 from kernelformer.modules.checks import check_floats, check_inputs, check_mask, check_scale
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on; the meta device knows none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Sums keep their precision; entered only where autocast is on, for it costs as much as an operation of `step`."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ class AttentionCore(nn.Module):
         """Checked inputs; under autocast in its dtype, as torch's own attention does."""
         check_floats(query, key, value)
         kind = query.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
+        if autocasts(kind):
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
         check_inputs(query, key, value, head_dim=self.head_dim, num_heads=self.num_heads)

@@ -14,7 +14,7 @@ from kernelformer.contract import compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.checks import check_scale
-from kernelformer.modules.core import AttentionCore, Call, no_autocast
+from kernelformer.modules.core import AttentionCore, Call, autocasts, no_autocast
 
 
 class KernelCore(AttentionCore):
@@ -97,11 +97,9 @@ class KernelCore(AttentionCore):
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
         """Everything that the checks of a step look at, or nothing where they have to look each time."""
-        if (
-            torch.compiler.is_compiling()
-            or not isinstance(query, Tensor)
-            or torch.is_autocast_enabled(query.device.type)
-        ):
+        if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in (query, key, value)):
+            return ()
+        if autocasts(query.device.type):
             return ()
         kinds = (query.dtype, key.dtype, value.dtype, query.device, key.device, value.device)
         return (query.shape, key.shape, value.shape, *kinds, self._made_by(scale))
