@@ -38,7 +38,9 @@ def test_decoding_is_timed_for_what_can_decode():
     assert rows[1].note == "cannot stream"
     assert not rows[1].seconds
     assert rows[2].seconds["default"] > 0
-    show.table(rows, "favor+", ["default"])
+    (table,) = show.tables(rows, "favor+", ["default"])
+    assert table.row_count == 2
+    assert table.caption == "softmax: cannot stream"
 
 
 def test_a_contender_that_is_off_its_definition_is_not_timed(monkeypatch):

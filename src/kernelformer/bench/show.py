@@ -26,41 +26,41 @@ def human_bytes(count: int | None) -> str:
     return f"{size:,.0f} MiB" if size >= 9.5 else f"{size:.1f} MiB"
 
 
-def table(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> Table:
-    """One block of rows per case, with the ratio to our first method: above 1 means that ours is faster or leaner."""
-    out = Table(title="Speed and peak memory", caption=f"ratios: against {ours}; above 1, {ours} is better")
-    out.add_column("case", overflow="fold")
-    out.add_column("contender")
-    for heap in heaps:
-        out.add_column(f"time, heap {heap}", justify="right")
-        out.add_column("ratio", justify="right")
-    for name in ("peak memory", "beyond results", "ratio", "error"):
-        out.add_column(name, justify="right")
-    last = None
+def tables(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> list[Table]:
+    """One table per case, with ratios to our first method: above 1 means that ours is faster or leaner."""
+    return [
+        _table([row for row in rows if row.case == case], ours, heaps)
+        for case in dict.fromkeys(row.case for row in rows)
+    ]
+
+
+def _table(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> Table:
+    base = next((row for row in rows if row.name == ours and not row.note), None)
+    left_out = "; ".join(f"{row.name}: {row.note}" for row in rows if row.note)
+    out = Table(
+        title=rows[0].case.title,
+        caption=left_out or None,
+        title_justify="left",
+        caption_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    weighed = any(row.peak is not None for row in rows)
+    out.add_column("contender", no_wrap=True)
+    for name in (*(f"heap {heap}" for heap in heaps), *(("peak", "beyond") if weighed else ()), "error"):
+        out.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        base = next((x for x in rows if x.case == row.case and x.name == ours), None)
-        cells = [row.case.title if row.case != last else "", row.name]
         if row.note:
-            out.add_row(*cells, row.note, end_section=_ends(rows, row))
-            last = row.case
             continue
+        cells = [row.name]
         for heap in heaps:
-            mine = base.seconds.get(heap) if base else None
-            cells.append(human_time(row.seconds[heap]))
-            cells.append("" if mine is None or row is base else f"{row.seconds[heap] / mine:.2f}x")
-        beyond = None if row.peak is None or row.results is None else row.peak - row.results
-        ratio = ""
-        if row.peak and base and base.peak and row is not base:
-            ratio = f"{row.peak / base.peak:.1f}x"
-        cells += [human_bytes(row.peak), human_bytes(beyond), ratio, "" if row.error is None else f"{row.error:.0e}"]
-        out.add_row(*cells, end_section=_ends(rows, row))
-        last = row.case
+            ratio = "" if base is None or row is base else f" {row.seconds[heap] / base.seconds[heap]:.3g}x"
+            cells.append(human_time(row.seconds[heap]) + ratio)
+        if row.peak is not None and row.results is not None:
+            ratio = f" {row.peak / base.peak:.3g}x" if base and base.peak and row is not base else ""
+            cells += [human_bytes(row.peak) + ratio, human_bytes(row.peak - row.results)]
+        out.add_row(*cells, "" if row.error is None else f"{row.error:.0e}")
     return out
-
-
-def _ends(rows: Sequence[Row], row: Row) -> bool:
-    index = next(i for i, x in enumerate(rows) if x is row)
-    return index + 1 == len(rows) or rows[index + 1].case != row.case
 
 
 def plot(rows: Sequence[Row], path: Path, heap: str) -> None:

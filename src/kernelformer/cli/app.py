@@ -109,7 +109,14 @@ def bench(
                 progress.advance(bar)
     except bench_run.WorkerError as problem:
         _fail(problem)
-    console.print(show.table(rows, names[0], heap_names))
+    for table in show.tables(rows, names[0], heap_names):
+        console.print(table)
+        console.print()
+    console.print(
+        f"ratios: against {names[0]}; above 1, {names[0]} is faster or leaner. peak: memory beyond the inputs; "
+        f"beyond: beyond outputs and gradients too.",
+        highlight=False,
+    )
     target = _target(out / "bench.json")
     record = {"environment": bench_run.environment(_threads(threads)), "rows": [row.as_json() for row in rows]}
     target.write_text(json.dumps(record, indent=1) + "\n")
