@@ -136,5 +136,7 @@ def test_times_and_sizes_read_well():
     assert show.human_time(4.5e-5) == "45 µs"
     assert show.human_bytes(3 * 2**20) == "3.0 MiB"
     assert show.human_bytes(300 * 2**20) == "300 MiB"
+    assert show.human_ratio(0.346) == "0.35x"
+    assert show.human_ratio(21.94) == "21.9x"
     assert show.human_bytes(None) == ""
     assert Row(Case("causal", 8), "x").as_json()["case"]["length"] == 8

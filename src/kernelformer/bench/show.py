@@ -18,6 +18,11 @@ def human_time(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
+def human_ratio(ratio: float) -> str:
+    """Two or three digits."""
+    return f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
+
+
 def human_bytes(count: int | None) -> str:
     """Mebibytes."""
     if count is None:
@@ -54,10 +59,10 @@ def _table(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> Table:
             continue
         cells = [row.name]
         for heap in heaps:
-            ratio = "" if base is None or row is base else f" {row.seconds[heap] / base.seconds[heap]:.3g}x"
+            ratio = "" if base is None or row is base else f" {human_ratio(row.seconds[heap] / base.seconds[heap])}"
             cells.append(human_time(row.seconds[heap]) + ratio)
         if row.peak is not None and row.results is not None:
-            ratio = f" {row.peak / base.peak:.3g}x" if base and base.peak and row is not base else ""
+            ratio = f" {human_ratio(row.peak / base.peak)}" if base and base.peak and row is not base else ""
             cells += [human_bytes(row.peak) + ratio, human_bytes(row.peak - row.results)]
         out.add_row(*cells, "" if row.error is None else f"{row.error:.0e}")
     return out
