@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def softmax_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """``SM(x, y) = exp(x . y)``: softmax attention before normalization (performer Eq. 1).
+    """``SM(x, y) = exp(x . y)``: softmax attention before normalization (performer Eq. 6).
 
     Args:
         x: (*, L, D).
@@ -23,7 +23,7 @@ def softmax_kernel(x: Tensor, y: Tensor) -> Tensor:
 
 
 def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """``exp(-|x - y|^2 / 2)`` (skyformer Eq. 4, performer Sec. 2.3). Shapes as `softmax_kernel`."""
+    """``exp(-|x - y|^2 / 2)`` (skyformer Eq. 3, performer Sec. 2.3). Shapes as `softmax_kernel`."""
     return torch.exp(-0.5 * squared_distance(x, y))
 
 

@@ -89,7 +89,7 @@ class FourierChunks(SignedChunks):
 class TrigonometricMap(FeatureMap):
     """Trigonometric features: signed, unbiased, and of large variance where the kernel is small.
 
-        phi(x) = exp(|x|^2 / 2) / sqrt(m) [cos(w_i . x), sin(w_i . x)]     softmax kernel    (performer Eq. 6)
+        phi(x) = exp(|x|^2 / 2) / sqrt(m) [cos(w_i . x), sin(w_i . x)]     softmax kernel    (performer Eq. 5)
         phi(x) = 1 / sqrt(m) [cos(w_i . x), sin(w_i . x)]                  Gaussian kernel
 
     M = 2 num_features. Arguments as `PositiveMap`.

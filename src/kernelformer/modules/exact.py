@@ -27,7 +27,7 @@ class SoftmaxCore(AttentionCore):
 class GaussianCore(AttentionCore):
     """Exact Gaussian attention.
 
-        out_i = sum_j exp(-scale |q_i - k_j|^2 / 2) v_j          (skyformer Eq. 4)
+        out_i = sum_j exp(-scale |q_i - k_j|^2 / 2) v_j          (skyformer Eq. 3)
 
     Args:
         normalize: divide by the sum of the weights; the paper does not.
