@@ -139,6 +139,22 @@ def test_a_compiled_layer_steps_and_trains_with_inductor():
     close(torch.cat(parts, 1), layer(x)[:, :4])
 
 
+def test_redrawing_a_compiled_model_does_not_compile_it_again():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    layer = layer_of("favor+", causal=True)
+    compiled = torch.compile(layer, backend="aot_eager")
+    kf.redraw(compiled, every=1)
+    x = torch.randn(2, 9, 32)
+    for _ in range(10):
+        y = compiled(x)
+    assert layer.core.feature_map.draw_number == 9
+    assert counters["stats"]["unique_graphs"] == 1
+    close(y, layer(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", METHODS)
 def test_autocast(method, dtype):
