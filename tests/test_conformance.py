@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from definition import STREAMING, VARIANTS, attend, build, close, inputs, padding
+from definition import STREAMING, TOLERANCE, VARIANTS, attend, build, close, inputs, padding, signed
 
 every = pytest.mark.parametrize("variant", VARIANTS)
 streaming = pytest.mark.parametrize("variant", STREAMING)
@@ -55,7 +55,8 @@ def test_float32_equals_the_definition_in_float64(variant, is_causal):
     q, k, v = inputs(150)
     got = core(q.float(), k.float(), v.float(), is_causal=is_causal)
     assert got.dtype == torch.float32
-    tolerance = 1e-3 if variant in ("cos", "identity", "tanh", "trigonometric") else None  # near-vanishing denominators
+    # A signed denominator near its guard multiplies rounding by up to 1 / GUARD.
+    tolerance = 100 * TOLERANCE[torch.float32] if signed(variant) else None
     close(got, attend(variant, core, q, k, v, is_causal=is_causal), tolerance)
 
 
@@ -229,7 +230,8 @@ def test_half_precision_keeps_its_dtype_and_the_sums_their_precision(variant, is
     want = attend(variant, core, *(x.detach().double() for x in leaves), is_causal=is_causal)
     if want.abs().max() > torch.finfo(dtype).max:
         return  # what cannot be written down in the dtype needs not be right in it
-    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype] if "softmax" in variant else torch.finfo(dtype).eps
+    # Ours sum in float32, so only the output is rounded; torch's own kernel decides for itself.
+    tolerance = TOLERANCE[dtype] if "softmax" in variant else torch.finfo(dtype).eps
     close(out, want, tolerance)
     assert all(x.dtype == dtype and not x.isnan().any() for x in torch.autograd.grad(out.sum(), leaves))
 
