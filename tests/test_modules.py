@@ -252,10 +252,8 @@ def test_checkpointing_the_root_does_not_count_the_recomputation(use_reentrant):
     kf.redraw(layer, every=1)
     x = torch.randn(2, 5, 32, requires_grad=True)
     for number in range(3):
-        want = layer.core.feature_map.draw_number
         checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
         assert layer.core.feature_map.draw_number == number
-        assert want <= number
 
 
 def test_a_half_precision_model_keeps_its_draw():

@@ -86,7 +86,7 @@ def _forward(
     out = query.new_empty(s.B, s.H, s.L, s.E)
     notes = query.new_zeros(s.B, s.H, s.L, dtype=dtype)
     end_state = [torch.empty_like(x) for x in state]
-    kept = [x.new_empty(len(pieces.groups()) if keep else 0, *x.shape) for x in state]
+    kept = [x.new_empty(s.groups(pieces.samples) if keep else 0, *x.shape) for x in state]
     q5, k5, v5 = (grouped(x, s.G) for x in (query, key, value))
     out5, notes5 = grouped(out, s.G), grouped(notes.unsqueeze(3), s.G)
     for first, last in spans(s.B, pieces.samples):

@@ -94,10 +94,8 @@ class FeatureMap(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.seed_number, self.draw_number = (
-            int(state_dict.get(prefix + name, now))
-            for name, now in (("seed", self.seed_number), ("draw", self.draw_number))
-        )
+        if not self.draw.is_meta:  # from the buffers, as loaded: a strict=False dict may have left them as they were
+            self.seed_number, self.draw_number = int(self.seed), int(self.draw)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
