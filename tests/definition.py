@@ -53,6 +53,25 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "tanh unnormalized": ("relu", {"num_features": M, "activation": "tanh", "normalize": False}),
     "elu": ("elu", {}),
     "elu unnormalized": ("elu", {"normalize": False}),
+    "gmm-rks": ("gmm-rks", {"num_features": M // 2}),
+    "gmm-rks tied, no smoothing": ("gmm-rks", {"num_features": M // 2, "tied": True, "smoothing": 0}),
+    "gmm-rks unnormalized": ("gmm-rks", {"num_features": M, "components": 1, "normalize": False}),
+    "gmm-rks diagonal": ("gmm-rks", {"num_features": 9, "components": 3, "covariance": "diagonal", "per_head": False}),
+    "gmm-prf": ("gmm-prf", {"num_features": M // 2}),
+    "gmm-prf full": ("gmm-prf", {"num_features": M // 2, "covariance": "full", "tied": True}),
+    "fastfood-rks": ("fastfood-rks", {"num_features": M}),
+    "fastfood-rks by rows": ("fastfood-rks", {"num_features": M, "transform": "fwht", "smoothing": 0.25}),
+    "fastfood-prf": ("fastfood-prf", {"num_features": M, "sigma": 1.5}),
+    "fastfood-prf by rows": ("fastfood-prf", {"num_features": M, "transform": "fwht"}),
+    "fastfood-prf by rows, shared, S": (
+        "fastfood-prf",
+        {"num_features": M, "transform": "fwht", "learn": "S", "per_head": False, "normalize": False},
+    ),
+    "fastfood-prf fixed": ("fastfood-prf", {"num_features": M, "learn": "none"}),
+    "generative-rks": ("generative-rks", {"num_features": M, "smoothing": "noise"}),
+    "generative-prf": ("generative-prf", {"num_features": M, "width": 5, "depth": 2, "per_head": True}),
+    "loglinear": ("loglinear", {"num_features": M}),
+    "loglinear unnormalized": ("loglinear", {"num_features": M, "per_head": False, "normalize": False}),
 }
 STREAMING = [name for name, (method, _) in VARIANTS.items() if method not in ("softmax", "gaussian")]
 EXACT = [name for name in VARIANTS if name not in STREAMING]
@@ -60,7 +79,59 @@ EXACT = [name for name in VARIANTS if name not in STREAMING]
 
 def build(variant: str, dtype: torch.dtype = torch.float64, **more) -> torch.nn.Module:
     method, options = VARIANTS[variant]
-    return kf.build_attention(method, **{**SIZES, **options, **more}).to(dtype)
+    core = kf.build_attention(method, **{**SIZES, **options, **more})
+    learn_something(core)
+    return core.to(dtype)
+
+
+def learn_something(core: torch.nn.Module) -> None:
+    """What is learned moves away from its start, where a formula may be right by accident."""
+    gen = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for x in core.parameters():
+            x += 0.2 * torch.randn(x.shape, generator=gen)
+
+
+def hadamard(dim: int) -> torch.Tensor:
+    """Entries (-1)^(number of ones that i and j share)."""
+    signs = [[-1.0 if (i & j).bit_count() % 2 else 1.0 for j in range(dim)] for i in range(dim)]
+    return torch.tensor(signs, dtype=torch.float64)
+
+
+def frequencies(core, dtype: torch.dtype) -> torch.Tensor:
+    """(heads, M, D) from what the map keeps, as the paper writes it."""
+    fm, options = core.feature_map, core.test_options
+    if core.method.startswith("gmm"):
+        S, mu, n = fm.S.to(dtype), fm.mu.to(dtype), fm.noise.to(dtype)
+        if S.dim() == 3:
+            S = torch.diag_embed(S)
+        if options.get("tied"):
+            S, mu = torch.cat([S, S], 1), torch.cat([mu, -mu], 1)
+        heads = [
+            torch.cat([torch.stack([S[h, c] @ n_i + mu[h, c] for n_i in n[h]]) for c in range(S.shape[1])])
+            for h in range(S.shape[0])
+        ]
+        return torch.stack(heads)
+    if core.method.startswith("fastfood"):
+        heads, blocks, d = fm.P.shape
+        H, eye = hadamard(d).to(dtype), torch.eye(d, dtype=dtype)
+
+        def V(h, b):
+            S, G, B = (torch.diag(x[h, b].to(dtype)) for x in (fm.S, fm.G, fm.B))
+            return S @ H @ G @ eye[fm.P[h, b]] @ H @ B / (options.get("sigma", 1.0) * math.sqrt(d))
+
+        rows = [torch.cat([V(h, b) for b in range(blocks)]) for h in range(heads)]
+        return torch.stack(rows)[:, :, : core.head_dim]
+    if core.method.startswith("generative"):
+        net, h = fm.generator, fm.noise.to(dtype).flatten(0, 1)
+        weights, biases = [x.to(dtype) for x in net.weights], [x.to(dtype) for x in net.biases]
+        for layer, (gain, shift) in enumerate(zip(net.gains, net.shifts, strict=True)):
+            h = h @ weights[layer].T + biases[layer]
+            h = (h - h.mean(0)) / (h.var(0, unbiased=False) + 1e-5).sqrt()
+            h = h * gain.to(dtype) + shift.to(dtype)
+            h = torch.where(h > 0, h, 0.01 * h)
+        return torch.tanh(h @ weights[-1].T + biases[-1]).view(fm.noise.shape)
+    return fm.omega.to(dtype)
 
 
 def inputs(L=13, S=None, *, B=2, H=4, G=4, D=8, E=6, dtype=torch.float64, seed=0, size=1.0, grad=False):
@@ -72,14 +143,26 @@ def inputs(L=13, S=None, *, B=2, H=4, G=4, D=8, E=6, dtype=torch.float64, seed=0
     return [x.to(dtype).requires_grad_(grad) for x in out]
 
 
-def phi(core, x: torch.Tensor) -> torch.Tensor:
+def phi(core, x: torch.Tensor, role: str) -> torch.Tensor:
     """Features of x (B, H, L, D), already scaled."""
-    options = {**core.test_options} if hasattr(core, "test_options") else {}
-    fm = core.feature_map
-    omega = None if fm.omega is None else fm.omega.to(x.dtype)  # (1 or H, M, D)
+    options, fm = core.test_options, core.feature_map
     half = 0.5 * x.square().sum(-1, keepdim=True)
-    m = x.shape[-1] if omega is None else omega.shape[-2]
-    z = x if omega is None else torch.einsum("bhld,hmd->bhlm", x, omega.expand(x.shape[1], -1, -1))
+    heads = x.shape[1]
+    if core.method == "loglinear":
+        w, b = (fm.w_q, fm.b_q) if role == "query" else (fm.w_k, fm.b_k)
+        w, b = w.to(x.dtype).expand(heads, -1, -1), b.to(x.dtype).expand(heads, -1)
+        return torch.exp(torch.einsum("bhld,hmd->bhlm", x, w) + b[:, None])
+    projects = core.method != "elu" and options.get("projection", True)
+    omega = frequencies(core, x.dtype) if projects else None  # (1 or H, M, D)
+    m = omega.shape[-2] if projects else x.shape[-1]
+    z = torch.einsum("bhld,hmd->bhlm", x, omega.expand(heads, -1, -1)) if projects else x
+    if core.method.endswith("-prf"):
+        return torch.exp(z - 2 * half) / math.sqrt(m)
+    if core.method.endswith("-rks"):
+        smoothing = options.get("smoothing", 1.0)
+        smoothing = (2 * m) ** -0.5 if smoothing == "noise" else smoothing
+        both = torch.cat([torch.cos(z), torch.sin(z)], -1) / math.sqrt(m)
+        return torch.cat([both, torch.full_like(both[..., :1], math.sqrt(smoothing))], -1) if smoothing else both
     kernel = options.get("kernel", "softmax")
     if core.method in ("favor+", "favor+regularized"):
         return torch.exp(z - (half if kernel == "softmax" else 2 * half)) / math.sqrt(m)
@@ -106,7 +189,11 @@ def phi(core, x: torch.Tensor) -> torch.Tensor:
 
 def signed(variant: str) -> bool:
     method, options = VARIANTS[variant]
-    return method == "trigonometric" or options.get("activation") in ("gelu", "cos", "tanh", "identity")
+    return (
+        method == "trigonometric"
+        or method.endswith("-rks")
+        or options.get("activation") in ("gelu", "cos", "tanh", "identity")
+    )
 
 
 def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
@@ -130,7 +217,7 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
     elif method == "gaussian":
         weights = torch.exp(-0.5 * (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1))
     else:
-        phi_q, phi_k = phi(core, q), phi(core, k)
+        phi_q, phi_k = phi(core, q, "query"), phi(core, k, "key")
         weights = phi_q @ phi_k.transpose(-1, -2)
         if signed(variant):
             norms = torch.where(visible, phi_k.norm(dim=-1).unsqueeze(-2), 0.0).sum(-1, keepdim=True)

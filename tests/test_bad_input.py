@@ -87,7 +87,7 @@ def test_dtypes(core):
 
 
 def test_unknown_methods_and_options():
-    with raises(r"unknown method 'favor'; did you mean 'favor\+'\? choose from elu, favor\+"):
+    with raises(r"unknown method 'favor'; did you mean 'favor\+'\? choose from elu, fastfood-prf"):
         kf.build_attention("favor", head_dim=8, num_heads=4)
     with raises(r"unknown option for method 'favor\+', 'num_feature'; did you mean 'num_features'\?"):
         kf.build_attention("favor+", head_dim=8, num_heads=4, num_feature=3)
@@ -148,7 +148,7 @@ def test_states_that_do_not_fit(core):
     with raises(r"made by method 'favor\+', this core is 'relu'; start anew with state=None"):
         relu(q, k, v, is_causal=True, state=state)
     wide = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=32)
-    with raises(r"the state was made with another map"):
+    with raises(r"the state was made with another num_features \(16, here 32\)"):
         wide(q, k, v, is_causal=True, state=state)
     one = [x[:1, :, :1] for x in (q, k, v)]
     with raises(r"the state has shape \(2, 4, 16, 6\), these inputs need \(1, 4, 16, 6\); start anew with state=None"):
@@ -164,7 +164,7 @@ def test_states_that_do_not_fit(core):
         "draw": "draw",
         "normalize": "normalize",
         "normalize_qk": "normalize_qk",
-        "per_head": "heads of",
+        "per_head": "per_head",
     }
     values = {"seed": 1, "draw": "iid", "normalize": False, "normalize_qk": True, "per_head": True}
     for option, name in other.items():

@@ -22,10 +22,11 @@ causality = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectio
 def test_equals_the_definition_with_gradients(variant, is_causal, L, S, small_blocks):
     core = build(variant)
     for masked in (False, True):
-        leaves = inputs(L, S, grad=True)
+        qkv = inputs(L, S, grad=True)
+        leaves = [*qkv, *core.parameters()]
         key_mask = padding(2, S) if masked else None
-        out = core(*leaves, is_causal=is_causal, key_mask=key_mask)
-        want = attend(variant, core, *leaves, is_causal=is_causal, key_mask=key_mask)
+        out = core(*qkv, is_causal=is_causal, key_mask=key_mask)
+        want = attend(variant, core, *qkv, is_causal=is_causal, key_mask=key_mask)
         close(out, want)
         g = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
         for got, expected in zip(
@@ -38,9 +39,10 @@ def test_equals_the_definition_with_gradients(variant, is_causal, L, S, small_bl
 @causality
 def test_equals_the_definition_at_the_default_chunks(variant, is_causal):
     core = build(variant)
-    leaves = inputs(131, grad=True)
-    out = core(*leaves, is_causal=is_causal)
-    want = attend(variant, core, *leaves, is_causal=is_causal)
+    qkv = inputs(131, grad=True)
+    leaves = [*qkv, *core.parameters()]
+    out = core(*qkv, is_causal=is_causal)
+    want = attend(variant, core, *qkv, is_causal=is_causal)
     close(out, want)
     for got, expected in zip(
         torch.autograd.grad(out.square().sum(), leaves), torch.autograd.grad(want.square().sum(), leaves), strict=True
@@ -66,7 +68,12 @@ def test_gradcheck(variant, is_causal, small_blocks):
     core = build(variant)
     leaves = inputs(5, 5, B=1, H=4, G=2, E=3, grad=True)
     key_mask = torch.tensor([[True, True, False, True, True]])
-    assert gradcheck(lambda *x: core(*x, is_causal=is_causal, key_mask=key_mask), leaves, atol=1e-6)
+    learned = list(core.parameters())  # gradcheck moves them in place
+
+    def run(*x):
+        return core(*x[:3], is_causal=is_causal, key_mask=key_mask)
+
+    assert gradcheck(run, [*leaves, *learned], atol=1e-6, fast_mode=bool(learned))
 
 
 @every
@@ -183,14 +190,15 @@ def test_step_by_step_equals_parallel_equals_split_and_resume(variant, G, small_
 @streaming
 def test_gradients_flow_through_a_state(variant, small_blocks):
     core = build(variant)
-    leaves = inputs(23, G=2, grad=True)
+    qkv = inputs(23, G=2, grad=True)
+    leaves = [*qkv, *core.parameters()]
     key_mask = padding(2, 23)
-    want = torch.autograd.grad(core(*leaves, is_causal=True, key_mask=key_mask).square().sum(), leaves)
-    first = [x[:, :, :9] for x in leaves]
+    want = torch.autograd.grad(core(*qkv, is_causal=True, key_mask=key_mask).square().sum(), leaves)
+    first = [x[:, :, :9] for x in qkv]
     out, state = core(*first, is_causal=True, key_mask=key_mask[:, :9], return_state=True)
-    middle = [x[:, :, 9:10] for x in leaves]
+    middle = [x[:, :, 9:10] for x in qkv]
     one, state = core.step(*middle, state, key_mask=key_mask[:, 9:10])
-    rest = [x[:, :, 10:] for x in leaves]
+    rest = [x[:, :, 10:] for x in qkv]
     last = core(*rest, is_causal=True, key_mask=key_mask[:, 10:], state=state)
     got = torch.autograd.grad(torch.cat([out, one, last], 2).square().sum(), leaves)
     for a, b in zip(got, want, strict=True):

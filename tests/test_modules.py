@@ -25,6 +25,7 @@ def layer_of(method, **options):
 def test_the_methods_have_a_line_each():
     assert METHODS == [
         "softmax", "gaussian", "favor+", "favor+hyperbolic", "favor+regularized", "trigonometric", "relu", "elu",
+        "gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "loglinear",
     ]  # fmt: skip
     assert all(about for about in kf.list_methods().values())
     assert "num_features" in kf.method_options("favor+")
@@ -36,9 +37,12 @@ def test_every_listed_option_is_taken(method):
     values = {
         "num_features": 12, "seed": 3, "draw": "iid", "norms": "sqrt", "per_head": True, "kernel": "gaussian",
         "normalize": False, "normalize_qk": True, "scale": 0.5, "hyperbolic": True, "regularized": True,
-        "activation": "sigmoid", "projection": True, "eps": 0.1,
+        "activation": "sigmoid", "projection": True, "eps": 0.1, "components": 4, "tied": True, "mean_std": 0.0,
+        "covariance": "full", "smoothing": 0.5, "learn": "S", "sigma": 2.0, "transform": "fwht", "width": 7, "depth": 1,
     }  # fmt: skip
     options = {name: values[name] for name in kf.method_options(method) if name not in ("hyperbolic", "regularized")}
+    if method.startswith("fastfood"):
+        options["num_features"] = 16  # a multiple of head_dim
     core = kf.build_attention(method, head_dim=8, num_heads=4, **options)
     assert core(*inputs(5, dtype=torch.float32)).isfinite().all()
 
@@ -363,7 +367,7 @@ def test_gradients_reach_tensors_that_a_map_learns(small_blocks):
         core = build(variant)
         phi = core.feature_map
         leaves = inputs(5, B=1, E=3, grad=True)
-        omega = phi.tensors()[0].clone().requires_grad_()
+        omega = phi.tensors(torch.float64)[0].clone().requires_grad_()
         settings = {"spec": phi.key, "tensors": [omega], "scale": 0.4, "normalize": core.normalize}
 
         def both(*x, settings=settings):

@@ -13,6 +13,8 @@ from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.signed import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec
 
+MadeBy = tuple[tuple[str, object], ...]
+
 
 @dataclass(frozen=True, eq=False)
 class State:
@@ -25,13 +27,19 @@ class State:
         tensors: (B, G, ...) each; their meaning is the method's own.
         length: number of tokens taken in, padding included.
         made_by: the core that made it, by everything that its numbers depend on: another one cannot go on from it.
+        prepared: tensors of the map, made once per stream where no gradient is asked for, and not pickled: a stream
+            keeps the kernel that it began with.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
     """
 
     tensors: tuple[Tensor, ...]
     length: int
-    made_by: tuple[object, ...]
+    made_by: MadeBy
+    prepared: tuple[Tensor, ...] = ()
     fits: tuple[object, ...] = ()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "prepared": (), "fits": ()}
 
     @property
     def batch(self) -> int:
@@ -45,11 +53,11 @@ class State:
 
     def to(self, device: torch.device | str) -> State:
         """The same on another device."""
-        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=())
+        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), prepared=(), fits=())
 
     def detach(self) -> State:
         """The same, cut off from the graph: gradients of later tokens stop here."""
-        return replace(self, tensors=tuple(x.detach() for x in self.tensors))
+        return replace(self, tensors=tuple(x.detach() for x in self.tensors), prepared=())
 
     def reorder(self, index: Tensor | Sequence[int]) -> State:
         """Samples by their index, repeats allowed: what beam search does between steps."""

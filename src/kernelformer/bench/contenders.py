@@ -6,6 +6,7 @@ with its own frequencies, before it is timed.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from kernelformer.attention.reference import positive_attention, signed_attention, visibility
 from kernelformer.contract import PositiveSpec, SignedSpec
+from kernelformer.errors import unknown
 from kernelformer.modules import KernelCore, build_attention, method_options
 
 Task = Literal["bidirectional", "causal", "decode"]
@@ -122,13 +124,18 @@ class Kernelformer(Contender):
 
     def refuses(self, case: Case) -> str | None:
         """Exact methods have no state to decode from."""
-        streams = self.name not in ("softmax", "gaussian")
+        streams = self.method not in ("softmax", "gaussian")
         return None if case.task != "decode" or streams else "cannot stream"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.method, self.options = parse_method(name)
 
     def build(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The core itself."""
-        options = {"num_features": case.features} if "num_features" in method_options(self.name) else {}
-        self.core = build_attention(self.name, head_dim=case.head_dim, num_heads=case.heads, **options)
+        size = {"num_features": case.features} if "num_features" in method_options(self.method) else {}
+        options = {**size, **self.options}
+        self.core = build_attention(self.method, head_dim=case.head_dim, num_heads=case.heads, **options)
         return lambda q, k, v: self.core(q, k, v, is_causal=case.causal)
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,7 +144,7 @@ class Kernelformer(Contender):
         visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
         if not isinstance(core, KernelCore):
             scores = scale * (q @ k.transpose(-1, -2))
-            if self.name == "softmax":
+            if self.method == "softmax":
                 return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
             return torch.where(visible, torch.exp(-0.5 * scale * torch.cdist(q, k).square()), 0.0) @ v
         phi = core.feature_map
@@ -292,11 +299,30 @@ def installed_peers() -> list[str]:
     return [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
 
 
+def parse_method(name: str) -> tuple[str, dict[str, Any]]:
+    """``method:option=value:...`` as the method and its options; values are Python literals, or else strings."""
+    method, *parts = name.split(":")
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, sign, value = part.partition("=")
+        if not sign:
+            raise ValueError(f"options of a method are name=value, got {part!r} in {name!r}.")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return method, options
+
+
 def contender(name: str) -> Contender:
-    """By name: a method of ours, ``sdpa``, or a peer."""
+    """By name: a method of ours, with options or without (see `parse_method`), ``sdpa``, or a peer."""
     if name == "sdpa":
         return Sdpa(name)
     if name in PEERS:
         return PEERS[name][1](name)
-    build_attention(name, head_dim=1, num_heads=1)  # says what is wrong with an unknown name
+    method, options = parse_method(name)
+    known = method_options(method)  # says what is wrong with an unknown name
+    for option in options:
+        if option not in known:
+            raise unknown(f"option for method {method!r},", option, known)
     return Kernelformer(name)

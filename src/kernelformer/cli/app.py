@@ -60,7 +60,9 @@ def list_() -> None:
 @app.command()
 def bench(
     lengths: Annotated[str, typer.Option(help="lengths, and contexts for decoding")] = "1024,4096,16384",
-    methods: Annotated[str, typer.Option(help="methods of ours; the first is what ratios refer to")] = "favor+",
+    methods: Annotated[
+        str, typer.Option(help="of ours, name or name:option=value; ratios refer to the first")
+    ] = "favor+",
     peers: Annotated[str, typer.Option(help="'auto' for SDPA and what is installed, 'none', or names")] = "auto",
     tasks: Annotated[str, typer.Option(help="of bidirectional, causal, decode")] = ",".join(TASKS),
     passes: Annotated[str, typer.Option(help="of forward, train (forward + backward)")] = "forward,train",

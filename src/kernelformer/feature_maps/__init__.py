@@ -2,7 +2,19 @@
 
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.elementwise import GeneralizedMap
+from kernelformer.feature_maps.fastfood import FastFoodMap
 from kernelformer.feature_maps.fourier import TrigonometricMap
+from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.feature_maps.positive import PositiveMap
+from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap
 
-__all__ = ["FeatureMap", "GeneralizedMap", "PositiveMap", "TrigonometricMap"]
+__all__ = [
+    "FastFoodMap",
+    "FeatureMap",
+    "GeneralizedMap",
+    "GenerativeMap",
+    "LogLinearMap",
+    "MixtureMap",
+    "PositiveMap",
+    "TrigonometricMap",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +17,12 @@ from kernelformer.feature_maps.draws import draw_frequencies, generator
 class FeatureMap(nn.Module):
     """phi: R^D -> R^M with ``K(q, k) ~ phi(q) . phi(k)``.
 
-    Draw number t is a pure function of (seed, t). Both numbers and the draw itself are buffers, saved with the model:
-    a resumed run continues the same draws, and evaluation is deterministic. Only `resample` changes them.
+    Draw number t is a pure function of (seed, t). Both numbers, the draw itself and the settings are buffers, saved
+    with the model: a resumed run continues the same draws, evaluation is deterministic, and a map of other settings
+    refuses to be loaded into. Only `resample` changes them.
+
+    A subclass registers what it learns, if anything, and ends its constructor with `_start`. It overrides `_draws` if a
+    draw is more than frequencies, `frequencies` if those follow from parameters, and `_reset_learned`.
 
     Args:
         spec: how the map acts on a chunk.
@@ -27,14 +32,17 @@ class FeatureMap(nn.Module):
         seed: of the draws.
         draw: see `draws.draw_frequencies`.
         norms: see `draws.draw_frequencies`.
-        per_head: one independent draw for each head instead of one for all. With grouped queries a shared draw keeps
-            the state at the size of the key heads.
+        per_head: one independent map for each head instead of one for all. With grouped queries a shared one keeps the
+            state at the size of the key heads.
+        settings: what else tells this map from others of its class, by the names of the options.
     """
 
     omega: Tensor | None
     seed: Tensor
     draw: Tensor
     age: Tensor
+    settings: Tensor
+    feature_dim: int
 
     def __init__(
         self,
@@ -47,6 +55,7 @@ class FeatureMap(nn.Module):
         draw: str = "orthogonal",
         norms: str | None = None,
         per_head: bool = False,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -55,32 +64,50 @@ class FeatureMap(nn.Module):
         self.num_heads = positive_int("num_heads", num_heads)
         self.num_features = num_features
         self.draw_kind, self.norms = draw, norms
-        self.draw_heads = num_heads if per_head else 1
+        self.heads = num_heads if per_head else 1
+        drawing = {"num_features": num_features, "draw": draw, "norms": norms, "per_head": per_head}
+        self.options: dict[str, object] = {**(settings or {}), **(drawing if num_features else {})}
         # The numbers stand beside their buffers, so that nothing has to be read back from a device.
         self.seed_number, self.draw_number = integer("seed", seed), 0
         self.register_buffer("seed", torch.tensor(self.seed_number, dtype=torch.int64, device="cpu"))
         self.register_buffer("draw", torch.tensor(0, dtype=torch.int64, device="cpu"))
         self.register_buffer("age", torch.tensor(0, dtype=torch.int64, device="cpu"))
-        self.register_buffer("omega", self._frequencies(0) if num_features else None)
-        self.feature_dim = spec.feature_dim(self.tensors(), head_dim)
+        self.register_buffer("settings", _encode(self.options))
+        self.register_buffer("omega", None)
+
+    def _start(self) -> None:
+        """Take the first draw and the first values of what is learned."""
+        for name, x in self._draws(0).items():
+            self.register_buffer(name, x)
+        with torch.no_grad():
+            self._reset_learned()
+            self.feature_dim = self.spec.feature_dim(self.tensors(), self.head_dim)
 
     @property
     def is_random(self) -> bool:
         """Whether there is anything to draw."""
-        return self.omega is not None
+        return self.num_features > 0
 
     @property
-    def identity(self) -> tuple[object, ...]:
+    def identity(self) -> dict[str, object]:
         """What makes two maps the same function: a state goes only to a map that equals its maker's."""
-        return (self.key, self.draw_kind, self.norms, self.draw_heads, self.seed_number, self.draw_number)
+        return {**self.options, "seed": self.seed_number, "draw number": self.draw_number}
 
-    def _frequencies(self, draw: int) -> Tensor:
+    def _noise(self, draw: int) -> Tensor:
+        """Draw number ``draw`` of frequencies, (heads, num_features, D)."""
         gen = generator(self.seed_number, draw)
         heads = [
             draw_frequencies(self.num_features, self.head_dim, gen, draw=self.draw_kind, norms=self.norms)
-            for _ in range(self.draw_heads)
+            for _ in range(self.heads)
         ]
         return torch.stack(heads).float()
+
+    def _draws(self, draw: int) -> dict[str, Tensor]:
+        """The buffers of draw number ``draw``, by name."""
+        return {"omega": self._noise(draw)} if self.is_random else {}
+
+    def _reset_learned(self) -> None:
+        """Parameters as they are at the start, a function of the seed; within `torch.no_grad`."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FeatureMap:
         # model.half() must not round the draw: it is cast when it is used, to float32 at least.
@@ -92,8 +119,23 @@ class FeatureMap(nn.Module):
                 self._buffers[name] = before.to(after.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        found = state_dict.get(f"{prefix}settings")
+        if isinstance(found, Tensor) and not found.is_meta:
+            theirs = _decode(found)
+            if theirs != json.loads(json.dumps(self.options)):
+                errors.append(_other_settings(prefix, theirs, self.options))
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if not self.draw.is_meta:  # from the buffers, as loaded: a strict=False dict may have left them as they were
             self.seed_number, self.draw_number = int(self.seed), int(self.draw)
 
@@ -101,32 +143,50 @@ class FeatureMap(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         register(self.spec)  # in the process that unpickles
 
-    def tensors(self) -> list[Tensor]:
+    def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``omega`` (heads, M, D), heads = H or 1: what `tensors` hands over, in ``dtype``."""
+        if self.omega is None:
+            raise ValueError(
+                f"{type(self).__name__} has no frequencies, and so no spectral density; maps that draw them have."
+            )
+        return self.omega if self.omega.dtype == dtype else self.omega.to(dtype)
+
+    def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """What the spec is bound to: (B or 1, H or 1, ...) each."""
-        omega = self.omega
-        return [] if omega is None else [omega.unsqueeze(0)]
+        return [self.frequencies(dtype).unsqueeze(0)] if self.is_random else []
 
     def prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> list[Tensor]:
         """The tensors for one call, with q, k and the mask in view, in the dtype of the arithmetic."""
-        dtype = compute_dtype(query.dtype)
-        return [x if x.dtype == dtype else x.to(dtype) for x in self.tensors()]
+        return self.tensors(compute_dtype(query.dtype))
+
+    def covariances(self) -> Tensor:
+        """Covariance of the frequencies, (H, C, D, D) for C components; here that of the sample, C = 1."""
+        omega = self.frequencies().detach()
+        centred = omega - omega.mean(1, keepdim=True)
+        return (centred.transpose(1, 2) @ centred / omega.shape[1]).unsqueeze(1).expand(self.num_heads, -1, -1, -1)
 
     def resample(self, draw: int | None = None) -> None:
         """Go to the next draw, or to number ``draw``.
 
-        The frequencies become a new tensor: a graph that is still to be differentiated keeps those it was built with.
+        The draw becomes a new tensor: a graph that is still to be differentiated keeps the one it was built with.
         """
         self.draw_number = integer("draw", self.draw_number + 1 if draw is None else draw, at_least=0)
-        self.reset_parameters()
+        self._redraw()
+
+    @torch.no_grad()
+    def _redraw(self) -> None:
+        self.draw.fill_(self.draw_number)
+        self.age.zero_()
+        for name, x in self._draws(self.draw_number).items():
+            self._buffers[name] = x.to(self.get_buffer(name))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw again what (seed, draw) say, into buffers that may hold anything, as after `Module.to_empty`."""
+        """Start again from what (seed, draw) say, in tensors that may hold anything, as after `Module.to_empty`."""
         self.seed.fill_(self.seed_number)
-        self.draw.fill_(self.draw_number)
-        self.age.zero_()
-        if self.omega is not None:
-            self.omega = self._frequencies(self.draw_number).to(self.omega)
+        self.settings.copy_(_encode(self.options))
+        self._redraw()
+        self._reset_learned()
 
     def forward(self, x: Tensor, role: str = "query", scale: float = 1.0) -> Tensor:
         """phi(sqrt(scale) x) as one tensor, (B, H, L, D) -> (B, H, L, M): for looking and for small L."""
@@ -140,6 +200,22 @@ class FeatureMap(nn.Module):
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
         what: dict[str, Any] = {"features": self.feature_dim, "heads": self.num_heads, "head_dim": self.head_dim}
-        if self.omega is not None:
-            what |= {"draw": self.draw_kind, "per_head": self.draw_heads > 1}
-        return ", ".join(f"{k}={v}" for k, v in what.items()) + f", spec={self.spec}"
+        return ", ".join(f"{k}={v}" for k, v in {**what, **self.options}.items()) + f", spec={self.spec}"
+
+
+def _encode(options: Mapping[str, object]) -> Tensor:
+    """Settings as bytes in a tensor: every format of weights can carry them, and nothing has to be unpickled."""
+    return torch.frombuffer(bytearray(json.dumps(options), "utf-8"), dtype=torch.uint8).clone()
+
+
+def _decode(settings: Tensor) -> dict[str, object]:
+    found: dict[str, object] = json.loads(bytes(settings.tolist()))
+    return found
+
+
+def _other_settings(prefix: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> str:
+    names = dict.fromkeys([*theirs, *ours])
+    rows = [(x, theirs.get(x, "not set"), ours.get(x, "not set")) for x in names if theirs.get(x) != ours.get(x)]
+    saved = ", ".join(f"{name}={a!r}" for name, a, _ in rows)
+    here = ", ".join(f"{name}={b!r}" for name, _, b in rows)
+    return f"{prefix.removesuffix('.')} was saved with {saved}, this one has {here}; build it with the saved settings."

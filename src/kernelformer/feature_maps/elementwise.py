@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec, scaled
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.projection import Dense, Identity, Projection, Transform
 
 
 @dataclass(frozen=True)
@@ -48,53 +49,14 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-class _Projection:
-    """``z = W x``, or x itself where there is nothing to project with."""
-
-    def __init__(self, tensors: Sequence[Tensor], scale: float, learn: bool, grads: Tensor | None = None) -> None:
-        self.root = math.sqrt(scale)
-        self.weight = scaled(tensors[0], self.root) if tensors else None
-        self.grads = grads
-        if learn and self.weight is not None and grads is None:
-            self.grads = torch.zeros_like(self.weight, memory_format=torch.contiguous_format)
-
-    def into(self, x: Tensor, out: Tensor) -> Tensor:
-        """(N, C, D) -> out (N, C, M)."""
-        return torch.mul(x, self.root, out=out) if self.weight is None else torch.bmm(x, self._t, out=out)
-
-    @property
-    def _t(self) -> Tensor:
-        assert self.weight is not None
-        return self.weight.transpose(1, 2)
-
-    def pull(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """(N, C, M) -> out (N, C, D)."""
-        if self.weight is None:
-            return torch.mul(grad, self.root, out=out)
-        if self.grads is not None:
-            self.grads.baddbmm_(grad.transpose(1, 2), x)
-        return torch.bmm(grad, self.weight, out=out)
-
-    def tensor_grads(self) -> list[Tensor]:
-        """Of omega: undo the folded scale."""
-        assert self.grads is not None
-        return [self.grads * self.root]
-
-
-def _project(x: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
-    x = x if not tensors else x.to(tensors[0].dtype)
-    x = x * math.sqrt(scale)
-    return x @ tensors[0].transpose(-1, -2) if tensors else x
-
-
 @dataclass(frozen=True)
 class ElementwiseSpec(SignedSpec):
-    """``phi_i(x) = (f(w_i . x) + eps) / sqrt(m)``; tensors: omega (B or 1, H or 1, M, D), or none without
-    projection."""
+    """``phi_i(x) = (f(w_i . x) + eps) / sqrt(m)``; tensors: those of the transform x -> W x."""
 
     activation: str
     eps: float
     amplitude: float
+    transform: Transform
 
     @property
     def nonnegative(self) -> bool:
@@ -108,30 +70,32 @@ class ElementwiseSpec(SignedSpec):
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
         """One feature per frequency, or per coordinate."""
-        return tensors[0].shape[-2] if tensors else head_dim
+        return self.transform.width(tensors, head_dim)
 
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The formula as it stands."""
-        phi = ACTIVATIONS[self.activation].f(_project(x, tensors, scale)) + self.eps
+        phi = ACTIVATIONS[self.activation].f(self.transform.project(x, tensors, math.sqrt(scale))) + self.eps
         return (phi if normalize else phi * self.amplitude), None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
         """In chunks; the amplitude cancels under normalization and is left out there."""
-        return ElementwiseChunks(self, _Projection(tensors, scale, learn), 1.0 if normalize else self.amplitude)
+        return ElementwiseChunks(
+            self, self.transform.bind(tensors, math.sqrt(scale), learn), 1.0 if normalize else self.amplitude
+        )
 
 
 class ElementwiseChunks(SignedChunks):
     """`ElementwiseSpec` on chunks."""
 
-    def __init__(self, spec: ElementwiseSpec, projection: _Projection, amplitude: float) -> None:
+    def __init__(self, spec: ElementwiseSpec, projection: Projection, amplitude: float) -> None:
         self.f, self.eps = ACTIVATIONS[spec.activation], spec.eps
         self.projection, self.amplitude = projection, amplitude
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> None:
         """Projection, function and summand, all in the caller's buffer."""
-        self.f.f_(self.projection.into(x, out))
+        self.f.f_(self.projection.rows(x, out))
         if self.eps:
             out.add_(self.eps)
         if self.amplitude != 1:
@@ -140,16 +104,16 @@ class ElementwiseChunks(SignedChunks):
     def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Through f by its own value where that is enough, else by the projection computed again."""
         if self.f.needs_z:
-            grad = self.f.back_(grad, self.projection.into(x, torch.empty_like(phi)), self.eps).mul_(self.amplitude)
+            grad = self.f.back_(grad, self.projection.rows(x, torch.empty_like(phi)), self.eps).mul_(self.amplitude)
         elif self.amplitude != 1:  # dividing it out would round an inactive feature to an active one
-            y = self.f.f_(self.projection.into(x, torch.empty_like(phi)))
+            y = self.f.f_(self.projection.rows(x, torch.empty_like(phi)))
             grad = self.f.back_(grad, y.add_(self.eps), self.eps).mul_(self.amplitude)
         else:
             grad = self.f.back_(grad, phi, self.eps)
-        return self.projection.pull(x, grad, out)
+        return self.projection.pull_rows(x, grad, out)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of omega."""
+        """Of the transform's tensors."""
         return self.projection.tensor_grads()
 
 
@@ -169,10 +133,11 @@ class LogElementwiseSpec(PositiveSpec):
     activation: str
     log_eps: float
     constant: float
+    transform: Transform
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
         """One feature per frequency, or per coordinate."""
-        return tensors[0].shape[-2] if tensors else head_dim
+        return self.transform.width(tensors, head_dim)
 
     def log_f(self, z: Tensor) -> Tensor:
         """``log(f(z) + eps)``."""
@@ -186,30 +151,23 @@ class LogElementwiseSpec(PositiveSpec):
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """The formula as it stands."""
-        return self.log_f(_project(x, tensors, scale)) + self.constant
+        return self.log_f(self.transform.project(x, tensors, math.sqrt(scale))) + self.constant
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """In chunks."""
-        return LogElementwiseChunks(self, tensors, scale, learn)
+        width = self.transform.width(tensors, tensors[0].shape[-1] if tensors else 0)
+        return LogElementwiseChunks(self, self.transform.bind(tensors, math.sqrt(scale), learn), width)
 
 
 class LogElementwiseChunks(PositiveChunks):
     """`LogElementwiseSpec` on chunks."""
 
-    def __init__(
-        self,
-        spec: LogElementwiseSpec,
-        tensors: Sequence[Tensor],
-        scale: float,
-        learn: bool,
-        grads: Tensor | None = None,
-    ) -> None:
-        self.spec, self.tensors, self.scale = spec, tensors, scale
-        self.projection = _Projection(tensors, scale, learn, grads)
+    def __init__(self, spec: LogElementwiseSpec, projection: Projection, width: int) -> None:
+        self.spec, self.projection, self.width = spec, projection, width
 
     def _log_f(self, x: Tensor) -> Tensor:
-        width = self.spec.feature_dim(self.tensors, x.shape[-1])
-        return self.spec.log_f(self.projection.into(x, x.new_empty(*x.shape[:-1], width)))
+        z = x.new_empty(*x.shape[:-1], self.width or x.shape[-1])
+        return self.spec.log_f(self.projection.rows(x, z))
 
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
@@ -221,20 +179,18 @@ class LogElementwiseChunks(PositiveChunks):
 
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The value of log f, computed again, tells its slope."""
-        return self.projection.pull(x, self.spec.slope(self._log_f(x)).mul_(grad), out)
+        return self.projection.pull_rows(x, self.spec.slope(self._log_f(x)).mul_(grad), out)
 
     def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
         return self.pull_queries(x, grad.transpose(1, 2), out)
 
     def at(self, row: int) -> PositiveChunks:
-        """Row ``row`` as views, so that gradients land in the whole."""
-        one = slice(row, row + 1)
-        grads = None if self.projection.grads is None else self.projection.grads[one]
-        return LogElementwiseChunks(self.spec, [x[one] for x in self.tensors], self.scale, False, grads)
+        """Row ``row`` of the projection."""
+        return LogElementwiseChunks(self.spec, self.projection.at(row), self.width)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of omega."""
+        """Of the transform's tensors."""
         return self.projection.tensor_grads()
 
 
@@ -274,12 +230,13 @@ class GeneralizedMap(FeatureMap):
         if not (math.isfinite(eps) and eps >= 0):
             raise ValueError(f"eps must be finite and at least 0, got {eps}.")
         width = num_features if projection else head_dim
+        transform: Transform = Dense() if projection else Identity()
         spec: ElementwiseSpec | LogElementwiseSpec
         if activation in ("exp", "elu"):
             log_eps = math.log(eps) if activation == "exp" and eps > 0 else -math.inf
-            spec = LogElementwiseSpec(activation=activation, log_eps=log_eps, constant=-0.5 * math.log(width))
+            spec = LogElementwiseSpec(activation, log_eps, -0.5 * math.log(width), transform)
         else:
-            spec = ElementwiseSpec(activation=activation, eps=eps, amplitude=1 / math.sqrt(width))
+            spec = ElementwiseSpec(activation, eps, 1 / math.sqrt(width), transform)
         super().__init__(
             spec,
             head_dim=head_dim,
@@ -289,4 +246,6 @@ class GeneralizedMap(FeatureMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
+            settings={"activation": activation, "projection": projection, "eps": eps},
         )
+        self._start()

@@ -9,19 +9,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.contract import Role, SignedChunks, SignedSpec, scaled
+from kernelformer.contract import Role, SignedChunks, SignedSpec
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.projection import Dense, Projection, Transform
 
 _ROW = {"softmax": 0.5, "gaussian": 0.0}
 
 
 @dataclass(frozen=True)
 class FourierSpec(SignedSpec):
-    """``phi(x) = exp(row |x|^2) amplitude [cos(w_i . x), sin(w_i . x)]``; tensors: omega (B or 1, H or 1, M / 2, D)."""
+    """``phi(x) = exp(row |x|^2) [amplitude cos(w_i . x), amplitude sin(w_i . x), sqrt(smoothing)]``.
+
+    The last feature is there if smoothing is not 0. Tensors: those of the transform x -> W x.
+    """
 
     row: float
     amplitude: float
+    transform: Transform
+    smoothing: float = 0.0
 
     @property
     def nonnegative(self) -> bool:
@@ -34,38 +40,40 @@ class FourierSpec(SignedSpec):
         return self.row != 0
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """A cosine and a sine per frequency."""
-        return 2 * tensors[0].shape[-2]
+        """A cosine and a sine per frequency, and the constant."""
+        return 2 * self.transform.width(tensors, head_dim) + (self.smoothing > 0)
 
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The formula as it stands."""
-        x = x.to(tensors[0].dtype) * math.sqrt(scale)
-        angle = x @ tensors[0].transpose(-1, -2)
-        phi = self.amplitude * torch.cat([angle.cos(), angle.sin()], -1)
-        return phi, self.row * x.square().sum(-1, keepdim=True) if self.has_factor else None
+        angle = self.transform.project(x, tensors, math.sqrt(scale))
+        parts = [self.amplitude * angle.cos(), self.amplitude * angle.sin()]
+        if self.smoothing:
+            parts.append(angle.new_full((*angle.shape[:-1], 1), math.sqrt(self.smoothing)))
+        factor = self.row * scale * x.square().sum(-1, keepdim=True) if self.has_factor else None
+        return torch.cat(parts, -1), factor
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
         """In chunks, the scale folded into the frequencies once."""
-        return FourierChunks(self, scaled(tensors[0], math.sqrt(scale)), scale, normalize, learn)
+        return FourierChunks(self, self.transform.bind(tensors, math.sqrt(scale), learn), scale, normalize)
 
 
 class FourierChunks(SignedChunks):
     """`FourierSpec` on chunks."""
 
-    def __init__(self, spec: FourierSpec, weight: Tensor, scale: float, normalize: bool, learn: bool) -> None:
-        self.spec, self.weight, self.scale, self.normalize = spec, weight, scale, normalize
+    def __init__(self, spec: FourierSpec, projection: Projection, scale: float, normalize: bool) -> None:
+        self.spec, self.projection, self.normalize = spec, projection, normalize
         self.row = spec.row * scale
-        self.grads = torch.zeros_like(weight, memory_format=torch.contiguous_format) if learn else None
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
         """One product, then cosine and sine of it into the two halves."""
-        half = self.weight.shape[1]
-        angle = torch.bmm(x, self.weight.transpose(1, 2))
+        half = out.shape[-1] // 2
+        angle = self.projection.rows(x, x.new_empty(*x.shape[:2], half))
         torch.cos(angle, out=out[..., :half])
-        torch.sin(angle, out=out[..., half:])
-        out.mul_(self.spec.amplitude)
+        torch.sin(angle, out=out[..., half : 2 * half])
+        out[..., : 2 * half].mul_(self.spec.amplitude)
+        out[..., 2 * half :].fill_(math.sqrt(self.spec.smoothing))
         if not self.spec.has_factor or (role == "query" and self.normalize):
             return None
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -73,17 +81,15 @@ class FourierChunks(SignedChunks):
 
     def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """``d cos = -sin``, ``d sin = cos``: phi holds both, so nothing is computed again."""
-        half = self.weight.shape[1]
-        angle_grad = phi[..., :half] * grad[..., half:] - phi[..., half:] * grad[..., :half]
-        if self.grads is not None:
-            self.grads.baddbmm_(angle_grad.transpose(1, 2), x)
-        torch.bmm(angle_grad, self.weight, out=out)
+        half = phi.shape[-1] // 2
+        cos, sin = phi[..., :half], phi[..., half : 2 * half]
+        angle_grad = cos * grad[..., half : 2 * half] - sin * grad[..., :half]
+        self.projection.pull_rows(x, angle_grad, out)
         return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.row)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of omega: undo the folded scale."""
-        assert self.grads is not None
-        return [self.grads * math.sqrt(self.scale)]
+        """Of the transform's tensors."""
+        return self.projection.tensor_grads()
 
 
 class TrigonometricMap(FeatureMap):
@@ -110,7 +116,7 @@ class TrigonometricMap(FeatureMap):
         positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
         super().__init__(
-            FourierSpec(row=_ROW[kernel], amplitude=1 / math.sqrt(num_features)),
+            FourierSpec(row=_ROW[kernel], amplitude=1 / math.sqrt(num_features), transform=Dense()),
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features,
@@ -118,4 +124,6 @@ class TrigonometricMap(FeatureMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
+            settings={"kernel": kernel},
         )
+        self._start()

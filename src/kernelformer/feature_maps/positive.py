@@ -9,27 +9,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.contract import PositiveChunks, PositiveSpec, Role, scaled
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.projection import Dense, Projection, Transform
 
 _ROW = {"softmax": -0.5, "gaussian": -1.0}
 
 
 @dataclass(frozen=True)
 class ExponentialSpec(PositiveSpec):
-    """``log phi_i(x) = w_i . x + row |x|^2 + constant``; tensors: omega (B or 1, H or 1, M, D)."""
+    """``log phi_i(x) = w_i . x + row |x|^2 + constant``; tensors: those of the transform x -> W x."""
 
     row: float
     constant: float
-    mirrored: bool = False
+    transform: Transform
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """One feature per frequency, two if mirrored."""
-        return tensors[0].shape[-2] * (2 if self.mirrored else 1)
-
-    def _frequencies(self, omega: Tensor) -> Tensor:
-        return torch.cat([omega, -omega], -2) if self.mirrored else omega
+        """One feature per frequency."""
+        return self.transform.width(tensors, head_dim)
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """The formula as it stands."""
@@ -37,27 +35,19 @@ class ExponentialSpec(PositiveSpec):
 
     def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """Without the constant."""
-        omega, root, row = self._frequencies(tensors[0]), math.sqrt(scale), self.row * scale
-        lead = x.shape[:-1]
-        if omega.shape[:2] != (1, 1):
-            return torch.add((x * root) @ omega.transpose(-1, -2), torch.linalg.vecdot(x, x).unsqueeze(-1), alpha=row)
-        x = x.reshape(-1, x.shape[-1])  # one product for all heads
-        omega = omega.view(omega.shape[2:])
-        rows = torch.addmm(torch.linalg.vecdot(x, x).unsqueeze(-1), x, omega.t(), beta=row, alpha=root)
-        return rows.view(*lead, -1)
+        norm = torch.linalg.vecdot(x, x).unsqueeze(-1)
+        return self.transform.project(x, tensors, math.sqrt(scale), norm, self.row * scale)
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """In chunks, the scale folded into the frequencies once."""
-        weight = scaled(tensors[0], math.sqrt(scale), self._frequencies)
-        grads = torch.zeros_like(weight, memory_format=torch.contiguous_format) if learn else None
-        return ExponentialChunks(weight, grads, self, scale, normalize)
+        return ExponentialChunks(self.transform.bind(tensors, math.sqrt(scale), learn), self, scale, normalize)
 
 
 class ExponentialChunks(PositiveChunks):
-    """`ExponentialSpec` on chunks: each call is one matrix product into the caller's buffer."""
+    """`ExponentialSpec` on chunks."""
 
-    def __init__(self, weight: Tensor, grads: Tensor | None, spec: ExponentialSpec, scale: float, normalize: bool):
-        self.weight, self.grads, self.spec, self.scale, self.normalize = weight, grads, spec, scale, normalize
+    def __init__(self, projection: Projection, spec: ExponentialSpec, scale: float, normalize: bool) -> None:
+        self.projection, self.spec, self.scale, self.normalize = projection, spec, scale, normalize
         self.row = spec.row * scale
 
     def _offset(self, x: Tensor) -> Tensor:
@@ -67,41 +57,30 @@ class ExponentialChunks(PositiveChunks):
 
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
         """The row's own offset cancels under normalization and is left out there."""
-        torch.baddbmm(shift, x, self.weight.transpose(1, 2), out=out)
+        self.projection.rows(x, out, shift)
         return out if self.normalize else out.add_(self._offset(x).unsqueeze(2))
 
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """The offset rides on the matrix product as its summand."""
-        return torch.baddbmm(self._offset(x).unsqueeze(1), self.weight, x.transpose(1, 2), out=out)
+        """The offset is the summand of the product."""
+        return self.projection.columns(x, out, self._offset(x).unsqueeze(1))
 
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
-        if self.grads is not None:
-            self.grads.baddbmm_(grad.transpose(1, 2), x)
-        torch.bmm(grad, self.weight, out=out)
+        self.projection.pull_rows(x, grad, out)
         return out if self.normalize else out.addcmul_(x, grad.sum(2, keepdim=True), value=2 * self.row)
 
     def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        if self.grads is not None:
-            self.grads.baddbmm_(grad, x)
-        torch.bmm(grad.transpose(1, 2), self.weight, out=out)
+        self.projection.pull_columns(x, grad, out)
         return out.addcmul_(x, grad.sum(1).unsqueeze(2), value=2 * self.row)
 
     def at(self, row: int) -> PositiveChunks:
-        """Row ``row`` as views, so that gradients land in the whole."""
-        one = slice(row, row + 1)
-        grads = None if self.grads is None else self.grads[one]
-        return ExponentialChunks(self.weight[one], grads, self.spec, self.scale, self.normalize)
+        """Row ``row`` of the projection."""
+        return ExponentialChunks(self.projection.at(row), self.spec, self.scale, self.normalize)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of omega: undo the folded scale, and both signs of a mirrored one."""
-        assert self.grads is not None
-        grad = self.grads * math.sqrt(self.scale)
-        if self.spec.mirrored:
-            plus, minus = grad.chunk(2, dim=1)
-            grad = plus - minus
-        return [grad]
+        """Of the transform's tensors."""
+        return self.projection.tensor_grads()
 
 
 class PositiveMap(FeatureMap):
@@ -144,7 +123,7 @@ class PositiveMap(FeatureMap):
             norms = "sqrt"
         width = 2 * num_features if hyperbolic else num_features
         super().__init__(
-            ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), mirrored=hyperbolic),
+            ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=Dense(mirrored=hyperbolic)),
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features,
@@ -152,4 +131,6 @@ class PositiveMap(FeatureMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
+            settings={"kernel": kernel, "hyperbolic": hyperbolic, "regularized": regularized},
         )
+        self._start()

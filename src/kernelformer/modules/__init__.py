@@ -3,6 +3,7 @@
 from kernelformer.modules.build import build_attention, list_methods, method_options
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
+from kernelformer.modules.groups import parameter_groups
 from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.layer import KernelAttention
 from kernelformer.modules.redraw import redraw
@@ -16,5 +17,6 @@ __all__ = [
     "build_attention",
     "list_methods",
     "method_options",
+    "parameter_groups",
     "redraw",
 ]

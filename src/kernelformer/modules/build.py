@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernelformer.errors import unknown
-from kernelformer.feature_maps import FeatureMap, GeneralizedMap, PositiveMap, TrigonometricMap
+from kernelformer.feature_maps import (
+    FastFoodMap,
+    FeatureMap,
+    GeneralizedMap,
+    GenerativeMap,
+    LogLinearMap,
+    MixtureMap,
+    PositiveMap,
+    TrigonometricMap,
+)
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.kernel import KernelCore
@@ -23,6 +32,9 @@ class Method:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # settings that make it this method
     default: Mapping[str, Any] = field(default_factory=dict)  # settings that the caller may change
 
+
+_RKS = {"features": "rks"}
+_PRF = {"features": "prf", "smoothing": 0.0}  # positive features need no smoothing
 
 METHODS: dict[str, Method] = {
     "softmax": Method("exact softmax attention (torch's SDPA), quadratic", SoftmaxCore),
@@ -45,6 +57,17 @@ METHODS: dict[str, Method] = {
     "elu": Method(
         "elu(x) + 1 (Linear Transformer)", GeneralizedMap, {"activation": "elu", "projection": False}, {"scale": 1.0}
     ),
+    "gmm-rks": Method("learned Gaussian mixture, Fourier features, signed (KL-Transformer)", MixtureMap, _RKS),
+    "gmm-prf": Method(
+        "learned Gaussian mixture, positive features (KL-Transformer)", MixtureMap, _PRF, {"covariance": "diagonal"}
+    ),
+    "fastfood-rks": Method("learned FastFood, Fourier features, signed (KL-Transformer)", FastFoodMap, _RKS),
+    "fastfood-prf": Method("learned FastFood, positive features (KL-Transformer)", FastFoodMap, _PRF),
+    "generative-rks": Method(
+        "frequencies by a network, Fourier features, signed (KL-Transformer)", GenerativeMap, _RKS
+    ),
+    "generative-prf": Method("frequencies by a network, positive features (KL-Transformer)", GenerativeMap, _PRF),
+    "loglinear": Method("free positive map, for fitting a pretrained model", LogLinearMap),
 }
 _CORE_OPTIONS = ("scale", "normalize_qk")
 _DRAWING = ("num_features", "seed", "draw", "norms", "per_head")
@@ -83,7 +106,9 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
         num_heads: H, of the queries.
         options: by method; `method_options` lists them. For random maps: ``num_features`` (256), ``seed`` (0), ``draw``
             ("orthogonal", "iid", "spherical", "hadamard", "givens"), ``norms``, ``per_head`` (False), ``kernel``
-            ("softmax", "gaussian"). For all: ``scale`` and ``normalize_qk``.
+            ("softmax", "gaussian"). For learned kernels: ``components``, ``tied``, ``covariance`` (gmm), ``learn``,
+            ``sigma``, ``transform`` (fastfood), ``width``, ``depth`` (generative), ``smoothing`` (rks). For all:
+            ``scale`` and ``normalize_qk``.
 
     Raises:
         ValueError: unknown method or option, with the known ones.

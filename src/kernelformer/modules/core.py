@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -134,9 +133,7 @@ class AttentionCore(nn.Module):
             self._check_streaming(query, key, value, is_causal, scale, state)
         query, key = self._units(query, key, key_mask)
         out, after = self._attend(Call(query, key, value, is_causal, key_mask, scale, state))
-        if not return_state or after is None:
-            return out
-        return out, self._state(after, state, key.shape[2], scale)
+        return (out, after) if return_state and after is not None else out
 
     def step(
         self,
@@ -180,12 +177,9 @@ class AttentionCore(nn.Module):
         unit = ", normalize_qk=True" if self.normalize_qk else ""
         return f"{self.method!r}, head_dim={self.head_dim}, num_heads={self.num_heads}, scale={self.scale:g}{unit}"
 
-    def _attend(self, call: Call) -> tuple[Tensor, Sequence[Tensor] | None]:
-        """The method itself; the tensors of the state after them where there is one."""
+    def _attend(self, call: Call) -> tuple[Tensor, State | None]:
+        """The method itself, and the state after the keys where there is one."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
-
-    def _state(self, tensors: Sequence[Tensor], before: State | None, count: int, scale: float) -> State:
-        raise self._cannot_stream("a state")
 
     def _accept(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None

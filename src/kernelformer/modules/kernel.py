@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, linear_attention, step
 from kernelformer.attention.families import engine_class
+from kernelformer.attention.recurrent import MadeBy
 from kernelformer.contract import compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
@@ -41,20 +42,41 @@ class KernelCore(AttentionCore):
         """Go to the next draw of the feature map, or to number ``draw``."""
         self.feature_map.resample(draw)
 
-    def _attend(self, call: Call) -> tuple[Tensor, Sequence[Tensor] | None]:
+    def covariances(self) -> Tensor:
+        """Covariance of the spectral distribution, (H, C, D, D) for C components (learned-kernels Tables 4, 9-12).
+
+        A mixture's own where the map has one; of the frequencies as a sample, C = 1, where it has none.
+        """
+        return self.feature_map.covariances()
+
+    def eigenvalues(self) -> Tensor:
+        """Of the `covariances`, (H, C, D), ascending."""
+        values: Tensor = torch.linalg.eigvalsh(self.covariances())
+        return values
+
+    def _prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, state: State | None) -> Sequence[Tensor]:
+        """The map's tensors: those of the stream where no gradient is asked for, else made from its parameters."""
+        if state is not None and state.prepared and not torch.is_grad_enabled():
+            return state.prepared
+        return self.feature_map.prepare(query, key, key_mask)
+
+    def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
-        common: dict[str, Any] = {
-            "spec": phi.key,
-            "tensors": phi.prepare(call.query, call.key, call.key_mask),
-            "scale": call.scale,
-            "key_mask": call.key_mask,
-            "normalize": self.normalize,
-        }
         inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
         with no_autocast(call.query.device.type):
+            prepared = self._prepare(call.query, call.key, call.key_mask, call.state)
+            common: dict[str, Any] = {
+                "spec": phi.key,
+                "tensors": prepared,
+                "scale": call.scale,
+                "key_mask": call.key_mask,
+                "normalize": self.normalize,
+            }
             if not call.is_causal:
                 return linear_attention(*inputs, **common), None
-            return causal_attention(*inputs, **common, state=None if call.state is None else call.state.tensors)
+            past = None if call.state is None else call.state.tensors
+            out, after = causal_attention(*inputs, **common, state=past)
+            return out, self._state(after, call.state, call.key.shape[2], call.scale, prepared)
 
     def step(
         self,
@@ -83,17 +105,17 @@ class KernelCore(AttentionCore):
             self._check_streaming(query, key, value, True, scale, state)
         dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
         phi = self.feature_map
-        tensors = phi.prepare(query, key, key_mask)
         query, key = self._units(query, key, key_mask)
         if dtype != work_dtype:
             query, key, value = (x.to(work_dtype) for x in (query, key, value))
         key, value = self._per_map_head(key), self._per_map_head(value)
         past = self._empty(key, value) if state is None else state.tensors
         with no_autocast(query.device.type):
+            tensors = self._prepare(query, key, key_mask, state)
             out, after = step(
                 phi.spec, tensors, query, key, value, past, scale=scale, key_mask=key_mask, normalize=self.normalize
             )
-        return out.to(dtype), self._state(after, state, 1, scale, fits)
+        return out.to(dtype), self._state(after, state, 1, scale, tensors, fits)
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
         """Everything that the checks of a step look at, or nothing where they have to look each time."""
@@ -106,7 +128,7 @@ class KernelCore(AttentionCore):
 
     def _key_heads(self, key: Tensor) -> int:
         """Heads of the state: those of the keys, or those of a map that differs from head to head."""
-        return max(key.shape[1], self.feature_map.draw_heads)
+        return max(key.shape[1], self.feature_map.heads)
 
     def _per_map_head(self, x: Tensor) -> Tensor:
         """Grouped keys as many as the map has heads: a map per query head sees each key of its group anew."""
@@ -117,8 +139,9 @@ class KernelCore(AttentionCore):
         lead = (key.shape[0], key.shape[1])
         return tuple(engine_class(self.feature_map.spec).empty(lead, self.feature_dim, value.shape[-1], value))
 
-    def _made_by(self, scale: float) -> tuple[object, ...]:
-        return (self.method, *self.feature_map.identity, self.normalize, self.normalize_qk, scale)
+    def _made_by(self, scale: float) -> MadeBy:
+        own = {"normalize": self.normalize, "normalize_qk": self.normalize_qk, "scale": scale}
+        return (("method", self.method), *self.feature_map.identity.items(), *own.items())
 
     def _state(
         self,
@@ -126,10 +149,12 @@ class KernelCore(AttentionCore):
         before: State | None,
         count: int,
         scale: float,
+        prepared: Sequence[Tensor],
         fits: tuple[object, ...] = (),
     ) -> State:
         made_by = self._made_by(scale) if before is None else before.made_by
-        return State(tuple(tensors), count + (before.length if before else 0), made_by, fits)
+        kept = () if torch.is_grad_enabled() else tuple(prepared)
+        return State(tuple(tensors), count + (before.length if before else 0), made_by, kept, fits)
 
     def _check_streaming(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, state: State | None
@@ -150,24 +175,12 @@ class KernelCore(AttentionCore):
         """Why a state cannot be gone on from, or None."""
         if not isinstance(state, State):
             return f"state must be a kernelformer State, got {type(state).__name__}"
-        if state.made_by[0] != self.method:
-            return f"the state was made by method {state.made_by[0]!r}, this core is {self.method!r}"
-        mine = self._made_by(scale)
-        if state.made_by != mine:
-            names = (
-                "method",
-                "map",
-                "draw",
-                "norms",
-                "heads of the draw",
-                "seed",
-                "draw number",
-                "normalize",
-                "normalize_qk",
-                "scale",
-            )
-            rows = zip(names, state.made_by, mine, strict=True)
-            return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in rows if a != b)
+        theirs, ours = dict(state.made_by), dict(self._made_by(scale))
+        if theirs["method"] != self.method:
+            return f"the state was made by method {theirs['method']!r}, this core is {self.method!r}"
+        other = [(n, theirs.get(n), ours.get(n)) for n in {**theirs, **ours} if theirs.get(n) != ours.get(n)]
+        if other:
+            return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in other)
         main, phi, dtype = state.tensors[1], self.feature_map, compute_dtype(query.dtype)
         shape_here = (key.shape[0], self._key_heads(key), phi.feature_dim, value.shape[-1])
         if main.shape != shape_here:

@@ -1,0 +1,139 @@
+"""FastFood frequencies with learned diagonals (learned-kernels Eq. 6, 12)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kernelformer.errors import choice, positive_int
+from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.draws import generator
+from kernelformer.feature_maps.hadamard import FastFood, fastfood, padded_dim
+from kernelformer.feature_maps.projection import Dense, Transform
+from kernelformer.feature_maps.spectral import Smoothing, spectral_spec
+
+LEARN = {"none": "", "S": "S", "SGB": "SGB"}
+# From which d' on transforming every row beats one product with the matrix, multiplied out once per call: measured on a
+# CPU (`kernelformer bench --head-dim`), where a matrix product is the fastest thing there is.
+FWHT_FROM = 128
+
+
+class FastFoodMap(FeatureMap):
+    """A structured matrix of frequencies.
+
+        V = 1 / (sigma sqrt(d')) S H G P H B      in blocks of d' rows, d' = D padded to a power of two
+
+    H Walsh-Hadamard, unnormalized; B random signs; P a permutation; G ~ N(0, 1); S_ii = chi_d' / |G|_F, which makes
+    every row exactly N(0, I / sigma^2). The paper states that M divides d; it means that d' divides M.
+
+    Parameters: of S, G, B (heads, blocks, d') those that are learned. They start at the random draw, so that step 0 is
+    an unbiased estimate of the Gaussian kernel.
+
+    Args:
+        features: ``rks`` or ``prf``.
+        num_features: M, a multiple of d'.
+        learn: ``none``, and all is redrawn; ``S``, and P, B and G at its old norm are; ``SGB``, and P alone is.
+        sigma: width of the kernel at the start.
+        transform: ``fwht`` sends every row through the fast transform, O(M log d'); ``dense`` multiplies V out once per
+            call and every row with it, O(M D). Default: the one that measured faster.
+        smoothing: of RKS features, see `spectral.spectral_spec`.
+        per_head: a matrix of its own for each head.
+
+    The others are those of `FeatureMap`.
+    """
+
+    S: Tensor
+    G: Tensor
+    B: Tensor
+    P: Tensor
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        num_heads: int,
+        features: str,
+        num_features: int = 256,
+        learn: str = "SGB",
+        sigma: float = 1.0,
+        transform: str | None = None,
+        smoothing: Smoothing = 1.0,
+        seed: int = 0,
+        per_head: bool = True,
+    ) -> None:
+        choice("learn", learn, LEARN)
+        self._check_size(positive_int("num_features", num_features), positive_int("head_dim", head_dim))
+        if not 0 < sigma < math.inf:
+            raise ValueError(f"sigma must be positive and finite, got {sigma}.")
+        dim = padded_dim(head_dim)
+        kind = choice("transform", transform or ("fwht" if dim >= FWHT_FROM else "dense"), ("fwht", "dense"))
+        how: Transform = FastFood() if kind == "fwht" else Dense()
+        settings = {"features": features, "learn": learn, "sigma": sigma}
+        super().__init__(
+            spectral_spec(features, num_features, smoothing, how),
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_features=num_features,
+            seed=seed,
+            draw="fastfood",
+            per_head=per_head,
+            settings=settings if features == "prf" else {**settings, "smoothing": smoothing},
+        )
+        self.learned, self.sigma, self.by_rows = LEARN[learn], sigma, kind == "fwht"
+        for name, x in self._draw(0).items():
+            if name in self.learned:
+                self.register_parameter(name, nn.Parameter(x))
+        self._start()
+
+    @staticmethod
+    def _check_size(num_features: int, head_dim: int) -> None:
+        dim = padded_dim(head_dim)
+        if num_features % dim:
+            below = num_features // dim * dim
+            near = f"{below} or {below + dim}" if below else f"{dim}"
+            why = f"head_dim={head_dim}" + (f", padded to {dim}" if dim != head_dim else "")
+            raise ValueError(
+                f"FastFood draws its frequencies in blocks of {dim} ({why}), got num_features={num_features}; use "
+                f"{near}."
+            )
+
+    def _draw(self, draw: int) -> dict[str, Tensor]:
+        """Draw number ``draw`` of all four, (heads, blocks, d') in float32; P holds the rows' sources."""
+        gen = generator(self.seed_number, draw)
+        dim = padded_dim(self.head_dim)
+        size = (self.heads, self.num_features // dim, dim)
+        signs = torch.randint(0, 2, size, generator=gen, device="cpu").mul_(2).sub_(1).float()
+        order = torch.rand(size, generator=gen, dtype=torch.float64, device="cpu").argsort(-1)
+        gauss = torch.randn(size, generator=gen, dtype=torch.float64, device="cpu")
+        lengths = torch.randn(*size, dim, generator=gen, dtype=torch.float64, device="cpu").norm(dim=-1)
+        scale = lengths / gauss.norm(dim=-1, keepdim=True)
+        return {"S": scale.float(), "G": gauss.float(), "B": signs, "P": order}
+
+    def _draws(self, draw: int) -> dict[str, Tensor]:
+        new = self._draw(draw)
+        if self.learned == "S" and draw:  # a learned S has the first G's norm in it
+            norm = self._draw(0)["G"].norm(dim=-1, keepdim=True)
+            new["G"] = torch.nn.functional.normalize(new["G"], dim=-1) * norm
+        return {name: x for name, x in new.items() if name not in self.learned}
+
+    def _reset_learned(self) -> None:
+        for name, x in self._draw(0).items():
+            if name in self.learned:
+                self.get_parameter(name).copy_(x)
+
+    def _factors(self, dtype: torch.dtype) -> list[Tensor]:
+        return [self.S.to(dtype) / self.sigma, self.G.to(dtype), self.B.to(dtype), self.P]
+
+    def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """V itself, (heads, M, D): the transform of the unit vectors."""
+        eye = torch.eye(self.head_dim, dtype=dtype, device=self.S.device)
+        return fastfood(eye, *self._factors(dtype))
+
+    def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """V, or the diagonals and the permutation where rows are transformed."""
+        if not self.by_rows:
+            return super().tensors(dtype)
+        # One dtype for all tensors of a map: numbers below 2^24 are exact in any.
+        return [x.to(dtype).unsqueeze(0) for x in self._factors(dtype)]

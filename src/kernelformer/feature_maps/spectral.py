@@ -1,0 +1,251 @@
+"""Learned spectral kernels: maps whose frequencies follow from parameters and a noise draw (learned-kernels Sec. 2).
+
+    RKS: phi(x) = 1/sqrt(M) [cos(w_i . x), sin(w_i . x)]            K = Fourier transform of the density of w   (Eq. 3)
+    PRF: phi(x) = exp(-|x|^2) / sqrt(M) [exp(w_i . x)]              with w ~ N(0, I) the Gaussian kernel        (Eq. 9)
+
+M counts all frequencies. The signed RKS maps add one constant feature sqrt(s), which makes the kernel K + s: with s = 1
+no denominator can fall below zero.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernelformer.contract import Spec
+from kernelformer.errors import choice, positive_int
+from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.draws import generator
+from kernelformer.feature_maps.fourier import FourierSpec
+from kernelformer.feature_maps.positive import ExponentialSpec
+from kernelformer.feature_maps.projection import Dense, Transform
+
+FIRST = -1  # number of the stream that first values of parameters come from; draws count from 0
+Smoothing = float | Literal["noise"]
+
+
+def spectral_spec(features: str, width: int, smoothing: Smoothing, transform: Transform) -> Spec:
+    """RKS or PRF features of ``width`` frequencies.
+
+    Args:
+        features: ``rks`` or ``prf``.
+        width: M.
+        smoothing: s of RKS features; ``noise`` is the standard deviation of an estimated kernel entry, 1 / sqrt(2M),
+            which keeps the contrast of the kernel and vanishes as M grows.
+        transform: x -> W x.
+    """
+    choice("features", features, ("rks", "prf"))
+    if features == "prf":
+        return ExponentialSpec(row=-1.0, constant=-0.5 * math.log(width), transform=transform)
+    if isinstance(smoothing, str):
+        choice("smoothing", smoothing, ("noise",))
+        smoothing = 1 / math.sqrt(2 * width)
+    if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing < math.inf:
+        raise ValueError(f"smoothing must be a finite number of at least 0, or 'noise', got {smoothing!r}.")
+    return FourierSpec(row=0.0, amplitude=1 / math.sqrt(width), transform=transform, smoothing=float(smoothing))
+
+
+def parameter(*size: int) -> nn.Parameter:
+    """An empty parameter; like draws it is born on the CPU in float32, whatever the defaults."""
+    return nn.Parameter(torch.empty(*size, dtype=torch.float32, device="cpu"))
+
+
+class MixtureMap(FeatureMap):
+    """A Gaussian mixture as spectral density, C components of weight 1/C.
+
+        w_{c,i} = S_c n_i + mu_c,      n_i ~ N(0, I) shared by the components           (learned-kernels Eq. 5, 10)
+
+    Covariances are S_c S_c^T (the paper writes Sigma_c n). It starts at S = I and small means: near the Gaussian
+    kernel, and not exactly at it, for equal components would stay equal. C * num_features frequencies.
+
+    Parameters: mu (heads, C, D); S (heads, C, D, D), or (heads, C, D) if diagonal; C / 2 of both if tied.
+
+    Args:
+        features: ``rks`` or ``prf``.
+        components: C.
+        tied: components in pairs (S, mu), (S, -mu), as in the paper's experiments.
+        covariance: ``full`` or ``diagonal``; the paper: full for RKS, diagonal for PRF.
+        mean_std: standard deviation of the first means.
+        smoothing: of RKS features, see `spectral_spec`.
+        per_head: parameters and noise of its own for each head.
+
+    The others are those of `FeatureMap`.
+    """
+
+    noise: Tensor
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        num_heads: int,
+        features: str,
+        num_features: int = 256,
+        components: int = 2,
+        tied: bool = False,
+        covariance: str = "full",
+        mean_std: float = 0.01,
+        smoothing: Smoothing = 1.0,
+        seed: int = 0,
+        draw: str = "orthogonal",
+        norms: str | None = None,
+        per_head: bool = True,
+    ) -> None:
+        positive_int("num_features", num_features)
+        positive_int("components", components)
+        choice("covariance", covariance, ("full", "diagonal"))
+        if tied and components % 2:
+            raise ValueError(f"tied components come in pairs, got components={components}; use an even number.")
+        if not 0 <= mean_std < math.inf:
+            raise ValueError(f"mean_std must be finite and at least 0, got {mean_std}.")
+        settings = {"features": features, "components": components, "tied": tied, "covariance": covariance}
+        super().__init__(
+            spectral_spec(features, components * num_features, smoothing, Dense()),
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_features=num_features,
+            seed=seed,
+            draw=draw,
+            norms=norms,
+            per_head=per_head,
+            settings=settings if features == "prf" else {**settings, "smoothing": smoothing},
+        )
+        self.components, self.tied, self.diagonal, self.mean_std = components, tied, covariance == "diagonal", mean_std
+        own = components // 2 if tied else components
+        self.mu = parameter(self.heads, own, head_dim)
+        self.S = parameter(self.heads, own, head_dim, *(() if self.diagonal else (head_dim,)))
+        self._start()
+
+    def _draws(self, draw: int) -> dict[str, Tensor]:
+        return {"noise": self._noise(draw)}
+
+    def _reset_learned(self) -> None:
+        gen = generator(self.seed_number, FIRST)
+        self.mu.copy_(self.mean_std * torch.randn(self.mu.shape, generator=gen, dtype=torch.float64, device="cpu"))
+        self.S.copy_(torch.ones(()) if self.diagonal else torch.eye(self.head_dim))
+
+    def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """S n + mu, component after component, (heads, C num_features, D)."""
+        noise, S, mu = self.noise.to(dtype).unsqueeze(1), self.S.to(dtype), self.mu.to(dtype).unsqueeze(2)
+        spread = noise * S.unsqueeze(2) if self.diagonal else noise @ S.transpose(-1, -2)  # (heads, C, M, D)
+        if self.tied:
+            return torch.stack([spread + mu, spread - mu], 2).flatten(1, 3)
+        return (spread + mu).flatten(1, 2)
+
+    def covariances(self) -> Tensor:
+        """S_c S_c^T, (H, C, D, D)."""
+        S = self.S.detach().float()
+        own = S.square().diag_embed() if self.diagonal else S @ S.transpose(-1, -2)
+        both = own.repeat_interleave(2, 1) if self.tied else own
+        return both.expand(self.num_heads, -1, -1, -1)
+
+
+class Generator(nn.Module):
+    """Noise to frequencies: ``depth`` times (linear, batch normalization, leaky ReLU), then linear and tanh.
+
+    Normalization is by the statistics of the noise at hand, in training and in evaluation: the kernel is a function of
+    the parameters and the draw alone. Running averages would give evaluation a kernel that was never trained, and
+    activation checkpointing would update them twice.
+    """
+
+    def __init__(self, dim: int, width: int, depth: int) -> None:
+        super().__init__()
+        sizes = [dim] + [width] * depth
+        self.weights = nn.ParameterList(parameter(b, a) for a, b in zip(sizes, [*sizes[1:], dim], strict=True))
+        self.biases = nn.ParameterList(parameter(x) for x in [*sizes[1:], dim])
+        self.gains = nn.ParameterList(parameter(x) for x in sizes[1:])
+        self.shifts = nn.ParameterList(parameter(x) for x in sizes[1:])
+
+    @torch.no_grad()
+    def reset_parameters(self, gen: torch.Generator) -> None:
+        """As torch's own layers start: uniform in +-1/sqrt(fan in)."""
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            bound = 1 / math.sqrt(weight.shape[1])
+            for x in (weight, bias):
+                x.copy_((2 * torch.rand(x.shape, generator=gen, dtype=torch.float64, device="cpu") - 1) * bound)
+        for gain, shift in zip(self.gains, self.shifts, strict=True):
+            gain.fill_(1)
+            shift.fill_(0)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """(n, D) -> (n, D), in the dtype of the noise."""
+        dtype, h = noise.dtype, noise
+        layers = [(w.to(dtype), b.to(dtype)) for w, b in zip(self.weights, self.biases, strict=True)]
+        for (weight, bias), gain, shift in zip(layers, self.gains, self.shifts, strict=False):
+            h = F.linear(h, weight, bias)
+            h = F.batch_norm(h, None, None, gain.to(dtype), shift.to(dtype), training=True)
+            h = F.leaky_relu(h)
+        return F.linear(h, *layers[-1]).tanh()
+
+
+class GenerativeMap(FeatureMap):
+    """Frequencies by a neural network from noise.
+
+        w_i = g(n_i),      n_i ~ N(0, I)           (learned-kernels Eq. 8, 11)
+
+    One generator for all heads of a layer. Its tanh keeps the entries of w below 1, so that the start is a smooth
+    kernel but not the Gaussian one.
+
+    Args:
+        features: ``rks`` or ``prf``.
+        width: of the generator's hidden layers, default head_dim.
+        depth: number of hidden layers.
+        smoothing: of RKS features, see `spectral_spec`.
+        per_head: noise of its own for each head.
+
+    The others are those of `FeatureMap`.
+    """
+
+    noise: Tensor
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        num_heads: int,
+        features: str,
+        num_features: int = 256,
+        width: int | None = None,
+        depth: int = 4,
+        smoothing: Smoothing = 1.0,
+        seed: int = 0,
+        draw: str = "orthogonal",
+        norms: str | None = None,
+        per_head: bool = False,
+    ) -> None:
+        if positive_int("num_features", num_features) == 1:
+            raise ValueError(
+                "the generator normalizes over the frequencies (BatchNorm), which takes more than one sample, got "
+                "num_features=1; use at least 2."
+            )
+        width = positive_int("width", head_dim if width is None else width)
+        positive_int("depth", depth)
+        settings: dict[str, Any] = {"features": features, "width": width, "depth": depth}
+        super().__init__(
+            spectral_spec(features, num_features, smoothing, Dense()),
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_features=num_features,
+            seed=seed,
+            draw=draw,
+            norms=norms,
+            per_head=per_head,
+            settings=settings if features == "prf" else {**settings, "smoothing": smoothing},
+        )
+        self.generator = Generator(head_dim, width, depth)
+        self._start()
+
+    def _draws(self, draw: int) -> dict[str, Tensor]:
+        return {"noise": self._noise(draw)}
+
+    def _reset_learned(self) -> None:
+        self.generator.reset_parameters(generator(self.seed_number, FIRST))
+
+    def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """g(n), (heads, num_features, D); all heads are one batch."""
+        flat: Tensor = self.generator(self.noise.to(dtype).flatten(0, 1))
+        return flat.view(self.noise.shape)
