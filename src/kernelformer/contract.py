@@ -134,6 +134,10 @@ class SignedSpec(Spec):
     def has_factor(self) -> bool:
         """Whether keys carry a log factor."""
 
+    def length(self, normalize: bool) -> float | None:
+        """``|phi(x)|`` where it is the same for all x, so that the guard need not measure it; maps without factor."""
+        return None
+
     @abstractmethod
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False

@@ -26,4 +26,4 @@ def make_engine(
         return PositiveEngine(positive, normalize, work), positive.tensor_grads
     assert isinstance(spec, SignedSpec)
     signed = spec.bind(tensors, scale, normalize, learn)
-    return SignedEngine(signed, normalize, work, spec.nonnegative), signed.tensor_grads
+    return SignedEngine(signed, normalize, work, spec.nonnegative, spec.length(normalize)), signed.tensor_grads

@@ -70,9 +70,11 @@ def _rows(den: Tensor | None, bound: Tensor | None, factor: Tensor | None, like:
 class SignedEngine(Engine):
     """Plain sums of features; see `Engine` for the methods."""
 
-    def __init__(self, chunks: SignedChunks, normalize: bool, work: Workspace, nonnegative: bool) -> None:
+    def __init__(
+        self, chunks: SignedChunks, normalize: bool, work: Workspace, nonnegative: bool, length: float | None
+    ) -> None:
         super().__init__(normalize, work)
-        self.chunks = chunks
+        self.chunks, self.length = chunks, length
         self.guard = normalize and not nonnegative
 
     @staticmethod
@@ -111,6 +113,18 @@ class SignedEngine(Engine):
             factor = None if factor is None else factor.masked_fill_(hidden.unsqueeze(2), EMPTY)
         return phi, factor
 
+    def _norms(self, phi: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """``|phi|`` of the rows, (N, C, 1); 0 for hidden ones."""
+        if self.length is None:
+            return _norm(phi)
+        norms = phi.new_full((*phi.shape[:2], 1), self.length)
+        return norms if hidden is None else norms.masked_fill_(hidden.unsqueeze(2), 0)
+
+    def _add_norm_slope(self, slope: Tensor, weights: Tensor, phi: Tensor, norm: Tensor) -> None:
+        """Add the gradient of ``weights |phi|`` to that of phi; along a constant length there is none."""
+        if self.length is None:
+            slope.addcmul_(weights, _unit(phi, norm))
+
     def absorb(self, state: list[Tensor], x: Tensor, v: Tensor, hidden: Tensor | None) -> None:
         """Add the chunk's sums, after moving the old ones to the new scale."""
         scale, kv, k_sum, norm_sum = state
@@ -124,13 +138,13 @@ class SignedEngine(Engine):
         kv.baddbmm_(phi.transpose(1, 2), v)
         k_sum.add_(phi.sum(1).unsqueeze(2))
         if self.guard:
-            norm_sum.add_(_norm(phi).sum(1, keepdim=True))
+            norm_sum.add_(self._norms(phi, hidden).sum(1, keepdim=True))
 
     def _read(self, state: Tensors, x: Tensor) -> tuple[Tensor, _Rows]:
         scale, kv, k_sum, norm_sum = state
         phi, factor = self._map(x, "query", kv.shape[1])
         den = self._dot(phi, k_sum) if self.normalize else None
-        bound = _norm(phi) * (GUARD * norm_sum) if self.guard else None
+        bound = self._norms(phi) * (GUARD * norm_sum) if self.guard else None
         if factor is not None:
             factor = factor + scale
         return phi, _rows(den, bound, factor, x)
@@ -160,8 +174,8 @@ class SignedEngine(Engine):
             slope.addcmul_(g_den, k_sum.transpose(1, 2))
             d_k_sum.add_(self._sum(phi, g_den))
         if g_guard is not None:
-            norm = _norm(phi)
-            slope.addcmul_(g_guard * norm_sum, _unit(phi, norm))
+            norm = self._norms(phi)
+            self._add_norm_slope(slope, g_guard * norm_sum, phi, norm)
             d_norm.add_((g_guard * norm).sum(1, keepdim=True))
         log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
         return self.chunks.pull(x, "query", phi, slope, log_grad, self.work.take("dxq", *x.shape))
@@ -177,7 +191,7 @@ class SignedEngine(Engine):
             d_k_sum.transpose(1, 2)
         )
         if self.guard:
-            slope.addcmul_(d_norm, _unit(phi, _norm(phi)))
+            self._add_norm_slope(slope, d_norm, phi, self._norms(phi))
         dv = torch.bmm(phi, d_kv, out=self.work.take("dv", *v.shape))
         return self._pull_keys(x, phi, slope if size is None else slope.mul_(size), factor), _times(dv, size)
 
@@ -191,7 +205,7 @@ class SignedEngine(Engine):
         rows, features, width = state[1].shape
         many, size = xk.shape[0], xk.shape[1]
         phi_k, factor = self._map(xk, "key", features, hidden)
-        norm_k = _norm(phi_k) if self.guard else phi_k.new_zeros(1, 1, 1)
+        norm_k = self._norms(phi_k, hidden) if self.guard else phi_k.new_zeros(1, 1, 1)
         if factor is None:
             visible, share, keys = mask.unsqueeze(0), None, None
             decay, scale = None, state[0]
@@ -212,7 +226,7 @@ class SignedEngine(Engine):
         ]
         old, end = _running(state[1:], sums, decay, rows, self.work)
         phi_q, factor_q = self._map(xq, "query", features)
-        norm_q = _norm(phi_q) if self.guard else None
+        norm_q = self._norms(phi_q) if self.guard else None
         products = torch.bmm(phi_q, phi_k.transpose(1, 2), out=self.work.take("products", many, xq.shape[1], size))
         scores = torch.mul(products, visible, out=self.work.take("scores", *products.shape))
         den = bound = norms = None
@@ -270,10 +284,10 @@ class SignedEngine(Engine):
         if g_guard is not None:
             assert t.norm_q is not None
             assert t.norms is not None
-            slope.addcmul_(g_guard * t.norms, _unit(t.phi_q, t.norm_q))
+            self._add_norm_slope(slope, g_guard * t.norms, t.phi_q, t.norm_q)
             asked = g_guard * t.norm_q  # of the sum of norms that a row sees
             local[2] = _times(asked, t.share).sum(1, keepdim=True)
-            unit_k = _unit(t.phi_k, t.norm_k)
+            unit_k = _unit(t.phi_k, t.norm_k) if self.length is None else None
             norm_slope = torch.matmul(t.visible.transpose(1, 2), asked)
         log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
         dxq = self.chunks.pull(xq, "query", t.phi_q, slope, log_grad, self.work.take("dxq", *xq.shape))
