@@ -11,33 +11,9 @@ import torch
 from kernelformer import kernels
 from kernelformer.feature_maps import GeneralizedMap, PositiveMap, TrigonometricMap
 from kernelformer.feature_maps.draws import DRAWS
+from sampling import SIGMAS, estimates, pair, within
 
 D = 4
-DRAWN = 2000
-SIGMAS = 5
-
-
-def pair(size=0.7, d=D):
-    gen = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(d, generator=gen, dtype=torch.float64) for _ in range(2))
-    return size * x / x.norm(), size * y / y.norm()
-
-
-def estimates(make, x, y, count=DRAWN):
-    """K(x, y) by phi(x) . phi(y), one number per independent draw."""
-    phi = make().double()
-    points = torch.stack([x, y]).view(1, 1, 2, -1)
-    found = []
-    for t in range(count):
-        phi.resample(t)
-        a, b = phi(points)[0, 0]
-        found.append(float(a @ b))
-    return torch.tensor(found, dtype=torch.float64)
-
-
-def within(sample, want):
-    standard_error = sample.std() / math.sqrt(len(sample))
-    assert abs(sample.mean() - want) < SIGMAS * standard_error, (float(sample.mean()), float(want))
 
 
 def common(**more):

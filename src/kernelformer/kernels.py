@@ -80,3 +80,75 @@ def orthogonal_gain(x: Tensor, y: Tensor, num_features: int) -> Tensor:
     dot, norms = (x * y).sum(-1), (x.square() + y.square()).sum(-1)
     gap = torch.exp(dot) - torch.exp(-0.5 * norms)
     return (1 - 1 / num_features) * 2 / (x.shape[-1] + 2) * gap.square()
+
+
+def mixture_fourier(x: Tensor, y: Tensor, mu: Tensor, S: Tensor) -> Tensor:
+    """The kernel whose spectral density is a Gaussian mixture (learned-kernels Eq. 4, real part).
+
+        K(x, y) = 1/C sum_c cos(mu_c . p) exp(-|S_c^T p|^2 / 2)        p = x - y
+
+    Args:
+        x: (*, D).
+        y: (*, D), paired with ``x``.
+        mu: (C, D).
+        S: (C, D, D); covariances are S S^T.
+
+    Returns:
+        (*).
+    """
+    spread, shift = _components(x - y, mu, S)
+    return (shift.cos() * torch.exp(-0.5 * spread.square().sum(-1))).mean(-1)
+
+
+def mixture_positive(x: Tensor, y: Tensor, mu: Tensor, S: Tensor) -> Tensor:
+    """What positive features with such frequencies estimate (learned-kernels Eq. 9). Arguments as `mixture_fourier`.
+
+        K(x, y) = 1/C sum_c exp(mu_c . o + |S_c^T o|^2 / 2 - |x|^2 - |y|^2)        o = x + y
+
+    With mu = 0 and S = I this is the Gaussian kernel; in general it does not depend on x - y alone.
+    """
+    spread, shift = _components(x + y, mu, S)
+    norms = (x.square() + y.square()).sum(-1, keepdim=True)
+    return torch.exp(shift + 0.5 * spread.square().sum(-1) - norms).mean(-1)
+
+
+def mse_mixture_fourier(x: Tensor, y: Tensor, mu: Tensor, S: Tensor, num_features: int) -> Tensor:
+    """Mean squared error of Fourier features whose C components share m independent noise draws.
+
+        MSE = 1/(C^2 m) sum_{c,c'} cov(cos(a_c . n + b_c), cos(a_c' . n + b_c'))        a_c = S_c^T p, b_c = mu_c . p
+
+    For two components with mu_2 = -mu_1, S_2 = S_1 it is ``cos^2(mu . p) (1 - exp(-|S^T p|^2))^2 / (2m)``;
+    learned-kernels Theorem 3 states it for the sum of the two, four times as much. Arguments as `mixture_fourier`.
+    """
+    a, b = _components(x - y, mu, S)
+    minus, plus, apart = _pairs(a)
+    b1, b2 = b.unsqueeze(-1), b.unsqueeze(-2)
+    both = 0.5 * (torch.cos(b1 - b2) * torch.exp(-0.5 * minus) + torch.cos(b1 + b2) * torch.exp(-0.5 * plus))
+    return (both - b1.cos() * b2.cos() * torch.exp(-0.5 * apart)).mean((-2, -1)) / num_features
+
+
+def mse_mixture_positive(x: Tensor, y: Tensor, mu: Tensor, S: Tensor, num_features: int) -> Tensor:
+    """The same for positive features.
+
+        MSE = exp(-2(|x|^2 + |y|^2)) / (C^2 m) sum_{c,c'} cov(exp(a_c . n + b_c), exp(a_c' . n + b_c'))     o = x + y
+
+    with ``a_c = S_c^T o``, ``b_c = mu_c . o``. For C = 1 it is learned-kernels Theorem 3,
+    ``exp(-2(|x|^2 + |y|^2 - mu . o)) (exp(2|S^T o|^2) - exp(|S^T o|^2)) / m``, with the squares that are missing there.
+    """
+    a, b = _components(x + y, mu, S)
+    _, plus, apart = _pairs(a)
+    norms = (x.square() + y.square()).sum(-1)[..., None, None]
+    size = b.unsqueeze(-1) + b.unsqueeze(-2) - 2 * norms
+    return (torch.exp(size + 0.5 * plus) - torch.exp(size + 0.5 * apart)).mean((-2, -1)) / num_features
+
+
+def _components(z: Tensor, mu: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """``S_c^T z`` (*, C, D) and ``mu_c . z`` (*, C)."""
+    return torch.einsum("...d,cde->...ce", z, S), z @ mu.T
+
+
+def _pairs(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``|a_c - a_c'|^2``, ``|a_c + a_c'|^2`` and ``|a_c|^2 + |a_c'|^2``, (*, C, C) each."""
+    one, two = a.unsqueeze(-2), a.unsqueeze(-3)
+    squares = a.square().sum(-1)
+    return (one - two).square().sum(-1), (one + two).square().sum(-1), squares.unsqueeze(-1) + squares.unsqueeze(-2)

@@ -17,7 +17,7 @@ from kernelformer.feature_maps.spectral import Smoothing, spectral_spec
 LEARN = {"none": "", "S": "S", "SGB": "SGB"}
 # From which d' on transforming every row beats one product with the matrix, multiplied out once per call: measured on a
 # CPU (`kernelformer bench --head-dim`), where a matrix product is the fastest thing there is.
-FWHT_FROM = 128
+FWHT_FROM = 512
 
 
 class FastFoodMap(FeatureMap):
