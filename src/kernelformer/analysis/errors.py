@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.modules import build_attention
+from kernelformer.modules import AttentionCore, build_attention
 
 
 @dataclass(frozen=True)
 class Error:
-    """Error of the output against softmax attention, relative to its size, over independent draws."""
+    """Error of the output against exact attention, relative to its size, over independent draws."""
 
     num_features: int
     mean: float
@@ -34,7 +34,13 @@ def sample_inputs(
 
 @torch.no_grad()
 def output_errors(
-    method: str, inputs: tuple[Tensor, Tensor, Tensor], num_features: Sequence[int], *, draws: int = 8, **options: Any
+    method: str,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    num_features: Sequence[int],
+    *,
+    draws: int = 8,
+    exact: AttentionCore | None = None,
+    **options: Any,
 ) -> list[Error]:
     """``|out - exact|_F / |exact|_F`` for each number of features.
 
@@ -43,18 +49,19 @@ def output_errors(
         inputs: q, k, v (B, H, L, D).
         num_features: frequencies drawn.
         draws: independent draws for the mean and its standard error, at least 2.
+        exact: what is approximated; default softmax attention.
         options: of `build_attention`.
     """
     q, k, v = inputs
     shape: dict[str, int] = {"head_dim": q.shape[-1], "num_heads": q.shape[1]}
-    exact = build_attention("softmax", **shape)(q, k, v)
+    target = (build_attention("softmax", **shape) if exact is None else exact)(q, k, v)
     found = []
     for count in num_features:
         core = build_attention(method, **shape, num_features=count, **options)
         errors = []
         for draw in range(draws):
             core.resample(draw)
-            errors.append(float((core(q, k, v) - exact).norm() / exact.norm()))
+            errors.append(float((core(q, k, v) - target).norm() / target.norm()))
         sample = torch.tensor(errors, dtype=torch.float64)
         found.append(Error(count, float(sample.mean()), float(sample.std() / math.sqrt(draws))))
     return found

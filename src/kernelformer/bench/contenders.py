@@ -6,7 +6,6 @@ with its own frequencies, before it is timed.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib.util
 import io
@@ -23,8 +22,7 @@ from torch import Tensor
 
 from kernelformer.attention.reference import positive_attention, signed_attention, visibility
 from kernelformer.contract import PositiveSpec, SignedSpec
-from kernelformer.errors import unknown
-from kernelformer.modules import KernelCore, build_attention, method_options
+from kernelformer.modules import KernelCore, build_attention, method_options, parse_method
 
 Task = Literal["bidirectional", "causal", "decode"]
 TASKS: tuple[Task, ...] = ("bidirectional", "causal", "decode")
@@ -299,30 +297,10 @@ def installed_peers() -> list[str]:
     return [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
 
 
-def parse_method(name: str) -> tuple[str, dict[str, Any]]:
-    """``method:option=value:...`` as the method and its options; values are Python literals, or else strings."""
-    method, *parts = name.split(":")
-    options: dict[str, Any] = {}
-    for part in parts:
-        key, sign, value = part.partition("=")
-        if not sign:
-            raise ValueError(f"options of a method are name=value, got {part!r} in {name!r}.")
-        try:
-            options[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[key] = value
-    return method, options
-
-
 def contender(name: str) -> Contender:
     """By name: a method of ours, with options or without (see `parse_method`), ``sdpa``, or a peer."""
     if name == "sdpa":
         return Sdpa(name)
     if name in PEERS:
         return PEERS[name][1](name)
-    method, options = parse_method(name)
-    known = method_options(method)  # says what is wrong with an unknown name
-    for option in options:
-        if option not in known:
-            raise unknown(f"option for method {method!r},", option, known)
     return Kernelformer(name)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -17,8 +18,12 @@ from kernelformer.bench import run as bench_run
 from kernelformer.bench import show
 from kernelformer.bench.contenders import TASKS, contender, installed_peers
 from kernelformer.errors import choice
+from kernelformer.recipes import sparsity as sparsity_study
+from kernelformer.recipes.sparsity import Setting
 
 app = typer.Typer(help="Linear-time attention by kernels.", no_args_is_help=True, add_completion=False)
+study_app = typer.Typer(help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
+app.add_typer(study_app, name="study")
 console = Console()
 
 
@@ -37,6 +42,10 @@ def _say(progress: Progress, bar: TaskID, text: str, advance: int = 0) -> None:
     progress.update(bar, description=text, advance=advance)
     if not console.is_terminal:
         console.print(text, highlight=False)
+
+
+def _names(text: str) -> list[str]:
+    return [x.strip() for x in text.split(",")]
 
 
 def _target(path: Path) -> Path:
@@ -78,17 +87,17 @@ def bench(
 ) -> None:
     """Time and weigh methods against their peers, after checking each against its definition."""
     try:
-        names = [x.strip() for x in methods.split(",")]
+        names = _names(methods)
         if peers == "auto":
             names += ["sdpa", *installed_peers()]
         elif peers != "none":
-            names += [x.strip() for x in peers.split(",")]
+            names += _names(peers)
         for name in names:
             contender(name)
-        kinds = [choice("task", x.strip(), TASKS) for x in tasks.split(",")]
-        backward = [choice("pass", x.strip(), ("forward", "train")) == "train" for x in passes.split(",")]
-        heap_names = [choice("heap", x.strip(), bench_run.HEAPS) for x in heaps.split(",")]
-        sizes = [int(x) for x in lengths.split(",")]
+        kinds = [choice("task", x, TASKS) for x in _names(tasks)]
+        backward = [choice("pass", x, ("forward", "train")) == "train" for x in _names(passes)]
+        heap_names = [choice("heap", x, bench_run.HEAPS) for x in _names(heaps)]
+        sizes = [int(x) for x in _names(lengths)]
         if min(sizes) < 1:
             raise ValueError(f"lengths must be at least 1, got {lengths!r}.")
     except ValueError as problem:
@@ -150,4 +159,57 @@ def demo(
     for table in tour.tables(found):
         console.print(table)
     tour.picture(found, _target(out))
+    console.print(f"picture: {out}", highlight=False)
+
+
+@study_app.command()
+def sparsity(
+    methods: Annotated[str, typer.Option(help="name or name:option=value, separated by commas")] = "",
+    relevances: Annotated[str, typer.Option(help="probabilities that a position counts")] = "0.1,0.5,0.9",
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each")] = 1,
+    steps: Annotated[int, typer.Option(min=1)] = Setting.steps,
+    length: Annotated[int, typer.Option(min=4)] = Setting.length,
+    features: Annotated[int, typer.Option(min=1)] = Setting.num_features,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="folder for sparsity.json and sparsity.png")] = Path("out"),
+) -> None:
+    """Which kernels learn to ignore (KL-Transformer, App. E): learning curves; goes on where it was stopped."""
+    torch.set_num_threads(_threads(threads))
+    try:
+        names = _names(methods) if methods else list(sparsity_study.METHODS)
+        shares = [float(x) for x in _names(relevances)]
+        setting = Setting(steps=steps, length=length, num_features=features)
+        with _progress() as progress:
+            bar = progress.add_task("", total=len(names) * len(shares) * seeds)
+            curves = sparsity_study.study(
+                names,
+                shares,
+                setting,
+                _target(out / "sparsity.json"),
+                seeds=range(seeds),
+                tell=lambda text: progress.update(bar, description=text),
+                done=lambda: progress.advance(bar),
+            )
+    except ValueError as problem:
+        _fail(problem)
+    console.print(sparsity_study.table(curves))
+    sparsity_study.picture(curves, out / "sparsity.png")
+    console.print(f"figures: {out / 'sparsity.json'}   picture: {out / 'sparsity.png'}", highlight=False)
+
+
+@study_app.command()
+def kernels(
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/kernels.png"),
+) -> None:
+    """Where learned kernels start, and what the smoothing of signed ones costs."""
+    from kernelformer.recipes import kernels as kernel_study
+
+    torch.set_num_threads(_threads(threads))
+    with _progress() as progress:
+        bar = progress.add_task("", total=kernel_study.STEPS)
+        found = kernel_study.run(lambda text: _say(progress, bar, text, advance=1))
+    for table in kernel_study.tables(found):
+        console.print(table)
+    kernel_study.picture(found, _target(out))
     console.print(f"picture: {out}", highlight=False)

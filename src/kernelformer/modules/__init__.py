@@ -1,6 +1,6 @@
 """Attention as modules: the core by name, the layer with projections, the redraw schedule."""
 
-from kernelformer.modules.build import build_attention, list_methods, method_options
+from kernelformer.modules.build import build_attention, list_methods, method_options, parse_method
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.groups import parameter_groups
@@ -18,5 +18,6 @@ __all__ = [
     "list_methods",
     "method_options",
     "parameter_groups",
+    "parse_method",
     "redraw",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -97,6 +98,32 @@ def _entry(method: str) -> Method:
     return METHODS[method]
 
 
+def parse_method(name: str) -> tuple[str, dict[str, Any]]:
+    """``method:option=value:...``, as commands take it: the method and its options, both known ones.
+
+    Values are Python literals, or else strings.
+    """
+    method, *parts = name.split(":")
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, sign, value = part.partition("=")
+        if not sign:
+            raise ValueError(f"options of a method are name=value, got {part!r} in {name!r}.")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    _check_options(method, options)
+    return method, options
+
+
+def _check_options(method: str, options: Mapping[str, Any]) -> None:
+    known = method_options(method)
+    for name in options:
+        if name not in known:
+            raise unknown(f"option for method {method!r},", name, known)
+
+
 def build_attention(method: str, *, head_dim: int, num_heads: int, **options: Any) -> AttentionCore:
     """Build the core of an attention layer: an `nn.Module` over queries, keys and values.
 
@@ -114,10 +141,7 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
         ValueError: unknown method or option, with the known ones.
     """
     entry = _entry(method)
-    known = method_options(method)
-    for name in options:
-        if name not in known:
-            raise unknown(f"option for method {method!r},", name, known)
+    _check_options(method, options)
     if options.get("projection") is False:
         for name in _DRAWING:
             if name in options:

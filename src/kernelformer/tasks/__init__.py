@@ -1,0 +1,1 @@
+"""Data sets and their metrics, one file a task."""
