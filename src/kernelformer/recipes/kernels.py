@@ -106,10 +106,10 @@ def picture(found: Kernels, path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), constrained_layout=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), constrained_layout=True)
     for index, (method, p) in enumerate(found.profiles.items()):
         left.errorbar(DISTANCES, p.mean, yerr=p.standard_error, marker=".", color=f"C{index}", label=method)
-    left.plot(DISTANCES, next(iter(found.profiles.values())).gaussian, "k--", label="Gaussian kernel")
+    left.plot(DISTANCES, next(iter(found.profiles.values())).gaussian, "k--", zorder=5, label="Gaussian kernel")
     left.set_title("before training")
     left.set_xlabel("distance")
     left.set_ylabel("kernel")
@@ -129,6 +129,7 @@ def picture(found: Kernels, path: Path) -> None:
     right.set_ylabel("relative error of the output")
     for axis in (left, right):
         axis.grid(True, alpha=0.2)
-        axis.legend(fontsize="small")
+    left.legend(fontsize="small")
+    right.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=130)
     plt.close(figure)
