@@ -28,6 +28,24 @@ Role = Literal["query", "key"]
 Family = Literal["positive", "signed"]
 
 
+class Workspace:
+    """Named buffers that are made once per call and reused by every chunk: fresh ones would cost more than the work."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, *size: int) -> Tensor:
+        """A contiguous tensor of that size over the buffer of that name; its contents are whatever was there."""
+        count = 1
+        for x in size:
+            count *= x
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < count:
+            flat = self._flat[name] = torch.empty(count, dtype=self.dtype, device=self.device)
+        return flat[:count].view(size)
+
+
 class PositiveChunks(ABC):
     """A positive map bound to its tensors, chunk by chunk; rows n of a chunk belong to row n of the bound tensors."""
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.engine import Workspace
+from kernelformer.contract import Workspace
 
 # Numbers in one (N, C, M) buffer: 2 MiB in float32. Fastest on a CPU whose cores have 1 MiB of L2 each, and flat
 # around it.

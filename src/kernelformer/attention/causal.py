@@ -30,9 +30,8 @@ from kernelformer.attention.blocks import (
     tail_hidden,
     visible_pair,
 )
-from kernelformer.attention.engine import Workspace
 from kernelformer.attention.families import engine_class, make_engine
-from kernelformer.contract import compute_dtype, lookup
+from kernelformer.contract import Workspace, compute_dtype, lookup
 
 
 class _Pieces:

@@ -5,26 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-
-class Workspace:
-    """Named buffers that are made once per call and reused by every chunk: fresh ones would cost more than the work."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._flat: dict[str, Tensor] = {}
-
-    def take(self, name: str, *size: int) -> Tensor:
-        """A contiguous tensor of that size over the buffer of that name; its contents are whatever was there."""
-        count = 1
-        for x in size:
-            count *= x
-        flat = self._flat.get(name)
-        if flat is None or flat.numel() < count:
-            flat = self._flat[name] = torch.empty(count, dtype=self.dtype, device=self.device)
-        return flat[:count].view(size)
+from kernelformer.contract import Workspace
 
 
 class Engine(ABC):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from kernelformer.attention.engine import Engine, Workspace
+from kernelformer.attention.engine import Engine
 from kernelformer.attention.positive import PositiveEngine
 from kernelformer.attention.signed import SignedEngine
-from kernelformer.contract import PositiveSpec, SignedSpec, Spec
+from kernelformer.contract import PositiveSpec, SignedSpec, Spec, Workspace
 
 
 def engine_class(spec: Spec) -> type[Engine]:

@@ -26,9 +26,9 @@ from kernelformer.attention.blocks import (
     spread,
     visible_pair,
 )
-from kernelformer.attention.engine import Engine, Workspace
+from kernelformer.attention.engine import Engine
 from kernelformer.attention.families import engine_class, make_engine
-from kernelformer.contract import compute_dtype, lookup
+from kernelformer.contract import Workspace, compute_dtype, lookup
 
 
 def _keeps(s: Shapes) -> bool:

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.attention.engine import Engine, Workspace
-from kernelformer.contract import PositiveChunks
+from kernelformer.attention.engine import Engine
+from kernelformer.contract import PositiveChunks, Workspace
 
 EMPTY = -1e30  # log mass of no keys: vanishes against any real one, and differences of it stay finite
 LOST = 1e-30  # a causal row that sees less of its mixture than this is computed again in log space

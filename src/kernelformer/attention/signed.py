@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.attention.engine import Engine, Workspace
+from kernelformer.attention.engine import Engine
 from kernelformer.attention.positive import EMPTY
-from kernelformer.contract import Role, SignedChunks
+from kernelformer.contract import Role, SignedChunks, Workspace
 
 GUARD = 1e-2
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from kernelformer.errors import choice, positive_int
-from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.hadamard import FastFood, fastfood, padded_dim
 from kernelformer.feature_maps.projection import Dense, Transform
-from kernelformer.feature_maps.spectral import Smoothing, spectral_spec
+from kernelformer.feature_maps.spectral import Smoothing, SpectralMap
 
 LEARN = {"none": "", "S": "S", "SGB": "SGB"}
 # From which d' on transforming every row beats one product with the matrix, multiplied out once per call: measured on a
@@ -20,7 +19,7 @@ LEARN = {"none": "", "S": "S", "SGB": "SGB"}
 FWHT_FROM = 512
 
 
-class FastFoodMap(FeatureMap):
+class FastFoodMap(SpectralMap):
     """A structured matrix of frequencies.
 
         V = 1 / (sigma sqrt(d')) S H G P H B      in blocks of d' rows, d' = D padded to a power of two
@@ -70,16 +69,18 @@ class FastFoodMap(FeatureMap):
         dim = padded_dim(head_dim)
         kind = choice("transform", transform or ("fwht" if dim >= FWHT_FROM else "dense"), ("fwht", "dense"))
         how: Transform = FastFood() if kind == "fwht" else Dense()
-        settings = {"features": features, "learn": learn, "sigma": sigma}
         super().__init__(
-            spectral_spec(features, num_features, smoothing, how),
+            features,
+            num_features,
+            smoothing,
+            {"learn": learn, "sigma": sigma},
+            how,
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features,
             seed=seed,
             draw="fastfood",
             per_head=per_head,
-            settings=settings if features == "prf" else {**settings, "smoothing": smoothing},
         )
         self.learned, self.sigma, self.by_rows = LEARN[learn], sigma, kind == "fwht"
         for name, x in self._draw(0).items():

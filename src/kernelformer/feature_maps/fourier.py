@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.contract import Role, SignedChunks, SignedSpec
+from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.projection import Dense, Projection, Transform
@@ -79,21 +79,14 @@ class FourierChunks(SignedChunks):
         self.spec, self.projection, self.normalize = spec, projection, normalize
         self.row = spec.row * scale
         self.wave, self.constant = spec.sizes(normalize)
-        self._buffers: dict[str, Tensor] = {}
-
-    def _take(self, name: str, like: Tensor, half: int) -> Tensor:
-        """A buffer (N, C, half)."""
-        count = like.shape[0] * like.shape[1] * half
-        flat = self._buffers.get(name)
-        if flat is None or flat.numel() < count:
-            flat = self._buffers[name] = like.new_empty(count)
-        return flat[:count].view(*like.shape[:2], half)
+        self.work: Workspace | None = None
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
         """One product, then cosine and sine of it into the two halves."""
         half = out.shape[-1] // 2
-        angle = self.projection.rows(x, self._take("angle", x, half))
-        wave = self._take("wave", x, half)
+        self.work = self.work or Workspace(x.dtype, x.device)
+        angle = self.projection.rows(x, self.work.take("angle", *x.shape[:2], half))
+        wave = self.work.take("wave", *x.shape[:2], half)
         for first, function in ((0, torch.cos), (half, torch.sin)):
             # Straight into the half of a wider row these functions are five times slower.
             out[..., first : first + half] = function(angle, out=wave)
@@ -109,7 +102,9 @@ class FourierChunks(SignedChunks):
         """``d cos = -sin``, ``d sin = cos``: phi holds both, so nothing is computed again."""
         half = phi.shape[-1] // 2
         cos, sin = phi[..., :half], phi[..., half : 2 * half]
-        slope = torch.mul(cos, grad[..., half : 2 * half], out=self._take("angle", x, half))
+        assert self.work is not None  # phi came from here
+        slope = self.work.take("angle", *x.shape[:2], half)
+        torch.mul(cos, grad[..., half : 2 * half], out=slope)
         slope.addcmul_(sin, grad[..., :half], value=-1)
         self.projection.pull_rows(x, slope, out)
         return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.row)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernelformer.contract import Workspace
 from kernelformer.feature_maps.projection import Projection, Transform
 
 RADIX = 16  # fastest factors on a CPU, and flat around it
@@ -111,7 +112,7 @@ class FastFoodProjection(Projection):
         self.tensors, self.grads = list(tensors), grads
         self.scale, self.gauss, self.signs = (x.unsqueeze(-1) for x in tensors[:3])  # (N, blocks, d', 1)
         self.factor = factor * self.dim**-0.5
-        self._buffers: dict[str, Tensor] = {}
+        self.work = Workspace(self.scale.dtype, self.scale.device)
 
     @property
     def dim(self) -> int:
@@ -120,12 +121,7 @@ class FastFoodProjection(Projection):
 
     def _take(self, name: str, width: int) -> Tensor:
         """(N, blocks, d', C)."""
-        shape = (*self.scale.shape[:3], width)
-        count = shape[0] * shape[1] * shape[2] * width
-        flat = self._buffers.get(name)
-        if flat is None or flat.numel() < count:
-            flat = self._buffers[name] = self.scale.new_empty(count)
-        return flat[:count].view(shape)
+        return self.work.take(name, *self.scale.shape[:3], width)
 
     def _over_all(self, order: Tensor) -> Tensor:
         """Orders within the blocks as one index over all rows (N blocks d')."""

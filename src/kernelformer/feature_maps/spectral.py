@@ -10,6 +10,7 @@ no denominator can fall below zero.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -54,7 +55,37 @@ def parameter(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*size, dtype=torch.float32, device="cpu"))
 
 
-class MixtureMap(FeatureMap):
+class SpectralMap(FeatureMap):
+    """RKS or PRF features of frequencies that follow from parameters and the noise draw.
+
+    Args:
+        features: ``rks`` or ``prf``.
+        width: how many frequencies there are.
+        smoothing: of RKS features, see `spectral_spec`.
+        settings: see `FeatureMap`.
+        transform: x -> W x.
+        common: other arguments of `FeatureMap`.
+    """
+
+    noise: Tensor
+
+    def __init__(
+        self,
+        features: str,
+        width: int,
+        smoothing: Smoothing,
+        settings: Mapping[str, object],
+        transform: Transform,
+        **common: Any,
+    ) -> None:
+        own = {"features": features, **settings, **({"smoothing": smoothing} if features == "rks" else {})}
+        super().__init__(spectral_spec(features, width, smoothing, transform), settings=own, **common)
+
+    def _draws(self, draw: int) -> dict[str, Tensor]:
+        return {"noise": self._noise(draw)}
+
+
+class MixtureMap(SpectralMap):
     """A Gaussian mixture as spectral density, C components of weight 1/C.
 
         w_{c,i} = S_c n_i + mu_c,      n_i ~ N(0, I) shared by the components           (learned-kernels Eq. 5, 10)
@@ -75,8 +106,6 @@ class MixtureMap(FeatureMap):
 
     The others are those of `FeatureMap`.
     """
-
-    noise: Tensor
 
     def __init__(
         self,
@@ -102,9 +131,12 @@ class MixtureMap(FeatureMap):
             raise ValueError(f"tied components come in pairs, got components={components}; use an even number.")
         if not 0 <= mean_std < math.inf:
             raise ValueError(f"mean_std must be finite and at least 0, got {mean_std}.")
-        settings = {"features": features, "components": components, "tied": tied, "covariance": covariance}
         super().__init__(
-            spectral_spec(features, components * num_features, smoothing, Dense()),
+            features,
+            components * num_features,
+            smoothing,
+            {"components": components, "tied": tied, "covariance": covariance},
+            Dense(),
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features,
@@ -112,16 +144,12 @@ class MixtureMap(FeatureMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
-            settings=settings if features == "prf" else {**settings, "smoothing": smoothing},
         )
         self.components, self.tied, self.diagonal, self.mean_std = components, tied, covariance == "diagonal", mean_std
         own = components // 2 if tied else components
         self.mu = parameter(self.heads, own, head_dim)
         self.S = parameter(self.heads, own, head_dim, *(() if self.diagonal else (head_dim,)))
         self._start()
-
-    def _draws(self, draw: int) -> dict[str, Tensor]:
-        return {"noise": self._noise(draw)}
 
     def _reset_learned(self) -> None:
         gen = generator(self.seed_number, FIRST)
@@ -182,7 +210,7 @@ class Generator(nn.Module):
         return F.linear(h, *layers[-1]).tanh()
 
 
-class GenerativeMap(FeatureMap):
+class GenerativeMap(SpectralMap):
     """Frequencies by a neural network from noise.
 
         w_i = g(n_i),      n_i ~ N(0, I)           (learned-kernels Eq. 8, 11)
@@ -199,8 +227,6 @@ class GenerativeMap(FeatureMap):
 
     The others are those of `FeatureMap`.
     """
-
-    noise: Tensor
 
     def __init__(
         self,
@@ -224,9 +250,12 @@ class GenerativeMap(FeatureMap):
             )
         width = positive_int("width", head_dim if width is None else width)
         positive_int("depth", depth)
-        settings: dict[str, Any] = {"features": features, "width": width, "depth": depth}
         super().__init__(
-            spectral_spec(features, num_features, smoothing, Dense()),
+            features,
+            num_features,
+            smoothing,
+            {"width": width, "depth": depth},
+            Dense(),
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features,
@@ -234,13 +263,9 @@ class GenerativeMap(FeatureMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
-            settings=settings if features == "prf" else {**settings, "smoothing": smoothing},
         )
         self.generator = Generator(head_dim, width, depth)
         self._start()
-
-    def _draws(self, draw: int) -> dict[str, Tensor]:
-        return {"noise": self._noise(draw)}
 
     def _reset_learned(self) -> None:
         self.generator.reset_parameters(generator(self.seed_number, FIRST))
