@@ -124,13 +124,13 @@ def frequencies(core, dtype: torch.dtype) -> torch.Tensor:
         return torch.stack(rows)[:, :, : core.head_dim]
     if core.method.startswith("generative"):
         net, h = fm.generator, fm.noise.to(dtype).flatten(0, 1)
-        weights, biases = [x.to(dtype) for x in net.weights], [x.to(dtype) for x in net.biases]
+        weights = [x.to(dtype) for x in net.weights]
         for layer, (gain, shift) in enumerate(zip(net.gains, net.shifts, strict=True)):
-            h = h @ weights[layer].T + biases[layer]
+            h = h @ weights[layer].T
             h = (h - h.mean(0)) / (h.var(0, unbiased=False) + 1e-5).sqrt()
             h = h * gain.to(dtype) + shift.to(dtype)
             h = torch.where(h > 0, h, 0.01 * h)
-        return torch.tanh(h @ weights[-1].T + biases[-1]).view(fm.noise.shape)
+        return torch.tanh(h @ weights[-1].T + net.bias.to(dtype)).view(fm.noise.shape)
     return fm.omega.to(dtype)
 
 
@@ -160,7 +160,7 @@ def phi(core, x: torch.Tensor, role: str) -> torch.Tensor:
         return torch.exp(z - 2 * half) / math.sqrt(m)
     if core.method.endswith("-rks"):
         smoothing = options.get("smoothing", 1.0)
-        smoothing = (2 * m) ** -0.5 if smoothing == "noise" else smoothing
+        smoothing = (2 * fm.num_features) ** -0.5 if smoothing == "noise" else smoothing
         both = torch.cat([torch.cos(z), torch.sin(z)], -1) / math.sqrt(m)
         return torch.cat([both, torch.full_like(both[..., :1], math.sqrt(smoothing))], -1) if smoothing else both
     kernel = options.get("kernel", "softmax")

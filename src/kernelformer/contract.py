@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -198,3 +199,13 @@ def scaled(rows: Tensor, factor: float, change: Callable[[Tensor], Tensor] = lam
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Arithmetic and states are in float32 at least: float16 sums lose a fifth of the result at L = 1024."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on; the meta device knows none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Sums keep their precision; entered only where autocast is on, for it costs as much as an operation of `step`."""
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()

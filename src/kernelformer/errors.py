@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 from collections.abc import Iterable
-from typing import SupportsIndex
+from typing import SupportsFloat, SupportsIndex
 
 from torch import Tensor
 
@@ -31,15 +32,34 @@ def positive_int(what: str, value: object) -> int:
     return integer(what, value, at_least=1)
 
 
+def flag(what: str, value: object) -> bool:
+    """Return ``value`` if it is True or False, else raise: any text would count as True."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} must be True or False, got {value!r}.")
+    return value
+
+
+def number(what: str, value: object, *, at_least: float = -math.inf, above: float | None = None) -> float:
+    """Return ``value`` as a finite float if it is a number, of any library, within its bound; else raise."""
+    bound = f" above {above:g}" if above is not None else f" of at least {at_least:g}" if at_least > -math.inf else ""
+    if not isinstance(value, bool) and isinstance(value, SupportsFloat) and not isinstance(value, str):
+        found = float(value)
+        if math.isfinite(found) and (found >= at_least if above is None else found > above):
+            return found
+    raise ValueError(f"{what} must be a finite number{bound}, got {value!r}.")
+
+
 def integer(what: str, value: object, at_least: int | None = None) -> int:
     """Return ``value`` as an int if it is one, of any library, and large enough; else raise."""
     bound = "" if at_least is None else f" of at least {at_least}"
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ValueError(f"{what} must be an integer{bound}, got {value!r}.")
-    number = operator.index(value)
-    if at_least is not None and number < at_least:
+    found = operator.index(value)
+    if at_least is not None and found < at_least:
         raise ValueError(f"{what} must be an integer{bound}, got {value!r}.")
-    return number
+    if not -(1 << 63) <= found < 1 << 63:
+        raise ValueError(f"{what} must fit into 64 bits, got {value!r}.")
+    return found
 
 
 def shape(x: Tensor) -> str:

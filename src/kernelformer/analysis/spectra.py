@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernelformer.errors import positive_int, shape
 from kernelformer.modules import KernelCore
 
 
@@ -49,6 +50,8 @@ def kernel_profile(
     Shift-invariant kernels (RKS) do not depend on the point x. Positive features of a learned density do: around 0 they
     give exp(-r^2 / 2) whatever was learned, since the two points are opposite; away from it they show it.
 
+    RKS maps have their smoothing in it. ``normalize_qk`` plays no part.
+
     Args:
         core: with a feature map.
         distances: r, after scaling: what the kernel itself sees.
@@ -59,11 +62,18 @@ def kernel_profile(
     Returns:
         (H, number of distances).
     """
+    if not isinstance(core, KernelCore):
+        raise ValueError(f"a profile needs a core with a feature map, got {type(core).__name__}.")
     phi = core.feature_map
     place: dict[str, Any] = {"dtype": torch.float32, "device": phi.seed.device}
-    u = torch.randn(directions, core.head_dim, generator=torch.Generator().manual_seed(seed)).to(**place)
+    gen = torch.Generator().manual_seed(seed)
+    u = torch.randn(positive_int("directions", directions), core.head_dim, generator=gen, device="cpu").to(**place)
     r = torch.as_tensor(distances, **place)
     middle = torch.zeros(core.head_dim, **place) if point is None else torch.as_tensor(point, **place)
+    if r.dim() != 1 or not r.isfinite().all():
+        raise ValueError(f"distances must be a list of finite numbers, got {distances}.")
+    if middle.shape != (core.head_dim,):
+        raise ValueError(f"point must have head_dim={core.head_dim} numbers, got shape {shape(middle)}.")
     half = 0.5 * r[:, None, None] * torch.nn.functional.normalize(u, dim=-1)
     ends = [(middle + sign * half).flatten(0, 1).expand(1, core.num_heads, -1, -1) for sign in (-1, 1)]
     values: Tensor = (phi(ends[0], "query") * phi(ends[1], "key")).sum(-1)[0].unflatten(1, (len(r), directions))

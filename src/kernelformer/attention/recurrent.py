@@ -17,6 +17,14 @@ MadeBy = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True, eq=False)
+class Prepared:
+    """A map's tensors as a stream keeps them, and the version of the weights that they were made from."""
+
+    tensors: tuple[Tensor, ...]
+    version: tuple[object, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class State:
     """What an attention core keeps of the keys and values so far.
 
@@ -26,20 +34,20 @@ class State:
     Args:
         tensors: (B, G, ...) each; their meaning is the method's own.
         length: number of tokens taken in, padding included.
-        made_by: the core that made it, by everything that its numbers depend on: another one cannot go on from it.
-        prepared: tensors of the map, made once per stream where no gradient is asked for, and not pickled: a stream
-            keeps the kernel that it began with.
+        made_by: the core that made it, by its settings and its draw: another one cannot go on from it. Learned weights
+            are not looked at: after they have changed, start anew.
+        prepared: tensors of the map, made once for a stream without gradients while the weights stay; not pickled.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
     """
 
     tensors: tuple[Tensor, ...]
     length: int
     made_by: MadeBy
-    prepared: tuple[Tensor, ...] = ()
+    prepared: Prepared | None = None
     fits: tuple[object, ...] = ()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "prepared": (), "fits": ()}
+        return {**vars(self), "prepared": None, "fits": ()}
 
     @property
     def batch(self) -> int:
@@ -53,11 +61,11 @@ class State:
 
     def to(self, device: torch.device | str) -> State:
         """The same on another device."""
-        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), prepared=(), fits=())
+        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), prepared=None, fits=())
 
     def detach(self) -> State:
         """The same, cut off from the graph: gradients of later tokens stop here."""
-        return replace(self, tensors=tuple(x.detach() for x in self.tensors), prepared=())
+        return replace(self, tensors=tuple(x.detach() for x in self.tensors), prepared=None)
 
     def reorder(self, index: Tensor | Sequence[int]) -> State:
         """Samples by their index, repeats allowed: what beam search does between steps."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernelformer.contract import PositiveSpec, Spec, compute_dtype, register
-from kernelformer.errors import integer, positive_int
+from kernelformer.contract import PositiveSpec, Spec, compute_dtype, no_autocast, register
+from kernelformer.errors import flag, integer, positive_int
 from kernelformer.feature_maps.draws import draw_frequencies, generator
 
 
@@ -64,9 +64,13 @@ class FeatureMap(nn.Module):
         self.num_heads = positive_int("num_heads", num_heads)
         self.num_features = num_features
         self.draw_kind, self.norms = draw, norms
-        self.heads = num_heads if per_head else 1
+        self.heads = num_heads if flag("per_head", per_head) else 1
         drawing = {"num_features": num_features, "draw": draw, "norms": norms, "per_head": per_head}
-        self.options: dict[str, object] = {**(settings or {}), **(drawing if num_features else {})}
+        self.options: dict[str, object] = {
+            "head_dim": self.head_dim,
+            **(settings or {}),
+            **(drawing if num_features else {}),
+        }
         # The numbers stand beside their buffers, so that nothing has to be read back from a device.
         self.seed_number, self.draw_number = integer("seed", seed), 0
         self.register_buffer("seed", torch.tensor(self.seed_number, dtype=torch.int64, device="cpu"))
@@ -119,9 +123,26 @@ class FeatureMap(nn.Module):
                 self._buffers[name] = before.to(after.device)
         return self
 
+    @property
+    def weights_version(self) -> tuple[object, ...]:
+        """Changes whenever a learned parameter is replaced or changed in place."""
+        own = (x for m in self.modules() for x in m._parameters.values() if x is not None)
+        return tuple((id(x), None if x.is_inference() else x._version) for x in own)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # As they are, whatever averaging or casting has made of the buffers.
+        for name, x in (
+            ("seed", torch.tensor(self.seed_number, device="cpu")),
+            ("draw", torch.tensor(self.draw_number, device="cpu")),
+            ("settings", _encode(self.options)),
+        ):
+            buffer = self.get_buffer(name)
+            destination[prefix + name] = buffer if buffer.is_meta else x.to(buffer.device)
+
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: dict[str, Any],
         prefix: str,
         local_metadata: Any,
         strict: bool,
@@ -131,9 +152,11 @@ class FeatureMap(nn.Module):
     ) -> None:
         found = state_dict.get(f"{prefix}settings")
         if isinstance(found, Tensor) and not found.is_meta:
-            theirs = _decode(found)
-            if theirs != json.loads(json.dumps(self.options)):
-                errors.append(_other_settings(prefix, theirs, self.options))
+            problem = _other_settings(prefix, found, self.options)
+            if problem:
+                errors.append(problem)
+                for name in [x for x in state_dict if x.startswith(prefix)]:
+                    del state_dict[name]  # nor may a child of the map take its part
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if not self.draw.is_meta:  # from the buffers, as loaded: a strict=False dict may have left them as they were
@@ -161,9 +184,11 @@ class FeatureMap(nn.Module):
 
     def covariances(self) -> Tensor:
         """Covariance of the frequencies, (H, C, D, D) for C components; here that of the sample, C = 1."""
-        omega = self.frequencies().detach()
-        centred = omega - omega.mean(1, keepdim=True)
-        return (centred.transpose(1, 2) @ centred / omega.shape[1]).unsqueeze(1).expand(self.num_heads, -1, -1, -1)
+        with no_autocast(self.seed.device.type):
+            omega = self.frequencies().detach()
+            centred = omega - omega.mean(1, keepdim=True)
+            sample = centred.transpose(1, 2) @ centred / omega.shape[1]
+        return sample.unsqueeze(1).expand(self.num_heads, -1, -1, -1)
 
     def resample(self, draw: int | None = None) -> None:
         """Go to the next draw, or to number ``draw``.
@@ -190,12 +215,13 @@ class FeatureMap(nn.Module):
 
     def forward(self, x: Tensor, role: str = "query", scale: float = 1.0) -> Tensor:
         """phi(sqrt(scale) x) as one tensor, (B, H, L, D) -> (B, H, L, M): for looking and for small L."""
-        tensors = self.prepare(x, x, None)
-        x = x.to(compute_dtype(x.dtype))
-        if isinstance(self.spec, PositiveSpec):
-            return self.spec.log_features(x, tensors, scale, role).exp()  # type: ignore[arg-type]
-        phi, factor = self.spec.features(x, tensors, scale, role)  # type: ignore[attr-defined]
-        return phi if factor is None else phi * factor.exp()  # type: ignore[no-any-return]
+        with no_autocast(x.device.type):
+            tensors = self.prepare(x, x, None)
+            x = x.to(compute_dtype(x.dtype))
+            if isinstance(self.spec, PositiveSpec):
+                return self.spec.log_features(x, tensors, scale, role).exp()  # type: ignore[arg-type]
+            phi, factor = self.spec.features(x, tensors, scale, role)  # type: ignore[attr-defined]
+            return phi if factor is None else phi * factor.exp()  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
@@ -208,14 +234,17 @@ def _encode(options: Mapping[str, object]) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(options), "utf-8"), dtype=torch.uint8).clone()
 
 
-def _decode(settings: Tensor) -> dict[str, object]:
-    found: dict[str, object] = json.loads(bytes(settings.tolist()))
-    return found
-
-
-def _other_settings(prefix: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> str:
-    names = dict.fromkeys([*theirs, *ours])
-    rows = [(x, theirs.get(x, "not set"), ours.get(x, "not set")) for x in names if theirs.get(x) != ours.get(x)]
-    saved = ", ".join(f"{name}={a!r}" for name, a, _ in rows)
-    here = ", ".join(f"{name}={b!r}" for name, _, b in rows)
-    return f"{prefix.removesuffix('.')} was saved with {saved}, this one has {here}; build it with the saved settings."
+def _other_settings(prefix: str, found: Tensor, ours: Mapping[str, object]) -> str | None:
+    """What is wrong with the settings of a state dict, or None."""
+    name = prefix.removesuffix(".") or "the map"
+    try:
+        theirs = json.loads(bytes(found.to(torch.uint8).tolist()))
+    except ValueError:
+        return f"{name}: its saved settings cannot be read; save the model itself again, or load it without them."
+    ours = json.loads(json.dumps(ours))  # as they look after a journey
+    rows = [(x, theirs.get(x), ours.get(x)) for x in {**theirs, **ours} if theirs.get(x) != ours.get(x)]
+    if not rows:
+        return None
+    saved = ", ".join(f"{what}={a!r}" for what, a, _ in rows)
+    here = ", ".join(f"{what}={b!r}" for what, _, b in rows)
+    return f"{name} was saved with {saved}, this one has {here}; build it with the saved settings."

@@ -106,7 +106,7 @@ def draw_frequencies(
     positive_int("num_features", num_features)
     choice("draw", draw, DRAWS)
     exact = norms == "sqrt"
-    norms = choice("norms", norms or _NORMS[draw], ("chi", "sqrt"))
+    norms = choice("norms", _NORMS[draw] if norms is None else norms, ("chi", "sqrt"))
     if draw == "iid":
         omega = _randn(num_features, dim, gen=gen)
         if norms == "chi":

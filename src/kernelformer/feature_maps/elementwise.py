@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec
-from kernelformer.errors import choice, positive_int
+from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.projection import Dense, Identity, Projection, Transform
 
@@ -222,13 +222,11 @@ class GeneralizedMap(FeatureMap):
         per_head: bool = False,
     ) -> None:
         choice("activation", activation, (*ACTIVATIONS, "exp", "elu"))
-        if projection:
-            positive_int("num_features", num_features)
+        if flag("projection", projection):
+            num_features = positive_int("num_features", num_features)
         if activation == "elu" and eps is not None:
             raise ValueError(f"elu(x) + 1 takes no eps, got {eps}; leave it out.")
-        eps = 1e-3 if eps is None else eps
-        if not (math.isfinite(eps) and eps >= 0):
-            raise ValueError(f"eps must be finite and at least 0, got {eps}.")
+        eps = 1e-3 if eps is None else number("eps", eps, at_least=0)
         width = num_features if projection else head_dim
         transform: Transform = Dense() if projection else Identity()
         spec: ElementwiseSpec | LogElementwiseSpec

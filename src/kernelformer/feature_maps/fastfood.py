@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from kernelformer.errors import choice, positive_int
+from kernelformer.errors import choice, number, positive_int
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.hadamard import FastFood, fastfood, padded_dim
 from kernelformer.feature_maps.projection import Dense, Transform
@@ -63,11 +61,12 @@ class FastFoodMap(SpectralMap):
         per_head: bool = True,
     ) -> None:
         choice("learn", learn, LEARN)
-        self._check_size(positive_int("num_features", num_features), positive_int("head_dim", head_dim))
-        if not 0 < sigma < math.inf:
-            raise ValueError(f"sigma must be positive and finite, got {sigma}.")
+        num_features, head_dim = positive_int("num_features", num_features), positive_int("head_dim", head_dim)
+        self._check_size(num_features, head_dim)
+        sigma = number("sigma", sigma, above=0)
         dim = padded_dim(head_dim)
-        kind = choice("transform", transform or ("fwht" if dim >= FWHT_FROM else "dense"), ("fwht", "dense"))
+        fastest = "fwht" if dim >= FWHT_FROM else "dense"
+        kind = choice("transform", fastest if transform is None else transform, ("fwht", "dense"))
         how: Transform = FastFood() if kind == "fwht" else Dense()
         super().__init__(
             features,

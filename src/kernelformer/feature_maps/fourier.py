@@ -135,7 +135,7 @@ class TrigonometricMap(FeatureMap):
         norms: str | None = None,
         per_head: bool = False,
     ) -> None:
-        positive_int("num_features", num_features)
+        num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
         super().__init__(
             FourierSpec(row=_ROW[kernel], amplitude=1 / math.sqrt(num_features), transform=Dense()),

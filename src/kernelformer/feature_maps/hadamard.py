@@ -25,14 +25,10 @@ def padded_dim(dim: int) -> int:
     return 1 << (dim - 1).bit_length()
 
 
-@functools.lru_cache(maxsize=64)
 def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The unnormalized Walsh-Hadamard matrix of a power of two, entries +-1, in Sylvester's order."""
-    with torch.inference_mode(False):
-        h = torch.ones(1, 1, dtype=dtype, device=device)
-        while h.shape[0] < dim:
-            h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-        return h
+    signs = [[-1.0 if (i & j).bit_count() % 2 else 1.0 for j in range(dim)] for i in range(dim)]
+    return torch.tensor(signs, dtype=dtype, device=device)
 
 
 def _factors(dim: int) -> list[int]:
@@ -129,6 +125,10 @@ class FastFoodProjection(Projection):
         return (order + first).reshape(-1)
 
     @functools.cached_property
+    def _stages(self) -> list[Tensor]:
+        return [hadamard(size, self.scale.dtype, self.scale.device) for size in _factors(self.dim)]
+
+    @functools.cached_property
     def _index(self) -> Tensor:
         return self._over_all(self.tensors[3].long())
 
@@ -139,8 +139,8 @@ class FastFoodProjection(Projection):
     def _hadamard(self, x: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
         """``H x`` over the axis of d'; the result is in one of the two buffers, the other is spare."""
         inner = x.shape[-1]
-        for size in _factors(self.dim):
-            h = hadamard(size, x.dtype, x.device)
+        for h in self._stages:
+            size = h.shape[0]
             stage, into = x.view(-1, size, inner), spare.view(-1, size, inner)
             torch.bmm(h.expand(stage.shape[0], size, size), stage, out=into)
             x, spare = spare, x

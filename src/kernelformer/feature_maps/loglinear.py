@@ -111,7 +111,7 @@ class LogLinearMap(FeatureMap):
         draw: str = "orthogonal",
         per_head: bool = True,
     ) -> None:
-        positive_int("num_features", num_features)
+        num_features = positive_int("num_features", num_features)
         settings = {"num_features": num_features, "per_head": per_head}
         common = {"head_dim": head_dim, "num_heads": num_heads, "seed": seed, "per_head": per_head}
         super().__init__(LogLinearSpec(), num_features=0, draw=draw, settings=settings, **common)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role
-from kernelformer.errors import choice, positive_int
+from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.projection import Dense, Projection, Transform
 
@@ -113,15 +113,15 @@ class PositiveMap(FeatureMap):
         norms: str | None = None,
         per_head: bool = False,
     ) -> None:
-        positive_int("num_features", num_features)
+        num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
-        if regularized:
+        if flag("regularized", regularized):
             if norms == "chi":
                 raise ValueError(
                     "favor+regularized has frequencies of norm sqrt(head_dim), got norms='chi'; use favor+."
                 )
             norms = "sqrt"
-        width = 2 * num_features if hyperbolic else num_features
+        width = 2 * num_features if flag("hyperbolic", hyperbolic) else num_features
         super().__init__(
             ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=Dense(mirrored=hyperbolic)),
             head_dim=head_dim,

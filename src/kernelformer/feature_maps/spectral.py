@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernelformer.contract import Spec
-from kernelformer.errors import choice, positive_int
+from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.fourier import FourierSpec
@@ -29,14 +29,15 @@ FIRST = -1  # number of the stream that first values of parameters come from; dr
 Smoothing = float | Literal["noise"]
 
 
-def spectral_spec(features: str, width: int, smoothing: Smoothing, transform: Transform) -> Spec:
-    """RKS or PRF features of ``width`` frequencies.
+def spectral_spec(features: str, width: int, independent: int, smoothing: Smoothing, transform: Transform) -> Spec:
+    """RKS or PRF features.
 
     Args:
         features: ``rks`` or ``prf``.
-        width: M.
-        smoothing: s of RKS features; ``noise`` is the standard deviation of an estimated kernel entry, 1 / sqrt(2M),
-            which keeps the contrast of the kernel and vanishes as M grows.
+        width: M, the number of frequencies.
+        independent: how many of them are independent draws, m.
+        smoothing: s of RKS features; ``noise`` is 1 / sqrt(2m), the standard deviation of an estimated kernel entry far
+            from the diagonal: it keeps the contrast of the kernel and vanishes as m grows.
         transform: x -> W x.
     """
     choice("features", features, ("rks", "prf"))
@@ -44,10 +45,11 @@ def spectral_spec(features: str, width: int, smoothing: Smoothing, transform: Tr
         return ExponentialSpec(row=-1.0, constant=-0.5 * math.log(width), transform=transform)
     if isinstance(smoothing, str):
         choice("smoothing", smoothing, ("noise",))
-        smoothing = 1 / math.sqrt(2 * width)
-    if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing < math.inf:
-        raise ValueError(f"smoothing must be a finite number of at least 0, or 'noise', got {smoothing!r}.")
-    return FourierSpec(row=0.0, amplitude=1 / math.sqrt(width), transform=transform, smoothing=float(smoothing))
+        smoothing = 1 / math.sqrt(2 * independent)
+    smoothing = number("smoothing", smoothing, at_least=0)
+    if smoothing > 1e6:
+        raise ValueError(f"smoothing must be at most 1e6, got {smoothing:g}: every key would weigh the same.")
+    return FourierSpec(row=0.0, amplitude=1 / math.sqrt(width), transform=transform, smoothing=smoothing)
 
 
 def parameter(*size: int) -> nn.Parameter:
@@ -60,7 +62,7 @@ class SpectralMap(FeatureMap):
 
     Args:
         features: ``rks`` or ``prf``.
-        width: how many frequencies there are.
+        width: how many frequencies there are; ``num_features`` of them are independent.
         smoothing: of RKS features, see `spectral_spec`.
         settings: see `FeatureMap`.
         transform: x -> W x.
@@ -76,10 +78,15 @@ class SpectralMap(FeatureMap):
         smoothing: Smoothing,
         settings: Mapping[str, object],
         transform: Transform,
+        *,
+        num_features: int,
         **common: Any,
     ) -> None:
+        if not isinstance(smoothing, str):
+            smoothing = number("smoothing", smoothing, at_least=0)
         own = {"features": features, **settings, **({"smoothing": smoothing} if features == "rks" else {})}
-        super().__init__(spectral_spec(features, width, smoothing, transform), settings=own, **common)
+        spec = spectral_spec(features, width, num_features, smoothing, transform)
+        super().__init__(spec, num_features=num_features, settings=own, **common)
 
     def _draws(self, draw: int) -> dict[str, Tensor]:
         return {"noise": self._noise(draw)}
@@ -124,13 +131,12 @@ class MixtureMap(SpectralMap):
         norms: str | None = None,
         per_head: bool = True,
     ) -> None:
-        positive_int("num_features", num_features)
-        positive_int("components", components)
+        num_features = positive_int("num_features", num_features)
+        components = positive_int("components", components)
         choice("covariance", covariance, ("full", "diagonal"))
-        if tied and components % 2:
+        if flag("tied", tied) and components % 2:
             raise ValueError(f"tied components come in pairs, got components={components}; use an even number.")
-        if not 0 <= mean_std < math.inf:
-            raise ValueError(f"mean_std must be finite and at least 0, got {mean_std}.")
+        mean_std = number("mean_std", mean_std, at_least=0)
         super().__init__(
             features,
             components * num_features,
@@ -154,7 +160,7 @@ class MixtureMap(SpectralMap):
     def _reset_learned(self) -> None:
         gen = generator(self.seed_number, FIRST)
         self.mu.copy_(self.mean_std * torch.randn(self.mu.shape, generator=gen, dtype=torch.float64, device="cpu"))
-        self.S.copy_(torch.ones(()) if self.diagonal else torch.eye(self.head_dim))
+        self.S.copy_(torch.ones((), device="cpu") if self.diagonal else torch.eye(self.head_dim, device="cpu"))
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """S n + mu, component after component, (heads, C num_features, D)."""
@@ -175,6 +181,7 @@ class MixtureMap(SpectralMap):
 class Generator(nn.Module):
     """Noise to frequencies: ``depth`` times (linear, batch normalization, leaky ReLU), then linear and tanh.
 
+    Linear layers before a normalization have no bias: it would take it away again.
     Normalization is by the statistics of the noise at hand, in training and in evaluation: the kernel is a function of
     the parameters and the draw alone. Running averages would give evaluation a kernel that was never trained, and
     activation checkpointing would update them twice.
@@ -184,17 +191,16 @@ class Generator(nn.Module):
         super().__init__()
         sizes = [dim] + [width] * depth
         self.weights = nn.ParameterList(parameter(b, a) for a, b in zip(sizes, [*sizes[1:], dim], strict=True))
-        self.biases = nn.ParameterList(parameter(x) for x in [*sizes[1:], dim])
+        self.bias = parameter(dim)
         self.gains = nn.ParameterList(parameter(x) for x in sizes[1:])
         self.shifts = nn.ParameterList(parameter(x) for x in sizes[1:])
 
     @torch.no_grad()
-    def reset_parameters(self, gen: torch.Generator) -> None:
+    def start(self, gen: torch.Generator) -> None:
         """As torch's own layers start: uniform in +-1/sqrt(fan in)."""
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            bound = 1 / math.sqrt(weight.shape[1])
-            for x in (weight, bias):
-                x.copy_((2 * torch.rand(x.shape, generator=gen, dtype=torch.float64, device="cpu") - 1) * bound)
+        for x in (*self.weights, self.bias):
+            bound = 1 / math.sqrt(x.shape[1] if x.dim() == 2 else self.weights[-1].shape[1])
+            x.copy_((2 * torch.rand(x.shape, generator=gen, dtype=torch.float64, device="cpu") - 1) * bound)
         for gain, shift in zip(self.gains, self.shifts, strict=True):
             gain.fill_(1)
             shift.fill_(0)
@@ -202,12 +208,11 @@ class Generator(nn.Module):
     def forward(self, noise: Tensor) -> Tensor:
         """(n, D) -> (n, D), in the dtype of the noise."""
         dtype, h = noise.dtype, noise
-        layers = [(w.to(dtype), b.to(dtype)) for w, b in zip(self.weights, self.biases, strict=True)]
-        for (weight, bias), gain, shift in zip(layers, self.gains, self.shifts, strict=False):
-            h = F.linear(h, weight, bias)
+        for weight, gain, shift in zip(self.weights, self.gains, self.shifts, strict=False):
+            h = F.linear(h, weight.to(dtype))
             h = F.batch_norm(h, None, None, gain.to(dtype), shift.to(dtype), training=True)
             h = F.leaky_relu(h)
-        return F.linear(h, *layers[-1]).tanh()
+        return F.linear(h, self.weights[-1].to(dtype), self.bias.to(dtype)).tanh()
 
 
 class GenerativeMap(SpectralMap):
@@ -243,13 +248,14 @@ class GenerativeMap(SpectralMap):
         norms: str | None = None,
         per_head: bool = False,
     ) -> None:
-        if positive_int("num_features", num_features) == 1:
+        num_features, head_dim = positive_int("num_features", num_features), positive_int("head_dim", head_dim)
+        if num_features == 1:
             raise ValueError(
                 "the generator normalizes over the frequencies (BatchNorm), which takes more than one sample, got "
                 "num_features=1; use at least 2."
             )
         width = positive_int("width", head_dim if width is None else width)
-        positive_int("depth", depth)
+        depth = positive_int("depth", depth)
         super().__init__(
             features,
             num_features,
@@ -268,7 +274,7 @@ class GenerativeMap(SpectralMap):
         self._start()
 
     def _reset_learned(self) -> None:
-        self.generator.reset_parameters(generator(self.seed_number, FIRST))
+        self.generator.start(generator(self.seed_number, FIRST))
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """g(n), (heads, num_features, D); all heads are one batch."""

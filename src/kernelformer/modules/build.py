@@ -131,11 +131,12 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
         method: a name from `list_methods`.
         head_dim: D.
         num_heads: H, of the queries.
-        options: by method; `method_options` lists them. For random maps: ``num_features`` (256), ``seed`` (0), ``draw``
-            ("orthogonal", "iid", "spherical", "hadamard", "givens"), ``norms``, ``per_head`` (False), ``kernel``
-            ("softmax", "gaussian"). For learned kernels: ``components``, ``tied``, ``covariance`` (gmm), ``learn``,
-            ``sigma``, ``transform`` (fastfood), ``width``, ``depth`` (generative), ``smoothing`` (rks). For all:
-            ``scale`` and ``normalize_qk``.
+        options: by method; `method_options` lists them, and the map's class explains them. For random maps:
+            ``num_features`` (256), ``seed`` (0), ``draw`` ("orthogonal", "iid", "spherical", "hadamard", "givens"; not
+            for fastfood), ``norms``, ``per_head`` (True for gmm, fastfood and loglinear, else False), ``kernel``
+            ("softmax", "gaussian"; performer's maps). For learned kernels: ``components``, ``tied``, ``covariance``,
+            ``mean_std`` (gmm), ``learn``, ``sigma``, ``transform`` (fastfood), ``width``, ``depth`` (generative),
+            ``smoothing`` (rks). For all: ``scale`` and ``normalize_qk``.
 
     Raises:
         ValueError: unknown method or option, with the known ones.

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernelformer.attention import State
-from kernelformer.contract import compute_dtype
-from kernelformer.errors import positive_int, shape
+from kernelformer.contract import autocasts, compute_dtype
+from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.checks import check_floats, check_inputs, check_mask, check_scale
-
-
-def autocasts(device_type: str) -> bool:
-    """Whether autocast is on; the meta device knows none."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Sums keep their precision; entered only where autocast is on, for it costs as much as an operation of `step`."""
-    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,7 @@ class AttentionCore(nn.Module):
         self.method = method
         self.head_dim = positive_int("head_dim", head_dim)
         self.num_heads = positive_int("num_heads", num_heads)
-        self.normalize_qk = normalize_qk
+        self.normalize_qk = flag("normalize_qk", normalize_qk)
         self.scale = check_scale(scale if scale is not None else 1.0 if normalize_qk else head_dim**-0.5)
 
     @overload

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import gaussian_attention
-from kernelformer.contract import compute_dtype
-from kernelformer.modules.core import AttentionCore, Call, no_autocast
+from kernelformer.contract import compute_dtype, no_autocast
+from kernelformer.errors import flag
+from kernelformer.modules.core import AttentionCore, Call
 
 
 class SoftmaxCore(AttentionCore):
@@ -37,7 +38,7 @@ class GaussianCore(AttentionCore):
 
     def __init__(self, method: str, *, normalize: bool = False, **options: Any) -> None:
         super().__init__(method, **options)
-        self.normalize = normalize
+        self.normalize = flag("normalize", normalize)
 
     def _attend(self, call: Call) -> tuple[Tensor, None]:
         with no_autocast(call.query.device.type):

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, linear_attention, step
 from kernelformer.attention.families import engine_class
-from kernelformer.attention.recurrent import MadeBy
-from kernelformer.contract import compute_dtype
-from kernelformer.errors import shape
+from kernelformer.attention.recurrent import MadeBy, Prepared
+from kernelformer.contract import autocasts, compute_dtype, no_autocast
+from kernelformer.errors import flag, shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.checks import check_scale
-from kernelformer.modules.core import AttentionCore, Call, autocasts, no_autocast
+from kernelformer.modules.core import AttentionCore, Call
 
 
 class KernelCore(AttentionCore):
@@ -31,7 +31,7 @@ class KernelCore(AttentionCore):
     def __init__(self, method: str, feature_map: FeatureMap, *, normalize: bool = True, **options: Any) -> None:
         super().__init__(method, head_dim=feature_map.head_dim, num_heads=feature_map.num_heads, **options)
         self.feature_map = feature_map
-        self.normalize = normalize
+        self.normalize = flag("normalize", normalize)
 
     @property
     def feature_dim(self) -> int:
@@ -51,14 +51,20 @@ class KernelCore(AttentionCore):
 
     def eigenvalues(self) -> Tensor:
         """Of the `covariances`, (H, C, D), ascending."""
-        values: Tensor = torch.linalg.eigvalsh(self.covariances())
+        with no_autocast(self.feature_map.seed.device.type):
+            values: Tensor = torch.linalg.eigvalsh(self.covariances())
         return values
 
-    def _prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, state: State | None) -> Sequence[Tensor]:
-        """The map's tensors: those of the stream where no gradient is asked for, else made from its parameters."""
-        if state is not None and state.prepared and not torch.is_grad_enabled():
+    def _prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, state: State | None) -> Prepared:
+        """The map's tensors: those of the stream where they are still right, else made anew.
+
+        With gradients they belong to a graph, and a compiled step cannot see versions: both make them each time.
+        """
+        keeps = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        version = self.feature_map.weights_version if keeps else ()
+        if keeps and state is not None and state.prepared is not None and state.prepared.version == version:
             return state.prepared
-        return self.feature_map.prepare(query, key, key_mask)
+        return Prepared(tuple(self.feature_map.prepare(query, key, key_mask)), version)
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
@@ -67,7 +73,7 @@ class KernelCore(AttentionCore):
             prepared = self._prepare(call.query, call.key, call.key_mask, call.state)
             common: dict[str, Any] = {
                 "spec": phi.key,
-                "tensors": prepared,
+                "tensors": prepared.tensors,
                 "scale": call.scale,
                 "key_mask": call.key_mask,
                 "normalize": self.normalize,
@@ -111,11 +117,19 @@ class KernelCore(AttentionCore):
         key, value = self._per_map_head(key), self._per_map_head(value)
         past = self._empty(key, value) if state is None else state.tensors
         with no_autocast(query.device.type):
-            tensors = self._prepare(query, key, key_mask, state)
+            prepared = self._prepare(query, key, key_mask, state)
             out, after = step(
-                phi.spec, tensors, query, key, value, past, scale=scale, key_mask=key_mask, normalize=self.normalize
+                phi.spec,
+                prepared.tensors,
+                query,
+                key,
+                value,
+                past,
+                scale=scale,
+                key_mask=key_mask,
+                normalize=self.normalize,
             )
-        return out.to(dtype), self._state(after, state, 1, scale, tensors, fits)
+        return out.to(dtype), self._state(after, state, 1, scale, prepared, fits)
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
         """Everything that the checks of a step look at, or nothing where they have to look each time."""
@@ -149,11 +163,11 @@ class KernelCore(AttentionCore):
         before: State | None,
         count: int,
         scale: float,
-        prepared: Sequence[Tensor],
+        prepared: Prepared,
         fits: tuple[object, ...] = (),
     ) -> State:
         made_by = self._made_by(scale) if before is None else before.made_by
-        kept = () if torch.is_grad_enabled() else tuple(prepared)
+        kept = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else prepared
         return State(tuple(tensors), count + (before.length if before else 0), made_by, kept, fits)
 
     def _check_streaming(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from kernelformer.errors import positive_int
+from kernelformer.errors import integer, number, positive_int
 
 CLASSES = 9
 LARGEST = 4  # no prefix adds up to more
@@ -34,7 +34,7 @@ class SparseSums:
 
     def split(self, first: int) -> tuple[SparseSums, SparseSums]:
         """The first so many samples, and the others; they are in random order."""
-        if not 0 < first < len(self):
+        if not 0 < integer("first", first) < len(self):
             raise ValueError(f"a split must leave samples on both sides, got {first} of {len(self)}.")
         a, b = (SparseSums(self.inputs[x], self.labels[x]) for x in (slice(first), slice(first, None)))
         return a, b
@@ -68,7 +68,7 @@ def sparse_sums(count: int, *, relevance: float, length: int = 200, seed: int = 
     positive_int("count", count)
     if positive_int("length", length) < LARGEST:
         raise ValueError(f"sums up to {LARGEST} need a length of at least {LARGEST}, got {length}.")
-    if not 0 < relevance < 1:
+    if not 0 < number("relevance", relevance) < 1:
         raise ValueError(f"relevance is a probability between 0 and 1, got {relevance}.")
     gen = Generator().manual_seed(seed)
     wanted = torch.full((CLASSES,), count // CLASSES)
