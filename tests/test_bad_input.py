@@ -127,7 +127,7 @@ def test_scales_and_eps(core):
         kf.build_attention("favor+", head_dim=8, num_heads=4, seed=1.5)
     with raises("draw must be an integer of at least 0, got 1.5"):
         core.resample(1.5)
-    with raises("eps must be finite and at least 0, got -0.5"):
+    with raises("eps must be a finite number of at least 0, got -0.5"):
         kf.build_attention("relu", head_dim=8, num_heads=4, eps=-0.5)
 
 

@@ -248,7 +248,7 @@ def picture(curves: Sequence[Curve], path: Path) -> None:
 
     relevances = sorted({c.relevance for c in curves})
     figure, axes = plt.subplots(
-        1, len(relevances), figsize=(4.4 * len(relevances), 4), squeeze=False, sharey=True, constrained_layout=True
+        1, len(relevances), figsize=(4.4 * len(relevances) + 2, 4), squeeze=False, sharey=True, constrained_layout=True
     )
     for axis, p in zip(axes[0], relevances, strict=True):
         for index, method in enumerate(dict.fromkeys(c.method for c in curves)):
@@ -264,6 +264,6 @@ def picture(curves: Sequence[Curve], path: Path) -> None:
         axis.set_xlabel("step")
         axis.grid(True, alpha=0.2)
     axes[0, 0].set_ylabel("validation accuracy, %")
-    axes[0, -1].legend(fontsize="small")
+    axes[0, -1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=130)
     plt.close(figure)
