@@ -71,9 +71,25 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "generative-rks": ("generative-rks", {"num_features": M, "smoothing": "noise"}),
     "generative-prf": ("generative-prf", {"num_features": M, "width": 5, "depth": 2, "per_head": True}),
     "loglinear": ("loglinear", {"num_features": M}),
+    "skyformer": ("skyformer", {"num_landmarks": 8}),
+    "skyformer all": ("skyformer", {"num_landmarks": 100, "gamma": 0.1}),
+    "skyformer softmax": ("skyformer", {"num_landmarks": 7, "kernel": "softmax", "gamma": 0.1}),
+    "skyformer segments": ("skyformer", {"num_landmarks": 6, "landmarks": "segments", "inverse": "iterative"}),
+    "skyformer leverage": ("skyformer", {"num_landmarks": 8, "landmarks": "leverage", "gamma": 0.1}),
+    "skyformer learned": ("skyformer", {"num_landmarks": 8, "landmarks": "learned"}),
+    "skyformer learned softmax": (
+        "skyformer",
+        {"num_landmarks": 8, "landmarks": "learned", "kernel": "softmax", "gamma": 0.1},
+    ),
     "loglinear unnormalized": ("loglinear", {"num_features": M, "per_head": False, "normalize": False}),
 }
-STREAMING = [name for name, (method, _) in VARIANTS.items() if method not in ("softmax", "gaussian")]
+# Landmarks from the whole sequence: not causal.
+WHOLE = [
+    name
+    for name, (method, options) in VARIANTS.items()
+    if method == "skyformer" and options.get("landmarks") != "learned"
+]
+STREAMING = [n for n, (method, _) in VARIANTS.items() if method not in ("softmax", "gaussian") and n not in WHOLE]
 EXACT = [name for name in VARIANTS if name not in STREAMING]
 
 
@@ -187,10 +203,83 @@ def phi(core, x: torch.Tensor, role: str) -> torch.Tensor:
     return (f(z) + options.get("eps", 1e-3)) / math.sqrt(m)
 
 
+def splitmix(x: int) -> int:
+    """The finalizer of splitmix64, in 64 bits."""
+    mask = (1 << 64) - 1
+    x = ((x & mask) ^ ((x & mask) >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+    return (x ^ (x >> 31)) & ((1 << 53) - 1)
+
+
+def landmarks(core, q, k, key_mask) -> list[list[torch.Tensor]]:
+    """The landmarks of every sample and head, (s, D) each, from queries and keys of all query heads, scaled."""
+    options, fm = core.test_options, core.feature_map
+    B, H = q.shape[:2]
+    if options.get("landmarks") == "learned":
+        return [[fm.Z[h].to(q.dtype) for h in range(H)]] * B
+    s, gamma = options["num_landmarks"], options.get("gamma", 1e-3)
+    out = []
+    for b in range(B):
+        mask = None if key_mask is None else key_mask[b]
+        parts = []
+        for x, real, slots, stream in (
+            (q, mask if q.shape[2] == k.shape[2] else None, s // 2, 0),
+            (k, mask, s - s // 2, 1),
+        ):
+            tokens = x[b] if real is None else x[b][:, real]
+            parts.append((tokens, min(slots, x.shape[2]), stream))
+        heads = []
+        for h in range(H):
+            if options.get("landmarks") == "segments":
+                means = []
+                for tokens, slots, _ in parts:
+                    n = tokens.shape[1]
+                    which = torch.tensor([i * slots // n for i in range(n)])
+                    means += [tokens[h][which == i].mean(0) for i in range(slots) if bool((which == i).any())]
+                heads.append(torch.stack(means) if means else tokens.new_zeros(0, q.shape[-1]))
+                continue
+            numbers = [
+                [splitmix(i + int(fm.salt[stream])) for i in range(tokens.shape[1])] for tokens, _, stream in parts
+            ]
+            Z = torch.cat([_smallest(t[h], n, slots) for (t, slots, _), n in zip(parts, numbers, strict=True)])
+            if options.get("landmarks") == "leverage":
+                again = []
+                for (tokens, slots, _), n in zip(parts, numbers, strict=True):
+                    kappa = gaussian(tokens[h], Z)
+                    inverse = torch.linalg.inv(gaussian(Z, Z) + gamma * torch.eye(len(Z), dtype=Z.dtype))
+                    score = (1 - (kappa @ inverse * kappa).sum(-1)).clamp_min(gamma).tolist()
+                    waits = [-math.log((u + 0.5) / 2**53) / r for u, r in zip(n, score, strict=True)]
+                    again.append(_smallest(tokens[h], waits, slots))
+                Z = torch.cat(again)
+            heads.append(Z)
+        out.append(heads)
+    return out
+
+
+def _smallest(tokens, numbers, slots):
+    order = sorted(range(len(numbers)), key=lambda i: numbers[i])[:slots]
+    return tokens[order]
+
+
+def gaussian(x, y):
+    return torch.exp(-0.5 * (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1))
+
+
+def nystrom(core, q, k, key_mask) -> torch.Tensor:
+    """kappa(Q, Z) (M + gamma I)^-1 kappa(Z, K), (B, H, L, S), for scaled q and k of all query heads."""
+    gamma = core.test_options.get("gamma", 1e-3)
+    rows = []
+    for b, heads in enumerate(landmarks(core, q, k, key_mask)):
+        for h, Z in enumerate(heads):
+            ridge = gaussian(Z, Z) + gamma * torch.eye(len(Z), dtype=Z.dtype)
+            rows.append(gaussian(q[b, h], Z) @ torch.linalg.inv(ridge) @ gaussian(Z, k[b, h]))
+    return torch.stack(rows).view(*q.shape[:2], q.shape[2], k.shape[2])
+
+
 def signed(variant: str) -> bool:
     method, options = VARIANTS[variant]
     return (
-        method == "trigonometric"
+        method in ("trigonometric", "skyformer")
         or method.endswith("-rks")
         or options.get("activation") in ("gelu", "cos", "tanh", "identity")
     )
@@ -216,6 +305,18 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
         weights = torch.exp(q @ k.transpose(-1, -2))
     elif method == "gaussian":
         weights = torch.exp(-0.5 * (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1))
+    elif method == "skyformer":
+        clean = k if key_mask is None else torch.where(key_mask[:, None, :, None], k, 0.0)
+        weights = nystrom(core, q, clean, key_mask)
+        if options.get("kernel") == "softmax":
+            size_q, size_k = (torch.exp(0.5 * x.square().sum(-1, keepdim=True)) for x in (q, clean))
+            weights = size_q * weights * size_k.transpose(-1, -2)
+            bound = (
+                1e-2
+                * options["gamma"]
+                * size_q
+                * torch.where(visible, size_k.transpose(-1, -2), 0.0).sum(-1, keepdim=True)
+            )
     else:
         phi_q, phi_k = phi(core, q, "query"), phi(core, k, "key")
         weights = phi_q @ phi_k.transpose(-1, -2)
@@ -223,7 +324,8 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
             norms = torch.where(visible, phi_k.norm(dim=-1).unsqueeze(-2), 0.0).sum(-1, keepdim=True)
             bound = 1e-2 * phi_q.norm(dim=-1, keepdim=True) * norms
     weights = torch.where(visible, weights, 0.0)
-    if not options.get("normalize", method != "gaussian"):
+    kernelized = method == "gaussian" or (method == "skyformer" and options.get("kernel") != "softmax")
+    if not options.get("normalize", not kernelized):
         return weights @ v
     total = weights.sum(-1, keepdim=True)
     total = torch.maximum(total, bound) if isinstance(bound, torch.Tensor) else total

@@ -9,15 +9,23 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from definition import STREAMING, TOLERANCE, VARIANTS, attend, build, close, inputs, padding, signed
+from definition import STREAMING, TOLERANCE, VARIANTS, WHOLE, attend, build, close, inputs, padding, signed
 
 every = pytest.mark.parametrize("variant", VARIANTS)
 streaming = pytest.mark.parametrize("variant", STREAMING)
-causality = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+causal = pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in WHOLE])
+both = pytest.mark.parametrize(
+    ("variant", "is_causal"),
+    [
+        pytest.param(name, is_causal, id=f"{name}-{'causal' if is_causal else 'bidirectional'}")
+        for name in VARIANTS
+        for is_causal in (False, True)
+        if not (is_causal and name in WHOLE)
+    ],
+)
 
 
-@every
-@causality
+@both
 @pytest.mark.parametrize(("L", "S"), [(1, 1), (7, 7), (8, 8), (9, 9), (37, 37), (20, 33), (40, 13)])
 def test_equals_the_definition_with_gradients(variant, is_causal, L, S, small_blocks):
     core = build(variant)
@@ -35,8 +43,7 @@ def test_equals_the_definition_with_gradients(variant, is_causal, L, S, small_bl
             close(got, expected)
 
 
-@every
-@causality
+@both
 def test_equals_the_definition_at_the_default_chunks(variant, is_causal):
     core = build(variant)
     qkv = inputs(131, grad=True)
@@ -50,8 +57,7 @@ def test_equals_the_definition_at_the_default_chunks(variant, is_causal):
         close(got, expected)
 
 
-@every
-@causality
+@both
 def test_float32_equals_the_definition_in_float64(variant, is_causal):
     core = build(variant, torch.float32)
     q, k, v = inputs(150)
@@ -62,8 +68,7 @@ def test_float32_equals_the_definition_in_float64(variant, is_causal):
     close(got, attend(variant, core, q, k, v, is_causal=is_causal), tolerance)
 
 
-@every
-@causality
+@both
 def test_gradcheck(variant, is_causal, small_blocks):
     core = build(variant)
     leaves = inputs(5, 5, B=1, H=4, G=2, E=3, grad=True)
@@ -76,8 +81,7 @@ def test_gradcheck(variant, is_causal, small_blocks):
     assert gradcheck(run, [*leaves, *learned], atol=1e-6, fast_mode=bool(learned))
 
 
-@every
-@causality
+@both
 def test_grouped_queries_are_repeated_keys(variant, is_causal, small_blocks):
     core = build(variant)
     q, k, v = inputs(21, G=2)
@@ -86,7 +90,7 @@ def test_grouped_queries_are_repeated_keys(variant, is_causal, small_blocks):
     close(repeated, attend(variant, core, q, k, v, is_causal=is_causal))
 
 
-@every
+@causal
 def test_the_future_cannot_change_the_past(variant, small_blocks):
     core = build(variant)
     q, k, v = inputs(29)
@@ -99,8 +103,7 @@ def test_the_future_cannot_change_the_past(variant, small_blocks):
     assert (after[:, :, 20:] - before[:, :, 20:]).abs().max() > 1e-3
 
 
-@every
-@causality
+@both
 def test_one_sample_cannot_change_another(variant, is_causal, small_blocks):
     core = build(variant, torch.float32)
     q, k, v = inputs(19, B=3, dtype=torch.float32)
@@ -111,8 +114,7 @@ def test_one_sample_cannot_change_another(variant, is_causal, small_blocks):
     assert torch.equal(after[[0, 2]], before[[0, 2]])
 
 
-@every
-@causality
+@both
 def test_padded_equals_unpadded_and_hidden_keys_may_hold_anything(variant, is_causal, small_blocks):
     core = build(variant)
     q, k, v = inputs(12)
@@ -131,8 +133,7 @@ def test_padded_equals_unpadded_and_hidden_keys_may_hold_anything(variant, is_ca
     assert not any(x.isnan().any() for x in (dq, dk, dv))
 
 
-@every
-@causality
+@both
 def test_a_row_without_a_visible_key_is_zero_and_has_no_gradient(variant, is_causal, small_blocks):
     core = build(variant)
     leaves = inputs(11, grad=True)
@@ -148,8 +149,7 @@ def test_a_row_without_a_visible_key_is_zero_and_has_no_gradient(variant, is_cau
         assert not x.isnan().any()
 
 
-@every
-@causality
+@both
 @pytest.mark.parametrize(("L", "S"), [(0, 0), (0, 3), (3, 0), (1, 1)])
 def test_lengths_zero_and_one(variant, is_causal, L, S):
     core = build(variant)
@@ -226,8 +226,7 @@ def test_eval_twice_save_and_load_and_deepcopy_give_the_same_numbers(variant):
         assert torch.equal(other(q, k, v), core(q, k, v))
 
 
-@every
-@causality
+@both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keeps_its_dtype_and_the_sums_their_precision(variant, is_causal, dtype):
     core = build(variant, dtype)
@@ -244,8 +243,7 @@ def test_half_precision_keeps_its_dtype_and_the_sums_their_precision(variant, is
     assert all(x.dtype == dtype and not x.isnan().any() for x in torch.autograd.grad(out.sum(), leaves))
 
 
-@every
-@causality
+@both
 def test_tokens_first_layout_gives_the_same(variant, is_causal, small_blocks):
     core = build(variant)
     q, k, v = inputs(26)
@@ -254,8 +252,7 @@ def test_tokens_first_layout_gives_the_same(variant, is_causal, small_blocks):
     close(core(*strided, is_causal=is_causal), core(q, k, v, is_causal=is_causal))
 
 
-@every
-@causality
+@both
 def test_the_attention_matrix_gives_the_output(variant, is_causal):
     core = build(variant)
     q, k, v = inputs(15, 15)

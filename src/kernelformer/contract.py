@@ -154,7 +154,7 @@ class SignedSpec(Spec):
         """Whether keys carry a log factor."""
 
     def length(self, normalize: bool) -> float | None:
-        """``|phi(x)|`` where it is the same for all x, so that the guard need not measure it; maps without factor."""
+        """What the guard takes for ``|phi(x)|`` up to the log factor; None means that it measures it."""
         return None
 
     @abstractmethod

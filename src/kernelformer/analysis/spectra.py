@@ -28,7 +28,7 @@ def spectra(model: nn.Module) -> list[Spectrum]:
     """Every head of every attention core in ``model`` that has a spectral density; components count together."""
     rows = []
     for name, core in model.named_modules():
-        if isinstance(core, KernelCore) and core.feature_map.is_random:
+        if isinstance(core, KernelCore) and core.feature_map.has_density:
             for head, values in enumerate(core.eigenvalues().flatten(1)):
                 rows.append(Spectrum(name, head, float(values.min()), float(values.max()), float(values.mean())))
     return rows

@@ -167,17 +167,21 @@ def _signed(
     if hidden is not None:
         phi_k = phi_k.masked_fill(hidden, 0)
         factor = None if factor is None else factor.masked_fill(hidden, EMPTY)
+    length = spec.length(normalize)
+    norm_k = phi_k.norm(dim=-1, keepdim=True) if length is None else phi_k.new_full((*phi_k.shape[:-1], 1), length)
+    if hidden is not None:
+        norm_k = norm_k.masked_fill(hidden, 0)
     if factor is not None:
         top = torch.maximum(log_scale, factor)
-        decay = (log_scale - top).exp()
-        phi_k = phi_k * (factor - top).exp()
+        decay, size = (log_scale - top).exp(), (factor - top).exp()
+        phi_k, norm_k = phi_k * size, norm_k * size
         log_scale, kv, k_sum, norm_sum = top, kv * decay, k_sum * decay, norm_sum * decay
     column = phi_k.transpose(-1, -2)
     kv = torch.addcmul(kv, column, value)
     k_sum = k_sum + column
     guard = normalize and not spec.nonnegative
     if guard:
-        norm_sum = norm_sum + phi_k.norm(dim=-1, keepdim=True)
+        norm_sum = norm_sum + norm_k
     out = phi_q @ kv
     after = (log_scale, kv, k_sum, norm_sum)
     if not normalize:
@@ -186,6 +190,7 @@ def _signed(
         return out, after
     den = phi_q @ k_sum
     if guard:
-        den = torch.maximum(den, GUARD * phi_q.norm(dim=-1, keepdim=True) * norm_sum)
+        norm_q = phi_q.norm(dim=-1, keepdim=True) if length is None else length
+        den = torch.maximum(den, GUARD * norm_q * norm_sum)
     some = den > 0
     return torch.where(some, out / torch.where(some, den, 1.0), 0.0), after

@@ -54,7 +54,13 @@ def positive_attention(
 
 
 def signed_attention(
-    phi_q: Tensor, phi_k: Tensor, value: Tensor, visible: Tensor, normalize: bool = True, guard: bool = True
+    phi_q: Tensor,
+    phi_k: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    normalize: bool = True,
+    guard: bool = True,
+    lengths: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of a map by its values.
 
@@ -64,13 +70,15 @@ def signed_attention(
 
     Args:
         guard: bound the denominator from below, as signed maps need.
+        lengths: what the guard takes for |phi_q| (*, L, 1) and |phi_k| (*, S, 1); default: measured.
     """
     weights = torch.where(visible, phi_q @ phi_k.transpose(-1, -2), 0.0)
     if not normalize:
         return weights @ value
     denominator = weights.sum(-1, keepdim=True)
     if guard:
-        norms = torch.where(visible, phi_k.norm(dim=-1).unsqueeze(-2), 0.0).sum(-1, keepdim=True)
-        denominator = torch.maximum(denominator, GUARD * phi_q.norm(dim=-1, keepdim=True) * norms)
+        size_q, size_k = lengths or (phi_q.norm(dim=-1, keepdim=True), phi_k.norm(dim=-1, keepdim=True))
+        norms = torch.where(visible, size_k.transpose(-1, -2), 0.0).sum(-1, keepdim=True)
+        denominator = torch.maximum(denominator, GUARD * size_q * norms)
     some = denominator > 0
     return torch.where(some, weights @ value / torch.where(some, denominator, 1.0), 0.0)

@@ -113,11 +113,11 @@ class SignedEngine(Engine):
             factor = None if factor is None else factor.masked_fill_(hidden.unsqueeze(2), EMPTY)
         return phi, factor
 
-    def _norms(self, phi: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """``|phi|`` of the rows, (N, C, 1); 0 for hidden ones."""
+    def _norms(self, phi: Tensor, hidden: Tensor | None = None, size: Tensor | None = None) -> Tensor:
+        """``|phi|`` of the rows, (N, C, 1), 0 for hidden ones; ``size`` is what phi has been multiplied by."""
         if self.length is None:
             return _norm(phi)
-        norms = phi.new_full((*phi.shape[:2], 1), self.length)
+        norms = phi.new_full((*phi.shape[:2], 1), self.length) if size is None else size * self.length
         return norms if hidden is None else norms.masked_fill_(hidden.unsqueeze(2), 0)
 
     def _add_norm_slope(self, slope: Tensor, weights: Tensor, phi: Tensor, norm: Tensor) -> None:
@@ -129,16 +129,18 @@ class SignedEngine(Engine):
         """Add the chunk's sums, after moving the old ones to the new scale."""
         scale, kv, k_sum, norm_sum = state
         phi, factor = self._map(x, "key", kv.shape[1], hidden)
+        size = None
         if factor is not None:
             top = torch.maximum(scale, factor.amax(1, keepdim=True))
-            phi.mul_((factor - top).exp_())
+            size = (factor - top).exp_()
+            phi.mul_(size)
             for total in (kv, k_sum, norm_sum):
                 total.mul_((scale - top).exp_())
             scale.copy_(top)
         kv.baddbmm_(phi.transpose(1, 2), v)
         k_sum.add_(phi.sum(1).unsqueeze(2))
         if self.guard:
-            norm_sum.add_(self._norms(phi, hidden).sum(1, keepdim=True))
+            norm_sum.add_(self._norms(phi, hidden, size).sum(1, keepdim=True))
 
     def _read(self, state: Tensors, x: Tensor) -> tuple[Tensor, _Rows]:
         scale, kv, k_sum, norm_sum = state
@@ -190,14 +192,25 @@ class SignedEngine(Engine):
         slope = torch.bmm(v, d_kv.transpose(1, 2), out=self.work.take("slope", *phi.shape)).add_(
             d_k_sum.transpose(1, 2)
         )
+        norm_grad = None
         if self.guard:
-            self._add_norm_slope(slope, d_norm, phi, self._norms(phi))
+            norms = self._norms(phi, hidden)
+            self._add_norm_slope(slope, d_norm, phi, norms)
+            norm_grad = _times(d_norm * norms, size)
         dv = torch.bmm(phi, d_kv, out=self.work.take("dv", *v.shape))
-        return self._pull_keys(x, phi, slope if size is None else slope.mul_(size), factor), _times(dv, size)
+        slope = slope if size is None else slope.mul_(size)
+        return self._pull_keys(x, phi, slope, factor, norm_grad), _times(dv, size)
 
-    def _pull_keys(self, x: Tensor, phi: Tensor, slope: Tensor, factor: Tensor | None) -> Tensor:
-        """From the gradient at phi, without its factor; that of the factor is ``phi . slope``, since it scales phi."""
+    def _pull_keys(
+        self, x: Tensor, phi: Tensor, slope: Tensor, factor: Tensor | None, norm_grad: Tensor | None
+    ) -> Tensor:
+        """From the gradient at phi, without its factor; that of the factor is ``phi . slope``, since it scales phi.
+
+        A length that is not measured has its own part in it, ``norm_grad`` (N, C, 1).
+        """
         log_grad = None if factor is None else torch.linalg.vecdot(phi, slope).unsqueeze(2)
+        if log_grad is not None and self.length is not None and norm_grad is not None:
+            log_grad = log_grad + norm_grad
         return self.chunks.pull(x, "key", phi, slope, log_grad, self.work.take("dxk", *x.shape))
 
     def _group(self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor) -> _Group:
@@ -280,7 +293,7 @@ class SignedEngine(Engine):
             slope.addcmul_(_times(g_den, t.share), t.old[1].transpose(1, 2))
             local[1] = self._sum(past, g_den)
         slope.baddbmm_(slopes, t.phi_k)
-        unit_k = None
+        unit_k = norm_grad = None
         if g_guard is not None:
             assert t.norm_q is not None
             assert t.norms is not None
@@ -300,9 +313,11 @@ class SignedEngine(Engine):
         if unit_k is not None:
             slope.addcmul_(later[2], unit_k)
         slope = _times(slope, t.keys).baddbmm_(slopes.transpose(1, 2), t.phi_q)
+        if g_guard is not None:
+            norm_grad = (_times(later[2], t.keys) + norm_slope) * t.norm_k
         if unit_k is not None:
             slope.addcmul_(norm_slope, unit_k)
-        return dxq, self._pull_keys(xk, t.phi_k, slope, t.factor), dv, before
+        return dxq, self._pull_keys(xk, t.phi_k, slope, t.factor, norm_grad), dv, before
 
 
 @dataclass

@@ -12,7 +12,7 @@ import io
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -146,14 +146,16 @@ class Kernelformer(Contender):
                 return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
             return torch.where(visible, torch.exp(-0.5 * scale * torch.cdist(q, k).square()), 0.0) @ v
         phi = core.feature_map
-        tensors = phi.prepare(q, k, None)
+        tensors = phi.prepare(q, k, None, scale)
         if isinstance(phi.spec, PositiveSpec):
             logs = (phi.spec.log_features(q, tensors, scale, "query"), phi.spec.log_features(k, tensors, scale, "key"))
             return positive_attention(*logs, v, visible)
         assert isinstance(phi.spec, SignedSpec)
-        return signed_attention(
-            phi(q, "query", scale), phi(k, "key", scale), v, visible, guard=not phi.spec.nonnegative
+        (phi_q, size_q), (phi_k, size_k) = (
+            _mapped(phi.spec, x, tensors, scale, role) for x, role in ((q, "query"), (k, "key"))
         )
+        guard = not phi.spec.nonnegative
+        return signed_attention(phi_q, phi_k, v, visible, core.normalize, guard, (size_q, size_k))
 
     def runner(self, case: Case) -> Callable[[], Any]:
         """Decoding: one step after another, whatever the context."""
@@ -170,6 +172,14 @@ class Kernelformer(Contender):
             return out
 
         return step
+
+
+def _mapped(spec: SignedSpec, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Any) -> tuple[Tensor, Tensor]:
+    """Features with their factor, and their lengths as the guard takes them."""
+    phi, factor = spec.features(x, tensors, scale, role)
+    length = spec.length(False)
+    size = phi.norm(dim=-1, keepdim=True) if length is None else phi.new_full((*phi.shape[:-1], 1), length)
+    return (phi, size) if factor is None else (phi * factor.exp(), size * factor.exp())
 
 
 class Sdpa(Contender):

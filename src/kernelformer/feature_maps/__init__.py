@@ -5,6 +5,7 @@ from kernelformer.feature_maps.elementwise import GeneralizedMap
 from kernelformer.feature_maps.fastfood import FastFoodMap
 from kernelformer.feature_maps.fourier import TrigonometricMap
 from kernelformer.feature_maps.loglinear import LogLinearMap
+from kernelformer.feature_maps.nystrom import NystromMap
 from kernelformer.feature_maps.positive import PositiveMap
 from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap
 
@@ -15,6 +16,7 @@ __all__ = [
     "GenerativeMap",
     "LogLinearMap",
     "MixtureMap",
+    "NystromMap",
     "PositiveMap",
     "TrigonometricMap",
 ]

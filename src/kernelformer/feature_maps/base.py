@@ -43,6 +43,7 @@ class FeatureMap(nn.Module):
     age: Tensor
     settings: Tensor
     feature_dim: int
+    normalized = True  # whether attention with it divides by the sum of the weights, by default
 
     def __init__(
         self,
@@ -85,12 +86,20 @@ class FeatureMap(nn.Module):
             self.register_buffer(name, x)
         with torch.no_grad():
             self._reset_learned()
-            self.feature_dim = self.spec.feature_dim(self.tensors(), self.head_dim)
+            self.feature_dim = self._width()
+
+    def _width(self) -> int:
+        return self.spec.feature_dim(self.tensors(), self.head_dim)
 
     @property
     def is_random(self) -> bool:
         """Whether there is anything to draw."""
         return self.num_features > 0
+
+    @property
+    def has_density(self) -> bool:
+        """Whether it has frequencies, and so a spectral density to look at."""
+        return self.is_random
 
     @property
     def identity(self) -> dict[str, object]:
@@ -178,8 +187,13 @@ class FeatureMap(nn.Module):
         """What the spec is bound to: (B or 1, H or 1, ...) each."""
         return [self.frequencies(dtype).unsqueeze(0)] if self.is_random else []
 
-    def prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> list[Tensor]:
-        """The tensors for one call, with q, k and the mask in view, in the dtype of the arithmetic."""
+    @property
+    def sees_sequence(self) -> bool:
+        """Whether `prepare` looks at all tokens, also at later ones, so that causality would be lost."""
+        return False
+
+    def prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> list[Tensor]:
+        """The tensors for one call, with q, k, the mask and the scale in view, in the dtype of the arithmetic."""
         return self.tensors(compute_dtype(query.dtype))
 
     def covariances(self) -> Tensor:
@@ -216,7 +230,7 @@ class FeatureMap(nn.Module):
     def forward(self, x: Tensor, role: str = "query", scale: float = 1.0) -> Tensor:
         """phi(sqrt(scale) x) as one tensor, (B, H, L, D) -> (B, H, L, M): for looking and for small L."""
         with no_autocast(x.device.type):
-            tensors = self.prepare(x, x, None)
+            tensors = self.prepare(x, x, None, scale)
             x = x.to(compute_dtype(x.dtype))
             if isinstance(self.spec, PositiveSpec):
                 return self.spec.log_features(x, tensors, scale, role).exp()  # type: ignore[arg-type]

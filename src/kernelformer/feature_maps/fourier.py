@@ -48,10 +48,8 @@ class FourierSpec(SignedSpec):
         root = math.sqrt(self.smoothing)
         return (1.0, root / self.amplitude) if normalize else (self.amplitude, root)
 
-    def length(self, normalize: bool) -> float | None:
+    def length(self, normalize: bool) -> float:
         """A cosine and a sine of the same angle have length 1, whatever it is."""
-        if self.has_factor:
-            return None
         size = math.sqrt(1 + self.smoothing)
         return size / self.amplitude if normalize else size
 

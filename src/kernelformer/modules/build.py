@@ -16,6 +16,7 @@ from kernelformer.feature_maps import (
     GenerativeMap,
     LogLinearMap,
     MixtureMap,
+    NystromMap,
     PositiveMap,
     TrigonometricMap,
 )
@@ -68,6 +69,7 @@ METHODS: dict[str, Method] = {
         "frequencies by a network, Fourier features, signed (KL-Transformer)", GenerativeMap, _RKS
     ),
     "generative-prf": Method("frequencies by a network, positive features (KL-Transformer)", GenerativeMap, _PRF),
+    "skyformer": Method("Nystrom features of the Gaussian kernel at landmarks (Skyformer)", NystromMap),
     "loglinear": Method("free positive map, for fitting a pretrained model", LogLinearMap),
 }
 _CORE_OPTIONS = ("scale", "normalize_qk")

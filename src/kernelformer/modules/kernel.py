@@ -23,15 +23,15 @@ class KernelCore(AttentionCore):
 
     Args:
         feature_map: phi.
-        normalize: divide by the sum of the weights.
+        normalize: divide by the sum of the weights; default as the map's paper does.
 
     The others are those of `AttentionCore`.
     """
 
-    def __init__(self, method: str, feature_map: FeatureMap, *, normalize: bool = True, **options: Any) -> None:
+    def __init__(self, method: str, feature_map: FeatureMap, *, normalize: bool | None = None, **options: Any) -> None:
         super().__init__(method, head_dim=feature_map.head_dim, num_heads=feature_map.num_heads, **options)
         self.feature_map = feature_map
-        self.normalize = flag("normalize", normalize)
+        self.normalize = feature_map.normalized if normalize is None else flag("normalize", normalize)
 
     @property
     def feature_dim(self) -> int:
@@ -55,7 +55,9 @@ class KernelCore(AttentionCore):
             values: Tensor = torch.linalg.eigvalsh(self.covariances())
         return values
 
-    def _prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, state: State | None) -> Prepared:
+    def _prepare(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, state: State | None
+    ) -> Prepared:
         """The map's tensors: those of the stream where they are still right, else made anew.
 
         With gradients they belong to a graph, and a compiled step cannot see versions: both make them each time.
@@ -64,13 +66,15 @@ class KernelCore(AttentionCore):
         version = self.feature_map.weights_version if keeps else ()
         if keeps and state is not None and state.prepared is not None and state.prepared.version == version:
             return state.prepared
-        return Prepared(tuple(self.feature_map.prepare(query, key, key_mask)), version)
+        return Prepared(tuple(self.feature_map.prepare(query, key, key_mask, scale)), version)
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
+        if call.is_causal and phi.sees_sequence:
+            raise self._not_causal("is_causal=True")
         inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
         with no_autocast(call.query.device.type):
-            prepared = self._prepare(call.query, call.key, call.key_mask, call.state)
+            prepared = self._prepare(call.query, call.key, call.key_mask, call.scale, call.state)
             common: dict[str, Any] = {
                 "spec": phi.key,
                 "tensors": prepared.tensors,
@@ -98,6 +102,8 @@ class KernelCore(AttentionCore):
         """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts."""
         if bias is not None:
             raise self._no_bias(f"bias of shape {shape(bias)}")
+        if self.feature_map.sees_sequence:
+            raise self._not_causal("step")
         scale = self.scale if scale is None else check_scale(scale)
         fits = self._fits(query, key, value, scale) if key_mask is None else ()
         if not fits or not isinstance(state, State) or state.fits != fits:
@@ -117,7 +123,7 @@ class KernelCore(AttentionCore):
         key, value = self._per_map_head(key), self._per_map_head(value)
         past = self._empty(key, value) if state is None else state.tensors
         with no_autocast(query.device.type):
-            prepared = self._prepare(query, key, key_mask, state)
+            prepared = self._prepare(query, key, key_mask, scale, state)
             out, after = step(
                 phi.spec,
                 prepared.tensors,
@@ -130,6 +136,12 @@ class KernelCore(AttentionCore):
                 normalize=self.normalize,
             )
         return out.to(dtype), self._state(after, state, 1, scale, prepared, fits)
+
+    def _not_causal(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.method!r} takes its landmarks from the whole sequence, later tokens included, but {what} was asked "
+            f"for; use landmarks='learned', which do not see it."
+        )
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
         """Everything that the checks of a step look at, or nothing where they have to look each time."""

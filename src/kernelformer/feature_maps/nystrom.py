@@ -1,0 +1,412 @@
+"""Nystrom features: a kernel through its values at landmarks (skyformer Sec. 4).
+
+    K(x, y) ~ kappa(x, Z) (M + gamma I)^-1 kappa(Z, y)          M = kappa(Z, Z), kappa the Gaussian kernel    (Eq. 5, 6)
+
+Landmarks Z are chosen from the completed set [Q; K], so that M is positive definite. The inverse rides on the queries:
+``phi(k) = kappa(Z, k)`` and ``phi(q) = (M + gamma I)^-1 kappa(Z, q)``. The softmax kernel is ``exp(|x|^2/2) kappa(x, y)
+exp(|y|^2/2)`` (Eq. 1): the same features with a log factor per row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace, compute_dtype, scaled
+from kernelformer.errors import choice, number, positive_int
+from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.draws import generator
+from kernelformer.feature_maps.spectral import FIRST, parameter
+from kernelformer.kernels import squared_distance
+
+_ROW = {"gaussian": 0.0, "softmax": 0.5}
+CHUNK = 1024  # tokens whose leverage scores are taken at once
+
+
+@dataclass(frozen=True)
+class NystromSpec(SignedSpec):
+    """``phi(k) = kappa(Z, k)``, ``phi(q) = P kappa(Z, q)``, both times ``exp(row |x|^2)``.
+
+    Tensors: landmarks Z (B or 1, H, s, D) as the kernel sees them; their log weights ``-|z|^2 / 2`` (B or 1, H, s),
+    -inf for a slot without a token; the inverse P (B or 1, H, s, s).
+    """
+
+    row: float
+    gamma: float
+
+    @property
+    def nonnegative(self) -> bool:
+        """The inverse has negative entries."""
+        return False
+
+    @property
+    def has_factor(self) -> bool:
+        """The softmax kernel's ``exp(|x|^2 / 2)``."""
+        return self.row != 0
+
+    def length(self, normalize: bool) -> float:
+        """For the guard: a weight below gamma is not resolved, so that far smaller denominators mean nothing."""
+        return math.sqrt(self.gamma)
+
+    def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+        """One feature per landmark."""
+        return tensors[0].shape[-2]
+
+    def features(
+        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The formula as it stands."""
+        landmarks, offset, inverse = tensors
+        x = x.to(landmarks.dtype)
+        norm = x.square().sum(-1, keepdim=True)
+        logs = math.sqrt(scale) * x @ landmarks.transpose(-1, -2) - 0.5 * scale * norm + offset.unsqueeze(-2)
+        phi = logs.exp()
+        if role == "query":
+            phi = phi @ inverse
+        return phi, self.row * scale * norm if self.has_factor else None
+
+    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
+        """In chunks, the scale folded into the landmarks once."""
+        return NystromChunks(self, tensors, scale, normalize, learn)
+
+
+class NystromChunks(SignedChunks):
+    """`NystromSpec` on chunks."""
+
+    def __init__(
+        self, spec: NystromSpec, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool
+    ) -> None:
+        self.spec, self.scale, self.normalize = spec, scale, normalize
+        self.root = math.sqrt(scale)
+        self.weight = scaled(tensors[0], self.root)  # (N, s, D)
+        self.offset, self.inverse = tensors[1].unsqueeze(1), tensors[2]
+        self.grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors] if learn else None
+        self.work = Workspace(self.weight.dtype, self.weight.device)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return norm.square_()
+
+    def _kernel(self, x: Tensor, out: Tensor) -> Tensor:
+        """kappa(x, Z), (N, C, s)."""
+        torch.baddbmm(self.offset, x, self.weight.transpose(1, 2), out=out)
+        return out.sub_(self._norm(x).mul_(0.5 * self.scale)).exp_()
+
+    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
+        """One product and an exponential; queries take the inverse with them."""
+        if role == "query":
+            torch.bmm(self._kernel(x, self.work.take("kernel", *out.shape)), self.inverse, out=out)
+        else:
+            self._kernel(x, out)
+        if not self.spec.has_factor or (role == "query" and self.normalize):
+            return None
+        return self._norm(x).mul_(self.spec.row * self.scale)
+
+    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+        """Through the inverse, then through the exponential by its own value."""
+        kernel = phi
+        if role == "query":
+            kernel = self._kernel(x, self.work.take("kernel", *phi.shape))
+            if self.grads is not None:
+                self.grads[2].baddbmm_(kernel.transpose(1, 2), grad)
+            grad = torch.bmm(grad, self.inverse.transpose(1, 2), out=self.work.take("slope", *phi.shape))
+        logs = grad.mul_(kernel)
+        if self.grads is not None:
+            self.grads[0].baddbmm_(logs.transpose(1, 2), x, alpha=self.root)
+            self.grads[1].add_(logs.sum(1))
+        torch.bmm(logs, self.weight, out=out)
+        out.addcmul_(x, logs.sum(2, keepdim=True), value=-self.scale)
+        return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.spec.row * self.scale)
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Of landmarks, log weights and inverse."""
+        assert self.grads is not None
+        return list(self.grads)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Inverses are small and badly conditioned: float64, where the device has it."""
+    return x.dtype if x.device.type == "mps" else torch.float64
+
+
+def landmark_gram(landmarks: Tensor, valid: Tensor | None, gamma: float) -> Tensor:
+    """``M + gamma I``, (..., s, s); a slot without a token stands alone with 1 + gamma on the diagonal.
+
+    Args:
+        landmarks: (..., s, D).
+        valid: (..., s) bool, or None if every slot has a token.
+        gamma: the ridge.
+    """
+    gram = torch.exp(-0.5 * squared_distance(landmarks, landmarks))
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    gram = gram * (1 - eye)  # the distance of a point from itself is zero, whatever rounding says
+    if valid is not None:
+        gram = gram * (valid.unsqueeze(-1) & valid.unsqueeze(-2))
+    return gram + (1 + gamma) * eye
+
+
+def iterative_inverse(matrix: Tensor, rounds: int = 20, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
+    """The inverse of ``M + gamma I`` without division by matrices (skyformer Sec. 4.4).
+
+        V <- V/4 (13 I - A V (15 I - A V (7 I - A V)))      A = D^-1/2 (M + gamma I) D^-1/2, D = diag((M + gamma I) 1)
+
+    A's eigenvalues are in (0, 1], the largest exactly 1 (Lemma 3's open interval is a misprint), so that V = I is a
+    valid start and shares nothing over the batch. A matrix stops by its own residual; log_3(condition number) + 4
+    rounds do.
+
+    Args:
+        matrix: (..., s, s), positive definite with nonnegative entries.
+        rounds: at most.
+        tolerance: of the residual.
+
+    Returns:
+        the inverse, (..., s, s), and the residual max |I - A V|, (...).
+    """
+    root = matrix.sum(-1).rsqrt()
+    a = root.unsqueeze(-1) * matrix * root.unsqueeze(-2)
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    v = eye.expand_as(a)
+    product = a
+    for _ in range(rounds):
+        todo = ((eye - product).abs().amax((-2, -1)) > tolerance)[..., None, None]
+        better = 0.25 * v @ (13 * eye - product @ (15 * eye - product @ (7 * eye - product)))
+        v = torch.where(todo, better, v)
+        product = a @ v
+    residual: Tensor = (eye - product).abs().amax((-2, -1))
+    return root.unsqueeze(-1) * v * root.unsqueeze(-2), residual
+
+
+def cholesky_inverse(matrix: Tensor) -> Tensor:
+    """The inverse of positive definite matrices (..., s, s)."""
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
+    inverse: Tensor = torch.cholesky_solve(eye, torch.linalg.cholesky(matrix))
+    return inverse
+
+
+def _hash(rank: Tensor, salt: Tensor) -> Tensor:
+    """A random-looking number of at least 0 for each rank, the same for the same rank and salt."""
+    x = rank + salt
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):  # splitmix64's finalizer
+        fill = (1 << (64 - shift)) - 1  # the shift of a signed number repeats its sign
+        signed = factor - (1 << 64) if factor >> 63 else factor
+        x = (x ^ ((x >> shift) & fill)) * signed
+    return x & ((1 << 53) - 1)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Queries or keys of one call, and which of them are real."""
+
+    x: Tensor  # (B, H, n, D)
+    real: Tensor | None  # (B, n) bool
+    slots: int
+
+    @property
+    def rank(self) -> Tensor:
+        """Number of real tokens before each, (B or 1, n)."""
+        if self.real is None:
+            return torch.arange(self.x.shape[2], device=self.x.device).unsqueeze(0)
+        return self.real.long().cumsum(1) - 1
+
+    def take(self, order: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The tokens with the smallest ``order`` (B or 1, 1 or H, n), real ones first, (B, H, slots, D); which are."""
+        last = torch.iinfo(order.dtype).max if not order.is_floating_point() else math.inf
+        if self.real is not None:
+            order = order.masked_fill(~self.real.unsqueeze(1), last)
+        index = order.topk(self.slots, largest=False).indices
+        index = index.expand(self.x.shape[0], self.x.shape[1], -1)
+        chosen = self.x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, self.x.shape[3]))
+        if self.real is None:
+            return chosen, None
+        valid = self.real.unsqueeze(1).expand(-1, self.x.shape[1], -1).gather(2, index)
+        return chosen.masked_fill(~valid.unsqueeze(-1), 0), valid
+
+    def segments(self) -> tuple[Tensor, Tensor | None]:
+        """Means of ``slots`` stretches of real tokens, as equal as can be, (B, H, slots, D)."""
+        n = self.x.shape[2]
+        count = n if self.real is None else self.real.sum(1, keepdim=True).clamp_min(1)
+        which = self.rank * self.slots // count  # (B or 1, n)
+        member = which.unsqueeze(1) == torch.arange(self.slots, device=self.x.device).unsqueeze(-1)
+        x = self.x
+        if self.real is not None:
+            member = member & self.real.unsqueeze(1)
+            x = x.masked_fill(~self.real[:, None, :, None], 0)
+        size = member.sum(-1, keepdim=True)
+        means = (member.to(x.dtype) / size.clamp_min(1)).unsqueeze(1) @ x
+        return means, None if self.real is None else (size > 0).squeeze(-1).unsqueeze(1).expand(means.shape[:3])
+
+
+def _together(parts: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> tuple[Tensor, Tensor | None]:
+    """Landmarks of queries and of keys, as the kernel sees them, (B, H, s, D), and which slots have a token."""
+    landmarks = torch.cat([z for z, _ in parts], 2) * math.sqrt(scale)
+    if all(valid is None for _, valid in parts):
+        return landmarks, None
+    some = [z.new_ones(z.shape[:3], dtype=torch.bool) if valid is None else valid for z, valid in parts]
+    return landmarks, torch.cat(some, 2)
+
+
+class NystromMap(FeatureMap):
+    """Skyformer's features of the Gaussian or the softmax kernel.
+
+        out = kappa(Q, Z) (M + gamma I)^-1 kappa(Z, K) V           (skyformer Eq. 5, 6)
+
+    Half of the landmarks come from the queries and half from the keys, real tokens only; where queries and keys are
+    equally many, the key mask is taken to hold for the queries too. Without enough tokens all of them are landmarks,
+    and the result is exact up to gamma. Not normalized for the Gaussian kernel, as in the paper; normalized for
+    softmax's, where gamma acts on the Gaussian part.
+
+    Args:
+        num_landmarks: s.
+        gamma: the ridge, positive.
+        inverse: ``cholesky``, or the paper's division-free iteration, ``iterative``.
+        kernel: ``gaussian`` or ``softmax``.
+        landmarks: ``uniform``, tokens by a random number that depends on the seed, the draw and the rank among the real
+            tokens; ``leverage``, tokens with probability proportional to their approximate ridge leverage scores;
+            ``segments``, means of stretches of tokens; ``learned``, parameters that do not see the sequence, which is
+            what causal attention needs.
+        seed: of the draws.
+
+    Cost: O(L s (D + s + E)), and O(s^3) once per sample and head.
+    """
+
+    salt: Tensor
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        num_heads: int,
+        num_landmarks: int = 128,
+        gamma: float = 1e-3,
+        inverse: str = "cholesky",
+        kernel: str = "gaussian",
+        landmarks: str = "uniform",
+        seed: int = 0,
+    ) -> None:
+        choice("kernel", kernel, _ROW)
+        choice("inverse", inverse, ("cholesky", "iterative"))
+        choice("landmarks", landmarks, ("uniform", "leverage", "segments", "learned"))
+        num_landmarks = positive_int("num_landmarks", num_landmarks)
+        if num_landmarks < 2 and landmarks != "learned":
+            raise ValueError("landmarks are taken from queries and from keys, got num_landmarks=1; use at least 2.")
+        gamma = number("gamma", gamma, above=0)  # without a ridge equal tokens have no inverse
+        settings = {
+            "num_landmarks": num_landmarks,
+            "gamma": gamma,
+            "inverse": inverse,
+            "kernel": kernel,
+            "landmarks": landmarks,
+        }
+        super().__init__(
+            NystromSpec(_ROW[kernel], gamma),
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_features=0,
+            seed=seed,
+            per_head=True,
+            settings=settings,
+        )
+        self.num_landmarks, self.gamma, self.inverse, self.landmarks = num_landmarks, gamma, inverse, landmarks
+        self.normalized = kernel == "softmax"
+        if landmarks == "learned":
+            self.Z = parameter(num_heads, num_landmarks, head_dim)
+        self._start()
+
+    @property
+    def is_random(self) -> bool:
+        """Whether landmarks are drawn."""
+        return self.landmarks in ("uniform", "leverage")
+
+    @property
+    def sees_sequence(self) -> bool:
+        """Whether landmarks come from all tokens, also from later ones."""
+        return self.landmarks != "learned"
+
+    def _draws(self, draw: int) -> dict[str, Tensor]:
+        if not self.is_random:
+            return {}
+        gen = generator(self.seed_number, draw)
+        return {"salt": torch.randint(1 << 62, (2,), generator=gen, dtype=torch.int64, device="cpu")}
+
+    def _reset_learned(self) -> None:
+        if self.landmarks == "learned":
+            gen = generator(self.seed_number, FIRST)
+            # As far out as tokens of unit variance are at the default scale.
+            points = torch.randn(self.Z.shape, generator=gen, dtype=torch.float64, device="cpu")
+            self.Z.copy_(points * self.head_dim**-0.25)
+
+    @property
+    def has_density(self) -> bool:
+        """Landmarks are points, not frequencies."""
+        return False
+
+    def _width(self) -> int:
+        return self.num_landmarks  # fewer where there are fewer tokens
+
+    def prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> list[Tensor]:
+        """Landmarks, their log weights and the inverse, for each sample and head."""
+        dtype = compute_dtype(query.dtype)
+        if self.landmarks == "learned":
+            return self._tensors(self.Z.to(dtype).unsqueeze(0), None, dtype)
+        if query.shape[2] == key.shape[2] == 0:
+            nothing = query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=dtype)
+            return self._tensors(nothing, nothing[..., 0].bool(), dtype)
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        half = self.num_landmarks // 2
+        query_mask = key_mask if query.shape[2] == key.shape[2] else None
+        parts = [
+            _Tokens(x.to(dtype), mask, min(slots, x.shape[2]))
+            for x, mask, slots in ((query, query_mask, half), (key, key_mask, self.num_landmarks - half))
+        ]
+        if self.landmarks == "segments":
+            chosen = [t.segments() for t in parts]
+        else:
+            orders = [_hash(t.rank, salt).unsqueeze(1) for t, salt in zip(parts, self.salt, strict=True)]
+            chosen = [t.take(order) for t, order in zip(parts, orders, strict=True)]
+            if self.landmarks == "leverage":
+                chosen = self._by_leverage(parts, orders, chosen, scale)
+        return self._tensors(*_together(chosen, scale), dtype)
+
+    def _tensors(self, landmarks: Tensor, valid: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+        gram = landmark_gram(landmarks.to(_wide(landmarks)), valid, self.gamma)
+        inverse = cholesky_inverse(gram) if self.inverse == "cholesky" else iterative_inverse(gram)[0]
+        offset = -0.5 * landmarks.square().sum(-1)
+        if valid is not None:
+            offset = offset.masked_fill(~valid, -torch.inf)
+        return [landmarks, offset, inverse.to(dtype)]
+
+    @torch.no_grad()
+    def _scores(self, x: Tensor, landmarks: Tensor, valid: Tensor | None, scale: float) -> Tensor:
+        """Approximate ridge leverage scores (B, H, n) from a first choice of landmarks.
+
+            1 - kappa(x, Z) (M + gamma I)^-1 kappa(Z, x)
+
+        What the first landmarks explain of a token is not worth another one.
+        """
+        tensors = self._tensors(landmarks, valid, x.dtype)
+        spec = NystromSpec(0.0, self.gamma)
+        rows = []
+        for part in x.split(CHUNK, 2):
+            kernel = spec.features(part, tensors, scale, "key")[0]
+            rows.append(1 - torch.linalg.vecdot(kernel @ tensors[2], kernel))
+        return torch.cat(rows, 2).clamp_min(self.gamma)
+
+    def _by_leverage(
+        self,
+        parts: Sequence[_Tokens],
+        orders: Sequence[Tensor],
+        first: Sequence[tuple[Tensor, Tensor | None]],
+        scale: float,
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Weighted sampling without replacement: the smallest of exponential numbers with the scores as rates."""
+        landmarks, valid = _together(first, scale)
+        chosen = []
+        for t, order in zip(parts, orders, strict=True):
+            x = t.x if t.real is None else t.x.masked_fill(~t.real[:, None, :, None], 0)
+            uniform = (order.to(_wide(x)) + 0.5) / (1 << 53)
+            chosen.append(t.take(-uniform.log() / self._scores(x, landmarks, valid, scale)))
+        return chosen

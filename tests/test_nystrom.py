@@ -1,0 +1,188 @@
+"""Nystrom features: exact with all tokens, better with more landmarks, and never NaN."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kernelformer as kf
+from definition import close, inputs
+from kernelformer.feature_maps.nystrom import cholesky_inverse, iterative_inverse, landmark_gram
+
+SIZES = {"head_dim": 8, "num_heads": 4}
+WHOLE = ("uniform", "leverage", "segments")
+
+
+def gaussian(**options):
+    return kf.build_attention("gaussian", **SIZES, **options)
+
+
+def skyformer(**options):
+    return kf.build_attention("skyformer", **SIZES, **options)
+
+
+@pytest.mark.parametrize("landmarks", WHOLE)
+@pytest.mark.parametrize("inverse", ["cholesky", "iterative"])
+@pytest.mark.parametrize(("L", "S"), [(13, 13), (5, 17), (17, 5)])
+def test_all_tokens_as_landmarks_and_no_ridge_are_exact(landmarks, inverse, L, S):
+    q, k, v = inputs(L, S)
+    core = skyformer(num_landmarks=64, gamma=1e-9, landmarks=landmarks, inverse=inverse)
+    close(core(q, k, v), gaussian()(q, k, v), 1e-6)
+    close(skyformer(num_landmarks=64, gamma=1e-9, normalize=True)(q, k, v), gaussian(normalize=True)(q, k, v), 1e-6)
+    softmax = skyformer(num_landmarks=64, gamma=1e-9, kernel="softmax", landmarks=landmarks, inverse=inverse)
+    close(softmax(q, k, v), kf.build_attention("softmax", **SIZES)(q, k, v), 1e-6)
+
+
+@pytest.mark.parametrize("landmarks", WHOLE)
+def test_the_spectral_error_falls_with_the_number_of_landmarks(landmarks):
+    q, k, _ = inputs(200, B=1, seed=2)
+    want = gaussian().attention_matrix(q, k)
+    errors = []
+    for s in (8, 32, 128, 400):
+        core = skyformer(num_landmarks=s, gamma=1e-6, landmarks=landmarks)
+        found = []
+        for draw in range(3 if core.feature_map.is_random else 1):
+            core.resample(draw)
+            gap = torch.linalg.matrix_norm(core.attention_matrix(q, k) - want, 2)
+            found.append(float((gap / torch.linalg.matrix_norm(want, 2)).mean()))
+        errors.append(sum(found) / len(found))
+    assert errors[0] > errors[1] > errors[2] > errors[3]
+    assert errors[3] < 1e-4
+
+
+def test_the_approximation_never_exceeds_the_kernel():
+    """Theorem 2's Loewner order, for the completed matrix: what is left is positive semidefinite."""
+    x = torch.randn(1, 4, 60, 8, dtype=torch.float64)
+    core = skyformer(num_landmarks=20, gamma=1e-8)
+    gap = gaussian().attention_matrix(x, x) - core.attention_matrix(x, x)
+    assert torch.linalg.eigvalsh(0.5 * (gap + gap.transpose(-1, -2))).min() > -1e-6
+
+
+def grams(gamma, s=40, count=3):
+    z = torch.randn(count, s, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return landmark_gram(z, None, gamma)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.1, 1e-3])
+def test_the_iteration_gives_the_inverse_where_its_residual_says_so(gamma):
+    matrix = grams(gamma)
+    inverse, residual = iterative_inverse(matrix)
+    assert residual.max() < 1e-9
+    close(inverse, cholesky_inverse(matrix), 1e-6 / gamma * 1e-2)
+    few, residual = iterative_inverse(matrix, rounds=1)
+    assert residual.min() > 1e-4
+    assert (few - inverse).abs().max() > 1e-4
+
+
+def test_lemma_3_as_corrected():
+    matrix = grams(1e-2)
+    root = matrix.sum(-1).rsqrt()
+    values = torch.linalg.eigvalsh(root.unsqueeze(-1) * matrix * root.unsqueeze(-2))
+    assert values.min() > 0
+    close(values.max(-1).values, torch.ones(3, dtype=torch.float64))  # 1 is attained: the printed interval is open
+
+
+def test_one_matrix_does_not_change_another():
+    matrix = grams(1e-2)
+    alone = iterative_inverse(matrix[:1])[0]
+    other = torch.cat([matrix[:1], 100 * matrix[1:]])
+    assert torch.equal(iterative_inverse(other)[0][:1], alone)
+
+
+@pytest.mark.parametrize("landmarks", WHOLE)
+def test_padding_on_either_side_chooses_the_same_tokens(landmarks):
+    core = skyformer(num_landmarks=6, landmarks=landmarks)
+    q, k, v = inputs(11)
+    want = core(q, k, v)
+    key_mask = torch.zeros(2, 16, dtype=torch.bool)
+    key_mask[:, 3:14] = True
+    padded = [torch.full((2, 4, 16, x.shape[-1]), float("nan"), dtype=x.dtype) for x in (q, k, v)]
+    for x, y in zip(padded, (q, k, v), strict=True):
+        x[:, :, 3:14] = y
+    padded[0] = padded[0].nan_to_num(7.0)  # a query at a padded place has an output, which nobody reads
+    close(core(*padded, key_mask=key_mask)[:, :, 3:14], want)
+
+
+def test_draws_are_functions_of_seed_and_number():
+    q, k, v = inputs(40, dtype=torch.float32)
+    core, other = skyformer(num_landmarks=6), skyformer(num_landmarks=6, seed=1)
+    first = core(q, k, v)
+    assert torch.equal(core(q, k, v), first)
+    assert (other(q, k, v) - first).abs().max() > 1e-4
+    core.resample()
+    assert (core(q, k, v) - first).abs().max() > 1e-4
+    core.resample(0)
+    assert torch.equal(core(q, k, v), first)
+    model = torch.nn.ModuleList([core])
+    kf.redraw(model, every=1)
+    assert not skyformer(landmarks="segments").feature_map.is_random
+
+
+def test_landmarks_are_tokens_without_replacement_half_from_each():
+    from kernelformer.feature_maps import NystromMap
+
+    phi = NystromMap(**SIZES, num_landmarks=10)
+    q, k, _ = inputs(30, B=1)
+    chosen = phi.prepare(q, k, None, 1.0)[0][0, 0]
+    from_q = (chosen[:, None] == q[0, 0][None]).all(-1)
+    from_k = (chosen[:, None] == k[0, 0][None]).all(-1)
+    assert from_q.any(1).sum() == from_k.any(1).sum() == 5
+    assert from_q.sum(0).max() == from_k.sum(0).max() == 1
+    counts = torch.zeros(30)
+    for draw in range(400):
+        phi.resample(draw)
+        chosen = phi.prepare(q, k, None, 1.0)[0][0, 0]
+        counts += (chosen[:, None] == q[0, 0][None]).all(-1).any(0)
+    spread = math.sqrt(400 * (5 / 30) * (25 / 30))
+    assert (counts - 400 * 5 / 30).abs().max() < 5 * spread  # every token is as likely
+
+
+def test_equal_tokens_masks_that_hide_all_and_bad_options():
+    q = torch.ones(1, 4, 12, 8)
+    v = torch.randn(1, 4, 12, 3)
+    for inverse in ("cholesky", "iterative"):
+        core = skyformer(num_landmarks=8, inverse=inverse)
+        got = core(q, q, v)
+        close(got, v.sum(2, keepdim=True).expand_as(got) / (1 + 1e-3 / 8), 1e-3)  # every weight 1, up to the ridge
+        hidden = torch.zeros(1, 12, dtype=torch.bool)
+        assert torch.equal(core(q, q, v, key_mask=hidden), torch.zeros_like(v))
+    for options, message in [
+        ({"gamma": 0.0}, "gamma must be a finite number above 0, got 0.0"),
+        ({"gamma": -1}, "gamma must be a finite number above 0, got -1"),
+        ({"num_landmarks": 0}, "num_landmarks must be an integer of at least 1, got 0"),
+        ({"num_landmarks": 1}, "from queries and from keys, got num_landmarks=1; use at least 2"),
+        ({"inverse": "lu"}, "unknown inverse 'lu'; choose from cholesky, iterative"),
+        ({"landmarks": "random"}, "unknown landmarks 'random'; choose from learned, leverage, segments, uniform"),
+        ({"kernel": "laplace"}, "unknown kernel 'laplace'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            skyformer(**options)
+
+
+@pytest.mark.parametrize("landmarks", WHOLE)
+def test_whole_sequence_landmarks_refuse_causality_and_name_the_way_out(landmarks):
+    core = skyformer(landmarks=landmarks)
+    q, k, v = inputs(5, dtype=torch.float32)
+    with pytest.raises(ValueError, match="is_causal=True was asked for; use landmarks='learned'"):
+        core(q, k, v, is_causal=True)
+    with pytest.raises(ValueError, match="step was asked for; use landmarks='learned'"):
+        core.step(*(x[:, :, :1] for x in (q, k, v)))
+
+
+def test_learned_landmarks_learn():
+    torch.manual_seed(0)
+    core = skyformer(num_landmarks=16, landmarks="learned")
+    centres = torch.randn(8, 8)
+    optimizer = torch.optim.Adam(core.parameters(), lr=0.05)
+    errors = []
+    for _ in range(60):
+        q, k = (centres[torch.randint(8, (1, 4, 50))] + 0.1 * torch.randn(1, 4, 50, 8) for _ in range(2))
+        want = gaussian().attention_matrix(q, k)
+        loss = (core.attention_matrix(q, k) - want).square().mean() / want.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        errors.append(float(loss.detach()))
+    assert sum(errors[-5:]) < 0.2 * sum(errors[:5])
