@@ -81,14 +81,21 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         "skyformer",
         {"num_landmarks": 8, "landmarks": "learned", "kernel": "softmax", "gamma": 0.1},
     ),
+    "nystromformer": ("nystromformer", {"num_landmarks": 6}),
+    "nystromformer all": ("nystromformer", {"num_landmarks": 50, "rounds": 8}),
+    "linformer": ("linformer", {"max_length": 150, "rank": 7}),
+    "rfa": ("rfa", {"num_features": M}),
+    "rfa shared": ("rfa", {"num_features": 9, "draw": "iid", "per_head": False}),
+    "rfa-gate": ("rfa-gate", {"num_features": M}),
     "loglinear unnormalized": ("loglinear", {"num_features": M, "per_head": False, "normalize": False}),
 }
 # Landmarks from the whole sequence: not causal.
 WHOLE = [
     name
     for name, (method, options) in VARIANTS.items()
-    if method == "skyformer" and options.get("landmarks") != "learned"
+    if (method == "skyformer" and options.get("landmarks") != "learned") or method in ("nystromformer", "linformer")
 ]
+FORGETS = ["rfa-gate"]  # causal only
 STREAMING = [n for n, (method, _) in VARIANTS.items() if method not in ("softmax", "gaussian") and n not in WHOLE]
 EXACT = [name for name in VARIANTS if name not in STREAMING]
 
@@ -138,6 +145,8 @@ def frequencies(core, dtype: torch.dtype) -> torch.Tensor:
 
         rows = [torch.cat([V(h, b) for b in range(blocks)]) for h in range(heads)]
         return torch.stack(rows)[:, :, : core.head_dim]
+    if core.method.startswith("rfa"):
+        return fm.noise.to(dtype) * fm.sigma.to(dtype)[:, None]
     if core.method.startswith("generative"):
         net, h = fm.generator, fm.noise.to(dtype).flatten(0, 1)
         weights = [x.to(dtype) for x in net.weights]
@@ -148,6 +157,11 @@ def frequencies(core, dtype: torch.dtype) -> torch.Tensor:
             h = torch.where(h > 0, h, 0.01 * h)
         return torch.tanh(h @ weights[-1].T + net.bias.to(dtype)).view(fm.noise.shape)
     return fm.omega.to(dtype)
+
+
+def mode(variant: str) -> dict:
+    """How a variant is called where it does not matter."""
+    return {"is_causal": True} if variant in FORGETS else {}
 
 
 def inputs(L=13, S=None, *, B=2, H=4, G=4, D=8, E=6, dtype=torch.float64, seed=0, size=1.0, grad=False):
@@ -185,6 +199,8 @@ def phi(core, x: torch.Tensor, role: str) -> torch.Tensor:
     if core.method == "favor+hyperbolic":
         both = torch.cat([torch.exp(z), torch.exp(-z)], -1)
         return torch.exp(-(half if kernel == "softmax" else 2 * half)) * both / math.sqrt(2 * m)
+    if core.method.startswith("rfa"):
+        return torch.cat([torch.cos(z), torch.sin(z)], -1) / math.sqrt(m)
     if core.method == "trigonometric":
         both = torch.cat([torch.cos(z), torch.sin(z)], -1)
         return (torch.exp(half) if kernel == "softmax" else 1.0) * both / math.sqrt(m)
@@ -277,9 +293,10 @@ def nystrom(core, q, k, key_mask) -> torch.Tensor:
 
 
 def signed(variant: str) -> bool:
+    """Whether small denominators, or inverses, multiply rounding."""
     method, options = VARIANTS[variant]
     return (
-        method in ("trigonometric", "skyformer")
+        method in ("trigonometric", "skyformer", "nystromformer", "rfa", "rfa-gate")
         or method.endswith("-rks")
         or options.get("activation") in ("gelu", "cos", "tanh", "identity")
     )
@@ -291,9 +308,12 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
     core.test_options = options
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scale = 1.0 if options.get("normalize_qk") or method == "elu" else q.shape[-1] ** -0.5
-    if options.get("normalize_qk"):
-        q, k = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
+    unit = options.get("normalize_qk") or method.startswith("rfa")
+    scale = 1.0 if unit or method == "elu" else q.shape[-1] ** -0.5
+    if unit and key_mask is not None:
+        k = torch.where(key_mask[:, None, :, None], k, 0.0)
+    if unit:
+        q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in (q, k))
     q, k = q * math.sqrt(scale), k * math.sqrt(scale)
     visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
     if is_causal:
@@ -305,6 +325,8 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
         weights = torch.exp(q @ k.transpose(-1, -2))
     elif method == "gaussian":
         weights = torch.exp(-0.5 * (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1))
+    elif method in ("nystromformer", "linformer"):
+        return baseline(core, q, k, v, key_mask)
     elif method == "skyformer":
         clean = k if key_mask is None else torch.where(key_mask[:, None, :, None], k, 0.0)
         weights = nystrom(core, q, clean, key_mask)
@@ -323,6 +345,13 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
         if signed(variant):
             norms = torch.where(visible, phi_k.norm(dim=-1).unsqueeze(-2), 0.0).sum(-1, keepdim=True)
             bound = 1e-2 * phi_q.norm(dim=-1, keepdim=True) * norms
+    if method == "rfa-gate":
+        kept = forgetting(core, k, visible, key_mask)
+        weights = weights * kept
+        norms = (phi_k.norm(dim=-1).unsqueeze(-2) * kept).sum(-1, keepdim=True)
+        bound = 1e-2 * (
+            phi_q.norm(dim=-1, keepdim=True) * (phi_k.norm(dim=-1).unsqueeze(-2) * kept).sum(-1, keepdim=True)
+        )
     weights = torch.where(visible, weights, 0.0)
     kernelized = method == "gaussian" or (method == "skyformer" and options.get("kernel") != "softmax")
     if not options.get("normalize", not kernelized):
@@ -331,6 +360,71 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
     total = torch.maximum(total, bound) if isinstance(bound, torch.Tensor) else total
     seen = visible.any(-1, keepdim=True) & (total > 0)
     return torch.where(seen, weights @ v / torch.where(seen, total, 1.0), 0.0)
+
+
+def forgetting(core, k, visible, key_mask):
+    """(1 - g_j) g_{j+1} ... g_i for the gates of the core, token by token; hidden tokens keep everything."""
+    g = torch.sigmoid(
+        torch.einsum("bhld,hd->bhl", k, core.gate_weight.to(k.dtype)) + core.gate_bias.to(k.dtype)[:, None]
+    )
+    B, H, S = g.shape
+    L = visible.shape[-2]
+    real = torch.ones(B, S, dtype=torch.bool) if key_mask is None else key_mask
+    keep = torch.where(real[:, None], g, 1.0)
+    rows, row = [], torch.zeros(B, H, S, dtype=k.dtype)
+    for i in range(L):
+        if i < S:
+            fresh = torch.where(real[:, None, i], 1 - g[:, :, i], 0.0)
+            row = row * keep[:, :, i : i + 1]
+            row = torch.cat([row[:, :, :i], fresh.unsqueeze(-1), row[:, :, i + 1 :]], -1)
+        rows.append(row)
+    return torch.stack(rows, 2)
+
+
+def baseline(core, q, k, v, key_mask):
+    """Nystromformer and Linformer, sample by sample, with real tokens only; q and k are scaled."""
+    options = core.test_options
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
+    parts = []
+    for b in range(q.shape[0]):
+        real = torch.ones(k.shape[2], dtype=torch.bool) if key_mask is None else key_mask[b]
+        rows = []
+        for h in range(q.shape[1]):
+            keys, values = k[b, h][real], v[b, h][real]
+            if len(keys) == 0:
+                rows.append(out[b, h])
+                continue
+            if core.method == "linformer":
+                E, F_ = (x.to(q.dtype)[:, : k.shape[2]][:, real] for x in (core.E, core.F))
+                rows.append(torch.softmax(q[b, h] @ (E @ keys).T, -1) @ (F_ @ values))
+                continue
+            mine = real if q.shape[2] == k.shape[2] else torch.ones(q.shape[2], dtype=torch.bool)
+            slots = min(options["num_landmarks"], q.shape[2], k.shape[2])
+            queries = torch.where(mine[:, None], q[b, h], 0.0)
+            mean_q, mean_k = (means(x, slots) for x in (queries[mine], keys))
+            A = torch.softmax(mean_q @ mean_k.T, -1)
+            norm = A.sum(0).max() * A.sum(1).max()
+            if len(mean_q) < slots:  # slots without tokens stand beside the others with a one each
+                norm = A.sum(0).max().clamp_min(1)
+            V = A.T / norm
+            eye = torch.eye(len(A), dtype=A.dtype)
+            for _ in range(options.get("rounds", 6)):
+                AV = A @ V
+                V = 0.25 * V @ (13 * eye - AV @ (15 * eye - AV @ (7 * eye - AV)))
+            row = torch.softmax(queries @ mean_k.T, -1) @ V @ torch.softmax(mean_q @ keys.T, -1) @ values
+            if options.get("conv"):
+                whole = torch.where(real[:, None], v[b, h], 0.0)
+                half = options["conv"] // 2
+                padded = F.pad(whole, (0, 0, half, half))
+                row = row + sum(w.to(q.dtype) * padded[i : i + len(whole)] for i, w in enumerate(core.conv_weight[h]))
+            rows.append(row)
+        parts.append(torch.stack(rows))
+    return torch.stack(parts)
+
+
+def means(x, slots):
+    which = torch.tensor([i * slots // len(x) for i in range(len(x))])
+    return torch.stack([x[which == i].mean(0) for i in range(slots) if bool((which == i).any())])
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) -> None:

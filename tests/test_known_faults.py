@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import kernelformer as kf
-from definition import STREAMING, VARIANTS, build, close, inputs
+from definition import STREAMING, VARIANTS, build, close, inputs, mode
 
 LINEAR = ["favor+", "favor+hyperbolic", "trigonometric", "relu", "elu"]
 
@@ -53,7 +53,8 @@ def test_buffers_are_drawn_at_construction_and_forward_never_draws(variant):
         assert torch.linalg.matrix_rank(omega[0].double()) == min(omega.shape[1:])
     q, k, v = inputs(9, dtype=torch.float32)
     state = torch.random.get_rng_state()
-    outs = [core.train()(q, k, v), core(q, k, v), core.eval()(q, k, v)]
+    how = mode(variant)
+    outs = [core.train()(q, k, v, **how), core(q, k, v, **how), core.eval()(q, k, v, **how)]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(state, torch.random.get_rng_state())
@@ -64,13 +65,13 @@ def test_everything_random_is_in_the_state_dict(variant):
     core, other = build(variant, torch.float32, **_seed(variant, 1)), build(variant, torch.float32, **_seed(variant, 2))
     q, k, v = inputs(9, dtype=torch.float32)
     if core.feature_map.omega is not None:
-        assert (core(q, k, v) - other(q, k, v)).abs().max() > 1e-4
+        assert (core(q, k, v, **mode(variant)) - other(q, k, v, **mode(variant))).abs().max() > 1e-4
     missing = other.load_state_dict(core.state_dict())
     assert not missing.missing_keys
-    assert torch.equal(core(q, k, v), other(q, k, v))
+    assert torch.equal(core(q, k, v, **mode(variant)), other(q, k, v, **mode(variant)))
     core.resample()
     other.resample()  # the seed came with the weights
-    assert torch.equal(core(q, k, v), other(q, k, v))
+    assert torch.equal(core(q, k, v, **mode(variant)), other(q, k, v, **mode(variant)))
 
 
 def _seed(variant, seed):

@@ -15,17 +15,26 @@ import kernelformer as kf
 from definition import STREAMING, build, close, inputs
 
 METHODS = list(kf.list_methods())
+NEEDS = {"linformer": {"max_length": 64}}
+CAUSAL = [m for m in METHODS if m not in ("skyformer", "nystromformer", "linformer")]
+BIDIRECTIONAL = [m for m in METHODS if m != "rfa-gate"]
+MODES = [(m, False) for m in BIDIRECTIONAL] + [(m, True) for m in CAUSAL]
+
+
+def core_of(method, **options):
+    return kf.build_attention(method, head_dim=8, num_heads=4, **{**NEEDS.get(method, {}), **options})
 
 
 def layer_of(method, **options):
     torch.manual_seed(0)
-    return kf.KernelAttention(32, 4, method, **options)
+    return kf.KernelAttention(32, 4, method, **{**NEEDS.get(method, {}), **options})
 
 
 def test_the_methods_have_a_line_each():
     assert METHODS == [
         "softmax", "gaussian", "favor+", "favor+hyperbolic", "favor+regularized", "trigonometric", "relu", "elu",
-        "gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "loglinear",
+        "gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "skyformer",
+        "nystromformer", "linformer", "rfa", "rfa-gate", "loglinear",
     ]  # fmt: skip
     assert all(about for about in kf.list_methods().values())
     assert "num_features" in kf.method_options("favor+")
@@ -39,16 +48,17 @@ def test_every_listed_option_is_taken(method):
         "normalize": False, "normalize_qk": True, "scale": 0.5, "hyperbolic": True, "regularized": True,
         "activation": "sigmoid", "projection": True, "eps": 0.1, "components": 4, "tied": True, "mean_std": 0.0,
         "covariance": "full", "smoothing": 0.5, "learn": "S", "sigma": 2.0, "transform": "fwht", "width": 7, "depth": 1,
+        "num_landmarks": 6, "gamma": 0.1, "inverse": "iterative", "landmarks": "segments", "rounds": 3, "conv": 3,
+        "max_length": 20, "rank": 5, "own_gate": True,
     }  # fmt: skip
     options = {name: values[name] for name in kf.method_options(method) if name not in ("hyperbolic", "regularized")}
     if method.startswith("fastfood"):
         options["num_features"] = 16  # a multiple of head_dim
     core = kf.build_attention(method, head_dim=8, num_heads=4, **options)
-    assert core(*inputs(5, dtype=torch.float32)).isfinite().all()
+    assert core(*inputs(5, dtype=torch.float32), is_causal=method == "rfa-gate").isfinite().all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("method", "causal"), MODES)
 def test_a_layer_is_projections_around_the_core(method, causal):
     layer = layer_of(method, causal=causal, num_kv_heads=2)
     x = torch.randn(2, 11, 32)
@@ -58,7 +68,9 @@ def test_a_layer_is_projections_around_the_core(method, causal):
     def heads(linear):
         return linear(x).view(2, 11, -1, 8).transpose(1, 2)
 
-    core = layer.core(heads(layer.query), heads(layer.key), heads(layer.value), is_causal=causal, key_mask=key_mask)
+    gate = {} if layer.gate is None else {"gate": torch.sigmoid(layer.gate(x)).transpose(1, 2)}
+    qkv = (heads(layer.query), heads(layer.key), heads(layer.value))
+    core = layer.core(*qkv, is_causal=causal, key_mask=key_mask, **gate)
     close(layer(x, key_mask=key_mask), layer.out(core.transpose(1, 2).reshape(2, 11, 32)))
 
 
@@ -70,7 +82,7 @@ def test_a_layer_attends_to_a_context():
     assert (layer(x, 2 * context) - y).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("softmax", "gaussian")])
+@pytest.mark.parametrize("method", [m for m in CAUSAL if m not in ("softmax", "gaussian")])
 def test_a_layer_steps_and_resumes(method):
     layer = layer_of(method, causal=True, num_kv_heads=2)
     x = torch.randn(2, 10, 32)
@@ -112,11 +124,10 @@ def test_a_layer_replaces_multihead_attention_in_a_transformer_and_learns():
     assert losses[-1] < 0.3 * losses[0]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "is_causal"), MODES)
 def test_compiled_without_a_graph_break(method, is_causal):
     torch._dynamo.reset()
-    core = kf.build_attention(method, head_dim=8, num_heads=4)
+    core = core_of(method)
     compiled = torch.compile(lambda *x: core(*x, is_causal=is_causal).tanh(), fullgraph=True, backend="aot_eager")
     found = []
     for run in (compiled, lambda *x: core(*x, is_causal=is_causal).tanh()):
@@ -162,7 +173,7 @@ def test_redrawing_a_compiled_model_does_not_compile_it_again():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", METHODS)
 def test_autocast(method, dtype):
-    layer = layer_of(method, causal=True)
+    layer = layer_of(method, causal=method in CAUSAL)
     x = torch.randn(2, 33, 32)
     with torch.autocast("cpu", dtype=dtype):
         y = layer(x)
@@ -170,7 +181,7 @@ def test_autocast(method, dtype):
     close(y, layer(x))
     y.sum().backward()
     assert layer.key.weight.grad.dtype == torch.float32
-    if method not in ("softmax", "gaussian"):
+    if method in CAUSAL and method not in ("softmax", "gaussian"):
         with torch.autocast("cpu", dtype=dtype):
             one, state = layer.step(x[:, :1])
         assert one.dtype == dtype

@@ -28,7 +28,7 @@ def at_norm(norm, heads=2, length=L, seed=0):
 
 def log_space(core, q, k, v, is_causal):
     phi, scale = core.feature_map, core.scale
-    tensors = phi.prepare(q.double(), k.double(), None)
+    tensors = phi.prepare(q.double(), k.double(), None, scale)
     logs = [phi.spec.log_features(x.double(), tensors, scale, r) for x, r in ((q, "query"), (k, "key"))]
     visible = reference.visibility(q.shape[2], k.shape[2], is_causal=is_causal, key_mask=None)
     return reference.positive_attention(*logs, v.double(), visible)

@@ -7,6 +7,7 @@ from kernelformer.feature_maps.fourier import TrigonometricMap
 from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.feature_maps.nystrom import NystromMap
 from kernelformer.feature_maps.positive import PositiveMap
+from kernelformer.feature_maps.rfa import ScaledFourierMap
 from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "MixtureMap",
     "NystromMap",
     "PositiveMap",
+    "ScaledFourierMap",
     "TrigonometricMap",
 ]

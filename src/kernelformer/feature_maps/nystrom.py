@@ -198,7 +198,7 @@ def _hash(rank: Tensor, salt: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class Tokens:
     """Queries or keys of one call, and which of them are real."""
 
     x: Tensor  # (B, H, n, D)
@@ -359,7 +359,7 @@ class NystromMap(FeatureMap):
         half = self.num_landmarks // 2
         query_mask = key_mask if query.shape[2] == key.shape[2] else None
         parts = [
-            _Tokens(x.to(dtype), mask, min(slots, x.shape[2]))
+            Tokens(x.to(dtype), mask, min(slots, x.shape[2]))
             for x, mask, slots in ((query, query_mask, half), (key, key_mask, self.num_landmarks - half))
         ]
         if self.landmarks == "segments":
@@ -397,7 +397,7 @@ class NystromMap(FeatureMap):
 
     def _by_leverage(
         self,
-        parts: Sequence[_Tokens],
+        parts: Sequence[Tokens],
         orders: Sequence[Tensor],
         first: Sequence[tuple[Tensor, Tensor | None]],
         scale: float,

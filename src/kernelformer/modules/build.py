@@ -18,10 +18,13 @@ from kernelformer.feature_maps import (
     MixtureMap,
     NystromMap,
     PositiveMap,
+    ScaledFourierMap,
     TrigonometricMap,
 )
+from kernelformer.modules.baselines import LinformerCore, NystromformerCore
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
+from kernelformer.modules.gated import GatedCore
 from kernelformer.modules.kernel import KernelCore
 
 
@@ -70,6 +73,12 @@ METHODS: dict[str, Method] = {
     ),
     "generative-prf": Method("frequencies by a network, positive features (KL-Transformer)", GenerativeMap, _PRF),
     "skyformer": Method("Nystrom features of the Gaussian kernel at landmarks (Skyformer)", NystromMap),
+    "nystromformer": Method("softmax attention through segment means (Nystromformer)", NystromformerCore),
+    "linformer": Method("softmax attention to learned mixtures of keys (Linformer)", LinformerCore),
+    "rfa": Method("Fourier features of unit vectors, learned scale (RFA)", ScaledFourierMap, {"normalize_qk": True}),
+    "rfa-gate": Method(
+        "the same with a gate that forgets, causal (RFA)", ScaledFourierMap, {"normalize_qk": True, "normalize": True}
+    ),
     "loglinear": Method("free positive map, for fitting a pretrained model", LogLinearMap),
 }
 _CORE_OPTIONS = ("scale", "normalize_qk")
@@ -90,6 +99,8 @@ def method_options(method: str) -> list[str]:
     ]
     if issubclass(entry.make, FeatureMap):  # type: ignore[arg-type]
         names.append("normalize")
+    if method == "rfa-gate":
+        names.append("own_gate")
     names += [x for x in _CORE_OPTIONS if x not in names]
     return sorted(x for x in names if x not in entry.fixed and x not in _UNUSED.get(method, ()))
 
@@ -156,7 +167,11 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
         core = entry.make(method, **settings)
         assert isinstance(core, AttentionCore)
         return core
-    outer = {x: settings.pop(x) for x in (*_CORE_OPTIONS, "normalize") if x in settings}
+    outer = {x: settings.pop(x) for x in (*_CORE_OPTIONS, "normalize", "own_gate") if x in settings}
     feature_map = entry.make(**settings)
     assert isinstance(feature_map, FeatureMap)
+    if method == "rfa-gate":
+        outer.pop("normalize")
+        assert isinstance(feature_map, ScaledFourierMap)
+        return GatedCore(method, feature_map, **outer)
     return KernelCore(method, feature_map, **outer)

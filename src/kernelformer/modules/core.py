@@ -26,6 +26,7 @@ class Call:
     key_mask: Tensor | None  # (B, S)
     scale: float
     state: State | None
+    gate: Tensor | None = None  # (B, H, S)
 
 
 class AttentionCore(nn.Module):
@@ -38,6 +39,8 @@ class AttentionCore(nn.Module):
         scale: default of the calls; None means 1 / sqrt(D), or 1 with ``normalize_qk``.
         normalize_qk: divide queries and keys by their L2 norm first (kernelized-rpe Sec. 3.2).
     """
+
+    takes_gate = False
 
     def __init__(
         self, method: str, *, head_dim: int, num_heads: int, scale: float | None = None, normalize_qk: bool = False
@@ -61,6 +64,7 @@ class AttentionCore(nn.Module):
         bias: Tensor | None = ...,
         scale: float | None = ...,
         algorithm: str | None = ...,
+        gate: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[False] = ...,
     ) -> Tensor: ...
@@ -77,6 +81,7 @@ class AttentionCore(nn.Module):
         bias: Tensor | None = ...,
         scale: float | None = ...,
         algorithm: str | None = ...,
+        gate: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[True],
     ) -> tuple[Tensor, State]: ...
@@ -92,6 +97,7 @@ class AttentionCore(nn.Module):
         bias: Tensor | None = None,
         scale: float | None = None,
         algorithm: str | None = None,
+        gate: Tensor | None = None,
         state: State | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
@@ -106,6 +112,7 @@ class AttentionCore(nn.Module):
             bias: relative position bias; no method of this version takes one.
             scale: of the product q . k; default ``self.scale``.
             algorithm: which algorithm to use with a bias.
+            gate: (B, H, S) in (0, 1), how much of the past each token keeps; for gated methods.
             state: resume after what it has seen; causal only.
             return_state: also return the state after the last key; causal only.
 
@@ -120,8 +127,12 @@ class AttentionCore(nn.Module):
         scale = self.scale if scale is None else check_scale(scale)
         if state is not None or return_state:
             self._check_streaming(query, key, value, is_causal, scale, state)
+        self._check_gate(gate)
+        dtype = query.dtype
         query, key = self._units(query, key, key_mask)
-        out, after = self._attend(Call(query, key, value, is_causal, key_mask, scale, state))
+        value = value.to(query.dtype)
+        out, after = self._attend(Call(query, key, value, is_causal, key_mask, scale, state, gate))
+        out = out.to(dtype)
         return (out, after) if return_state and after is not None else out
 
     def step(
@@ -134,6 +145,7 @@ class AttentionCore(nn.Module):
         bias: Tensor | None = None,
         scale: float | None = None,
         key_mask: Tensor | None = None,
+        gate: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts."""
         raise self._cannot_stream("step")
@@ -185,18 +197,22 @@ class AttentionCore(nn.Module):
         return query, key, value
 
     def _units(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys by their direction, where that is asked for."""
+        """Queries and keys by their direction, where that is asked for, in the precision of the arithmetic."""
         if not self.normalize_qk:
             return query, key
         if key_mask is not None:  # the gradient of a norm must not see what the mask hides
             key = key.masked_fill(~key_mask[:, None, :, None], 0)
-        unit_q, unit_k = (F.normalize(x.to(compute_dtype(x.dtype)), dim=-1).to(x.dtype) for x in (query, key))
+        unit_q, unit_k = (F.normalize(x.to(compute_dtype(x.dtype)), dim=-1) for x in (query, key))
         return unit_q, unit_k
 
     def _check_streaming(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, state: State | None
     ) -> None:
         raise self._cannot_stream("a state")
+
+    def _check_gate(self, gate: Tensor | None) -> None:
+        if gate is not None and not self.takes_gate:
+            raise ValueError(f"{self.method!r} takes no gate, got one of shape {shape(gate)}; use 'rfa-gate'.")
 
     def _cannot_stream(self, what: str) -> ValueError:
         return ValueError(

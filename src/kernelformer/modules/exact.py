@@ -22,7 +22,7 @@ class SoftmaxCore(AttentionCore):
     """
 
     def _attend(self, call: Call) -> tuple[Tensor, None]:
-        return _sdpa(call), None
+        return sdpa(call), None
 
 
 class GaussianCore(AttentionCore):
@@ -67,13 +67,14 @@ class GaussianCore(AttentionCore):
         # torch's tiled kernel wants one width; without it the whole matrix would be made.
         both = max(key.shape[-1], width)
         query, key, value = (F.pad(x, (0, both - x.shape[-1])) for x in (query, key, value))
-        return _sdpa(replace(call, query=query, key=key, value=value))[..., :width].to(dtype)
+        return sdpa(replace(call, query=query, key=key, value=value))[..., :width].to(dtype)
 
 
 TILE = 512
 
 
-def _sdpa(call: Call) -> Tensor:
+def sdpa(call: Call) -> Tensor:
+    """torch's attention with masks: rows that see nothing are zero, and no mask of L x S is made."""
     query, key, value, scale = call.query, call.key, call.value, call.scale
     key_mask, is_causal = call.key_mask, call.is_causal
     if key.shape[2] == 0:

@@ -98,12 +98,14 @@ class KernelCore(AttentionCore):
         bias: Tensor | None = None,
         scale: float | None = None,
         key_mask: Tensor | None = None,
+        gate: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts."""
         if bias is not None:
             raise self._no_bias(f"bias of shape {shape(bias)}")
         if self.feature_map.sees_sequence:
             raise self._not_causal("step")
+        self._check_gate(gate)
         scale = self.scale if scale is None else check_scale(scale)
         fits = self._fits(query, key, value, scale) if key_mask is None else ()
         if not fits or not isinstance(state, State) or state.fits != fits:
@@ -116,7 +118,6 @@ class KernelCore(AttentionCore):
                 )
             self._check_streaming(query, key, value, True, scale, state)
         dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
-        phi = self.feature_map
         query, key = self._units(query, key, key_mask)
         if dtype != work_dtype:
             query, key, value = (x.to(work_dtype) for x in (query, key, value))
@@ -124,18 +125,20 @@ class KernelCore(AttentionCore):
         past = self._empty(key, value) if state is None else state.tensors
         with no_autocast(query.device.type):
             prepared = self._prepare(query, key, key_mask, scale, state)
-            out, after = step(
-                phi.spec,
-                prepared.tensors,
-                query,
-                key,
-                value,
-                past,
-                scale=scale,
-                key_mask=key_mask,
-                normalize=self.normalize,
-            )
+            out, after = self._step(prepared, (query, key, value), past, scale, key_mask, gate)
         return out.to(dtype), self._state(after, state, 1, scale, prepared, fits)
+
+    def _step(
+        self,
+        prepared: Prepared,
+        token: tuple[Tensor, Tensor, Tensor],
+        past: Sequence[Tensor],
+        scale: float,
+        key_mask: Tensor | None,
+        gate: Tensor | None,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        spec, tensors = self.feature_map.spec, prepared.tensors
+        return step(spec, tensors, *token, past, scale=scale, key_mask=key_mask, normalize=self.normalize)
 
     def _not_causal(self, what: str) -> ValueError:
         return ValueError(

@@ -71,7 +71,13 @@ class KernelAttention(nn.Module):
         self.key = nn.Linear(self.context_dim, kv_dim, bias=bias, **place)
         self.value = nn.Linear(self.context_dim, kv_dim, bias=bias, **place)
         self.out = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        if method == "rfa-gate":
+            options.setdefault("own_gate", False)
         self.core = build_attention(method, head_dim=self.head_dim, num_heads=num_heads, **options).to(device)
+        self.gate: nn.Linear | None = None
+        if self.core.takes_gate and not options["own_gate"]:
+            self.gate = nn.Linear(self.context_dim, num_heads, **place)
+            nn.init.constant_(self.gate.bias, 2.0)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         for name, t, width in (("x", x, self.embed_dim), ("context", context, self.context_dim)):
@@ -81,6 +87,10 @@ class KernelAttention(nn.Module):
                 )
         q, k, v = self.query(x), self.key(context), self.value(context)
         return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+
+    def _gate(self, context: Tensor) -> dict[str, Any]:
+        """``g_t = sigmoid(w . x_t + b)`` for each head, where the method forgets."""
+        return {} if self.gate is None else {"gate": torch.sigmoid(self.gate(context)).transpose(1, 2)}
 
     def _merge(self, heads: Tensor) -> Tensor:
         y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
@@ -126,10 +136,13 @@ class KernelAttention(nn.Module):
             state: resume after what it has seen; causal only.
             return_state: also return the state after the last token; causal only.
         """
-        q, k, v = self._project(x, x if context is None else context)
+        context = x if context is None else context
+        q, k, v = self._project(x, context)
+        common: dict[str, Any] = {"is_causal": self.causal, "key_mask": key_mask, "state": state}
+        common |= self._gate(context)
         if not return_state:
-            return self._merge(self.core(q, k, v, is_causal=self.causal, key_mask=key_mask, state=state))
-        heads, after = self.core(q, k, v, is_causal=self.causal, key_mask=key_mask, state=state, return_state=True)
+            return self._merge(self.core(q, k, v, **common))
+        heads, after = self.core(q, k, v, **common, return_state=True)
         return self._merge(heads), after
 
     def step(self, x: Tensor, state: State | None = None, *, key_mask: Tensor | None = None) -> tuple[Tensor, State]:
@@ -138,7 +151,7 @@ class KernelAttention(nn.Module):
             raise ValueError(
                 "step needs a causal layer, this one was built with causal=False; build it with causal=True."
             )
-        heads, after = self.core.step(*self._project(x, x), state, key_mask=key_mask)
+        heads, after = self.core.step(*self._project(x, x), state, key_mask=key_mask, **self._gate(x))
         return self._merge(heads), after
 
     def extra_repr(self) -> str:

@@ -1,0 +1,149 @@
+"""Random feature attention with a gate: causal attention that forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention import State, causal_attention, step
+from kernelformer.attention.recurrent import Prepared
+from kernelformer.contract import compute_dtype, no_autocast, register
+from kernelformer.errors import flag, shape
+from kernelformer.feature_maps.draws import generator
+from kernelformer.feature_maps.fourier import FourierSpec
+from kernelformer.feature_maps.rfa import GatedSpec, ScaledFourierMap
+from kernelformer.feature_maps.spectral import FIRST, parameter
+from kernelformer.modules.core import Call
+from kernelformer.modules.kernel import KernelCore
+
+SEGMENT = 256  # tokens after which the log weights start again from 0: in float32 they lose digits as they grow
+EDGE = 1e-6  # how near a gate comes to 0 and to 1
+
+
+class GatedCore(KernelCore):
+    """Random feature attention whose state forgets.
+
+        S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T          z_t likewise, out_t = phi(q_t) S_t / phi(q_t) z_t
+
+    Gates come with the call, (B, H, L) in (0, 1), as `KernelAttention` computes them from its input; without them the
+    core takes its own, ``sigmoid(w . k_t + b)``. They are kept 1e-6 away from 0 and 1. Causal only, always normalized.
+
+    Args:
+        own_gate: whether the core has a gate of its own, for calls without one.
+
+    Parameters: gate_weight (H, D) and gate_bias (H), beside those of the map.
+
+    Cost: as causal attention, in segments of 256 tokens.
+    """
+
+    takes_gate = True
+
+    def __init__(self, method: str, feature_map: ScaledFourierMap, *, own_gate: bool = True, **options: Any) -> None:
+        super().__init__(method, feature_map, normalize=True, **options)
+        assert isinstance(feature_map.spec, FourierSpec)
+        self.gated_spec = GatedSpec(feature_map.spec)
+        self.gated_key = register(self.gated_spec)
+        self.own_gate = flag("own_gate", own_gate)
+        if own_gate:
+            self.gate_weight = parameter(self.num_heads, self.head_dim)
+            self.gate_bias = parameter(self.num_heads)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Small weights, and a bias of 2: a gate of 0.88 remembers some ten tokens."""
+        if not self.own_gate:
+            return
+        gen = generator(self.feature_map.seed_number, FIRST)
+        size = self.head_dim**-0.5
+        draw = torch.randn(self.gate_weight.shape, generator=gen, dtype=torch.float64, device="cpu")
+        self.gate_weight.copy_(size * draw)
+        self.gate_bias.fill_(2.0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        register(self.gated_spec)
+
+    def _gates(self, key: Tensor, gate: Tensor | None) -> Tensor:
+        """(B, H, L) in the dtype of the arithmetic; key (B, H, L, D)."""
+        dtype = key.dtype
+        if gate is None:
+            if not self.own_gate:
+                raise ValueError(f"{self.method!r} was built with own_gate=False, so it needs gate= in every call.")
+            weight, bias = self.gate_weight.to(dtype), self.gate_bias.to(dtype)
+            gate = torch.sigmoid(torch.linalg.vecdot(key, weight.unsqueeze(1)) + bias.unsqueeze(1))
+        elif gate.shape != key.shape[:3]:
+            raise ValueError(
+                f"gate must be (batch, heads, length) = {tuple(key.shape[:3])}, got {shape(gate)}; one gate per query "
+                f"head and token."
+            )
+        return gate.to(dtype).clamp(EDGE, 1 - EDGE)
+
+    def _logs(self, gate: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log weights of keys, and the log of what is left of the past after each, (B, H, L); hidden tokens pass by."""
+        keep, take = gate.log(), torch.log1p(-gate)
+        if hidden is not None:
+            keep = keep.masked_fill(hidden, 0)
+        past = keep.cumsum(-1)
+        return take - past, past
+
+    def _attend(self, call: Call) -> tuple[Tensor, State | None]:
+        if not call.is_causal:
+            raise ValueError(f"{self.method!r} is causal only, got is_causal=False: a gate forgets what came before.")
+        dtype, work = call.query.dtype, compute_dtype(call.query.dtype)
+        with no_autocast(call.query.device.type):
+            prepared = self._prepare(call.query, call.key, call.key_mask, call.scale, call.state)
+            key, value = self._per_map_head(call.key).to(work), self._per_map_head(call.value).to(work)
+            query = call.query.to(work)
+            if call.key_mask is not None:
+                key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
+            gate = self._gates(key, call.gate)
+            state = None if call.state is None else list(call.state.tensors)
+            outs, length = [], max(query.shape[2], key.shape[2])
+            for start in range(0, max(length, 1), SEGMENT):
+                part = slice(start, start + SEGMENT)
+                mask = None if call.key_mask is None else call.key_mask[:, part]
+                hidden = None if mask is None else ~mask.unsqueeze(1)
+                logs, past = self._logs(gate[:, :, part], hidden)
+                rows = query[:, :, part]
+                out, state = causal_attention(
+                    torch.cat([rows, rows.new_zeros(*rows.shape[:3], 1)], -1),
+                    torch.cat([key[:, :, part], logs.unsqueeze(-1)], -1),
+                    value[:, :, part],
+                    spec=self.gated_key,
+                    tensors=prepared.tensors,
+                    scale=call.scale,
+                    key_mask=mask,
+                    normalize=self.normalize,
+                    state=state,
+                )
+                outs.append(out)
+                if past.shape[2]:
+                    state = [state[0] + past[:, :, -1:].unsqueeze(-1), *state[1:]]
+            assert state is not None
+            after = self._state(state, call.state, call.key.shape[2], call.scale, prepared)
+            return torch.cat(outs, 2).to(dtype), after
+
+    def _step(
+        self,
+        prepared: Prepared,
+        token: tuple[Tensor, Tensor, Tensor],
+        past: Sequence[Tensor],
+        scale: float,
+        key_mask: Tensor | None,
+        gate: Tensor | None,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        query, key, value = token
+        hidden = None if key_mask is None else ~key_mask.unsqueeze(1)
+        if hidden is not None:
+            key = key.masked_fill(hidden.unsqueeze(-1), 0)
+        logs, left = self._logs(self._gates(key, gate), hidden)
+        query = torch.cat([query, query.new_zeros(*query.shape[:3], 1)], -1)
+        key = torch.cat([key, logs.unsqueeze(-1)], -1)
+        out, after = step(
+            self.gated_spec, prepared.tensors, query, key, value, past, scale=scale, key_mask=key_mask, normalize=True
+        )
+        return out, (after[0] + left.unsqueeze(-1), *after[1:])
