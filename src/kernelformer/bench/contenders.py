@@ -7,6 +7,7 @@ with its own frequencies, before it is timed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import io
 import math
@@ -23,8 +24,11 @@ from torch import Tensor
 from kernelformer.attention.reference import positive_attention, signed_attention, visibility
 from kernelformer.contract import PositiveSpec, SignedSpec
 from kernelformer.modules import KernelCore, build_attention, method_options, parse_method
+from kernelformer.modules.baselines import BaselineCore
+from kernelformer.modules.gated import GatedCore
 
 Task = Literal["bidirectional", "causal", "decode"]
+SMALL = 256  # length at which contenders are checked
 TASKS: tuple[Task, ...] = ("bidirectional", "causal", "decode")
 
 
@@ -83,8 +87,7 @@ class Contender(ABC):
 
     def error(self, case: Case) -> float:
         """Worst relative error of a row at a small length, against the definition."""
-        small = 256
-        q, k, v = case.inputs(small)
+        q, k, v = case.inputs(SMALL)
         with torch.no_grad():
             got = self._heads(self.build(case)(*(self._own(x) for x in (q, k, v)))).double()
             want = self.definition(case, q.double(), k.double(), v.double())
@@ -131,14 +134,19 @@ class Kernelformer(Contender):
 
     def build(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """The core itself."""
-        size = {"num_features": case.features} if "num_features" in method_options(self.method) else {}
-        options = {**size, **self.options}
+        sizes = {"num_features": case.features, "max_length": max(case.length, SMALL)}
+        known = method_options(self.method)
+        options = {**{name: x for name, x in sizes.items() if name in known}, **self.options}
         self.core = build_attention(self.method, head_dim=case.head_dim, num_heads=case.heads, **options)
         return lambda q, k, v: self.core(q, k, v, is_causal=case.causal)
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By `attention.reference`, or by the explicit matrix for exact methods."""
+        """By `attention.reference`, by the explicit matrix for exact methods, or by the method itself in float64."""
         core, scale = self.core, self.core.scale
+        if isinstance(core, BaselineCore | GatedCore):
+            out: Tensor = copy.deepcopy(core).double()(q, k, v, is_causal=case.causal)
+            return out
+        q, k = core._units(q, k, None)
         visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
         if not isinstance(core, KernelCore):
             scores = scale * (q @ k.transpose(-1, -2))
