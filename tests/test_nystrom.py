@@ -9,7 +9,7 @@ import torch
 
 import kernelformer as kf
 from definition import close, inputs
-from kernelformer.feature_maps.nystrom import cholesky_inverse, iterative_inverse, landmark_gram
+from kernelformer.feature_maps.landmarks import cholesky_inverse, iterative_inverse, landmark_gram
 
 SIZES = {"head_dim": 8, "num_heads": 4}
 WHOLE = ("uniform", "leverage", "segments")
@@ -70,7 +70,7 @@ def test_the_iteration_gives_the_inverse_where_its_residual_says_so(gamma):
     matrix = grams(gamma)
     inverse, residual = iterative_inverse(matrix)
     assert residual.max() < 1e-9
-    close(inverse, cholesky_inverse(matrix), 1e-6 / gamma * 1e-2)
+    close(inverse, cholesky_inverse(matrix), 1e-6)
     few, residual = iterative_inverse(matrix, rounds=1)
     assert residual.min() > 1e-4
     assert (few - inverse).abs().max() > 1e-4

@@ -201,6 +201,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """For numbers that are few and add up for long, or are badly conditioned: float64, where the device has it."""
+    return x.dtype if x.device.type == "mps" else torch.float64
+
+
 def autocasts(device_type: str) -> bool:
     """Whether autocast is on; the meta device knows none."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)

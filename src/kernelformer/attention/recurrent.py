@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.signed import GUARD
-from kernelformer.contract import PositiveSpec, SignedSpec, Spec
+from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
 
 MadeBy = tuple[tuple[str, object], ...]
 
@@ -115,11 +115,6 @@ def step(
     return out.reshape(batch, heads, 1, -1), after
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """For numbers that are few and add up for long: float64, where the device has it."""
-    return x.dtype if x.device.type == "mps" else torch.float64
-
-
 def _positive(
     spec: PositiveSpec,
     tensors: Sequence[Tensor],
@@ -142,7 +137,7 @@ def _positive(
     if hidden is not None:
         new = new.masked_fill(hidden, EMPTY)
     # A logarithm of 10 in float32 cannot tell 1,000,000 tokens from 1,000,001, and loses digits long before.
-    new = new.to(_wide(new))
+    new = new.to(wide_dtype(new))
     total = torch.logaddexp(log_mass.to(new.dtype), new)
     mean = torch.lerp(mean, value, (new - total).to(mean.dtype).exp())  # the shares of old and new add up to 1
     logits = logits + total.to(mean.dtype).transpose(-1, -2)

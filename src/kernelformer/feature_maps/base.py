@@ -13,6 +13,13 @@ from kernelformer.contract import PositiveSpec, Spec, compute_dtype, no_autocast
 from kernelformer.errors import flag, integer, positive_int
 from kernelformer.feature_maps.draws import draw_frequencies, generator
 
+FIRST = -1  # number of the stream that first values of parameters come from; draws count from 0
+
+
+def parameter(*size: int) -> nn.Parameter:
+    """An empty parameter; like draws it is born on the CPU in float32, whatever the defaults."""
+    return nn.Parameter(torch.empty(*size, dtype=torch.float32, device="cpu"))
+
 
 class FeatureMap(nn.Module):
     """phi: R^D -> R^M with ``K(q, k) ~ phi(q) . phi(k)``.

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role
 from kernelformer.errors import positive_int
-from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import draw_frequencies, generator
 from kernelformer.feature_maps.projection import Dense, Projection
-from kernelformer.feature_maps.spectral import FIRST, parameter
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace, compute_dtype, scaled
+from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace, compute_dtype, scaled, wide_dtype
 from kernelformer.errors import choice, number, positive_int
-from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import generator
-from kernelformer.feature_maps.spectral import FIRST, parameter
-from kernelformer.kernels import squared_distance
+from kernelformer.feature_maps.landmarks import (
+    Tokens,
+    cholesky_inverse,
+    iterative_inverse,
+    landmark_gram,
+    rank_hash,
+    together,
+)
 
 _ROW = {"gaussian": 0.0, "softmax": 0.5}
 CHUNK = 1024  # tokens whose leverage scores are taken at once
@@ -126,127 +132,6 @@ class NystromChunks(SignedChunks):
         """Of landmarks, log weights and inverse."""
         assert self.grads is not None
         return list(self.grads)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """Inverses are small and badly conditioned: float64, where the device has it."""
-    return x.dtype if x.device.type == "mps" else torch.float64
-
-
-def landmark_gram(landmarks: Tensor, valid: Tensor | None, gamma: float) -> Tensor:
-    """``M + gamma I``, (..., s, s); a slot without a token stands alone with 1 + gamma on the diagonal.
-
-    Args:
-        landmarks: (..., s, D).
-        valid: (..., s) bool, or None if every slot has a token.
-        gamma: the ridge.
-    """
-    gram = torch.exp(-0.5 * squared_distance(landmarks, landmarks))
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    gram = gram * (1 - eye)  # the distance of a point from itself is zero, whatever rounding says
-    if valid is not None:
-        gram = gram * (valid.unsqueeze(-1) & valid.unsqueeze(-2))
-    return gram + (1 + gamma) * eye
-
-
-def iterative_inverse(matrix: Tensor, rounds: int = 20, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
-    """The inverse of ``M + gamma I`` without division by matrices (skyformer Sec. 4.4).
-
-        V <- V/4 (13 I - A V (15 I - A V (7 I - A V)))      A = D^-1/2 (M + gamma I) D^-1/2, D = diag((M + gamma I) 1)
-
-    A's eigenvalues are in (0, 1], the largest exactly 1 (Lemma 3's open interval is a misprint), so that V = I is a
-    valid start and shares nothing over the batch. A matrix stops by its own residual; log_3(condition number) + 4
-    rounds do.
-
-    Args:
-        matrix: (..., s, s), positive definite with nonnegative entries.
-        rounds: at most.
-        tolerance: of the residual.
-
-    Returns:
-        the inverse, (..., s, s), and the residual max |I - A V|, (...).
-    """
-    root = matrix.sum(-1).rsqrt()
-    a = root.unsqueeze(-1) * matrix * root.unsqueeze(-2)
-    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    v = eye.expand_as(a)
-    product = a
-    for _ in range(rounds):
-        todo = ((eye - product).abs().amax((-2, -1)) > tolerance)[..., None, None]
-        better = 0.25 * v @ (13 * eye - product @ (15 * eye - product @ (7 * eye - product)))
-        v = torch.where(todo, better, v)
-        product = a @ v
-    residual: Tensor = (eye - product).abs().amax((-2, -1))
-    return root.unsqueeze(-1) * v * root.unsqueeze(-2), residual
-
-
-def cholesky_inverse(matrix: Tensor) -> Tensor:
-    """The inverse of positive definite matrices (..., s, s)."""
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
-    inverse: Tensor = torch.cholesky_solve(eye, torch.linalg.cholesky(matrix))
-    return inverse
-
-
-def _hash(rank: Tensor, salt: Tensor) -> Tensor:
-    """A random-looking number of at least 0 for each rank, the same for the same rank and salt."""
-    x = rank + salt
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):  # splitmix64's finalizer
-        fill = (1 << (64 - shift)) - 1  # the shift of a signed number repeats its sign
-        signed = factor - (1 << 64) if factor >> 63 else factor
-        x = (x ^ ((x >> shift) & fill)) * signed
-    return x & ((1 << 53) - 1)
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Queries or keys of one call, and which of them are real."""
-
-    x: Tensor  # (B, H, n, D)
-    real: Tensor | None  # (B, n) bool
-    slots: int
-
-    @property
-    def rank(self) -> Tensor:
-        """Number of real tokens before each, (B or 1, n)."""
-        if self.real is None:
-            return torch.arange(self.x.shape[2], device=self.x.device).unsqueeze(0)
-        return self.real.long().cumsum(1) - 1
-
-    def take(self, order: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The tokens with the smallest ``order`` (B or 1, 1 or H, n), real ones first, (B, H, slots, D); which are."""
-        last = torch.iinfo(order.dtype).max if not order.is_floating_point() else math.inf
-        if self.real is not None:
-            order = order.masked_fill(~self.real.unsqueeze(1), last)
-        index = order.topk(self.slots, largest=False).indices
-        index = index.expand(self.x.shape[0], self.x.shape[1], -1)
-        chosen = self.x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, self.x.shape[3]))
-        if self.real is None:
-            return chosen, None
-        valid = self.real.unsqueeze(1).expand(-1, self.x.shape[1], -1).gather(2, index)
-        return chosen.masked_fill(~valid.unsqueeze(-1), 0), valid
-
-    def segments(self) -> tuple[Tensor, Tensor | None]:
-        """Means of ``slots`` stretches of real tokens, as equal as can be, (B, H, slots, D)."""
-        n = self.x.shape[2]
-        count = n if self.real is None else self.real.sum(1, keepdim=True).clamp_min(1)
-        which = self.rank * self.slots // count  # (B or 1, n)
-        member = which.unsqueeze(1) == torch.arange(self.slots, device=self.x.device).unsqueeze(-1)
-        x = self.x
-        if self.real is not None:
-            member = member & self.real.unsqueeze(1)
-            x = x.masked_fill(~self.real[:, None, :, None], 0)
-        size = member.sum(-1, keepdim=True)
-        means = (member.to(x.dtype) / size.clamp_min(1)).unsqueeze(1) @ x
-        return means, None if self.real is None else (size > 0).squeeze(-1).unsqueeze(1).expand(means.shape[:3])
-
-
-def _together(parts: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> tuple[Tensor, Tensor | None]:
-    """Landmarks of queries and of keys, as the kernel sees them, (B, H, s, D), and which slots have a token."""
-    landmarks = torch.cat([z for z, _ in parts], 2) * math.sqrt(scale)
-    if all(valid is None for _, valid in parts):
-        return landmarks, None
-    some = [z.new_ones(z.shape[:3], dtype=torch.bool) if valid is None else valid for z, valid in parts]
-    return landmarks, torch.cat(some, 2)
 
 
 class NystromMap(FeatureMap):
@@ -365,14 +250,14 @@ class NystromMap(FeatureMap):
         if self.landmarks == "segments":
             chosen = [t.segments() for t in parts]
         else:
-            orders = [_hash(t.rank, salt).unsqueeze(1) for t, salt in zip(parts, self.salt, strict=True)]
+            orders = [rank_hash(t.rank, salt).unsqueeze(1) for t, salt in zip(parts, self.salt, strict=True)]
             chosen = [t.take(order) for t, order in zip(parts, orders, strict=True)]
             if self.landmarks == "leverage":
                 chosen = self._by_leverage(parts, orders, chosen, scale)
-        return self._tensors(*_together(chosen, scale), dtype)
+        return self._tensors(*together(chosen, scale), dtype)
 
     def _tensors(self, landmarks: Tensor, valid: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-        gram = landmark_gram(landmarks.to(_wide(landmarks)), valid, self.gamma)
+        gram = landmark_gram(landmarks.to(wide_dtype(landmarks)), valid, self.gamma)
         inverse = cholesky_inverse(gram) if self.inverse == "cholesky" else iterative_inverse(gram)[0]
         offset = -0.5 * landmarks.square().sum(-1)
         if valid is not None:
@@ -403,10 +288,10 @@ class NystromMap(FeatureMap):
         scale: float,
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Weighted sampling without replacement: the smallest of exponential numbers with the scores as rates."""
-        landmarks, valid = _together(first, scale)
+        landmarks, valid = together(first, scale)
         chosen = []
         for t, order in zip(parts, orders, strict=True):
             x = t.x if t.real is None else t.x.masked_fill(~t.real[:, None, :, None], 0)
-            uniform = (order.to(_wide(x)) + 0.5) / (1 << 53)
+            uniform = (order.to(wide_dtype(x)) + 0.5) / (1 << 53)
             chosen.append(t.take(-uniform.log() / self._scores(x, landmarks, valid, scale)))
         return chosen

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from kernelformer.contract import Role, SignedChunks, SignedSpec
 from kernelformer.errors import positive_int
+from kernelformer.feature_maps.base import parameter
 from kernelformer.feature_maps.fourier import FourierSpec
 from kernelformer.feature_maps.projection import Dense
-from kernelformer.feature_maps.spectral import SpectralMap, parameter
+from kernelformer.feature_maps.spectral import SpectralMap
 
 
 class ScaledFourierMap(SpectralMap):

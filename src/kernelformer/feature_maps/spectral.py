@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from kernelformer.contract import Spec
 from kernelformer.errors import choice, flag, number, positive_int
-from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.fourier import FourierSpec
 from kernelformer.feature_maps.positive import ExponentialSpec
 from kernelformer.feature_maps.projection import Dense, Transform
 
-FIRST = -1  # number of the stream that first values of parameters come from; draws count from 0
 Smoothing = float | Literal["noise"]
 
 
@@ -50,11 +49,6 @@ def spectral_spec(features: str, width: int, independent: int, smoothing: Smooth
     if smoothing > 1e6:
         raise ValueError(f"smoothing must be at most 1e6, got {smoothing:g}: every key would weigh the same.")
     return FourierSpec(row=0.0, amplitude=1 / math.sqrt(width), transform=transform, smoothing=smoothing)
-
-
-def parameter(*size: int) -> nn.Parameter:
-    """An empty parameter; like draws it is born on the CPU in float32, whatever the defaults."""
-    return nn.Parameter(torch.empty(*size, dtype=torch.float32, device="cpu"))
 
 
 class SpectralMap(FeatureMap):

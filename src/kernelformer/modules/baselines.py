@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import integer, positive_int
+from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
-from kernelformer.feature_maps.nystrom import Tokens
-from kernelformer.feature_maps.spectral import FIRST, parameter
+from kernelformer.feature_maps.landmarks import Tokens, sharper
 from kernelformer.modules.core import AttentionCore, Call
 from kernelformer.modules.exact import sdpa
 
@@ -119,14 +119,12 @@ class NystromformerCore(BaselineCore):
 
 
 def _pseudoinverse(matrix: Tensor, rounds: int) -> Tensor:
-    """``V <- V/4 (13 I - A V (15 I - A V (7 I - A V)))`` from ``V = A^T / (|A|_1 |A|_inf)`` of each matrix."""
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    """`landmarks.sharper`, again and again, from ``V = A^T / (|A|_1 |A|_inf)`` of each matrix."""
     size = matrix.abs()
     norm = size.sum(-2).amax(-1) * size.sum(-1).amax(-1)
     inverse = matrix.transpose(-1, -2) / norm[..., None, None]
     for _ in range(rounds):
-        product = matrix @ inverse
-        inverse = 0.25 * inverse @ (13 * eye - product @ (15 * eye - product @ (7 * eye - product)))
+        inverse = sharper(inverse, matrix @ inverse)
     return inverse
 
 

@@ -12,10 +12,10 @@ from kernelformer.attention import State, causal_attention, step
 from kernelformer.attention.recurrent import Prepared
 from kernelformer.contract import compute_dtype, no_autocast, register
 from kernelformer.errors import flag, shape
+from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.fourier import FourierSpec
 from kernelformer.feature_maps.rfa import GatedSpec, ScaledFourierMap
-from kernelformer.feature_maps.spectral import FIRST, parameter
 from kernelformer.modules.core import Call
 from kernelformer.modules.kernel import KernelCore
 
