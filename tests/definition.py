@@ -74,6 +74,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "skyformer": ("skyformer", {"num_landmarks": 8}),
     "skyformer all": ("skyformer", {"num_landmarks": 100, "gamma": 0.1}),
     "skyformer softmax": ("skyformer", {"num_landmarks": 7, "kernel": "softmax", "gamma": 0.1}),
+    "skyformer aligned": ("skyformer", {"num_landmarks": 7, "kernel": "softmax", "gamma": 0.1, "align": True}),
     "skyformer segments": ("skyformer", {"num_landmarks": 6, "landmarks": "segments", "inverse": "iterative"}),
     "skyformer leverage": ("skyformer", {"num_landmarks": 8, "landmarks": "leverage", "gamma": 0.1}),
     "skyformer learned": ("skyformer", {"num_landmarks": 8, "landmarks": "learned"}),
@@ -281,6 +282,24 @@ def gaussian(x, y):
     return torch.exp(-0.5 * (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1))
 
 
+def together(q, k, key_mask):
+    """Means and variances of queries and keys made equal, sample by sample and head by head."""
+    moved_q, moved_k = [], []
+    for b in range(q.shape[0]):
+        mine = slice(None) if key_mask is None else key_mask[b]
+        theirs = mine if q.shape[2] == k.shape[2] else slice(None)
+        real_q, real_k = q[b][:, theirs], k[b][:, mine]
+        if real_q.shape[1] == 0 or real_k.shape[1] == 0:
+            moved_q.append(q[b]), moved_k.append(k[b])
+            continue
+        var_q, var_k = (x.var(1, correction=0, keepdim=True) for x in (real_q, real_k))
+        floor = 1e-6 * (var_q + var_k) + torch.finfo(q.dtype).tiny ** 0.5
+        t = ((var_k + floor) / (var_q + floor)) ** 0.25
+        moved_q.append(q[b] * t)
+        moved_k.append((k[b] - real_k.mean(1, keepdim=True)) / t + t * real_q.mean(1, keepdim=True))
+    return torch.stack(moved_q), torch.stack(moved_k)
+
+
 def nystrom(core, q, k, key_mask) -> torch.Tensor:
     """kappa(Q, Z) (M + gamma I)^-1 kappa(Z, K), (B, H, L, S), for scaled q and k of all query heads."""
     gamma = core.test_options.get("gamma", 1e-3)
@@ -329,6 +348,8 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
         return baseline(core, q, k, v, key_mask)
     elif method == "skyformer":
         clean = k if key_mask is None else torch.where(key_mask[:, None, :, None], k, 0.0)
+        if options.get("align"):
+            q, clean = together(q, clean, key_mask)
         weights = nystrom(core, q, clean, key_mask)
         if options.get("kernel") == "softmax":
             size_q, size_k = (torch.exp(0.5 * x.square().sum(-1, keepdim=True)) for x in (q, clean))

@@ -186,3 +186,34 @@ def test_learned_landmarks_learn():
         optimizer.step()
         errors.append(float(loss.detach()))
     assert sum(errors[-5:]) < 0.2 * sum(errors[:5])
+
+
+def test_alignment_leaves_softmax_attention_and_lowers_the_error():
+    """Keys far from all queries: the Gaussian kernel between them is below the ridge until they are moved."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 40, 8, generator=gen, dtype=torch.float64) for _ in range(3))
+    k = 2 * k + 6
+    want = kf.build_attention("softmax", head_dim=8, num_heads=4)(q, k, v)
+    errors = {}
+    for align in (False, True):
+        for number in (16, 80):
+            core = kf.build_attention(
+                "skyformer", head_dim=8, num_heads=4, num_landmarks=number, kernel="softmax", gamma=1e-9, align=align
+            )
+            errors[align, number] = float((core(q, k, v) - want).norm() / want.norm())
+    assert errors[True, 80] < 1e-6
+    assert errors[True, 16] < 0.5 * errors[False, 16]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"align": True}, "got kernel='gaussian' and landmarks='uniform'"),
+        ({"align": True, "kernel": "softmax", "landmarks": "learned"}, "landmarks='learned'. Leave it out"),
+        ({"align": True, "kernel": "softmax", "normalize": False}, "got normalize=False"),
+        ({"align": 1}, "align"),
+    ],
+)
+def test_alignment_needs_normalized_softmax_over_the_whole_sequence(options, message):
+    with pytest.raises(ValueError, match=message):
+        kf.build_attention("skyformer", head_dim=8, num_heads=4, **options)

@@ -154,6 +154,7 @@ class Kernelformer(Contender):
                 return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
             return torch.where(visible, torch.exp(-0.5 * scale * torch.cdist(q, k).square()), 0.0) @ v
         phi = core.feature_map
+        q, k = phi.align(q, k, None)
         tensors = phi.prepare(q, k, None, scale)
         if isinstance(phi.spec, PositiveSpec):
             logs = (phi.spec.log_features(q, tensors, scale, "query"), phi.spec.log_features(k, tensors, scale, "key"))
@@ -304,9 +305,62 @@ class FastTransformers(Contender):
         return _positive_definition(torch.cat([omega, -omega]), case, q, k, v)
 
 
+class NystromAttention(Contender):
+    """nystrom-attention's layer without its projections, as published: 256 landmarks, convolution of length 33."""
+
+    tolerance = 1e-3
+    layout = "tokens"
+    landmarks = 256
+
+    def refuses(self, case: Case) -> str | None:
+        """Its landmarks are means over the whole sequence."""
+        if case.length % self.landmarks:
+            return f"pads to a multiple of {self.landmarks}"
+        return None if case.task == "bidirectional" else "is not causal"
+
+    def build(self, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The projections are replaced by what they would give."""
+        from nystrom_attention import NystromAttention as Peer
+
+        width = case.heads * case.head_dim
+        self.module: Any = Peer(width, case.head_dim, case.heads, num_landmarks=self.landmarks).eval()
+        del self.module.to_qkv
+        self.module.to_out = torch.nn.Identity()
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.module.to_qkv = lambda _: _Chunks([x.flatten(2) for x in (q, k, v)])
+            out: Tensor = self.module(q.flatten(2)).view(q.shape)
+            return out
+
+        return call
+
+    def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Softmax through segment means, by its own iteration from one start value for all, and its convolution."""
+        q = q * case.head_dim**-0.5
+        mean_q, mean_k = (x.unflatten(2, (self.landmarks, -1)).mean(3) for x in (q, k))
+        a, m, c = ((x @ y.transpose(-1, -2)).softmax(-1) for x, y in ((q, mean_k), (mean_q, mean_k), (mean_q, k)))
+        z = m.transpose(-1, -2) / (m.sum(-1).max() * m.sum(-2).max())
+        eye = torch.eye(self.landmarks, dtype=m.dtype)
+        for _ in range(self.module.pinv_iterations):
+            p = m @ z
+            z = 0.25 * z @ (13 * eye - p @ (15 * eye - p @ (7 * eye - p)))
+        weight = self.module.res_conv.weight.double()
+        out: Tensor = a @ z @ (c @ v) + F.conv2d(v, weight, padding=(weight.shape[2] // 2, 0), groups=case.heads)
+        return out
+
+
+class _Chunks(list[Tensor]):
+    """Queries, keys and values where a layer expects one tensor of all three."""
+
+    def chunk(self, count: int, dim: int) -> list[Tensor]:
+        """All three."""
+        return self
+
+
 PEERS: dict[str, tuple[str, Callable[[str], Contender]]] = {
     "performer-pytorch": ("performer_pytorch", PerformerPytorch),
     "fast-transformers": ("fast_transformers", FastTransformers),
+    "nystrom-attention": ("nystrom_attention", NystromAttention),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -17,14 +18,14 @@ from kernelformer import list_methods, method_options
 from kernelformer.bench import run as bench_run
 from kernelformer.bench import show
 from kernelformer.bench.contenders import TASKS, contender, installed_peers
-from kernelformer.errors import choice
+from kernelformer.errors import choice, positive_int
 from kernelformer.recipes import sparsity as sparsity_study
 from kernelformer.recipes.sparsity import Setting
 
 app = typer.Typer(help="Linear-time attention by kernels.", no_args_is_help=True, add_completion=False)
 study_app = typer.Typer(help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
 app.add_typer(study_app, name="study")
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
 
 
 def _fail(problem: Exception) -> NoReturn:
@@ -213,3 +214,35 @@ def kernels(
         console.print(table)
     kernel_study.picture(found, _target(out))
     console.print(f"picture: {out}", highlight=False)
+
+
+@study_app.command()
+def approximation(
+    encoder: Annotated[str, typer.Option(help="folder of transformers, or name on the hub")],
+    text: Annotated[Path, typer.Option(help=".jsonl with 'text' in each line, or .txt, one text a line")],
+    lengths: Annotated[str, typer.Option(help="tokens")] = "128,256,512",
+    features: Annotated[str, typer.Option(help="landmarks, features or rank")] = "16,32,64,128,256",
+    texts: Annotated[int, typer.Option(min=1, help="of each length")] = 2,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="folder for approximation.json and approximation.png")] = Path("out"),
+) -> None:
+    """Spectral error inside a real encoder (Skyformer, Fig. 1), condition numbers and the statistical dimension."""
+    from kernelformer.recipes import approximation as study
+
+    torch.set_num_threads(_threads(threads))
+    try:
+        sizes, counts = (
+            [positive_int(what, int(x)) for x in _names(y)] for what, y in (("length", lengths), ("features", features))
+        )
+        with _progress() as progress:
+            bar = progress.add_task("", total=study.steps(sizes))
+            found = study.run(encoder, text, sizes, counts, texts, lambda x: _say(progress, bar, x, advance=1))
+    except ValueError as problem:
+        _fail(problem)
+    for table in study.tables(found):
+        console.print(table)
+    target = _target(out / "approximation.json")
+    record = {"environment": bench_run.environment(_threads(threads)), **found.as_json()}
+    target.write_text(json.dumps(record, indent=1) + "\n")
+    study.picture(found, out / "approximation.png")
+    console.print(f"figures: {target}   picture: {out / 'approximation.png'}", highlight=False)

@@ -51,6 +51,7 @@ class FeatureMap(nn.Module):
     settings: Tensor
     feature_dim: int
     normalized = True  # whether attention with it divides by the sum of the weights, by default
+    aligns = False  # whether `align` does something, which needs that division
 
     def __init__(
         self,
@@ -198,6 +199,10 @@ class FeatureMap(nn.Module):
     def sees_sequence(self) -> bool:
         """Whether `prepare` looks at all tokens, also at later ones, so that causality would be lost."""
         return False
+
+    def align(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys as the kernel shall see them; here as they are."""
+        return query, key
 
     def prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> list[Tensor]:
         """The tensors for one call, with q, k, the mask and the scale in view, in the dtype of the arithmetic."""

@@ -131,3 +131,40 @@ def together(parts: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> tup
         return landmarks, None
     some = [z.new_ones(z.shape[:3], dtype=torch.bool) if valid is None else valid for z, valid in parts]
     return landmarks, torch.cat(some, 2)
+
+
+def aligned(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys moved towards each other, which softmax attention does not notice.
+
+        q' = t q,  k' = (k - mean k) / t + t mean q          t = (var k / var q)^(1/4), each coordinate by itself
+
+    ``q' . k'`` is ``q . k`` and a number per query, which the normalization takes away.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, H, S, D).
+        query_mask: (B, L) bool, or None; means are over real tokens.
+        key_mask: (B, S).
+    """
+    if key_mask is not None:
+        key = key.masked_fill(~key_mask[:, None, :, None], 0)
+    (mean_q, var_q), (mean_k, var_k) = _moments(query, query_mask), _moments(key, key_mask)
+    floor = (
+        1e-6 * (var_q + var_k) + torch.finfo(query.dtype).tiny ** 0.5
+    )  # a coordinate that does not vary stays finite
+    stretch = ((var_k + floor) / (var_q + floor)) ** 0.25
+    return stretch * query, (key - mean_k) / stretch + stretch * mean_q
+
+
+def _moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the real tokens, (B, H, 1, D) each."""
+    count = torch.tensor(x.shape[2]) if mask is None else mask.sum(1)[:, None, None, None]
+    hidden = None if mask is None else ~mask[:, None, :, None]
+    x = x if hidden is None else x.masked_fill(hidden, 0)  # here, too: a gradient of 0 times NaN is NaN
+    count = count.clamp_min(1).to(x)
+
+    def average(x: Tensor) -> Tensor:
+        return (x if hidden is None else x.masked_fill(hidden, 0)).sum(2, keepdim=True) / count
+
+    mean = average(x)
+    return mean, average((x - mean).square())

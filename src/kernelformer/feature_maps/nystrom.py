@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace, compute_dtype, scaled, wide_dtype
-from kernelformer.errors import choice, number, positive_int
+from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.landmarks import (
     Tokens,
+    aligned,
     cholesky_inverse,
     iterative_inverse,
     landmark_gram,
@@ -153,6 +154,9 @@ class NystromMap(FeatureMap):
             tokens; ``leverage``, tokens with probability proportional to their approximate ridge leverage scores;
             ``segments``, means of stretches of tokens; ``learned``, parameters that do not see the sequence, which is
             what causal attention needs.
+        align: softmax kernel only: move and stretch keys and queries towards each other first (`landmarks.aligned`).
+            Softmax attention does not notice, but the Gaussian kernel between them grows, and errors fall: keys far
+            from all queries are what a ridge cannot resolve. Not in the paper.
         seed: of the draws.
 
     Cost: O(L s (D + s + E)), and O(s^3) once per sample and head.
@@ -170,6 +174,7 @@ class NystromMap(FeatureMap):
         inverse: str = "cholesky",
         kernel: str = "gaussian",
         landmarks: str = "uniform",
+        align: bool = False,
         seed: int = 0,
     ) -> None:
         choice("kernel", kernel, _ROW)
@@ -178,6 +183,12 @@ class NystromMap(FeatureMap):
         num_landmarks = positive_int("num_landmarks", num_landmarks)
         if num_landmarks < 2 and landmarks != "learned":
             raise ValueError("landmarks are taken from queries and from keys, got num_landmarks=1; use at least 2.")
+        if flag("align", align) and (kernel != "softmax" or landmarks == "learned"):
+            raise ValueError(
+                f"align=True uses what softmax attention does not notice, and looks at the whole sequence; got "
+                f"kernel={kernel!r} and landmarks={landmarks!r}. Leave it out, or take kernel='softmax' and landmarks "
+                f"from tokens."
+            )
         gamma = number("gamma", gamma, above=0)  # without a ridge equal tokens have no inverse
         settings = {
             "num_landmarks": num_landmarks,
@@ -185,6 +196,7 @@ class NystromMap(FeatureMap):
             "inverse": inverse,
             "kernel": kernel,
             "landmarks": landmarks,
+            "align": align,
         }
         super().__init__(
             NystromSpec(_ROW[kernel], gamma),
@@ -196,7 +208,7 @@ class NystromMap(FeatureMap):
             settings=settings,
         )
         self.num_landmarks, self.gamma, self.inverse, self.landmarks = num_landmarks, gamma, inverse, landmarks
-        self.normalized = kernel == "softmax"
+        self.normalized, self.aligns = kernel == "softmax", align
         if landmarks == "learned":
             self.Z = parameter(num_heads, num_landmarks, head_dim)
         self._start()
@@ -231,6 +243,15 @@ class NystromMap(FeatureMap):
 
     def _width(self) -> int:
         return self.num_landmarks  # fewer where there are fewer tokens
+
+    def align(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `landmarks.aligned`."""
+        if not self.aligns:
+            return query, key
+        dtype = compute_dtype(query.dtype)
+        query, key = query.to(dtype), key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        query_mask = key_mask if query.shape[2] == key.shape[2] else None
+        return aligned(query, key, query_mask, key_mask)
 
     def prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> list[Tensor]:
         """Landmarks, their log weights and the inverse, for each sample and head."""

@@ -32,6 +32,8 @@ class KernelCore(AttentionCore):
         super().__init__(method, head_dim=feature_map.head_dim, num_heads=feature_map.num_heads, **options)
         self.feature_map = feature_map
         self.normalize = feature_map.normalized if normalize is None else flag("normalize", normalize)
+        if feature_map.aligns and not self.normalize:
+            raise ValueError("align=True moves the keys, which only normalization undoes; got normalize=False.")
 
     @property
     def feature_dim(self) -> int:
@@ -72,9 +74,10 @@ class KernelCore(AttentionCore):
         phi = self.feature_map
         if call.is_causal and phi.sees_sequence:
             raise self._not_causal("is_causal=True")
-        inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
         with no_autocast(call.query.device.type):
-            prepared = self._prepare(call.query, call.key, call.key_mask, call.scale, call.state)
+            query, key = phi.align(call.query, call.key, call.key_mask)
+            inputs = (query, self._per_map_head(key), self._per_map_head(call.value))
+            prepared = self._prepare(query, key, call.key_mask, call.scale, call.state)
             common: dict[str, Any] = {
                 "spec": phi.key,
                 "tensors": prepared.tensors,

@@ -1,0 +1,44 @@
+"""What the attention of a Hugging Face model is given: its queries, keys and values on real inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "kernelformer_capture"
+
+
+@torch.no_grad()
+def attention_inputs(model: Any, **inputs: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values (B, H, L, D) of every attention layer, in the order of the calls.
+
+    Args:
+        model: a model of transformers whose attention goes through `transformers.AttentionInterface`.
+        inputs: of the model, ``input_ids`` and so on; all texts of one length.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def look(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        seen.append((query, key, value))
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    AttentionInterface.register(NAME, look)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        model(**inputs)
+    finally:
+        model.set_attn_implementation(before)
+    if not seen:
+        raise ValueError(
+            f"{type(model).__name__} does not send its attention through transformers' AttentionInterface, so that its "
+            f"queries and keys cannot be seen; use a model that does, such as BERT."
+        )
+    return seen
