@@ -28,6 +28,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "favor+ unnormalized": ("favor+", {"num_features": M, "normalize": False, "kernel": "gaussian"}),
     "favor+ per head": ("favor+", {"num_features": M, "per_head": True}),
     "favor+ unit": ("favor+", {"num_features": M, "normalize_qk": True}),
+    "nprf": ("nprf", {"num_features": M}),
     "favor+ m < d": ("favor+", {"num_features": 5}),
     **{
         f"favor+ {draw}": ("favor+", {"num_features": M, "draw": draw})
@@ -88,6 +89,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "rfa": ("rfa", {"num_features": M}),
     "rfa shared": ("rfa", {"num_features": 9, "draw": "iid", "per_head": False}),
     "rfa-gate": ("rfa-gate", {"num_features": M}),
+    "rfa-gate shared": ("rfa-gate", {"num_features": 9, "per_head": False}),
     "loglinear unnormalized": ("loglinear", {"num_features": M, "per_head": False, "normalize": False}),
 }
 # Landmarks from the whole sequence: not causal.
@@ -96,7 +98,7 @@ WHOLE = [
     for name, (method, options) in VARIANTS.items()
     if (method == "skyformer" and options.get("landmarks") != "learned") or method in ("nystromformer", "linformer")
 ]
-FORGETS = ["rfa-gate"]  # causal only
+FORGETS = [name for name, (method, _) in VARIANTS.items() if method == "rfa-gate"]  # causal only
 STREAMING = [n for n, (method, _) in VARIANTS.items() if method not in ("softmax", "gaussian") and n not in WHOLE]
 EXACT = [name for name in VARIANTS if name not in STREAMING]
 
@@ -195,7 +197,7 @@ def phi(core, x: torch.Tensor, role: str) -> torch.Tensor:
         both = torch.cat([torch.cos(z), torch.sin(z)], -1) / math.sqrt(m)
         return torch.cat([both, torch.full_like(both[..., :1], math.sqrt(smoothing))], -1) if smoothing else both
     kernel = options.get("kernel", "softmax")
-    if core.method in ("favor+", "favor+regularized"):
+    if core.method in ("favor+", "favor+regularized", "nprf"):
         return torch.exp(z - (half if kernel == "softmax" else 2 * half)) / math.sqrt(m)
     if core.method == "favor+hyperbolic":
         both = torch.cat([torch.exp(z), torch.exp(-z)], -1)
@@ -228,7 +230,7 @@ def splitmix(x: int) -> int:
     return (x ^ (x >> 31)) & ((1 << 53) - 1)
 
 
-def landmarks(core, q, k, key_mask) -> list[list[torch.Tensor]]:
+def landmarks(core, q, k, key_mask, query_mask) -> list[list[torch.Tensor]]:
     """The landmarks of every sample and head, (s, D) each, from queries and keys of all query heads, scaled."""
     options, fm = core.test_options, core.feature_map
     B, H = q.shape[:2]
@@ -237,13 +239,9 @@ def landmarks(core, q, k, key_mask) -> list[list[torch.Tensor]]:
     s, gamma = options["num_landmarks"], options.get("gamma", 1e-3)
     out = []
     for b in range(B):
-        mask = None if key_mask is None else key_mask[b]
         parts = []
-        for x, real, slots, stream in (
-            (q, mask if q.shape[2] == k.shape[2] else None, s // 2, 0),
-            (k, mask, s - s // 2, 1),
-        ):
-            tokens = x[b] if real is None else x[b][:, real]
+        for x, mask, slots, stream in ((q, query_mask, s // 2, 0), (k, key_mask, s - s // 2, 1)):
+            tokens = x[b] if mask is None else x[b][:, mask[b]]
             parts.append((tokens, min(slots, x.shape[2]), stream))
         heads = []
         for h in range(H):
@@ -282,12 +280,12 @@ def gaussian(x, y):
     return torch.exp(-0.5 * (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1))
 
 
-def together(q, k, key_mask):
+def together(q, k, key_mask, query_mask):
     """Means and variances of queries and keys made equal, sample by sample and head by head."""
     moved_q, moved_k = [], []
     for b in range(q.shape[0]):
         mine = slice(None) if key_mask is None else key_mask[b]
-        theirs = mine if q.shape[2] == k.shape[2] else slice(None)
+        theirs = slice(None) if query_mask is None else query_mask[b]
         real_q, real_k = q[b][:, theirs], k[b][:, mine]
         if real_q.shape[1] == 0 or real_k.shape[1] == 0:
             moved_q.append(q[b]), moved_k.append(k[b])
@@ -300,11 +298,11 @@ def together(q, k, key_mask):
     return torch.stack(moved_q), torch.stack(moved_k)
 
 
-def nystrom(core, q, k, key_mask) -> torch.Tensor:
+def nystrom(core, q, k, key_mask, query_mask) -> torch.Tensor:
     """kappa(Q, Z) (M + gamma I)^-1 kappa(Z, K), (B, H, L, S), for scaled q and k of all query heads."""
     gamma = core.test_options.get("gamma", 1e-3)
     rows = []
-    for b, heads in enumerate(landmarks(core, q, k, key_mask)):
+    for b, heads in enumerate(landmarks(core, q, k, key_mask, query_mask)):
         for h, Z in enumerate(heads):
             ridge = gaussian(Z, Z) + gamma * torch.eye(len(Z), dtype=Z.dtype)
             rows.append(gaussian(q[b, h], Z) @ torch.linalg.inv(ridge) @ gaussian(Z, k[b, h]))
@@ -321,13 +319,18 @@ def signed(variant: str) -> bool:
     )
 
 
-def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
-    """The definition of a variant."""
+def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None, query_mask=None, bias=None):
+    """The definition of a variant; without a query_mask the key_mask holds for as many queries as keys.
+
+    bias: (H, L, S), added to the logarithms of the weights.
+    """
+    if query_mask is None and q.shape[2] == k.shape[2]:
+        query_mask = key_mask
     method, options = VARIANTS[variant]
     core.test_options = options
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    unit = options.get("normalize_qk") or method.startswith("rfa")
+    unit = options.get("normalize_qk") or method.startswith(("rfa", "nprf"))
     scale = 1.0 if unit or method == "elu" else q.shape[-1] ** -0.5
     if unit and key_mask is not None:
         k = torch.where(key_mask[:, None, :, None], k, 0.0)
@@ -339,18 +342,18 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
         visible = torch.arange(k.shape[2]) <= torch.arange(q.shape[2])[:, None]
     if key_mask is not None:
         visible = visible & key_mask[:, None, None, :]
-    bound = 0.0
+    bound, tilt = 0.0, 1.0 if bias is None else bias.exp()
     if method == "softmax":
         weights = torch.exp(q @ k.transpose(-1, -2))
     elif method == "gaussian":
         weights = torch.exp(-0.5 * (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1))
     elif method in ("nystromformer", "linformer"):
-        return baseline(core, q, k, v, key_mask)
+        return baseline(core, q, k, v, key_mask, query_mask)
     elif method == "skyformer":
         clean = k if key_mask is None else torch.where(key_mask[:, None, :, None], k, 0.0)
         if options.get("align"):
-            q, clean = together(q, clean, key_mask)
-        weights = nystrom(core, q, clean, key_mask)
+            q, clean = together(q, clean, key_mask, query_mask)
+        weights = nystrom(core, q, clean, key_mask, query_mask)
         if options.get("kernel") == "softmax":
             size_q, size_k = (torch.exp(0.5 * x.square().sum(-1, keepdim=True)) for x in (q, clean))
             weights = size_q * weights * size_k.transpose(-1, -2)
@@ -358,13 +361,13 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
                 1e-2
                 * options["gamma"]
                 * size_q
-                * torch.where(visible, size_k.transpose(-1, -2), 0.0).sum(-1, keepdim=True)
+                * torch.where(visible, tilt * size_k.transpose(-1, -2), 0.0).sum(-1, keepdim=True)
             )
     else:
         phi_q, phi_k = phi(core, q, "query"), phi(core, k, "key")
         weights = phi_q @ phi_k.transpose(-1, -2)
         if signed(variant):
-            norms = torch.where(visible, phi_k.norm(dim=-1).unsqueeze(-2), 0.0).sum(-1, keepdim=True)
+            norms = torch.where(visible, tilt * phi_k.norm(dim=-1).unsqueeze(-2), 0.0).sum(-1, keepdim=True)
             bound = 1e-2 * phi_q.norm(dim=-1, keepdim=True) * norms
     if method == "rfa-gate":
         kept = forgetting(core, k, visible, key_mask)
@@ -373,7 +376,7 @@ def attend(variant: str, core, q, k, v, *, is_causal=False, key_mask=None):
         bound = 1e-2 * (
             phi_q.norm(dim=-1, keepdim=True) * (phi_k.norm(dim=-1).unsqueeze(-2) * kept).sum(-1, keepdim=True)
         )
-    weights = torch.where(visible, weights, 0.0)
+    weights = torch.where(visible, tilt * weights, 0.0)
     kernelized = method == "gaussian" or (method == "skyformer" and options.get("kernel") != "softmax")
     if not options.get("normalize", not kernelized):
         return weights @ v
@@ -402,7 +405,7 @@ def forgetting(core, k, visible, key_mask):
     return torch.stack(rows, 2)
 
 
-def baseline(core, q, k, v, key_mask):
+def baseline(core, q, k, v, key_mask, query_mask):
     """Nystromformer and Linformer, sample by sample, with real tokens only; q and k are scaled."""
     options = core.test_options
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
@@ -419,15 +422,12 @@ def baseline(core, q, k, v, key_mask):
                 E, F_ = (x.to(q.dtype)[:, : k.shape[2]][:, real] for x in (core.E, core.F))
                 rows.append(torch.softmax(q[b, h] @ (E @ keys).T, -1) @ (F_ @ values))
                 continue
-            mine = real if q.shape[2] == k.shape[2] else torch.ones(q.shape[2], dtype=torch.bool)
-            slots = min(options["num_landmarks"], q.shape[2], k.shape[2])
-            queries = torch.where(mine[:, None], q[b, h], 0.0)
-            mean_q, mean_k = (means(x, slots) for x in (queries[mine], keys))
+            queries = q[b, h]
+            asked = queries if query_mask is None else queries[query_mask[b]]
+            slots = min(options["num_landmarks"], len(asked), len(keys))
+            mean_q, mean_k = (means(x, slots) for x in (asked, keys))
             A = torch.softmax(mean_q @ mean_k.T, -1)
-            norm = A.sum(0).max() * A.sum(1).max()
-            if len(mean_q) < slots:  # slots without tokens stand beside the others with a one each
-                norm = A.sum(0).max().clamp_min(1)
-            V = A.T / norm
+            V = A.T / (A.sum(0).max() * A.sum(1).max())
             eye = torch.eye(len(A), dtype=A.dtype)
             for _ in range(options.get("rounds", 6)):
                 AV = A @ V

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from kernelformer.analysis.capture import attention_inputs
 from kernelformer.analysis.matrices import condition_number, score_spectrum, statistical_dimension
 from kernelformer.cli.app import app
 from kernelformer.modules import build_attention
+from kernelformer.recipes import approximation
 from kernelformer.tasks.text import read_texts
 
 transformers = pytest.importorskip("transformers")
@@ -52,6 +55,25 @@ def test_captured_inputs_give_the_models_own_attention(encoder):
     assert len(layers) == len(weights) == 2
     for (q, k, _), want in zip(layers, weights, strict=True):
         torch.testing.assert_close(core.attention_matrix(q, k), want)
+
+
+def test_captured_tensors_are_nobody_elses(encoder):
+    model = transformers.AutoModel.from_pretrained(encoder).eval()
+    layers = attention_inputs(model, input_ids=torch.arange(5, 29).view(2, 12))
+    seen = weakref.ref(layers[0][0])
+    del layers
+    gc.collect()
+    assert seen() is None
+
+
+def test_ridges_are_measured_at_the_longest_length_in_any_order(encoder, text):
+    found = []
+    for lengths in ([16, 24], [24, 16, 24]):
+        told = []
+        found.append(approximation.run(str(encoder), text, lengths, [4], 2, told.append))
+        assert len(told) == approximation.steps(lengths)
+    assert found[0].ridges == found[1].ridges
+    assert "24 tokens" in approximation.tables(found[1])[1].title
 
 
 def test_the_study_measures_and_draws(encoder, text, tmp_path):
@@ -109,6 +131,10 @@ def test_spectra_of_scores_by_their_definition():
     assert (condition_number(values, 0.5) <= condition_number(values)).all()
     with pytest.raises(ValueError, match="at most 1, got 2"):
         condition_number(values, 2)
+    with pytest.raises(ValueError, match="unknown kernel 'laplace'; choose from gaussian, softmax"):
+        score_spectrum(q, k, "laplace")
+    with pytest.raises(ValueError, match=r"needs queries and keys, got shapes \(3, 7, 4\) and \(3, 0, 4\)"):
+        score_spectrum(q, k[:, :0], "softmax")
 
 
 def test_the_statistical_dimension_counts_distinct_tokens():

@@ -47,6 +47,26 @@ def test_nystromformer_convolves_the_values():
         kf.build_attention("nystromformer", **SIZES, conv=4)
 
 
+def test_nystromformer_counts_real_tokens_only():
+    """As many segments as the fewer of real queries and real keys, sample by sample."""
+    core = kf.build_attention("nystromformer", **SIZES, num_landmarks=6)
+    q, k, v = inputs(10, 16)
+    key_mask = torch.arange(16).expand(2, -1) < torch.tensor([[3], [16]])
+    got = core(q, k, v, key_mask=key_mask)
+    close(got[:1], core(q[:1], k[:1, :, :3], v[:1, :, :3]))
+    close(got[1:], core(q[1:], k[1:], v[1:]))
+
+
+@pytest.mark.parametrize("conv", [0, 3])
+def test_a_nystromformer_layer_never_drops_queries_for_what_its_key_mask_hides(conv):
+    layer = kf.KernelAttention(32, 4, "nystromformer", num_landmarks=6, dtype=torch.float64, conv=conv).double()
+    x, context = torch.randn(2, 2, 12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    key_mask = torch.arange(12).expand(2, -1) < 5
+    if conv == 0:
+        close(layer(x, context, key_mask), layer(x, context[:, :5]))
+    close(layer(x, key_mask=key_mask)[:, :5], layer(x[:, :5]))
+
+
 def test_linformer_says_how_long_it_may_be():
     core = kf.build_attention("linformer", **SIZES, max_length=10, rank=4)
     core(*inputs(10, dtype=torch.float32))
@@ -120,12 +140,64 @@ def test_gates_that_do_not_fit():
     q, k, v = inputs(5, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"gate must be \(batch, heads, length\) = \(2, 4, 5\), got \(2, 5\)"):
         core(q, k, v, is_causal=True, gate=torch.rand(2, 5))
+    for gate, message in [
+        (0.5, "gate must be a tensor, got float"),
+        (torch.ones(2, 4, 5, dtype=torch.int64), r"gate must be a floating point tensor in \(0, 1\), got torch.int64"),
+        (torch.full((2, 4, 5), 1.5), r"gate must be in \(0, 1\), got values from 1.5 to 1.5; pass torch.sigmoid"),
+        (torch.linspace(-1, 0.5, 40).view(2, 4, 5), r"got values from -1 to 0.5"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            core(q, k, v, is_causal=True, gate=gate)
+    with pytest.raises(ValueError, match=r"gate must be in \(0, 1\), got values from 2 to 2"):
+        core.step(*(x[:, :, :1] for x in (q, k, v)), gate=torch.full((2, 4, 1), 2.0))
+    ends = torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0]).expand(2, 4, 5)  # as a sigmoid rounds
+    assert core(q, k, v, is_causal=True, gate=ends).isfinite().all()
     with pytest.raises(ValueError, match="'rfa-gate' is causal only, got is_causal=False"):
         core(q, k, v)
     with pytest.raises(ValueError, match="built with own_gate=False, so it needs gate= in every call"):
         gated(own_gate=False)(q, k, v, is_causal=True)
     with pytest.raises(ValueError, match=r"'favor\+' takes no gate, got one of shape \(2, 4, 5\); use 'rfa-gate'"):
         kf.build_attention("favor+", **SIZES)(q, k, v, is_causal=True, gate=torch.rand(2, 4, 5))
+
+
+def test_gates_of_hidden_tokens_may_hold_anything():
+    core = gated().double()
+    q, k, v = inputs(9)
+    g = torch.rand(2, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    key_mask = torch.ones(2, 9, dtype=torch.bool)
+    key_mask[:, 3:5] = False
+    want = core(q, k, v, is_causal=True, gate=g, key_mask=key_mask)
+    junk = g.clone()
+    junk[:, :, 3], junk[:, :, 4] = float("nan"), 7.0
+    junk.requires_grad_()
+    got = core(q, k, v, is_causal=True, gate=junk, key_mask=key_mask)
+    assert torch.equal(got, want)
+    (slope,) = torch.autograd.grad(got.sum(), junk)
+    assert torch.equal(slope[:, :, 3:5], torch.zeros(2, 4, 2, dtype=torch.float64))
+    assert not slope.isnan().any()
+
+
+@pytest.mark.parametrize("how", ["layer", "autocast"])
+def test_a_gate_keeps_its_precision_where_the_layer_does_not(how):
+    """At logits of 9 the gate is 1 in 8 bits, and nothing new would ever be seen."""
+    torch.manual_seed(0)
+    layer = kf.KernelAttention(32, 4, "rfa-gate", num_features=16, causal=True)
+    x = torch.randn(2, 40, 32).bfloat16()
+    with torch.no_grad():
+        layer.gate.bias.fill_(9.0)
+        layer.gate.weight.mul_(3)
+    layer = layer.bfloat16() if how == "layer" else layer
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        got = layer._gate(x if how == "layer" else x.float())["gate"]
+    weight, bias = layer.gate.weight.double(), layer.gate.bias.double()
+    rest = torch.sigmoid(-(x.double() @ weight.T + bias)).transpose(1, 2)
+    assert got.dtype == torch.float32
+    assert ((1 - got.double()) / rest - 1).abs().max() < 5e-2  # float32 has 6e-8 around 1
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        y = layer(x if how == "layer" else x.float())
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert layer.gate.weight.grad.abs().max() > 0
 
 
 def test_a_gated_layer_takes_its_gates_from_its_input():

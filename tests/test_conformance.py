@@ -146,6 +146,34 @@ def test_padded_equals_unpadded_and_hidden_keys_may_hold_anything(variant, is_ca
     assert not any(x.isnan().any() for x in (dq, dk, dv))
 
 
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in FORGETS])
+@pytest.mark.parametrize(("L", "S", "real"), [(12, 12, 9), (12, 12, 3), (7, 16, 3), (16, 7, 3)])
+def test_masked_keys_of_cross_attention_are_cut_keys(variant, L, S, real):
+    """Every query is real, however many keys there are and however few of them are."""
+    core = build(variant)
+    q, k, v = inputs(L, S)
+    key_mask = torch.zeros(2, S, dtype=torch.bool)
+    key_mask[:, 2 : 2 + real] = True
+    masks = {"key_mask": key_mask, "query_mask": torch.ones(2, L, dtype=torch.bool)}
+    got = core(q, k, v, **masks)
+    close(got, attend(variant, core, q, k, v, **masks))
+    if not variant.startswith("linformer"):  # which has a weight for every position
+        close(got, core(q, k[:, :, 2 : 2 + real], v[:, :, 2 : 2 + real], query_mask=masks["query_mask"]))
+
+
+@pytest.mark.parametrize("variant", WHOLE)
+def test_padded_queries_may_hold_anything_and_get_outputs(variant):
+    core = build(variant)
+    q, k, v = inputs(12)
+    key_mask = padding(2, 12)
+    want = core(q, k, v, key_mask=key_mask)
+    close(want, attend(variant, core, q, k, v, key_mask=key_mask))  # of hidden queries, too
+    junk = q.masked_fill(~key_mask[:, None, :, None], float("nan"))
+    got = core(junk, k, v, key_mask=key_mask)
+    real = key_mask[:, None, :, None].expand_as(got)
+    close(got[real], want[real])
+
+
 @both
 def test_a_row_without_a_visible_key_is_zero_and_has_no_gradient(variant, is_causal, small_blocks):
     core = build(variant)

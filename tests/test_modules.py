@@ -32,7 +32,8 @@ def layer_of(method, **options):
 
 def test_the_methods_have_a_line_each():
     assert METHODS == [
-        "softmax", "gaussian", "favor+", "favor+hyperbolic", "favor+regularized", "trigonometric", "relu", "elu",
+        "softmax", "gaussian", "favor+", "favor+hyperbolic", "favor+regularized", "nprf", "trigonometric", "relu",
+        "elu",
         "gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "skyformer",
         "nystromformer", "linformer", "rfa", "rfa-gate", "loglinear",
     ]  # fmt: skip

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from torch.autograd import gradcheck
 
 import kernelformer as kf
 from definition import close, inputs
-from kernelformer.feature_maps.landmarks import cholesky_inverse, iterative_inverse, landmark_gram
+from kernelformer.analysis.spectra import kernel_profile
+from kernelformer.feature_maps.landmarks import inverse_root, iterative_inverse, landmark_gram
 
 SIZES = {"head_dim": 8, "num_heads": 4}
 WHOLE = ("uniform", "leverage", "segments")
@@ -70,7 +72,8 @@ def test_the_iteration_gives_the_inverse_where_its_residual_says_so(gamma):
     matrix = grams(gamma)
     inverse, residual = iterative_inverse(matrix)
     assert residual.max() < 1e-9
-    close(inverse, cholesky_inverse(matrix), 1e-6)
+    for root in (inverse_root(matrix, "cholesky"), inverse_root(matrix, "iterative")):
+        close(inverse, root @ root.transpose(-1, -2), 1e-6)
     few, residual = iterative_inverse(matrix, rounds=1)
     assert residual.min() > 1e-4
     assert (few - inverse).abs().max() > 1e-4
@@ -125,16 +128,18 @@ def test_landmarks_are_tokens_without_replacement_half_from_each():
 
     phi = NystromMap(**SIZES, num_landmarks=10)
     q, k, _ = inputs(30, B=1)
-    chosen = phi.prepare(q, k, None, 1.0)[0][0, 0]
-    from_q = (chosen[:, None] == q[0, 0][None]).all(-1)
-    from_k = (chosen[:, None] == k[0, 0][None]).all(-1)
+
+    def same(x):
+        landmarks, _, _, centre = phi.prepare(q, k, None, 1.0)
+        return (landmarks[0, 0][:, None] + centre[0, 0] - x[0, 0][None]).abs().amax(-1) < 1e-12
+
+    from_q, from_k = same(q), same(k)
     assert from_q.any(1).sum() == from_k.any(1).sum() == 5
     assert from_q.sum(0).max() == from_k.sum(0).max() == 1
     counts = torch.zeros(30)
     for draw in range(400):
         phi.resample(draw)
-        chosen = phi.prepare(q, k, None, 1.0)[0][0, 0]
-        counts += (chosen[:, None] == q[0, 0][None]).all(-1).any(0)
+        counts += same(q).any(0)
     spread = math.sqrt(400 * (5 / 30) * (25 / 30))
     assert (counts - 400 * 5 / 30).abs().max() < 5 * spread  # every token is as likely
 
@@ -217,3 +222,121 @@ def test_alignment_leaves_softmax_attention_and_lowers_the_error():
 def test_alignment_needs_normalized_softmax_over_the_whole_sequence(options, message):
     with pytest.raises(ValueError, match=message):
         kf.build_attention("skyformer", head_dim=8, num_heads=4, **options)
+
+
+def off(core, qkv) -> list[float]:
+    """Relative errors of the output and the gradients in float32 against float64."""
+    g = torch.randn(qkv[2].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = [x.float().to(dtype).requires_grad_() for x in qkv]
+        out = core(*leaves)
+        found.append([out, *torch.autograd.grad(out, leaves, g.to(dtype))])
+    return [float(((b - a).norm() / a.norm()).detach()) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("inverse", ["cholesky", "iterative"])
+@pytest.mark.parametrize("gamma", [1e-3, 1e-6])
+@pytest.mark.parametrize("shift", [0.0, 30.0])
+def test_float32_does_not_multiply_rounding_by_the_inverse(inverse, gamma, shift):
+    """Tokens near each other, where M is almost singular; far from 0 just as well."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=gen, dtype=torch.float64) for _ in range(3))
+    core = kf.build_attention("skyformer", head_dim=64, num_heads=1, gamma=gamma, inverse=inverse)
+    out, dq, dk, dv = off(core, (0.1 * q + shift, 0.1 * k + shift, v))
+    assert max(out, dv) < 2e-6
+    assert max(dq, dk) < 5e-4
+
+
+@pytest.mark.parametrize("landmarks", ["segments", "learned"])
+def test_a_kernel_never_exceeds_one_however_long_the_tokens(landmarks):
+    core = skyformer(num_landmarks=16, landmarks=landmarks, gamma=1e-6)
+    x = 30 * torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(1))
+    if landmarks == "learned":
+        with torch.no_grad():
+            core.feature_map.Z.copy_(x[0] * core.scale**0.5)
+    weights = core.attention_matrix(x, x)
+    assert weights.max() <= 1 + 1e-5
+    close(weights, core.attention_matrix(x.double(), x.double()).float(), 1e-2)  # squares of norms are 1e4 here
+
+
+@pytest.mark.parametrize("value", [1.0, 100.3])
+def test_equal_tokens_in_float32_are_right_or_refused(value):
+    x = torch.full((1, 4, 40, 8), value)
+    v = torch.randn(1, 4, 40, 3, generator=torch.Generator().manual_seed(0))
+    for gamma in (1e-3, 1e-6):
+        got = skyformer(num_landmarks=32, gamma=gamma)(x, x, v)
+        close(got, v.sum(2, keepdim=True).expand_as(got) / (1 + gamma / 32), 1e-4)
+    small = skyformer(num_landmarks=32, gamma=1e-9)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ValueError, match=r"at least 1e-06 in float32 arithmetic.*got 1e-09; raise it"):
+            small(x.to(dtype), x.to(dtype), v.to(dtype))
+    wide = v.double()
+    close(small(x.double(), x.double(), wide), wide.sum(2, keepdim=True).expand_as(wide), 1e-6)
+    with pytest.raises(ValueError, match="at least 1e-10 in float64 arithmetic"):
+        skyformer(num_landmarks=32, gamma=1e-12)(x.double(), x.double(), wide)
+
+
+@pytest.mark.parametrize("landmarks", WHOLE)
+@pytest.mark.parametrize("inverse", ["cholesky", "iterative"])
+def test_a_sample_of_nan_spares_the_others(landmarks, inverse):
+    core = skyformer(num_landmarks=8, landmarks=landmarks, inverse=inverse)
+    clean = inputs(20, B=3, dtype=torch.float32)
+    broken = [x.clone() for x in clean]
+    broken[1][1] = float("nan")
+    results = []
+    for qkv in (clean, broken):
+        leaves = [x.requires_grad_() for x in qkv]
+        out = core(*leaves)
+        results.append([out, *torch.autograd.grad(out[[0, 2]].square().sum() + out[1].sum(), leaves)])
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(got[[0, 2]], want[[0, 2]])
+    assert results[1][0][1].isnan().any()
+
+
+@pytest.mark.parametrize("inverse", ["cholesky", "iterative"])
+def test_the_root_has_exact_gradients_and_fails_one_matrix_at_a_time(inverse):
+    z = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert gradcheck(lambda z: inverse_root(landmark_gram(z, None, 0.1), inverse), [z])
+    matrix = grams(1e-2)
+    alone = inverse_root(matrix, inverse)
+    matrix[1] = -matrix[1]
+    with_another = inverse_root(matrix, inverse)
+    assert torch.equal(with_another[[0, 2]], alone[[0, 2]])
+    assert with_another[1].isnan().any()
+
+
+@pytest.mark.parametrize("options", [{"landmarks": x} for x in WHOLE] + [{"kernel": "softmax", "align": True}])
+def test_a_layer_never_drops_queries_for_what_its_key_mask_hides(options):
+    layer = kf.KernelAttention(32, 4, "skyformer", num_landmarks=8, dtype=torch.float64, **options)
+    x, context = torch.randn(2, 2, 12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    key_mask = torch.arange(12).expand(2, -1) < 5
+    close(layer(x, context, key_mask), layer(x, context[:, :5]))
+    own = layer(x, key_mask=key_mask)[:, :5]  # of itself, it says which tokens are there
+    close(own, layer(x[:, :5]))
+
+
+def test_a_query_mask_is_checked():
+    core, (q, k, v) = skyformer(), inputs(5, 7, dtype=torch.float32)
+    for mask, message in [
+        ([True] * 5, "query_mask must be a tensor, got list"),
+        (torch.ones(2, 5), "query_mask must be bool with True = a real query, got torch.float32"),
+        (torch.ones(2, 7, dtype=torch.bool), r"query_mask must be \(batch, query length\) = \(2, 5\), got \(2, 7\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            core(q, k, v, query_mask=mask)
+
+
+@pytest.mark.parametrize("landmarks", WHOLE)
+def test_features_of_x_alone_need_landmarks_that_do_not_see_the_sequence(landmarks):
+    core = skyformer(landmarks=landmarks)
+    with pytest.raises(ValueError, match="no features of x alone; use the core's attention_matrix, or landmarks="):
+        core.feature_map(torch.randn(1, 4, 3, 8))
+    with pytest.raises(ValueError, match="'skyformer' takes its landmarks from the queries and keys of a call"):
+        kernel_profile(core, [0.0, 1.0])
+
+
+def test_the_profile_of_learned_landmarks_is_their_kernel():
+    core = skyformer(num_landmarks=400, landmarks="learned", gamma=1e-4)
+    profile = kernel_profile(core, [0.0, 0.5, 1.0])
+    close(profile, torch.exp(-0.5 * torch.tensor([0.0, 0.25, 1.0])).expand(4, -1), 0.1)

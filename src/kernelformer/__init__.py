@@ -3,6 +3,7 @@
 from kernelformer.attention import State
 from kernelformer.modules import (
     KernelAttention,
+    RelativePositions,
     build_attention,
     list_methods,
     method_options,
@@ -13,6 +14,7 @@ from kernelformer.modules import (
 __version__ = "0.1.0"
 __all__ = [
     "KernelAttention",
+    "RelativePositions",
     "State",
     "__version__",
     "build_attention",

@@ -90,8 +90,11 @@ class SignedChunks(ABC):
 
     @abstractmethod
     def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """Gradient at x, out (N, C, D), from that of phi (N, C, M; may be overwritten) and of the log factor (N, C,
-        1)."""
+        """Gradient at x, out (N, C, D), from that of phi (N, C, M; may be overwritten) and of the log factor (N, C, 1).
+
+        phi is what `features` wrote; keys whose row was set to 0 since then are hidden and add nothing to
+        `tensor_grads`.
+        """
 
     def tensor_grads(self) -> list[Tensor]:
         """Gradients of the bound tensors, (N, ...) each, summed over all pulls so far."""

@@ -36,6 +36,7 @@ def attention_inputs(model: Any, **inputs: Tensor) -> list[tuple[Tensor, Tensor,
         model(**inputs)
     finally:
         model.set_attn_implementation(before)
+        AttentionInterface.register(NAME, sdpa_attention_forward)  # it is global: `look` would keep all tensors alive
     if not seen:
         raise ValueError(
             f"{type(model).__name__} does not send its attention through transformers' AttentionInterface, so that its "

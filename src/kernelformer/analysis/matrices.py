@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernelformer.errors import number
+from kernelformer.errors import choice, number, shape
 from kernelformer.kernels import gaussian_kernel, softmax_kernel
 
 KERNELS = {"softmax": softmax_kernel, "gaussian": gaussian_kernel}
@@ -29,6 +29,9 @@ def score_spectrum(query: Tensor, key: Tensor, kernel: str, scale: float | None 
     Returns:
         (*, min(L, S)).
     """
+    choice("kernel", kernel, KERNELS)
+    if query.numel() == 0 or key.numel() == 0:
+        raise ValueError(f"a spectrum needs queries and keys, got shapes {shape(query)} and {shape(key)}.")
     root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
     values: Tensor = torch.linalg.svdvals(KERNELS[kernel](query.double() * root, key.double() * root))
     return values

@@ -65,6 +65,11 @@ def kernel_profile(
     if not isinstance(core, KernelCore):
         raise ValueError(f"a profile needs a core with a feature map, got {type(core).__name__}.")
     phi = core.feature_map
+    if phi.sees_sequence:
+        raise ValueError(
+            f"{core.method!r} takes its landmarks from the queries and keys of a call, so that its kernel is no "
+            f"function of distance alone; use landmarks='learned', or the core's attention_matrix."
+        )
     place: dict[str, Any] = {"dtype": torch.float32, "device": phi.seed.device}
     gen = torch.Generator().manual_seed(seed)
     u = torch.randn(positive_int("directions", directions), core.head_dim, generator=gen, device="cpu").to(**place)

@@ -109,14 +109,14 @@ def run_case(
     return rows
 
 
-def cases(lengths: Sequence[int], tasks: Sequence[str], backward: Sequence[bool], **sizes: int) -> Iterator[Case]:
-    """All combinations, decoding forward only."""
+def cases(lengths: Sequence[int], tasks: Sequence[str], backward: Sequence[bool], **rest: Any) -> Iterator[Case]:
+    """All combinations, decoding forward only; ``rest`` are further fields of each case."""
     for task in tasks:
         for back in backward:
             if task == "decode" and back:
                 continue
             for length in lengths:
-                yield Case(task=task, length=length, backward=back, **sizes)  # type: ignore[arg-type]
+                yield Case(task=task, length=length, backward=back, **rest)  # type: ignore[arg-type]
 
 
 def environment(threads: int) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def plot(rows: Sequence[Row], path: Path, heap: str) -> None:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.xaxis.set_major_formatter("{x:.0f}")
-        axis.set_title(f"{task}{', forward + backward' if backward else ''}")
+        axis.set_title(f"{task}{', forward + backward' if backward else ''}{rows[0].case.positions}")
         axis.set_xlabel("context" if task == "decode" else "length")
         axis.set_ylabel("ms")
         axis.grid(True, which="both", alpha=0.2)

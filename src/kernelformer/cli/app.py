@@ -17,8 +17,9 @@ from rich.table import Table
 from kernelformer import list_methods, method_options
 from kernelformer.bench import run as bench_run
 from kernelformer.bench import show
-from kernelformer.bench.contenders import TASKS, contender, installed_peers
+from kernelformer.bench.contenders import BIASES, TASKS, contender, yardsticks
 from kernelformer.errors import choice, positive_int
+from kernelformer.recipes import positions as position_study
 from kernelformer.recipes import sparsity as sparsity_study
 from kernelformer.recipes.sparsity import Setting
 
@@ -73,7 +74,9 @@ def bench(
     methods: Annotated[
         str, typer.Option(help="of ours, name or name:option=value; ratios refer to the first")
     ] = "favor+",
-    peers: Annotated[str, typer.Option(help="'auto' for SDPA and what is installed, 'none', or names")] = "auto",
+    peers: Annotated[
+        str, typer.Option(help="'auto' for SDPA, what is installed, and for a bias Algorithm 1; 'none'; or names")
+    ] = "auto",
     tasks: Annotated[str, typer.Option(help="of bidirectional, causal, decode")] = ",".join(TASKS),
     passes: Annotated[str, typer.Option(help="of forward, train (forward + backward)")] = "forward,train",
     heaps: Annotated[str, typer.Option(help="of default, kept: the allocator's settings")] = "default,kept",
@@ -81,6 +84,8 @@ def bench(
     heads: Annotated[int, typer.Option(min=1)] = 8,
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
     features: Annotated[int, typer.Option(min=1)] = 256,
+    bias: Annotated[str, typer.Option(help="relative positions: none, full (all distances), window")] = "none",
+    window: Annotated[int, typer.Option(min=1, help="distance beyond which such a bias is constant")] = 128,
     budget: Annotated[float, typer.Option(min=0.01, help="seconds per contender and case")] = 2.0,
     memory: Annotated[bool, typer.Option(help="measure peak memory too")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
@@ -89,21 +94,23 @@ def bench(
     """Time and weigh methods against their peers, after checking each against its definition."""
     try:
         names = _names(methods)
+        kind_of_bias = None if choice("bias", bias, ("none", *BIASES)) == "none" else bias
+        backward = [choice("pass", x, ("forward", "train")) == "train" for x in _names(passes)]
         if peers == "auto":
-            names += ["sdpa", *installed_peers()]
+            names += yardsticks(bias=kind_of_bias is not None, backward=any(backward))
         elif peers != "none":
             names += _names(peers)
         for name in names:
             contender(name)
         kinds = [choice("task", x, TASKS) for x in _names(tasks)]
-        backward = [choice("pass", x, ("forward", "train")) == "train" for x in _names(passes)]
         heap_names = [choice("heap", x, bench_run.HEAPS) for x in _names(heaps)]
         sizes = [int(x) for x in _names(lengths)]
         if min(sizes) < 1:
             raise ValueError(f"lengths must be at least 1, got {lengths!r}.")
     except ValueError as problem:
         _fail(problem)
-    todo = list(bench_run.cases(sizes, kinds, backward, batch=batch, heads=heads, head_dim=head_dim, features=features))
+    shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "features": features}
+    todo = list(bench_run.cases(sizes, kinds, backward, **shape, bias=kind_of_bias, window=window))
     rows: list[bench_run.Row] = []
     try:
         with _progress() as progress:
@@ -246,3 +253,31 @@ def approximation(
     target.write_text(json.dumps(record, indent=1) + "\n")
     study.picture(found, out / "approximation.png")
     console.print(f"figures: {target}   picture: {out / 'approximation.png'}", highlight=False)
+
+
+@study_app.command()
+def positions(
+    lengths: Annotated[str, typer.Option(help="tokens; the paper goes to 40960")] = ",".join(
+        map(str, position_study.LENGTHS)
+    ),
+    draws: Annotated[int, typer.Option(min=2, help="of frequencies, queries and keys")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="timed calls of each forward")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="folder for positions.json and positions.png")] = Path("out"),
+) -> None:
+    """Errors over the norm of queries and keys, and the time of a forward with relative positions (NPRF, Fig. 1)."""
+    torch.set_num_threads(_threads(threads))
+    try:
+        sizes = [positive_int("length", int(x)) for x in _names(lengths)]
+    except ValueError as problem:
+        _fail(problem)
+    with _progress() as progress:
+        bar = progress.add_task("", total=position_study.steps(sizes))
+        found = position_study.run(sizes, draws, repeats, lambda x: _say(progress, bar, x, advance=1))
+    for table in position_study.tables(found):
+        console.print(table)
+    target = _target(out / "positions.json")
+    record = {"environment": bench_run.environment(_threads(threads)), **found.as_json()}
+    target.write_text(json.dumps(record, indent=1) + "\n")
+    position_study.picture(found, out / "positions.png")
+    console.print(f"figures: {target}   picture: {out / 'positions.png'}", highlight=False)

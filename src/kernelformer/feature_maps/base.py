@@ -200,12 +200,24 @@ class FeatureMap(nn.Module):
         """Whether `prepare` looks at all tokens, also at later ones, so that causality would be lost."""
         return False
 
-    def align(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys as the kernel shall see them; here as they are."""
+    def align(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys as the kernel shall see them; here as they are. Masks are those of `prepare`."""
         return query, key
 
-    def prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> list[Tensor]:
-        """The tensors for one call, with q, k, the mask and the scale in view, in the dtype of the arithmetic."""
+    def prepare(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, query_mask: Tensor | None = None
+    ) -> list[Tensor]:
+        """The tensors for one call, with q, k, the masks and the scale in view, in the dtype of the arithmetic.
+
+        Args:
+            query: (B, H, L, D).
+            key: (B, G, S, D).
+            key_mask: (B, S) bool, which keys are real; None means all.
+            scale: of the product q . k.
+            query_mask: (B, L) bool, which queries are real; None means all.
+        """
         return self.tensors(compute_dtype(query.dtype))
 
     def covariances(self) -> Tensor:
@@ -241,6 +253,11 @@ class FeatureMap(nn.Module):
 
     def forward(self, x: Tensor, role: str = "query", scale: float = 1.0) -> Tensor:
         """phi(sqrt(scale) x) as one tensor, (B, H, L, D) -> (B, H, L, M): for looking and for small L."""
+        if self.sees_sequence:
+            raise ValueError(
+                f"{type(self).__name__} takes its landmarks from the queries and keys of a call, so that it has no "
+                f"features of x alone; use the core's attention_matrix, or landmarks='learned'."
+            )
         with no_autocast(x.device.type):
             tensors = self.prepare(x, x, None, scale)
             x = x.to(compute_dtype(x.dtype))

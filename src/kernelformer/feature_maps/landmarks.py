@@ -64,11 +64,25 @@ def iterative_inverse(matrix: Tensor, rounds: int = 20, tolerance: float = 1e-10
     return root.unsqueeze(-1) * v * root.unsqueeze(-2), residual
 
 
-def cholesky_inverse(matrix: Tensor) -> Tensor:
-    """The inverse of positive definite matrices (..., s, s)."""
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
-    inverse: Tensor = torch.cholesky_solve(eye, torch.linalg.cholesky(matrix))
-    return inverse
+def factor(matrix: Tensor) -> Tensor:
+    """The Cholesky factor L, ``L L^T = matrix``, (..., s, s); NaN for a matrix without one, which spares the others."""
+    found = torch.linalg.cholesky_ex(matrix)
+    lower: Tensor = found.L.masked_fill((found.info != 0)[..., None, None], torch.nan)
+    return lower
+
+
+def inverse_root(matrix: Tensor, inverse: str) -> Tensor:
+    """W with ``W W^T = matrix^-1``, (..., s, s), for positive definite matrices with nonnegative entries.
+
+    Args:
+        matrix: (..., s, s).
+        inverse: ``cholesky``, ``W = L^-T``; or ``iterative``, the factor of what `iterative_inverse` found.
+    """
+    if inverse == "iterative":
+        return factor(iterative_inverse(matrix)[0])
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    root: Tensor = torch.linalg.solve_triangular(factor(matrix), eye, upper=False)
+    return root.transpose(-1, -2)
 
 
 def rank_hash(rank: Tensor, salt: Tensor) -> Tensor:
@@ -109,11 +123,19 @@ class Tokens:
         valid = self.real.unsqueeze(1).expand(-1, self.x.shape[1], -1).gather(2, index)
         return chosen.masked_fill(~valid.unsqueeze(-1), 0), valid
 
-    def segments(self) -> tuple[Tensor, Tensor | None]:
-        """Means of ``slots`` stretches of real tokens, as equal as can be, (B, H, slots, D)."""
-        n = self.x.shape[2]
-        count = n if self.real is None else self.real.sum(1, keepdim=True).clamp_min(1)
-        which = self.rank * self.slots // count  # (B or 1, n)
+    @property
+    def count(self) -> Tensor | int:
+        """How many are real, (B, 1) or one number for all samples."""
+        return self.x.shape[2] if self.real is None else self.real.sum(1, keepdim=True)
+
+    def segments(self, number: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Means of stretches of real tokens, as equal as can be, (B, H, slots, D), and which slots have any.
+
+        Args:
+            number: of stretches in each sample, (B, 1), at most ``slots``, the default.
+        """
+        count = self.count.clamp_min(1) if isinstance(self.count, Tensor) else self.count
+        which = self.rank * (self.slots if number is None else number) // count  # (B or 1, n)
         member = which.unsqueeze(1) == torch.arange(self.slots, device=self.x.device).unsqueeze(-1)
         x = self.x
         if self.real is not None:
@@ -121,12 +143,14 @@ class Tokens:
             x = x.masked_fill(~self.real[:, None, :, None], 0)
         size = member.sum(-1, keepdim=True)
         means = (member.to(x.dtype) / size.clamp_min(1)).unsqueeze(1) @ x
-        return means, None if self.real is None else (size > 0).squeeze(-1).unsqueeze(1).expand(means.shape[:3])
+        if self.real is None and number is None:
+            return means, None
+        return means, (size > 0).squeeze(-1).unsqueeze(1).expand(means.shape[:3])
 
 
-def together(parts: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> tuple[Tensor, Tensor | None]:
-    """Landmarks of queries and of keys, as the kernel sees them, (B, H, s, D), and which slots have a token."""
-    landmarks = torch.cat([z for z, _ in parts], 2) * math.sqrt(scale)
+def together(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Landmarks of queries and of keys, (B, H, s, D), and which slots have a token."""
+    landmarks = torch.cat([z for z, _ in parts], 2)
     if all(valid is None for _, valid in parts):
         return landmarks, None
     some = [z.new_ones(z.shape[:3], dtype=torch.bool) if valid is None else valid for z, valid in parts]

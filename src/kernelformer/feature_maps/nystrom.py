@@ -2,8 +2,9 @@
 
     K(x, y) ~ kappa(x, Z) (M + gamma I)^-1 kappa(Z, y)          M = kappa(Z, Z), kappa the Gaussian kernel    (Eq. 5, 6)
 
-Landmarks Z are chosen from the completed set [Q; K], so that M is positive definite. The inverse rides on the queries:
-``phi(k) = kappa(Z, k)`` and ``phi(q) = (M + gamma I)^-1 kappa(Z, q)``. The softmax kernel is ``exp(|x|^2/2) kappa(x, y)
+Landmarks Z are chosen from the completed set [Q; K], so that M is positive definite. Queries and keys take half of the
+inverse each, ``phi(x) = W^T kappa(Z, x)`` with ``W W^T = (M + gamma I)^-1``: rounding is multiplied by 1 / sqrt(gamma),
+where the whole inverse on one side would multiply it by 1 / gamma. The softmax kernel is ``exp(|x|^2/2) kappa(x, y)
 exp(|y|^2/2)`` (Eq. 1): the same features with a log factor per row.
 """
 
@@ -23,8 +24,7 @@ from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.landmarks import (
     Tokens,
     aligned,
-    cholesky_inverse,
-    iterative_inverse,
+    inverse_root,
     landmark_gram,
     rank_hash,
     together,
@@ -32,14 +32,18 @@ from kernelformer.feature_maps.landmarks import (
 
 _ROW = {"gaussian": 0.0, "softmax": 0.5}
 CHUNK = 1024  # tokens whose leverage scores are taken at once
+# The least ridge: in float32 the kernel's rounding times 1 / sqrt(gamma) stays below 1e-4, and in float64, which the
+# landmarks' matrix is always factored in, it has a factor.
+LEAST = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 
 @dataclass(frozen=True)
 class NystromSpec(SignedSpec):
-    """``phi(k) = kappa(Z, k)``, ``phi(q) = P kappa(Z, q)``, both times ``exp(row |x|^2)``.
+    """``phi(x) = W^T kappa(Z, x) exp(row |x|^2)``.
 
-    Tensors: landmarks Z (B or 1, H, s, D) as the kernel sees them; their log weights ``-|z|^2 / 2`` (B or 1, H, s),
-    -inf for a slot without a token; the inverse P (B or 1, H, s, s).
+    Tensors: landmarks Z (B or 1, H, s, D) as the kernel sees them, less their centre; their log weights ``-|z|^2 / 2``
+    (B or 1, H, s), -inf for a slot without a token; W (B or 1, H, s, s); the centre (B or 1, H, D), in the units of x.
+    The kernel does not notice a centre, but norms and their rounding shrink.
     """
 
     row: float
@@ -67,14 +71,14 @@ class NystromSpec(SignedSpec):
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The formula as it stands."""
-        landmarks, offset, inverse = tensors
+        landmarks, offset, root, centre = tensors
         x = x.to(landmarks.dtype)
-        norm = x.square().sum(-1, keepdim=True)
-        logs = math.sqrt(scale) * x @ landmarks.transpose(-1, -2) - 0.5 * scale * norm + offset.unsqueeze(-2)
-        phi = logs.exp()
-        if role == "query":
-            phi = phi @ inverse
-        return phi, self.row * scale * norm if self.has_factor else None
+        near = x - centre.unsqueeze(-2)
+        norm = near.square().sum(-1, keepdim=True)
+        logs = math.sqrt(scale) * near @ landmarks.transpose(-1, -2) - 0.5 * scale * norm + offset.unsqueeze(-2)
+        logs = logs - logs.detach().clamp_min(0)  # above 0 is rounding; the slope is that of the kernel all the same
+        phi = logs.exp() @ root
+        return phi, self.row * scale * x.square().sum(-1, keepdim=True) if self.has_factor else None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
         """In chunks, the scale folded into the landmarks once."""
@@ -90,7 +94,7 @@ class NystromChunks(SignedChunks):
         self.spec, self.scale, self.normalize = spec, scale, normalize
         self.root = math.sqrt(scale)
         self.weight = scaled(tensors[0], self.root)  # (N, s, D)
-        self.offset, self.inverse = tensors[1].unsqueeze(1), tensors[2]
+        self.offset, self.half, self.centre = tensors[1].unsqueeze(1), tensors[2], tensors[3].unsqueeze(1)
         self.grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors] if learn else None
         self.work = Workspace(self.weight.dtype, self.weight.device)
 
@@ -98,39 +102,37 @@ class NystromChunks(SignedChunks):
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return norm.square_()
 
-    def _kernel(self, x: Tensor, out: Tensor) -> Tensor:
-        """kappa(x, Z), (N, C, s)."""
-        torch.baddbmm(self.offset, x, self.weight.transpose(1, 2), out=out)
-        return out.sub_(self._norm(x).mul_(0.5 * self.scale)).exp_()
+    def _kernel(self, x: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x less the centre, (N, C, D), and kappa(x, Z), (N, C, s), 0 in hidden rows (N, C, 1)."""
+        near = torch.sub(x, self.centre, out=self.work.take("near", *x.shape))
+        logs = self.work.take("kernel", *x.shape[:2], self.weight.shape[1])
+        torch.baddbmm(self.offset, near, self.weight.transpose(1, 2), out=logs)
+        half = self._norm(near).mul_(0.5 * self.scale)
+        logs.sub_(half if hidden is None else half.masked_fill_(hidden, torch.inf))
+        return near, logs.clamp_max_(0).exp_()  # above 0 is rounding
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
-        """One product and an exponential; queries take the inverse with them."""
-        if role == "query":
-            torch.bmm(self._kernel(x, self.work.take("kernel", *out.shape)), self.inverse, out=out)
-        else:
-            self._kernel(x, out)
+        """The kernel, and half of the inverse."""
+        torch.bmm(self._kernel(x)[1], self.half, out=out)
         if not self.spec.has_factor or (role == "query" and self.normalize):
             return None
         return self._norm(x).mul_(self.spec.row * self.scale)
 
     def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """Through the inverse, then through the exponential by its own value."""
-        kernel = phi
-        if role == "query":
-            kernel = self._kernel(x, self.work.take("kernel", *phi.shape))
-            if self.grads is not None:
-                self.grads[2].baddbmm_(kernel.transpose(1, 2), grad)
-            grad = torch.bmm(grad, self.inverse.transpose(1, 2), out=self.work.take("slope", *phi.shape))
-        logs = grad.mul_(kernel)
+        """Through the root, then through the exponential by its own value; the centre has no slope."""
+        near, kernel = self._kernel(x, self._norm(phi) == 0 if role == "key" else None)
         if self.grads is not None:
-            self.grads[0].baddbmm_(logs.transpose(1, 2), x, alpha=self.root)
+            self.grads[2].baddbmm_(kernel.transpose(1, 2), grad)
+        logs = torch.bmm(grad, self.half.transpose(1, 2), out=self.work.take("slope", *phi.shape)).mul_(kernel)
+        if self.grads is not None:
+            self.grads[0].baddbmm_(logs.transpose(1, 2), near, alpha=self.root)
             self.grads[1].add_(logs.sum(1))
         torch.bmm(logs, self.weight, out=out)
-        out.addcmul_(x, logs.sum(2, keepdim=True), value=-self.scale)
+        out.addcmul_(near, logs.sum(2, keepdim=True), value=-self.scale)
         return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.spec.row * self.scale)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of landmarks, log weights and inverse."""
+        """Of landmarks, log weights and root, and zeros for the centre."""
         assert self.grads is not None
         return list(self.grads)
 
@@ -140,15 +142,15 @@ class NystromMap(FeatureMap):
 
         out = kappa(Q, Z) (M + gamma I)^-1 kappa(Z, K) V           (skyformer Eq. 5, 6)
 
-    Half of the landmarks come from the queries and half from the keys, real tokens only; where queries and keys are
-    equally many, the key mask is taken to hold for the queries too. Without enough tokens all of them are landmarks,
-    and the result is exact up to gamma. Not normalized for the Gaussian kernel, as in the paper; normalized for
-    softmax's, where gamma acts on the Gaussian part.
+    Half of the landmarks come from the queries and half from the keys, real tokens only (`AttentionCore.forward` says
+    which queries are). Without enough tokens all of them are landmarks, and the result is exact up to gamma. Not
+    normalized for the Gaussian kernel, as in the paper; normalized for softmax's, where gamma acts on the Gaussian
+    part.
 
     Args:
         num_landmarks: s.
-        gamma: the ridge, positive.
-        inverse: ``cholesky``, or the paper's division-free iteration, ``iterative``.
+        gamma: the ridge; at least 1e-6, with float64 inputs 1e-10. Rounding is multiplied by 1 / sqrt(gamma).
+        inverse: ``cholesky``, or the paper's division-free iteration, ``iterative``, whose result is factored here.
         kernel: ``gaussian`` or ``softmax``.
         landmarks: ``uniform``, tokens by a random number that depends on the seed, the draw and the rank among the real
             tokens; ``leverage``, tokens with probability proportional to their approximate ridge leverage scores;
@@ -244,26 +246,34 @@ class NystromMap(FeatureMap):
     def _width(self) -> int:
         return self.num_landmarks  # fewer where there are fewer tokens
 
-    def align(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def align(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `landmarks.aligned`."""
         if not self.aligns:
             return query, key
         dtype = compute_dtype(query.dtype)
         query, key = query.to(dtype), key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], 1)
-        query_mask = key_mask if query.shape[2] == key.shape[2] else None
         return aligned(query, key, query_mask, key_mask)
 
-    def prepare(self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float) -> list[Tensor]:
-        """Landmarks, their log weights and the inverse, for each sample and head."""
+    def prepare(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, query_mask: Tensor | None = None
+    ) -> list[Tensor]:
+        """Landmarks, their log weights, the root of the inverse and the centre, for each sample and head."""
         dtype = compute_dtype(query.dtype)
+        if self.gamma < LEAST[dtype]:
+            raise ValueError(
+                f"gamma must be at least {LEAST[dtype]:g} in {str(dtype).removeprefix('torch.')} arithmetic, which "
+                f"cannot resolve less, got {self.gamma:g}; raise it, or give float64 inputs (at least "
+                f"{LEAST[torch.float64]:g})."
+            )
         if self.landmarks == "learned":
-            return self._tensors(self.Z.to(dtype).unsqueeze(0), None, dtype)
+            return self._tensors(self.Z.to(dtype).unsqueeze(0) / math.sqrt(scale), None, scale)
         if query.shape[2] == key.shape[2] == 0:
             nothing = query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=dtype)
-            return self._tensors(nothing, nothing[..., 0].bool(), dtype)
+            return self._tensors(nothing, nothing[..., 0].bool(), scale)
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         half = self.num_landmarks // 2
-        query_mask = key_mask if query.shape[2] == key.shape[2] else None
         parts = [
             Tokens(x.to(dtype), mask, min(slots, x.shape[2]))
             for x, mask, slots in ((query, query_mask, half), (key, key_mask, self.num_landmarks - half))
@@ -275,30 +285,34 @@ class NystromMap(FeatureMap):
             chosen = [t.take(order) for t, order in zip(parts, orders, strict=True)]
             if self.landmarks == "leverage":
                 chosen = self._by_leverage(parts, orders, chosen, scale)
-        return self._tensors(*together(chosen, scale), dtype)
+        return self._tensors(*together(chosen), scale)
 
-    def _tensors(self, landmarks: Tensor, valid: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    def _tensors(self, points: Tensor, valid: Tensor | None, scale: float) -> list[Tensor]:
+        """From landmarks in the units of x, (B or 1, H, s, D), and which slots have one."""
+        if valid is None:
+            centre = points.detach().mean(2)
+        else:
+            centre = points.detach().sum(2) / valid.sum(2, keepdim=True).clamp_min(1)  # empty slots are 0
+        landmarks = (points - centre.unsqueeze(2)) * math.sqrt(scale)
+        if valid is not None:
+            landmarks = landmarks.masked_fill(~valid.unsqueeze(-1), 0)
         gram = landmark_gram(landmarks.to(wide_dtype(landmarks)), valid, self.gamma)
-        inverse = cholesky_inverse(gram) if self.inverse == "cholesky" else iterative_inverse(gram)[0]
         offset = -0.5 * landmarks.square().sum(-1)
         if valid is not None:
             offset = offset.masked_fill(~valid, -torch.inf)
-        return [landmarks, offset, inverse.to(dtype)]
+        return [landmarks, offset, inverse_root(gram, self.inverse).to(points.dtype), centre]
 
     @torch.no_grad()
     def _scores(self, x: Tensor, landmarks: Tensor, valid: Tensor | None, scale: float) -> Tensor:
         """Approximate ridge leverage scores (B, H, n) from a first choice of landmarks.
 
-            1 - kappa(x, Z) (M + gamma I)^-1 kappa(Z, x)
+            1 - kappa(x, Z) (M + gamma I)^-1 kappa(Z, x) = 1 - |phi(x)|^2
 
         What the first landmarks explain of a token is not worth another one.
         """
-        tensors = self._tensors(landmarks, valid, x.dtype)
+        tensors = self._tensors(landmarks, valid, scale)
         spec = NystromSpec(0.0, self.gamma)
-        rows = []
-        for part in x.split(CHUNK, 2):
-            kernel = spec.features(part, tensors, scale, "key")[0]
-            rows.append(1 - torch.linalg.vecdot(kernel @ tensors[2], kernel))
+        rows = [1 - spec.features(part, tensors, scale, "key")[0].square().sum(-1) for part in x.split(CHUNK, 2)]
         return torch.cat(rows, 2).clamp_min(self.gamma)
 
     def _by_leverage(
@@ -309,7 +323,7 @@ class NystromMap(FeatureMap):
         scale: float,
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Weighted sampling without replacement: the smallest of exponential numbers with the scores as rates."""
-        landmarks, valid = together(first, scale)
+        landmarks, valid = together(first)
         chosen = []
         for t, order in zip(parts, orders, strict=True):
             x = t.x if t.real is None else t.x.masked_fill(~t.real[:, None, :, None], 0)

@@ -6,6 +6,7 @@ from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.groups import parameter_groups
 from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.layer import KernelAttention
+from kernelformer.modules.positions import RelativePositions
 from kernelformer.modules.redraw import redraw
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "GaussianCore",
     "KernelAttention",
     "KernelCore",
+    "RelativePositions",
     "SoftmaxCore",
     "build_attention",
     "list_methods",

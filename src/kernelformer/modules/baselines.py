@@ -49,8 +49,9 @@ class NystromformerCore(BaselineCore):
 
         out = softmax(Q Kl^T) softmax(Ql Kl^T)^+ softmax(Ql K^T) V  (+ depthwise convolution of V)
 
-    Segments are stretches of real tokens, as equal as can be: any length, and padding changes nothing. The
-    pseudoinverse is the published iteration, whose start value here is each matrix's own instead of the batch's.
+    Segments are stretches of real tokens, as equal as can be, and as many as there are real queries and real keys, if
+    those are fewer: any length, and padding changes nothing. The pseudoinverse is the published iteration, whose start
+    value here is each matrix's own instead of the batch's.
 
     Args:
         num_landmarks: number of segments.
@@ -80,17 +81,16 @@ class NystromformerCore(BaselineCore):
             self.conv_weight.copy_((2 * draw - 1) * self.conv**-0.5)
 
     def _whole(self, call: Call) -> Tensor:
-        query, key, value, mask, scale = call.query, call.key, call.value, call.key_mask, call.scale
+        query, key, value, scale = call.query, call.key, call.value, call.scale
         if key.shape[2] == 0 or query.shape[2] == 0:
             return sdpa(call)
-        query_mask = mask if query.shape[2] == key.shape[2] else None
-        if query_mask is not None:
-            query = query.masked_fill(~query_mask[:, None, :, None], 0)
         slots = min(self.num_landmarks, query.shape[2], key.shape[2])
-        (mean_q, some_q), (mean_k, some_k) = (
-            Tokens(query, query_mask, slots).segments(),
-            Tokens(key, mask, slots).segments(),
-        )
+        queries, keys = Tokens(query, call.query_mask, slots), Tokens(key, call.key_mask, slots)
+        number = None
+        if call.query_mask is not None or call.key_mask is not None:
+            counts = [torch.as_tensor(x, device=key.device).clamp_max(slots) for x in (queries.count, keys.count)]
+            number = torch.minimum(*counts).expand(key.shape[0], 1)
+        (mean_q, some_q), (mean_k, some_k) = (x.segments(number) for x in (queries, keys))
         scores = scale * mean_q @ mean_k.transpose(-1, -2)
         eye = torch.eye(slots, dtype=scores.dtype, device=scores.device)
         if some_k is not None:
@@ -103,7 +103,7 @@ class NystromformerCore(BaselineCore):
             summary = summary.masked_fill(~some_q.unsqueeze(-1), 0)
         mixed = _pseudoinverse(middle, self.rounds) @ summary
         columns = None if some_k is None else some_k[:, 0]
-        out = sdpa(replace(call, query=query, key=mean_k, value=mixed, key_mask=columns))
+        out = sdpa(replace(call, key=mean_k, value=mixed, key_mask=columns))
         return out + self._convolved(value, query.shape[2]) if self.conv else out
 
     def _convolved(self, value: Tensor, length: int) -> Tensor:

@@ -57,6 +57,11 @@ METHODS: dict[str, Method] = {
         PositiveMap,
         {"hyperbolic": False, "regularized": True},
     ),
+    "nprf": Method(
+        "positive features of unit vectors, for relative positions (kernelized attention with RPE)",
+        PositiveMap,
+        {"hyperbolic": False, "regularized": False, "normalize_qk": True},
+    ),
     "trigonometric": Method("cosine and sine random features, signed (Performer)", TrigonometricMap),
     "relu": Method("generalized attention, relu by default (Performer)", GeneralizedMap),
     "elu": Method(

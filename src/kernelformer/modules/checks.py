@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -73,21 +74,47 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, nu
         )
 
 
-def check_mask(key_mask: Tensor, key: Tensor) -> None:
-    """A bool mask over the keys."""
-    if not isinstance(key_mask, Tensor):
+def check_mask(mask: Tensor, tokens: Tensor, what: Literal["key", "query"] = "key") -> None:
+    """A bool mask (B, n) over keys or queries (B, heads, n, D)."""
+    name, yes = f"{what}_mask", "attend" if what == "key" else "a real query"
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(mask).__name__}; convert it with torch.as_tensor().")
+    if mask.dtype != torch.bool:
         raise ValueError(
-            f"key_mask must be a tensor, got {type(key_mask).__name__}; convert it with torch.as_tensor()."
-        )
-    if key_mask.dtype != torch.bool:
-        raise ValueError(
-            f"key_mask must be bool with True = attend, got {key_mask.dtype}; an additive mask becomes one by "
+            f"{name} must be bool with True = {yes}, got {mask.dtype}; an additive mask becomes one by "
             f"`mask == 0`, a 0/1 mask by `mask.bool()`."
         )
-    if tuple(key_mask.shape) != (key.shape[0], key.shape[2]):
+    if tuple(mask.shape) != (tokens.shape[0], tokens.shape[2]):
         raise ValueError(
-            f"key_mask must be (batch, key length) = {(key.shape[0], key.shape[2])}, got {shape(key_mask)}; "
+            f"{name} must be (batch, {what} length) = {(tokens.shape[0], tokens.shape[2])}, got {shape(mask)}; "
             f"causality is is_causal=True, not a mask."
         )
-    if key_mask.device != key.device:
-        raise ValueError(f"key_mask must be on the device of the keys, got {key_mask.device} and {key.device}.")
+    if mask.device != tokens.device:
+        words = "keys" if what == "key" else "queries"
+        raise ValueError(f"{name} must be on the device of the {words}, got {mask.device} and {tokens.device}.")
+
+
+def check_gate(gate: Tensor, key: Tensor) -> None:
+    """A floating point gate (B, H, S) for keys (B, H, S, D)."""
+    if not isinstance(gate, Tensor):
+        raise ValueError(f"gate must be a tensor, got {type(gate).__name__}; convert it with torch.as_tensor().")
+    if not gate.is_floating_point():
+        raise ValueError(f"gate must be a floating point tensor in (0, 1), got {gate.dtype}; convert it with .float().")
+    if gate.shape != key.shape[:3]:
+        raise ValueError(
+            f"gate must be (batch, heads, length) = {tuple(key.shape[:3])}, got {shape(gate)}; one gate per query "
+            f"head and token."
+        )
+    if gate.device != key.device:
+        raise ValueError(f"gate must be on the device of the keys, got {gate.device} and {key.device}.")
+
+
+def check_range(gate: Tensor) -> None:
+    """Gates between 0 and 1, both of which a sigmoid attains by rounding; a compiled graph cannot look."""
+    if torch.compiler.is_compiling() or gate.is_meta or gate.numel() == 0:
+        return
+    least, most = (float(x) for x in gate.detach().aminmax())
+    if least < 0 or most > 1:
+        raise ValueError(
+            f"gate must be in (0, 1), got values from {least:g} to {most:g}; pass torch.sigmoid of the logits."
+        )

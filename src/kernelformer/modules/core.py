@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kernelformer.attention import State
 from kernelformer.contract import autocasts, compute_dtype
 from kernelformer.errors import flag, positive_int, shape
+from kernelformer.modules.bias import Bias, check_bias
 from kernelformer.modules.checks import check_floats, check_inputs, check_mask, check_scale
 
 
@@ -27,6 +28,9 @@ class Call:
     scale: float
     state: State | None
     gate: Tensor | None = None  # (B, H, S)
+    query_mask: Tensor | None = None  # (B, L), None = all of them are real
+    bias: Bias | None = None
+    streams: bool = False  # whether the state after the keys is wanted
 
 
 class AttentionCore(nn.Module):
@@ -41,6 +45,7 @@ class AttentionCore(nn.Module):
     """
 
     takes_gate = False
+    takes_bias = False
 
     def __init__(
         self, method: str, *, head_dim: int, num_heads: int, scale: float | None = None, normalize_qk: bool = False
@@ -64,7 +69,11 @@ class AttentionCore(nn.Module):
         bias: Tensor | None = ...,
         scale: float | None = ...,
         algorithm: str | None = ...,
+        max_distance: int | None = ...,
+        slope: Tensor | None = ...,
+        num_prefix: int = ...,
         gate: Tensor | None = ...,
+        query_mask: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[False] = ...,
     ) -> Tensor: ...
@@ -81,7 +90,11 @@ class AttentionCore(nn.Module):
         bias: Tensor | None = ...,
         scale: float | None = ...,
         algorithm: str | None = ...,
+        max_distance: int | None = ...,
+        slope: Tensor | None = ...,
+        num_prefix: int = ...,
         gate: Tensor | None = ...,
+        query_mask: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[True],
     ) -> tuple[Tensor, State]: ...
@@ -97,7 +110,11 @@ class AttentionCore(nn.Module):
         bias: Tensor | None = None,
         scale: float | None = None,
         algorithm: str | None = None,
+        max_distance: int | None = None,
+        slope: Tensor | None = None,
+        num_prefix: int = 0,
         gate: Tensor | None = None,
+        query_mask: Tensor | None = None,
         state: State | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
@@ -109,10 +126,19 @@ class AttentionCore(nn.Module):
             value: (B, G, S, E).
             is_causal: key j is visible to query i iff j <= i; with a state of P tokens, iff j <= P + i.
             key_mask: (B, S) bool, True = attend. Keys and values that it hides may hold anything, NaN too.
-            bias: relative position bias; no method of this version takes one.
+            bias: relative position bias, added to the logarithm of the weights: (H, L + S - 1) over distances j - i
+                from -(L - 1) to S - 1, with a state of P tokens (H, P + 2 L - 1) from -(P + L - 1) to L - 1; or
+                (H, 2 R - 1, 2 C - 1) for tokens on an R x C grid, row by row. -inf = hidden.
             scale: of the product q . k; default ``self.scale``.
-            algorithm: which algorithm to use with a bias.
+            algorithm: with a bias and a feature map: ``direct``, ``fft``, ``windowed``, or None for the best one.
+            max_distance: says that the bias is constant beyond this distance, which makes the cost linear; the gradient
+                of what lies beyond goes to the entries at that distance.
+            slope: (H), the bias goes on beyond ``max_distance`` by -slope per token instead, as ALiBi's does.
+            num_prefix: tokens before the grid, with bias 0 to and from everything.
             gate: (B, H, S) in (0, 1), how much of the past each token keeps; for gated methods.
+            query_mask: (B, L) bool, which queries are real: methods that take landmarks from the queries pass over the
+                others, which still get outputs. Default: ``key_mask`` where queries and keys are equally many, as in
+                self-attention, else all of them; cross-attention over padded keys of the same length has to say.
             state: resume after what it has seen; causal only.
             return_state: also return the state after the last key; causal only.
 
@@ -120,18 +146,36 @@ class AttentionCore(nn.Module):
             (B, H, L, E), zero where no key is visible; with ``return_state`` also the state.
         """
         query, key, value = self._accept(query, key, value, key_mask)
-        if algorithm is not None:
-            raise self._no_bias(f"algorithm={algorithm!r}")
-        if bias is not None:
-            raise self._no_bias(f"bias of shape {shape(bias)}")
+        query_mask = self._real_queries(query, key, query_mask, key_mask)
         scale = self.scale if scale is None else check_scale(scale)
         if state is not None or return_state:
-            self._check_streaming(query, key, value, is_causal, scale, state)
+            self._check_streaming(query, key, value, is_causal, scale, state, bias is not None)
+        checked = None
+        if bias is not None:
+            if not self.takes_bias:
+                raise self._no_bias(f"bias of shape {shape(bias)}")
+            checked = check_bias(
+                bias,
+                query,
+                key,
+                past=0 if state is None else state.length,
+                is_causal=is_causal,
+                algorithm=algorithm,
+                max_distance=max_distance,
+                slope=slope,
+                num_prefix=num_prefix,
+            )
+        elif algorithm is not None or max_distance is not None or slope is not None or num_prefix:
+            given = {"algorithm": algorithm, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
+            names = ", ".join(name for name, x in given.items() if x)
+            raise ValueError(f"{names} go with a bias, and none was given.")
         self._check_gate(gate)
         dtype = query.dtype
         query, key = self._units(query, key, key_mask)
         value = value.to(query.dtype)
-        out, after = self._attend(Call(query, key, value, is_causal, key_mask, scale, state, gate))
+        out, after = self._attend(
+            Call(query, key, value, is_causal, key_mask, scale, state, gate, query_mask, checked, return_state)
+        )
         out = out.to(dtype)
         return (out, after) if return_state and after is not None else out
 
@@ -143,6 +187,7 @@ class AttentionCore(nn.Module):
         state: State | None = None,
         *,
         bias: Tensor | None = None,
+        slope: Tensor | None = None,
         scale: float | None = None,
         key_mask: Tensor | None = None,
         gate: Tensor | None = None,
@@ -166,12 +211,15 @@ class AttentionCore(nn.Module):
         is_causal: bool = False,
         key_mask: Tensor | None = None,
         scale: float | None = None,
+        query_mask: Tensor | None = None,
     ) -> Tensor:
         """The weights (B, H, L, S), by attending to unit vectors (performer C.4); for looking, at small L and S."""
         if key.dim() != 4:
             raise ValueError(f"key must be (batch, heads, length, head_dim), got shape {shape(key)}.")
         eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
-        return self.forward(query, key, eye, is_causal=is_causal, key_mask=key_mask, scale=scale)
+        common: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "scale": scale}
+        weights: Tensor = self.forward(query, key, eye, query_mask=query_mask, **common)
+        return weights
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
@@ -196,6 +244,14 @@ class AttentionCore(nn.Module):
             check_mask(key_mask, key)
         return query, key, value
 
+    @staticmethod
+    def _real_queries(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+        """The queries that landmarks may come from, (B, L); None means all. The one place that knows the default."""
+        if query_mask is not None:
+            check_mask(query_mask, query, "query")
+            return query_mask
+        return key_mask if query.shape[2] == key.shape[2] else None
+
     def _units(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Queries and keys by their direction, where that is asked for, in the precision of the arithmetic."""
         if not self.normalize_qk:
@@ -206,7 +262,14 @@ class AttentionCore(nn.Module):
         return unit_q, unit_k
 
     def _check_streaming(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, state: State | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        scale: float,
+        state: State | None,
+        biased: bool = False,
     ) -> None:
         raise self._cannot_stream("a state")
 
@@ -222,6 +285,6 @@ class AttentionCore(nn.Module):
 
     def _no_bias(self, what: str) -> ValueError:
         return ValueError(
-            f"{self.method!r} takes no relative position bias, got {what}; leave it out, or put positions into "
-            f"the inputs."
+            f"{self.method!r} takes no relative position bias, got {what}; use 'softmax', or a normalized method with "
+            f"a feature map such as 'nprf', or put positions into the inputs."
         )

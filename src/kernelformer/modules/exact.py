@@ -12,6 +12,7 @@ from torch import Tensor
 from kernelformer.attention import gaussian_attention
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import flag
+from kernelformer.modules.bias import biased_sdpa
 from kernelformer.modules.core import AttentionCore, Call
 
 
@@ -21,8 +22,22 @@ class SoftmaxCore(AttentionCore):
     out_i = sum_j exp(scale q_i . k_j) v_j / sum_j exp(scale q_i . k_j)          (performer Eq. 1)
     """
 
+    takes_bias = True
+
     def _attend(self, call: Call) -> tuple[Tensor, None]:
-        return sdpa(call), None
+        if call.bias is None:
+            return sdpa(call), None
+        if call.bias.algorithm is not None:
+            raise ValueError(
+                f"algorithms are for methods with a feature map, got algorithm={call.bias.algorithm!r} for "
+                f"{self.method!r}; leave it out."
+            )
+        repeat = call.query.shape[1] // call.key.shape[1]
+        key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
+        out = biased_sdpa(
+            call.query, key, value, call.bias, scale=call.scale, is_causal=call.is_causal, key_mask=call.key_mask
+        )
+        return out, None
 
 
 class GaussianCore(AttentionCore):

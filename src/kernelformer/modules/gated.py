@@ -11,11 +11,12 @@ from torch import Tensor
 from kernelformer.attention import State, causal_attention, step
 from kernelformer.attention.recurrent import Prepared
 from kernelformer.contract import compute_dtype, no_autocast, register
-from kernelformer.errors import flag, shape
+from kernelformer.errors import flag
 from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.fourier import FourierSpec
 from kernelformer.feature_maps.rfa import GatedSpec, ScaledFourierMap
+from kernelformer.modules.checks import check_gate, check_range
 from kernelformer.modules.core import Call
 from kernelformer.modules.kernel import KernelCore
 
@@ -36,10 +37,11 @@ class GatedCore(KernelCore):
 
     Parameters: gate_weight (H, D) and gate_bias (H), beside those of the map.
 
-    Cost: as causal attention, in segments of 256 tokens.
+    Cost: as causal attention, in segments of 256 tokens; under `torch.compile` it compiles once per length.
     """
 
     takes_gate = True
+    takes_bias = False
 
     def __init__(self, method: str, feature_map: ScaledFourierMap, *, own_gate: bool = True, **options: Any) -> None:
         super().__init__(method, feature_map, normalize=True, **options)
@@ -67,20 +69,24 @@ class GatedCore(KernelCore):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         register(self.gated_spec)
 
-    def _gates(self, key: Tensor, gate: Tensor | None) -> Tensor:
-        """(B, H, L) in the dtype of the arithmetic; key (B, H, L, D)."""
+    def _key_heads(self, key: Tensor) -> int:
+        """Gates are per query head, and so is what they leave of the past."""
+        return self.num_heads
+
+    def _gates(self, key: Tensor, gate: Tensor | None, hidden: Tensor | None) -> Tensor:
+        """(B, H, L) in the dtype of the arithmetic; key (B, H, L, D), hidden (B, 1, L): those may hold anything."""
         dtype = key.dtype
         if gate is None:
             if not self.own_gate:
                 raise ValueError(f"{self.method!r} was built with own_gate=False, so it needs gate= in every call.")
             weight, bias = self.gate_weight.to(dtype), self.gate_bias.to(dtype)
             gate = torch.sigmoid(torch.linalg.vecdot(key, weight.unsqueeze(1)) + bias.unsqueeze(1))
-        elif gate.shape != key.shape[:3]:
-            raise ValueError(
-                f"gate must be (batch, heads, length) = {tuple(key.shape[:3])}, got {shape(gate)}; one gate per query "
-                f"head and token."
-            )
-        return gate.to(dtype).clamp(EDGE, 1 - EDGE)
+        else:
+            check_gate(gate, key)
+            gate = gate.to(dtype)
+            gate = gate if hidden is None else gate.masked_fill(hidden, 0.5)
+            check_range(gate)
+        return gate.clamp(EDGE, 1 - EDGE)
 
     def _logs(self, gate: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log weights of keys, and the log of what is left of the past after each, (B, H, L); hidden tokens pass by."""
@@ -100,14 +106,14 @@ class GatedCore(KernelCore):
             query = call.query.to(work)
             if call.key_mask is not None:
                 key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
-            gate = self._gates(key, call.gate)
+            hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
+            gate = self._gates(key, call.gate, hidden)
             state = None if call.state is None else list(call.state.tensors)
             outs, length = [], max(query.shape[2], key.shape[2])
             for start in range(0, max(length, 1), SEGMENT):
                 part = slice(start, start + SEGMENT)
                 mask = None if call.key_mask is None else call.key_mask[:, part]
-                hidden = None if mask is None else ~mask.unsqueeze(1)
-                logs, past = self._logs(gate[:, :, part], hidden)
+                logs, past = self._logs(gate[:, :, part], None if hidden is None else hidden[:, :, part])
                 rows = query[:, :, part]
                 out, state = causal_attention(
                     torch.cat([rows, rows.new_zeros(*rows.shape[:3], 1)], -1),
@@ -140,7 +146,7 @@ class GatedCore(KernelCore):
         hidden = None if key_mask is None else ~key_mask.unsqueeze(1)
         if hidden is not None:
             key = key.masked_fill(hidden.unsqueeze(-1), 0)
-        logs, left = self._logs(self._gates(key, gate), hidden)
+        logs, left = self._logs(self._gates(key, gate, hidden), hidden)
         query = torch.cat([query, query.new_zeros(*query.shape[:3], 1)], -1)
         key = torch.cat([key, logs.unsqueeze(-1)], -1)
         out, after = step(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, linear_attention, step
+from kernelformer.attention.biased import biased_attention
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.recurrent import MadeBy, Prepared
+from kernelformer.attention.relative import relative_attention
+from kernelformer.attention.toeplitz import Layout, constant_beyond
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import flag, shape
 from kernelformer.feature_maps import FeatureMap
+from kernelformer.modules.bias import check_values
 from kernelformer.modules.checks import check_scale
 from kernelformer.modules.core import AttentionCore, Call
 
@@ -34,6 +39,11 @@ class KernelCore(AttentionCore):
         self.normalize = feature_map.normalized if normalize is None else flag("normalize", normalize)
         if feature_map.aligns and not self.normalize:
             raise ValueError("align=True moves the keys, which only normalization undoes; got normalize=False.")
+
+    @property
+    def takes_bias(self) -> bool:  # type: ignore[override]
+        """A bias multiplies weights, which must be divided by their sum again."""
+        return self.normalize
 
     @property
     def feature_dim(self) -> int:
@@ -58,7 +68,13 @@ class KernelCore(AttentionCore):
         return values
 
     def _prepare(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, state: State | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        key_mask: Tensor | None,
+        scale: float,
+        state: State | None,
+        query_mask: Tensor | None = None,
     ) -> Prepared:
         """The map's tensors: those of the stream where they are still right, else made anew.
 
@@ -68,16 +84,18 @@ class KernelCore(AttentionCore):
         version = self.feature_map.weights_version if keeps else ()
         if keeps and state is not None and state.prepared is not None and state.prepared.version == version:
             return state.prepared
-        return Prepared(tuple(self.feature_map.prepare(query, key, key_mask, scale)), version)
+        return Prepared(tuple(self.feature_map.prepare(query, key, key_mask, scale, query_mask)), version)
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
         if call.is_causal and phi.sees_sequence:
             raise self._not_causal("is_causal=True")
         with no_autocast(call.query.device.type):
-            query, key = phi.align(call.query, call.key, call.key_mask)
+            query, key = phi.align(call.query, call.key, call.key_mask, call.query_mask)
             inputs = (query, self._per_map_head(key), self._per_map_head(call.value))
-            prepared = self._prepare(query, key, call.key_mask, call.scale, call.state)
+            prepared = self._prepare(query, key, call.key_mask, call.scale, call.state, call.query_mask)
+            if call.bias is not None:
+                return self._attend_with_bias(replace(call, query=query, key=key), prepared)
             common: dict[str, Any] = {
                 "spec": phi.key,
                 "tensors": prepared.tensors,
@@ -91,6 +109,126 @@ class KernelCore(AttentionCore):
             out, after = causal_attention(*inputs, **common, state=past)
             return out, self._state(after, call.state, call.key.shape[2], call.scale, prepared)
 
+    def _attend_with_bias(self, call: Call, prepared: Prepared) -> tuple[Tensor, State | None]:
+        bias = call.bias
+        assert bias is not None
+        key, value = (self._per_head(x) for x in (call.key, call.value))
+        common: dict[str, Any] = {"spec": self.feature_map.key, "tensors": prepared.tensors, "scale": call.scale}
+        if not call.streams and call.state is None:
+            out = biased_attention(
+                call.query,
+                key,
+                value,
+                bias.table,
+                features=self.feature_dim,
+                layout=bias.layout,
+                algorithm=bias.algorithm,
+                window=bias.window,
+                slope=bias.slope,
+                key_mask=call.key_mask,
+                is_causal=call.is_causal,
+                **common,
+            )
+            return out, None
+        if bias.layout.rows or bias.algorithm == "fft":
+            raise ValueError("a state needs a bias over a sequence and an algorithm that is not 'fft'.")
+        window = bias.window
+        if call.state is not None:
+            window = self._stream_window(call.state)
+            reach = constant_beyond(bias.table, bias.layout.L - 1 + bias.layout.offset)
+            if window is not None and bias.slope is None and not torch.compiler.is_compiling() and reach > window:
+                raise ValueError(
+                    f"the state keeps {window} keys one by one, so the bias must be constant beyond that distance, and "
+                    f"it is beyond {reach} only; start anew with max_distance={reach}."
+                )
+        return self._stream(call, (call.query, key, value), bias.table, window, bias.slope, prepared)
+
+    def _stream(
+        self,
+        call: Call,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        table: Tensor,
+        window: int | None,
+        slope: Tensor | None,
+        prepared: Prepared,
+    ) -> tuple[Tensor, State]:
+        """Causal attention with a bias over (H, P + 2 L - 1), and what is kept: sums of far keys, near keys as they
+        are."""
+        query, key, value = inputs
+        dtype = compute_dtype(query.dtype)
+        key, value = key.to(dtype), value.to(dtype)
+        count, past, sums, near = key.shape[2], 0, [], None
+        mask = key.new_ones(key.shape[0], count, dtype=torch.bool) if call.key_mask is None else call.key_mask
+        if call.state is not None:
+            *sums, near, near_values, near_mask = call.state.tensors
+            past = call.state.length
+            key, value = torch.cat([near, key], 2), torch.cat([near_values, value], 2)
+            mask = torch.cat([near_mask, mask], 1)
+        offset = key.shape[2] - count
+        # Far keys have faded into the sums; the table's entries for them are the tail's.
+        key = key.masked_fill(~mask[:, None, :, None], 0)
+        out, after = relative_attention(
+            query,
+            key,
+            value.masked_fill(~mask[:, None, :, None], 0),
+            table[:, past - offset :],
+            spec=self.feature_map.key,
+            tensors=prepared.tensors,
+            scale=call.scale,
+            key_mask=mask if call.key_mask is not None or call.state is not None else None,
+            is_causal=True,
+            window=window,
+            slope=slope,
+            layout=Layout(count, key.shape[2], offset),
+            state=sums if window is not None else [],
+            keep=window,
+        )
+        keep = slice(None) if window is None else slice(max(0, key.shape[2] - window), None)
+        if window is None:
+            after = list(sums)
+        tensors = (*after, key[:, :, keep].detach(), value[:, :, keep].detach(), mask[:, keep])
+        state = self._state(tensors, call.state, count, call.scale, prepared)
+        if call.state is None:
+            state = replace(state, made_by=(*state.made_by, ("near keys", "all" if window is None else window)))
+        return out, state
+
+    @staticmethod
+    def _stream_window(state: State) -> int | None:
+        kept = dict(state.made_by)["near keys"]
+        return None if kept == "all" else int(str(kept))
+
+    def _per_head(self, x: Tensor) -> Tensor:
+        """Keys of every query head: each has its own bias."""
+        repeats = self.num_heads // x.shape[1]
+        return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+
+    def _step_with_bias(
+        self, call: Call, table: Tensor, slope: Tensor | None, prepared: Prepared
+    ) -> tuple[Tensor, State]:
+        """One token; the table is (H, W + 1) over distances 0 to W."""
+        if table.dim() != 2 or table.shape[0] != self.num_heads or table.shape[1] == 0:
+            raise ValueError(
+                f"in step bias must be (heads, W + 1) = ({self.num_heads}, W + 1) over distances 0 to W, beyond which "
+                f"it is constant, got {shape(table)}."
+            )
+        check_values(table)
+        reach = table.shape[1] - 1
+        window: int | None = reach
+        past = 0 if call.state is None else call.state.length
+        if call.state is not None:
+            window = self._stream_window(call.state)
+            if window is not None and window != reach:
+                raise ValueError(
+                    f"the state keeps {window} keys one by one, so bias must be (heads, {window + 1}), got "
+                    f"{shape(table)}."
+                )
+        # Distances -past .. 0, of which the stream looks at the near ones only.
+        near = past if window is None else min(past, window)
+        distance = torch.arange(near, -1, -1, device=table.device).clamp_max_(reach)
+        padded = torch.nn.functional.pad(table[:, distance], (past - near, 0))
+        key, value = (self._per_head(x) for x in (call.key, call.value))
+        return self._stream(call, (call.query, key, value), padded, window, slope, prepared)
+
     def step(
         self,
         query: Tensor,
@@ -99,18 +237,26 @@ class KernelCore(AttentionCore):
         state: State | None = None,
         *,
         bias: Tensor | None = None,
+        slope: Tensor | None = None,
         scale: float | None = None,
         key_mask: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts."""
-        if bias is not None:
+        """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts.
+
+        With a bias (H, W + 1) over distances 0 to W, beyond which it is constant (or falls by ``slope`` (H) per token),
+        the state holds the last W keys and values and the sums of all older ones. A state that was made without a
+        window keeps all keys: it grows with the context.
+        """
+        if bias is not None and not self.takes_bias:
             raise self._no_bias(f"bias of shape {shape(bias)}")
+        if slope is not None and bias is None:
+            raise ValueError("slope goes with a bias, and none was given.")
         if self.feature_map.sees_sequence:
             raise self._not_causal("step")
         self._check_gate(gate)
         scale = self.scale if scale is None else check_scale(scale)
-        fits = self._fits(query, key, value, scale) if key_mask is None else ()
+        fits = self._fits(query, key, value, scale) if key_mask is None and bias is None else ()
         if not fits or not isinstance(state, State) or state.fits != fits:
             query, key, value = self._accept(query, key, value, key_mask)
             if query.shape[2] != 1 or key.shape[2] != 1:
@@ -119,11 +265,17 @@ class KernelCore(AttentionCore):
                     f"{shape(query)} and {shape(key)}); for more, call the core with is_causal=True, state=... and "
                     f"return_state=True."
                 )
-            self._check_streaming(query, key, value, True, scale, state)
+            self._check_streaming(query, key, value, True, scale, state, bias is not None)
         dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
         query, key = self._units(query, key, key_mask)
         if dtype != work_dtype:
             query, key, value = (x.to(work_dtype) for x in (query, key, value))
+        if bias is not None:
+            with no_autocast(query.device.type):
+                prepared = self._prepare(query, key, key_mask, scale, state)
+                call = Call(query, key, value, True, key_mask, scale, state)
+                out, after_bias = self._step_with_bias(call, bias, slope, prepared)
+            return out.to(dtype), after_bias
         key, value = self._per_map_head(key), self._per_map_head(value)
         past = self._empty(key, value) if state is None else state.tensors
         with no_autocast(query.device.type):
@@ -189,7 +341,14 @@ class KernelCore(AttentionCore):
         return State(tuple(tensors), count + (before.length if before else 0), made_by, kept, fits)
 
     def _check_streaming(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, state: State | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        scale: float,
+        state: State | None,
+        biased: bool = False,
     ) -> None:
         if not is_causal:
             raise ValueError("a state needs is_causal=True, got is_causal=False: without causality nothing is past.")
@@ -199,22 +358,30 @@ class KernelCore(AttentionCore):
                 f"{key.shape[2]} keys."
             )
         if state is not None:
-            problem = self._misfit(query, key, value, scale, state)
+            problem = self._misfit(query, key, value, scale, state, biased)
             if problem:
                 raise ValueError(f"{problem}; start anew with state=None.")
 
-    def _misfit(self, query: Tensor, key: Tensor, value: Tensor, scale: float, state: State) -> str | None:
+    def _misfit(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, state: State, biased: bool
+    ) -> str | None:
         """Why a state cannot be gone on from, or None."""
         if not isinstance(state, State):
             return f"state must be a kernelformer State, got {type(state).__name__}"
         theirs, ours = dict(state.made_by), dict(self._made_by(scale))
         if theirs["method"] != self.method:
             return f"the state was made by method {theirs['method']!r}, this core is {self.method!r}"
+        if ("near keys" in theirs) != biased:
+            made, here = ("without", "one") if biased else ("with", "none")
+            return f"the state was made {made} a bias, this call has {here}"
+        theirs.pop("near keys", None)
         other = [(n, theirs.get(n), ours.get(n)) for n in {**theirs, **ours} if theirs.get(n) != ours.get(n)]
         if other:
             return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in other)
-        main, phi, dtype = state.tensors[1], self.feature_map, compute_dtype(query.dtype)
+        main, phi, dtype = state.tensors[-2 if biased else 1], self.feature_map, compute_dtype(query.dtype)
         shape_here = (key.shape[0], self._key_heads(key), phi.feature_dim, value.shape[-1])
+        if biased:
+            shape_here = (key.shape[0], self.num_heads, main.shape[2], value.shape[-1])
         if main.shape != shape_here:
             return f"the state has shape {shape(main)}, these inputs need {shape_here}"
         if main.dtype != dtype or main.device != query.device:

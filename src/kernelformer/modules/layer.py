@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernelformer.attention import State
-from kernelformer.errors import positive_int, shape
+from kernelformer.contract import compute_dtype, no_autocast
+from kernelformer.errors import choice, positive_int, shape
 from kernelformer.modules.build import build_attention
+from kernelformer.modules.positions import RelativePositions
 
 
 class KernelAttention(nn.Module):
@@ -23,7 +26,9 @@ class KernelAttention(nn.Module):
         method: a name from `list_methods`.
         num_features: of a random map, default 256; other methods refuse it.
         causal: key j is visible to query i iff j <= i.
-        relative: relative positions; no method of this version takes them.
+        relative: relative positions: ``"1d"`` with ``max_length`` and/or ``max_distance``, ``scheme`` ("table", "t5",
+            "alibi") and ``num_buckets``; ``"2d"`` with ``grid`` and ``num_prefix``; or a `RelativePositions`, which
+            several layers may share.
         num_kv_heads: G, for grouped queries; default H.
         context_dim: width of the context; default embed_dim.
         bias: whether the projections have a bias.
@@ -40,7 +45,7 @@ class KernelAttention(nn.Module):
         *,
         num_features: int | None = None,
         causal: bool = False,
-        relative: str | None = None,
+        relative: str | RelativePositions | None = None,
         num_kv_heads: int | None = None,
         context_dim: int | None = None,
         bias: bool = True,
@@ -56,10 +61,7 @@ class KernelAttention(nn.Module):
         kv_heads = positive_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {kv_heads} and {num_heads}.")
-        if relative is not None:
-            raise ValueError(
-                f"method {method!r} takes no relative positions, got relative={relative!r}; add positions to x."
-            )
+        self.positions = _positions(relative, num_heads, causal, options)
         if num_features is not None:
             options["num_features"] = num_features
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
@@ -74,6 +76,13 @@ class KernelAttention(nn.Module):
         if method == "rfa-gate":
             options.setdefault("own_gate", False)
         self.core = build_attention(method, head_dim=self.head_dim, num_heads=num_heads, **options).to(device)
+        if self.positions is not None:
+            self.positions.to(device)
+            if not self.core.takes_bias:
+                raise ValueError(
+                    f"method {method!r} takes no relative positions, got relative={relative!r}; use 'softmax' or a "
+                    f"normalized method with a feature map such as 'nprf', or add positions to x."
+                )
         self.gate: nn.Linear | None = None
         if self.core.takes_gate and not options["own_gate"]:
             self.gate = nn.Linear(self.context_dim, num_heads, **place)
@@ -90,7 +99,13 @@ class KernelAttention(nn.Module):
 
     def _gate(self, context: Tensor) -> dict[str, Any]:
         """``g_t = sigmoid(w . x_t + b)`` for each head, where the method forgets."""
-        return {} if self.gate is None else {"gate": torch.sigmoid(self.gate(context)).transpose(1, 2)}
+        if self.gate is None:
+            return {}
+        weight, bias = self.gate.weight, self.gate.bias
+        dtype = compute_dtype(weight.dtype)
+        with no_autocast(context.device.type):  # in 8 bits 1 - g is lost, and with it the newest token
+            gate = torch.sigmoid(F.linear(context.to(dtype), weight.to(dtype), bias.to(dtype)))
+        return {"gate": gate.transpose(1, 2)}
 
     def _merge(self, heads: Tensor) -> Tensor:
         y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
@@ -132,14 +147,19 @@ class KernelAttention(nn.Module):
         Args:
             x: (B, L, E).
             context: (B, S, context_dim), whose tokens are attended to; default x itself.
-            key_mask: (B, S) bool, True = attend.
+            key_mask: (B, S) bool, True = attend; with a context it says nothing about x, all of whose tokens are real.
             state: resume after what it has seen; causal only.
             return_state: also return the state after the last token; causal only.
         """
+        crosses = context is not None
         context = x if context is None else context
         q, k, v = self._project(x, context)
         common: dict[str, Any] = {"is_causal": self.causal, "key_mask": key_mask, "state": state}
+        if crosses and key_mask is not None:  # it says nothing about x, even if that is as long
+            common["query_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         common |= self._gate(context)
+        if self.positions is not None:
+            common |= self.positions(x.shape[1], context.shape[1], 0 if state is None else state.length)
         if not return_state:
             return self._merge(self.core(q, k, v, **common))
         heads, after = self.core(q, k, v, **common, return_state=True)
@@ -151,9 +171,31 @@ class KernelAttention(nn.Module):
             raise ValueError(
                 "step needs a causal layer, this one was built with causal=False; build it with causal=True."
             )
-        heads, after = self.core.step(*self._project(x, x), state, key_mask=key_mask, **self._gate(x))
+        extra = self._gate(x)
+        if self.positions is not None:
+            extra |= self.positions.step(0 if state is None else state.length)
+        heads, after = self.core.step(*self._project(x, x), state, key_mask=key_mask, **extra)
         return self._merge(heads), after
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}"
+
+
+def _positions(
+    relative: str | RelativePositions | None, num_heads: int, causal: bool, options: dict[str, Any]
+) -> RelativePositions | None:
+    """The positions that a layer was asked for; takes their options away from the core's."""
+    if isinstance(relative, RelativePositions):
+        if relative.num_heads != num_heads:
+            raise ValueError(f"these positions have {relative.num_heads} heads, and the layer {num_heads}.")
+        if relative.causal and not causal:
+            raise ValueError("these positions were built with causal=True, and the layer with causal=False.")
+        return relative
+    if relative is None:
+        return None
+    names = {"1d": ("scheme", "max_length", "max_distance", "num_buckets"), "2d": ("grid", "num_prefix")}
+    mine = {x: options.pop(x) for x in names[choice("relative", relative, names)] if x in options}
+    if relative == "2d" and "grid" not in mine:
+        raise ValueError("relative='2d' needs grid=(rows, columns).")
+    return RelativePositions(num_heads, causal=causal and relative == "1d", **mine)

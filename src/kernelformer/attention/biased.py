@@ -1,0 +1,79 @@
+"""Which algorithm attends with a relative bias: chosen by size and safety, or by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.fft import fft_attention, is_safe
+from kernelformer.attention.relative import relative_attention
+from kernelformer.attention.toeplitz import Layout, constant_beyond
+
+ALGORITHMS = ("direct", "fft", "windowed")
+# Time of a transformed number over that of a multiplication in a tile, measured; see `faster_by_fft`.
+TRANSFORM = 25.0
+
+
+def faster_by_fft(features: int, width: int, layout: Layout, is_causal: bool) -> bool:
+    """Whether transforms would take less time than tiles: M (E + 1) n against L S (M + E), each with its constant."""
+    n = layout.L + layout.S
+    tiles = layout.L * layout.S * (features + width) * (0.5 if is_causal else 1.0)
+    return TRANSFORM * features * (width + 1) * n * (4 if layout.rows else 1) < tiles
+
+
+def find_window(bias: Tensor, layout: Layout) -> int | None:
+    """The distance beyond which a bias that nobody trains is constant, where that saves work."""
+    if layout.rows or bias.requires_grad or torch.compiler.is_compiling() or bias.is_meta:
+        return None
+    reach = constant_beyond(bias, layout.L - 1 + layout.offset)
+    return reach if 2 * reach < max(layout.L, layout.S) else None
+
+
+def biased_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    *,
+    features: int,
+    layout: Layout,
+    algorithm: str | None = None,
+    window: int | None = None,
+    slope: Tensor | None = None,
+    **common: Any,
+) -> Tensor:
+    """Attend with a relative bias by the algorithm of that name, or by the best one; else as `relative_attention`.
+
+    Args:
+        features: M.
+        layout: of the tokens.
+        algorithm: ``direct``, ``fft``, ``windowed``, or None: `windowed` where the bias is known to be a straight line
+            beyond a distance, or a constant by its values; else `fft` where it is faster and its rounding does not
+            show; else `direct`.
+        window: the distance beyond which the bias is a straight line, if known.
+        slope: (H), of that line.
+        common: spec, tensors, scale, key_mask, is_causal.
+    """
+    if algorithm == "fft":
+        return fft_attention(query, key, value, bias, layout=layout, **common)
+    if algorithm != "direct" and window is None:
+        window = find_window(bias, layout)
+    if algorithm == "windowed" and window is None:
+        window = max(layout.L, layout.S)
+    if algorithm is None and window is None and _fft_chosen(query, key, value, bias, features, layout, common):
+        return fft_attention(query, key, value, bias, layout=layout, **common)
+    if algorithm == "direct":
+        window = slope = None
+    return relative_attention(query, key, value, bias, window=window, slope=slope, layout=layout, **common)[0]
+
+
+def _fft_chosen(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, features: int, layout: Layout, common: dict[str, Any]
+) -> bool:
+    if torch.compiler.is_compiling() or query.is_meta:
+        return False
+    if not faster_by_fft(features, value.shape[3], layout, common.get("is_causal", False)):
+        return False
+    return is_safe(query, key, bias, layout=layout, **common)

@@ -1,0 +1,358 @@
+"""Attention with a relative bias, exact, in tiles: `direct` over all keys, `windowed` with sums for the far ones.
+
+    out_i = sum_j w_ij v_j / sum_j w_ij       w_ij = exp(b_{j-i}) phi(q_i) . phi(k_j)       (kernelized-rpe Eq. 10)
+
+`direct` costs O(L S (M + E)) and makes tiles only. Where the bias goes on as a straight line beyond a distance w, keys
+farther away are summed up: that is `windowed`, O(L (w + M) (M + E)), one pass for the keys on the right, another for
+those on the left and the band of tiles between.
+
+The backward pass maps everything again. Sums run the same way, over keys for the queries ahead of them and over queries
+for the keys ahead of those, so that nothing of the size of the sequence is kept beside one unit and one denominator per
+row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.bands import NO_WINDOW, Block, Call, Rows, Scan
+from kernelformer.attention.blocks import gather_grads
+from kernelformer.attention.positive import EMPTY, LOST
+from kernelformer.attention.relative_backward import Backward
+from kernelformer.attention.rescue import rescue
+from kernelformer.attention.signed import GUARD
+from kernelformer.attention.tiles import Keys, Queries
+from kernelformer.attention.toeplitz import Layout, Span
+
+
+def _read(block: Block, scan: Scan, q: Queries, span: Span, unit: Tensor, rows: Rows) -> None:
+    """Add what the sums give."""
+    left, own = scan.left(q, span, unit)
+    rows.num.baddbmm_(left, scan.sums.kv)
+    rows.den.baddbmm_(left, scan.sums.ks)
+    if rows.ns is not None:
+        rows.ns.addcmul_((scan.sums.shift - own).exp_(), scan.sums.ns)
+
+
+def _absorb(block: Block, scan: Scan, behind: Sequence[Span]) -> None:
+    assert scan.tail is not None
+    for key in behind:
+        tile = block.cache.pop(key, None) or block.map_keys(key)
+        scan.sums.add_keys(tile, scan.tail.fade(scan.distance(key, False), True))
+
+
+def _meet(block: Block, tile: Keys, q: Queries, span: Span, unit: Tensor, rows: Rows) -> None:
+    """Add what a tile gives."""
+    call = block.call
+    left = block.tiles.left(q, tile.shift, unit)
+    weights = torch.bmm(left, tile.phi, out=call.work.take("weights", *left.shape[:2], tile.phi.shape[2]))
+    call.bias.weigh(weights, span, tile.span)
+    rows.num.baddbmm_(weights, tile.v)
+    rows.den.add_(weights.sum(2, keepdim=True))
+    if rows.ns is not None:
+        assert tile.norms is not None
+        rows.ns.addcmul_((tile.shift - unit).exp_(), call.bias.row_sums(tile.norms, span, tile.span))
+
+
+def _largest(shifts: Sequence[Tensor], block: Block) -> Tensor:
+    top = block.tiles.empty_shift(block.n, block.call.features, block.call.like)
+    for shift in shifts:
+        top = torch.maximum(top, shift)
+    return top
+
+
+def _right_sums(block: Block, far: list[Tensor]) -> None:
+    """From right to left: what the keys beyond the window on the right give, and the unit it is in."""
+    call = block.call
+    scan = Scan(block, 1, True, call.layout.S)
+    for span in reversed(call.bias.queries):
+        _absorb(block, scan, scan.to(*call.edges(span, True)))
+        q, rows = block.queries(span), block.empty_rows(span)
+        unit = block.tiles.unit(q, scan.sums.shift)
+        _read(block, scan, q, span, unit, rows)
+        parts = (rows.num, rows.den, unit, rows.ns)
+        for target, part in zip(far, parts, strict=False):
+            assert part is not None
+            block.put(target, part, span)
+    block.cache.clear()
+
+
+def _finish(block: Block, rows: Rows, q: Queries, unit: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Outputs (N, C, E), 1 / denominator (N, C, 1), negative where that is the guard, and rows that are lost."""
+    den, guarded, lost = rows.den, None, None
+    if rows.ns is None:
+        lost = (den < LOST) & (unit > EMPTY / 2)
+    else:
+        assert q.norms is not None
+        bound = GUARD * q.norms * rows.ns
+        guarded = den < bound
+        den = torch.maximum(den, bound)
+        lost = (rows.ns < LOST) & (unit > EMPTY / 2)
+    inverse = torch.where(den > 0, den.reciprocal(), 0.0)
+    out = rows.num * inverse
+    return out, inverse if guarded is None else torch.where(guarded, -inverse, inverse), lost
+
+
+@torch.library.custom_op("kernelformer::relative_attention", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    bias: Tensor,
+    slope: Tensor | None,
+    state: list[Tensor],
+    spec: str,
+    scale: float,
+    is_causal: bool,
+    window: int,
+    layout: list[int],
+    keep: int,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    call = Call(query, key, value, key_mask, tensors, bias, slope, spec, scale, is_causal, window, layout)
+    B, H, L, _ = query.shape
+    width = value.shape[3]
+    out = query.new_empty(B, H, L, width)
+    units, inverses = (query.new_zeros(B, H, L, 1, dtype=call.dtype) for _ in range(2))
+    ends: list[list[Tensor]] = []
+    for block in call.blocks():
+        far: list[Tensor] = []
+        if block.tail(1) is not None:
+            far = [call.like.new_empty(B, H, L, n) for n in (width, 1, 1, *([1] if block.tiles.guard else []))]
+            _right_sums(block, far)
+        scan = Scan(block, -1, True, call.layout.offset)
+        if state:
+            scan.sums.load([x[block.block].flatten(0, 1) for x in state])
+        for span in call.bias.queries:
+            tiles = [block.keys(x) for x in call.band(span)]
+            shifts = [x.shift for x in tiles]
+            if scan.tail is not None:
+                _absorb(block, scan, scan.to(*call.edges(span, True)))
+                shifts.append(scan.sums.shift)
+            q, rows = block.queries(span), block.empty_rows(span)
+            unit = block.tiles.unit(q, _largest(shifts, block))
+            if far:
+                mine = [block.take(x, span) for x in far]
+                unit = torch.maximum(unit, mine[2])
+                share = (mine[2] - unit).exp_()
+                rows = Rows(mine[0] * share, mine[1] * share, mine[3] * share if rows.ns is not None else None)
+            if scan.tail is not None:
+                _read(block, scan, q, span, unit, rows)
+            for tile in tiles:
+                _meet(block, tile, q, span, unit, rows)
+            y, inverse, lost = _finish(block, rows, q, unit)
+            if lost is not None and bool(lost.any()):
+                rescue(block, span, lost.squeeze(2), y, inverse, state)
+            for target, part in ((out, y), (units, unit), (inverses, inverse)):
+                block.put(target, part, span)
+        if keep >= 0:
+            ends.append(_end(block, scan, keep))
+    return out, units, inverses, [torch.cat(x) for x in zip(*ends, strict=True)] if ends else []
+
+
+def _end(block: Block, scan: Scan, keep: int) -> list[Tensor]:
+    """The sums after the last key, but for the last ``keep`` keys; relative to the position after the last."""
+    assert scan.tail is not None
+    call = block.call
+    stop = call.layout.S - keep
+    behind = scan.waiting
+    scan.waiting = []
+    scan.to(call.layout.S, call.layout.S)
+    for first, last in behind:
+        if first < stop:
+            part = (first, min(last, stop))
+            scan.sums.add_keys(block.map_keys(part), scan.tail.fade(scan.distance(part, False), True))
+    return [x.unflatten(0, (block.count, call.heads)) for x in scan.sums.tensors]
+
+
+@_forward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    bias: Tensor,
+    slope: Tensor | None,
+    state: list[Tensor],
+    spec: str,
+    scale: float,
+    is_causal: bool,
+    window: int,
+    layout: list[int],
+    keep: int,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    like = query.new_empty(*query.shape[:3], 1, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    return (
+        query.new_empty(*query.shape[:3], value.shape[3]),
+        like,
+        torch.empty_like(like),
+        list(map(torch.empty_like, state)),
+    )
+
+
+@torch.library.custom_op("kernelformer::relative_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    bias: Tensor,
+    slope: Tensor | None,
+    state: list[Tensor],
+    out: Tensor,
+    units: Tensor,
+    inverses: Tensor,
+    spec: str,
+    scale: float,
+    is_causal: bool,
+    window: int,
+    layout: list[int],
+    learn: bool,
+    learn_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    call = Call(query, key, value, key_mask, tensors, bias, slope, spec, scale, is_causal, window, layout, learn_bias)
+    grads = [torch.zeros(x.shape, dtype=call.dtype, device=x.device) for x in (query, key, value)]
+    totals = [torch.zeros_like(x) for x in tensors] if learn else []
+    for block in call.blocks(learn):
+        Backward(block, grad, out, units, inverses, grads).run(state)
+        if learn:
+            gather_grads(totals, block.map.tensor_grads(), block.block, block.count, call.heads)
+    dq, dk, dv = (x.to(y.dtype) for x, y in zip(grads, (query, key, value), strict=True))
+    d_bias = call.bias.grad
+    return dq, dk, dv, torch.zeros_like(bias) if d_bias is None else d_bias.view(bias.shape).to(bias.dtype), totals
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    bias: Tensor,
+    slope: Tensor | None,
+    state: list[Tensor],
+    out: Tensor,
+    units: Tensor,
+    inverses: Tensor,
+    spec: str,
+    scale: float,
+    is_causal: bool,
+    window: int,
+    layout: list[int],
+    learn: bool,
+    learn_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value, bias)]
+    return made[0], made[1], made[2], made[3], [torch.empty_like(x) for x in tensors] if learn else []
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, key_mask, tensors, bias, slope, state, ctx.spec, ctx.scale, *rest = inputs
+    ctx.is_causal, ctx.window, ctx.layout, _ = rest
+    out, units, inverses, _ = output
+    ctx.set_materialize_grads(False)
+    ctx.counts = (len(tensors), len(state))
+    ctx.learn = (any(x.requires_grad for x in tensors), bias.requires_grad)
+    ctx.save_for_backward(query, key, value, key_mask, bias, slope, out, units, inverses, *tensors, *state)
+
+
+def _grad(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    tensors, states = ctx.counts
+    if grad is None:
+        return (None,) * 4 + ([None] * tensors, None, None, [None] * states) + (None,) * 6
+    query, key, value, key_mask, bias, slope, out, units, inverses, *rest = ctx.saved_tensors
+    dq, dk, dv, d_bias, totals = _backward(
+        grad,
+        query,
+        key,
+        value,
+        key_mask,
+        rest[:tensors],
+        bias,
+        slope,
+        rest[tensors:],
+        out,
+        units,
+        inverses,
+        ctx.spec,
+        ctx.scale,
+        ctx.is_causal,
+        ctx.window,
+        ctx.layout,
+        *ctx.learn,
+    )
+    learned = totals if ctx.learn[0] else [None] * tensors
+    return (dq, dk, dv, None, learned, d_bias if ctx.learn[1] else None, None, [None] * states) + (None,) * 6
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    slope: Tensor | None = None,
+    layout: Layout | None = None,
+    state: Sequence[Tensor] = (),
+    keep: int | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Attend with a relative bias, by tiles; with a window, the rest by sums.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, H, S, D).
+        value: (B, H, S, E).
+        bias: (H, L + S - 1) over distances j - i, or (H, 2R - 1, 2C - 1) on a grid; -inf = hidden.
+        spec: of the map, as `contract.register` names it.
+        tensors: of the map, (B or 1, H or 1, ...) in the dtype of the arithmetic.
+        scale: the map sees ``sqrt(scale) x``.
+        key_mask: (B, S) bool, True = attend.
+        is_causal: key j is visible to query i iff j <= i + layout.offset.
+        window: the bias is a straight line beyond this distance on each side; None: nothing is known of it. The
+            gradient of a tail goes to the entry at the window.
+        slope: (H), the fall of that line per token; None: it is level.
+        layout: of the tokens; default: a sequence whose queries start with the keys.
+        state: sums of earlier keys, all of them beyond the window, as this function returned them.
+        keep: also return the sums of all keys but the last ``keep``.
+
+    Returns:
+        (B, H, L, E) in the dtype of the query, zero where no key is visible, and the sums (B, H, ...), or [].
+    """
+    layout = layout or Layout(query.shape[2], key.shape[2])
+    place = [layout.L, layout.S, layout.offset, layout.rows, layout.cols, layout.prefix]
+    out, _, _, end = _forward(
+        query,
+        key,
+        value,
+        key_mask,
+        list(tensors),
+        bias,
+        slope,
+        list(state),
+        spec,
+        scale,
+        is_causal,
+        NO_WINDOW if window is None else window,
+        place,
+        -1 if keep is None else keep,
+    )
+    return out, end

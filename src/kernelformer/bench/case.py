@@ -1,0 +1,172 @@
+"""One size of one task, the inputs that all contenders share, and what a contender is."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kernelformer.errors import choice, positive_int
+
+Task = Literal["bidirectional", "causal", "decode"]
+Attention = Callable[..., Tensor]  # of q, k, v, and of the bias where the case has one
+SMALL = 256  # length at which contenders are checked
+TASKS: tuple[Task, ...] = ("bidirectional", "causal", "decode")
+BIASES = ("full", "window")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of one task; ``length`` is the context for decoding.
+
+    ``bias`` is the relative position bias: None; ``full``, a random number for every distance and head; or ``window``,
+    the same up to the distance ``window`` and constant beyond it on each side.
+    """
+
+    task: Task
+    length: int
+    backward: bool = False
+    batch: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    features: int = 256
+    bias: str | None = None
+    window: int = 128
+
+    def __post_init__(self) -> None:
+        if self.bias is not None:
+            choice("bias", self.bias, BIASES)
+        positive_int("window", self.window)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees only what came before it."""
+        return self.task != "bidirectional"
+
+    @property
+    def positions(self) -> str:
+        """The bias in words, after a comma, or nothing."""
+        words = {None: "", "full": ", bias over all distances", "window": f", bias within {self.window}"}
+        return words[self.bias]
+
+    @property
+    def title(self) -> str:
+        """For tables."""
+        if self.task == "decode":
+            return f"decode one token, context {self.length}{self.positions}"
+        return f"{self.task} forward{' + backward' if self.backward else ''}, L = {self.length}{self.positions}"
+
+    def inputs(self, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same q, k, v (B, H, L, D) for every contender."""
+        gen = torch.Generator().manual_seed(0)
+        size = (self.batch, self.heads, length or self.length, self.head_dim)
+        q, k, v = (torch.randn(size, generator=gen) for _ in range(3))
+        return q, k, v
+
+    def bias_table(self, length: int | None = None) -> Tensor:
+        """The same bias (H, 2L-1), uniform in [-1, 1], for every contender: entry t is that of distance t - (L-1).
+
+        A window's numbers are the same at every length.
+        """
+        if self.bias is None:
+            raise ValueError(f"{self.title!r} has no bias; give the case bias='full' or bias='window'.")
+        length = length or self.length
+        gen = torch.Generator().manual_seed(2)
+        reach = self.window if self.bias == "window" else length - 1
+        table = torch.rand(self.heads, 2 * reach + 1, generator=gen) * 2 - 1
+        distance = torch.arange(1 - length, length).clamp(-reach, reach)
+        return table[:, distance + reach]
+
+    def past_bias(self) -> Tensor:
+        """What decoding takes of the bias, (H, W+1): entry d is that of a key d tokens ago, and beyond W the last one.
+
+        W is the window, or the whole context where every distance counts.
+        """
+        reach = self.window if self.bias == "window" else self.length - 1
+        return self.bias_table(reach + 1)[:, : reach + 1].flip(1)
+
+    def bias_matrix(self, length: int) -> Tensor:
+        """The whole matrix ``b_{j-i}``, (H, L, L) in float64, for definitions; the number 0 if there is no bias."""
+        if self.bias is None:
+            return torch.zeros((), dtype=torch.float64)
+        place = torch.arange(length)
+        return self.bias_table(length).double()[:, place - place.unsqueeze(1) + length - 1]
+
+
+class Contender(ABC):
+    """One way to compute attention."""
+
+    tolerance = 1e-4
+    layout: Literal["heads", "tokens"] = "heads"  # (B, H, L, D), or (B, L, H, D)
+    takes_bias = False
+    trains_bias = True  # whether it gives a bias its gradient
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuses(self, case: Case) -> str | None:
+        """Why it cannot run a case, or None."""
+        if case.bias is not None and not self.takes_bias:
+            return "takes no relative position bias"
+        return self._refuses(case)
+
+    def _refuses(self, case: Case) -> str | None:
+        return "decodes by recomputing" if case.task == "decode" else None
+
+    @abstractmethod
+    def build(self, case: Case) -> Attention:
+        """The attention function, in its own layout; of q, k, v and, where the case has one, the bias (H, 2L-1)."""
+
+    @abstractmethod
+    def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What the function last built should give, (B, H, L, D), from float64 inputs and the case's bias."""
+
+    def error(self, case: Case) -> float:
+        """Worst relative error of a row at a small length, against the definition."""
+        q, k, v = case.inputs(SMALL)
+        with torch.no_grad():
+            got = self._heads(self.build(case)(*self._given(case, SMALL))).double()
+            want = self.definition(case, q.double(), k.double(), v.double())
+        return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+    def _given(self, case: Case, length: int | None = None) -> list[Tensor]:
+        """What its function is called with: q, k, v in its layout, and the bias where there is one."""
+        bias = [] if case.bias is None else [case.bias_table(length)]
+        return [*(self._own(x) for x in case.inputs(length)), *bias]
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous() if self.layout == "tokens" else x
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if self.layout == "tokens" else x
+
+    def runner(self, case: Case) -> Callable[[], Any]:
+        """A call that does the case once, on inputs that are made here: the output, and in training all gradients."""
+        call = self.build(case)
+        given = self._given(case)
+        if not case.backward:
+
+            def forward() -> Tensor:
+                with torch.no_grad():
+                    return call(*given)
+
+            return forward
+        grad = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1))
+
+        def train() -> tuple[Tensor, ...]:
+            leaves = [x.detach().requires_grad_() for x in given[: None if self.trains_bias else 3]]
+            out = call(*leaves, *given[len(leaves) :])
+            return out, *torch.autograd.grad(out, leaves, grad)
+
+        return train
+
+
+def too_large(count: int) -> str | None:
+    """Why ``count`` bytes at once are no use here, or None: beyond the memory a figure would be that of the disk."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None if count < 0.7 * memory else f"needs about {count / 2**30:.0f} GiB"

@@ -1,0 +1,142 @@
+"""The relative bias of one call: its checks, and how cores attend with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention.biased import ALGORITHMS
+from kernelformer.attention.toeplitz import Layout, Toeplitz
+from kernelformer.errors import choice, integer, shape
+
+MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A checked bias."""
+
+    table: Tensor  # (H, *layout.table)
+    layout: Layout
+    algorithm: str | None = None
+    window: int | None = None
+    slope: Tensor | None = None  # (H)
+
+
+def check_bias(
+    table: Tensor,
+    query: Tensor,
+    key: Tensor,
+    *,
+    past: int,
+    is_causal: bool,
+    algorithm: str | None,
+    max_distance: int | None,
+    slope: Tensor | None,
+    num_prefix: int,
+) -> Bias:
+    """The bias of a call with ``past`` tokens before it, or a ValueError that says what is expected."""
+    if not isinstance(table, Tensor) or not table.is_floating_point():
+        found = table.dtype if isinstance(table, Tensor) else type(table).__name__
+        raise ValueError(f"bias must be a floating point tensor, got {found}.")
+    (heads, L), S = query.shape[1:3], key.shape[2]
+    prefix = integer("num_prefix", num_prefix, at_least=0)
+    if algorithm is not None:
+        choice("algorithm", algorithm, ALGORITHMS)
+    if table.device != query.device:
+        raise ValueError(f"bias must be on the device of the queries, got {table.device} and {query.device}.")
+    if table.dim() == 3:
+        layout = _grid(table, heads, L, S, prefix, past)
+    else:
+        if prefix:
+            raise ValueError(f"num_prefix={prefix} is for tokens before a grid, got a bias of shape {shape(table)}.")
+        expected = (heads, past + L + S - 1) if past or L + S else (heads, 0)
+        if tuple(table.shape) != expected:
+            before = f" with {past} tokens before them" if past else ""
+            raise ValueError(
+                f"bias must be (heads, queries + keys - 1) = {expected} for {L} queries and {S} keys{before}, over "
+                f"distances j - i from {-(past + L - 1)} to {S - 1}, got {shape(table)}; or (heads, 2 rows - 1, "
+                f"2 columns - 1) for tokens on a grid."
+            )
+        layout = Layout(L, S, past)
+    window = None if max_distance is None else integer("max_distance", max_distance, at_least=0)
+    if layout.rows and (window is not None or algorithm == "windowed"):
+        raise ValueError("a bias on a grid has no window; use algorithm='direct' or 'fft', and no max_distance.")
+    if slope is not None:
+        if window is None:
+            raise ValueError("slope says how the bias goes on beyond max_distance, which was not given.")
+        if tuple(slope.shape) != (heads,):
+            raise ValueError(f"slope must be (heads) = ({heads},), got {shape(slope)}.")
+        if table.requires_grad or slope.requires_grad:
+            raise ValueError(
+                "a bias with a slope beyond max_distance takes no gradient; detach it, or leave the slope out."
+            )
+    check_values(table)
+    return Bias(table, layout, algorithm, window, slope)
+
+
+def _grid(table: Tensor, heads: int, L: int, S: int, prefix: int, past: int) -> Layout:
+    rows, cols = (n // 2 + 1 for n in table.shape[1:])
+    if table.shape[0] != heads or any(n % 2 == 0 for n in table.shape[1:]):
+        raise ValueError(f"bias on a grid must be ({heads}, 2 rows - 1, 2 columns - 1), got {shape(table)}.")
+    if past:
+        raise ValueError("a bias on a grid does not stream; give the whole grid in one call, without a state.")
+    if L != S or rows * cols + prefix != L:
+        raise ValueError(
+            f"a grid of {rows} x {cols} after num_prefix={prefix} tokens has {rows * cols + prefix} tokens, got {L} "
+            f"queries and {S} keys."
+        )
+    return Layout(L, S, 0, rows, cols, prefix)
+
+
+def check_values(table: Tensor) -> None:
+    """No NaN and no +inf; a compiled graph cannot look."""
+    if torch.compiler.is_compiling() or table.is_meta or table.numel() == 0:
+        return
+    top = float(table.detach().amax())
+    if top != top or top == torch.inf:
+        raise ValueError(f"bias must not have {'NaN' if top != top else '+inf'} in it; -inf means hidden.")
+
+
+def biased_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, bias: Bias, *, scale: float, is_causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """Softmax attention with a bias; keys and values (B, H, S, .) as many heads as the queries.
+
+    A mask of L x S is made only where a view cannot say it (on a grid, or with a key mask), some queries at a time.
+    """
+    layout = bias.layout
+    if layout.S == 0 or layout.L == 0:
+        return query.sum(-1, keepdim=True).mul(0) * value.new_zeros(value.shape[-1]) + 0 * (key.sum() + value.sum())
+    table = bias.table.to(query.dtype)
+    whole = bool(table.isneginf().any()) if not torch.compiler.is_compiling() else True
+    if not layout.rows and key_mask is None and not whole:
+        hidden = layout.hide_future(table) if is_causal else table
+        size = (hidden.shape[0], layout.L, layout.S)
+        view = hidden.contiguous().as_strided(size, (hidden.shape[1], 1, 1))
+        out = F.scaled_dot_product_attention(query.flip(2), key, value, attn_mask=view.unsqueeze(0), scale=scale)
+        return out.flip(2)
+    if key_mask is not None:
+        gone = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
+    count = query.shape[0] * query.shape[1]
+    places = Toeplitz(table, layout, max(1, MASK // max(1, count * layout.S)), is_causal, False)
+    parts = []
+    for span in places.queries:
+        rows = [places.log_rows(span, x) if places.sees(span, x) else _nothing(table, span, x) for x in places.keys]
+        mask = torch.cat(rows, 2).unsqueeze(0)
+        if key_mask is not None:
+            mask = mask.masked_fill(~key_mask[:, None, None, :], -torch.inf)
+        seen = (mask > -torch.inf).any(-1, keepdim=True)
+        mask = torch.where(seen, mask, torch.zeros_like(mask))
+        q = query[:, :, span[0] : span[1]].flip(2)
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+        parts.append(out.masked_fill(~seen, 0).flip(2))
+    return torch.cat(parts, 2)
+
+
+def _nothing(table: Tensor, query: tuple[int, int], key: tuple[int, int]) -> Tensor:
+    return table.new_full((table.shape[0], query[1] - query[0], key[1] - key[0]), -torch.inf)
