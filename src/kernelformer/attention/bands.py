@@ -8,6 +8,7 @@ by exp(-s) per token serves every query ahead of it (`Scan`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,13 @@ class Sums:
         self.kv = like.new_zeros(rows, features, width)
         self.ks = like.new_zeros(rows, features, 1)
         self.ns = like.new_zeros(rows, 1, 1)
+        self.some = False  # whether anything was added
+
+    def copy(self) -> Sums:
+        """The same, on its own."""
+        other = copy(self)
+        other.shift, other.kv, other.ks, other.ns = (x.clone() for x in self.tensors)
+        return other
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -39,6 +47,7 @@ class Sums:
     def load(self, tensors: Sequence[Tensor]) -> None:
         """Go on from an earlier state."""
         self.shift, self.kv, self.ks, self.ns = (x.clone() for x in tensors)
+        self.some = True
 
     def move(self, decay: Tensor | None) -> None:
         """Let the sums fade by ``exp(-decay)``, (N, 1, 1)."""
@@ -57,6 +66,7 @@ class Sums:
 
     def add_keys(self, tile: Keys, fade: Tensor | None) -> None:
         """Take in a tile, key j times ``fade_j`` (N, 1, C)."""
+        self.some = True
         new = self.raise_to(tile.shift)
         gain = (tile.shift - new).exp_().transpose(1, 2)
         phi = tile.phi if fade is None else tile.phi * fade
@@ -178,6 +188,11 @@ class Block:
         """The inverse of `put`."""
         return self.rows(source, span).flip(1)
 
+    def note(self, target: Tensor, rows: Tensor, span: Span) -> None:
+        """Write rows that `rows` will read again, as they are."""
+        piece = target[self.block, :, span[0] : span[1]]
+        piece.copy_(rows.view(piece.shape))
+
     def sums(self) -> Sums:
         """Of nothing."""
         return Sums(self.tiles, self.n, self.call.features, self.call.value.shape[3], self.call.like)
@@ -270,12 +285,18 @@ class Scan:
             behind.append(self.waiting.pop(0))
         return behind
 
+    def copy(self) -> Scan:
+        """The sums as they are now, for a later reader."""
+        other = copy(self)
+        other.sums, other.waiting = self.sums.copy(), list(self.waiting)
+        return other
+
     def distance(self, span: Span, queries: bool) -> Tensor:
         """Of the tokens of a span from the edge."""
         return (self.block.call.positions(span, queries) - self.edge).abs().to(self.sums.kv.dtype)
 
-    def left(self, q: Queries, span: Span, unit: Tensor) -> tuple[Tensor, Tensor]:
-        """``left`` of queries ahead of the sums of keys, and the unit it is in."""
+    def left(self, base: Tensor, top: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """``left`` of queries ahead of the sums of keys, and the factor of each row, (N, C or 1, 1)."""
         assert self.tail is not None
-        own = unit - self.tail.rows(self.distance(span, True), False)
-        return self.block.tiles.left(q, self.sums.shift, own), own
+        tilt = self.tail.value if self.tail.slope is None else self.tail.rows(self.distance(span, True), False)
+        return self.block.tiles.at(base, self.sums.shift + tilt, top), tilt

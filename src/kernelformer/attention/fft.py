@@ -66,7 +66,8 @@ class Places:
         flat = factors.flatten(1)
         if self.layout.rows:
             flat = torch.nn.functional.pad(flat, (self.layout.cols - 1, self.layout.cols - 1))
-        return torch.fft.rfft(flat.flip(1), n=self.size)
+        spectrum: Tensor = torch.fft.rfft(flat.flip(1), n=self.size)
+        return spectrum
 
     def apply(self, spectrum: Tensor, x: Tensor) -> Tensor:
         """``sum_j factor_{j-i} x_j`` along the last axis, (..., S) -> (..., L)."""

@@ -26,16 +26,18 @@ from kernelformer.attention.relative_backward import Backward
 from kernelformer.attention.rescue import rescue
 from kernelformer.attention.signed import GUARD
 from kernelformer.attention.tiles import Keys, Queries
-from kernelformer.attention.toeplitz import Layout, Span
+from kernelformer.attention.toeplitz import CHUNK, Layout, Span
+
+HELD = 1 << 23  # numbers of sums that are kept while their chunks wait: 32 MiB in float32
 
 
-def _read(block: Block, scan: Scan, q: Queries, span: Span, unit: Tensor, rows: Rows) -> None:
+def _read(scan: Scan, base: Tensor, top: Tensor, span: Span, unit: Tensor, rows: Rows) -> None:
     """Add what the sums give."""
-    left, own = scan.left(q, span, unit)
+    left, tilt = scan.left(base, top, span)
     rows.num.baddbmm_(left, scan.sums.kv)
-    rows.den.baddbmm_(left, scan.sums.ks)
+    rows.den.add_(left.mul_(scan.sums.ks.transpose(1, 2)).sum(2, keepdim=True))
     if rows.ns is not None:
-        rows.ns.addcmul_((scan.sums.shift - own).exp_(), scan.sums.ns)
+        rows.ns.addcmul_((scan.sums.shift + tilt - unit).exp_(), scan.sums.ns)
 
 
 def _absorb(block: Block, scan: Scan, behind: Sequence[Span]) -> None:
@@ -45,40 +47,85 @@ def _absorb(block: Block, scan: Scan, behind: Sequence[Span]) -> None:
         scan.sums.add_keys(tile, scan.tail.fade(scan.distance(key, False), True))
 
 
-def _meet(block: Block, tile: Keys, q: Queries, span: Span, unit: Tensor, rows: Rows) -> None:
-    """Add what a tile gives."""
-    call = block.call
-    left = block.tiles.left(q, tile.shift, unit)
-    weights = torch.bmm(left, tile.phi, out=call.work.take("weights", *left.shape[:2], tile.phi.shape[2]))
-    call.bias.weigh(weights, span, tile.span)
-    rows.num.baddbmm_(weights, tile.v)
+def _meet(block: Block, tiles: Sequence[Keys], base: Tensor, top: Tensor, span: Span, unit: Tensor, rows: Rows) -> None:
+    """Add what some adjacent tiles give; several are put side by side, so that fewer and larger products do."""
+    call, take = block.call, block.call.work.take
+    key = (tiles[0].span[0], tiles[-1].span[1])
+    size = (base.shape[0], base.shape[1], key[1] - key[0])
+    if len(tiles) == 1:
+        tile = tiles[0]
+        weights = torch.bmm(block.tiles.at(base, tile.shift, top), tile.phi, out=take("weights", *size))
+        v = tile.v
+    else:
+        phi = take("phi", base.shape[0], base.shape[2], size[2])
+        for tile in tiles:
+            at = slice(tile.span[0] - key[0], tile.span[1] - key[0])
+            torch.mul(tile.phi, (tile.shift - top).exp_().transpose(1, 2), out=phi[:, :, at])
+        weights = torch.bmm(base, phi, out=take("weights", *size))
+        v = block.rows(call.value, key) if call.key_mask is None else torch.cat([x.v for x in tiles], 1)
+    call.bias.weigh(weights, span, key)
+    rows.num.baddbmm_(weights, v)
     rows.den.add_(weights.sum(2, keepdim=True))
     if rows.ns is not None:
-        assert tile.norms is not None
-        rows.ns.addcmul_((tile.shift - unit).exp_(), call.bias.row_sums(tile.norms, span, tile.span))
+        for tile in tiles:
+            assert tile.norms is not None
+            rows.ns.addcmul_((tile.shift - unit).exp_(), call.bias.row_sums(tile.norms, span, tile.span))
+
+
+def _side_by_side(tiles: Sequence[Keys], rows: int, layout: Layout) -> list[list[Keys]]:
+    """Adjacent tiles that make one matrix of at most `CHUNK` x `CHUNK`; tiles of a grid stay apart."""
+    groups: list[list[Keys]] = []
+    for tile in tiles:
+        if groups and not layout.rows and rows * (tile.span[1] - groups[-1][0].span[0]) <= CHUNK**2:
+            groups[-1].append(tile)
+        else:
+            groups.append([tile])
+    return groups
 
 
 def _largest(shifts: Sequence[Tensor], block: Block) -> Tensor:
-    top = block.tiles.empty_shift(block.n, block.call.features, block.call.like)
-    for shift in shifts:
+    if not shifts:
+        return block.tiles.empty_shift(block.n, block.call.features, block.call.like)
+    top = shifts[0]
+    for shift in shifts[1:]:
         top = torch.maximum(top, shift)
     return top
 
 
-def _right_sums(block: Block, far: list[Tensor]) -> None:
-    """From right to left: what the keys beyond the window on the right give, and the unit it is in."""
-    call = block.call
-    scan = Scan(block, 1, True, call.layout.S)
-    for span in reversed(call.bias.queries):
-        _absorb(block, scan, scan.to(*call.edges(span, True)))
-        q, rows = block.queries(span), block.empty_rows(span)
-        unit = block.tiles.unit(q, scan.sums.shift)
-        _read(block, scan, q, span, unit, rows)
-        parts = (rows.num, rows.den, unit, rows.ns)
-        for target, part in zip(far, parts, strict=False):
-            assert part is not None
-            block.put(target, part, span)
-    block.cache.clear()
+class _Rights:
+    """Sums of the keys beyond the window on the right of each chunk: scanned from right to left, read the other way.
+
+    As many are kept as fit into `HELD` numbers. Longer sequences go in segments: a first way notes the sums at their
+    ends, and each segment is scanned again when it is its turn.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self.block, call = block, block.call
+        self.spans = call.bias.queries
+        size = block.n * call.features * (call.value.shape[3] + 2)
+        self.room = max(1, HELD // max(size, 1))
+        self.kept: dict[int, Scan] = {}
+        self.ends: dict[int, Scan] = {}
+        scan = Scan(block, 1, True, call.layout.S)
+        if len(self.spans) > self.room:
+            for index in reversed(range(self.room, len(self.spans))):
+                _absorb(block, scan, scan.to(*call.edges(self.spans[index], True)))
+                if index % self.room == 0:
+                    self.ends[index // self.room] = scan.copy()
+        else:
+            self.ends[1] = scan
+
+    def at(self, index: int) -> Scan:
+        """For chunk number ``index``; to be asked in rising order."""
+        if index not in self.kept:
+            segment = index // self.room
+            self.kept = {}
+            last = min(len(self.spans), (segment + 1) * self.room)
+            scan = self.ends.pop(segment + 1, None) or Scan(self.block, 1, True, self.block.call.layout.S)
+            for i in reversed(range(index, last)):
+                _absorb(self.block, scan, scan.to(*self.block.call.edges(self.spans[i], True)))
+                self.kept[i] = scan.copy()
+        return self.kept.pop(index)
 
 
 def _finish(block: Block, rows: Rows, q: Queries, unit: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -121,35 +168,30 @@ def _forward(
     units, inverses = (query.new_zeros(B, H, L, 1, dtype=call.dtype) for _ in range(2))
     ends: list[list[Tensor]] = []
     for block in call.blocks():
-        far: list[Tensor] = []
-        if block.tail(1) is not None:
-            far = [call.like.new_empty(B, H, L, n) for n in (width, 1, 1, *([1] if block.tiles.guard else []))]
-            _right_sums(block, far)
+        rights = None if block.tail(1) is None else _Rights(block)
         scan = Scan(block, -1, True, call.layout.offset)
         if state:
             scan.sums.load([x[block.block].flatten(0, 1) for x in state])
-        for span in call.bias.queries:
+        for index, span in enumerate(call.bias.queries):
+            scans = [] if rights is None else [rights.at(index)]
             tiles = [block.keys(x) for x in call.band(span)]
-            shifts = [x.shift for x in tiles]
             if scan.tail is not None:
                 _absorb(block, scan, scan.to(*call.edges(span, True)))
-                shifts.append(scan.sums.shift)
+                scans.append(scan)
+            scans = [x for x in scans if x.sums.some]
             q, rows = block.queries(span), block.empty_rows(span)
-            unit = block.tiles.unit(q, _largest(shifts, block))
-            if far:
-                mine = [block.take(x, span) for x in far]
-                unit = torch.maximum(unit, mine[2])
-                share = (mine[2] - unit).exp_()
-                rows = Rows(mine[0] * share, mine[1] * share, mine[3] * share if rows.ns is not None else None)
-            if scan.tail is not None:
-                _read(block, scan, q, span, unit, rows)
-            for tile in tiles:
-                _meet(block, tile, q, span, unit, rows)
+            top = _largest([x.shift for x in tiles] + [x.sums.shift for x in scans], block)
+            base, unit = block.tiles.base(q, top)
+            for x in scans:
+                _read(x, base, top, span, unit, rows)
+            for group in _side_by_side(tiles, span[1] - span[0], call.layout):
+                _meet(block, group, base, top, span, unit, rows)
             y, inverse, lost = _finish(block, rows, q, unit)
             if lost is not None and bool(lost.any()):
                 rescue(block, span, lost.squeeze(2), y, inverse, state)
-            for target, part in ((out, y), (units, unit), (inverses, inverse)):
-                block.put(target, part, span)
+            block.put(out, y, span)
+            block.note(units, unit, span)
+            block.note(inverses, inverse, span)
         if keep >= 0:
             ends.append(_end(block, scan, keep))
     return out, units, inverses, [torch.cat(x) for x in zip(*ends, strict=True)] if ends else []

@@ -43,7 +43,7 @@ class Backward:
         """Queries with what is asked of them."""
         block = self.block
         g, out = block.take(self.grad, span), block.take(self.out, span)
-        unit, inverse = block.take(self.units, span), block.take(self.inverses, span)
+        unit, inverse = block.rows(self.units, span), block.rows(self.inverses, span)
         q = block.queries(span)
         q.grad = torch.zeros_like(q.phi)
         lost = inverse == AGAIN
@@ -104,7 +104,9 @@ class Backward:
     def ahead(self, scan: Scan, c: _Chunk) -> None:
         """Gradients of queries that read sums of keys, and of the tail's bias."""
         sums = scan.sums
-        left, own = scan.left(c.q, c.span, c.unit)
+        assert scan.tail is not None
+        own = c.unit - scan.tail.rows(scan.distance(c.span, True), False)
+        left = self.block.tiles.left(c.q, sums.shift, own)
         slope = torch.bmm(c.g_num, sums.kv.transpose(1, 2), out=self.work.take("slope", *left.shape))
         slope.addcmul_(c.g_den, sums.ks.transpose(1, 2))
         total = torch.linalg.vecdot(slope, left).sum(1) if self.call.bias.grad is not None else None

@@ -75,8 +75,12 @@ class Tiles(ABC):
         """Map a chunk (N, C, D)."""
 
     @abstractmethod
-    def unit(self, queries: Queries, shift: Tensor) -> Tensor:
-        """The unit r (N, Cq, 1) of rows that see nothing beyond ``shift``."""
+    def base(self, queries: Queries, top: Tensor) -> tuple[Tensor, Tensor]:
+        """``left`` for what is in units of ``top``, and the unit r (N, Cq, 1) of rows that see nothing beyond it."""
+
+    def at(self, base: Tensor, shift: Tensor, top: Tensor) -> Tensor:
+        """``left`` for what is in units of ``shift``, from that of ``top``, (N, Cq, M)."""
+        return torch.mul(base, (shift - top).exp_(), out=self.work.take("left", *base.shape))
 
     @abstractmethod
     def left(self, queries: Queries, shift: Tensor, unit: Tensor) -> Tensor:
@@ -123,9 +127,11 @@ class PositiveTiles(Tiles):
         zero = x.new_zeros(1, 1, features).expand(x.shape[0], 1, features)
         return Queries(x, self.chunks.queries(x, zero, self.work.take("lq", *x.shape[:2], features)))
 
-    def unit(self, queries: Queries, shift: Tensor) -> Tensor:
-        """``max_m (l_m(q_i) + shift_m)``."""
-        return torch.add(queries.phi, shift, out=self.work.take("unit", *queries.phi.shape)).amax(2, keepdim=True)
+    def base(self, queries: Queries, top: Tensor) -> tuple[Tensor, Tensor]:
+        """``r = max_m (l_m(q_i) + top_m)``."""
+        logs = torch.add(queries.phi, top, out=self.work.take("base", *queries.phi.shape))
+        unit = logs.amax(2, keepdim=True)
+        return logs.sub_(unit).exp_(), unit
 
     def left(self, queries: Queries, shift: Tensor, unit: Tensor) -> Tensor:
         """``exp(l(q) + shift - r)``."""
@@ -194,9 +200,9 @@ class SignedTiles(Tiles):
         self.chunks.features(x, "query", phi)
         return Queries(x, phi, self.lengths(phi) if self.guard else None)
 
-    def unit(self, queries: Queries, shift: Tensor) -> Tensor:
-        """The shift itself."""
-        return shift.expand(-1, queries.phi.shape[1], -1)
+    def base(self, queries: Queries, top: Tensor) -> tuple[Tensor, Tensor]:
+        """The unit is the shift itself."""
+        return queries.phi, top.expand(-1, queries.phi.shape[1], -1)
 
     def left(self, queries: Queries, shift: Tensor, unit: Tensor) -> Tensor:
         """``phi(q) exp(shift - r)``."""
