@@ -123,7 +123,7 @@ class Block:
         self.call, self.block, self.count = call, slice(first, last), last - first
         self.n = self.count * call.heads
         bound = spread(call.tensors, self.block, self.count, call.heads)
-        self.tiles, self.map = make_tiles(call.spec, bound, call.scale, learn, call.work)
+        self.tiles, self.map = make_tiles(call.spec, bound, call.scale, learn, call.work, call.unit)
         self.cache: dict[Span, Keys] = {}
         self.room = max(1, CACHE // max(1, self.n * call.features * call.chunk))
 
@@ -215,10 +215,11 @@ class Call:
         is_causal: bool,
         window: int,
         layout: Sequence[int],
+        unit: bool,
         learn_bias: bool = False,
     ) -> None:
         self.query, self.key, self.value, self.key_mask, self.tensors = query, key, value, key_mask, tensors
-        self.slope, self.spec, self.scale, self.window = slope, lookup(spec), scale, window
+        self.slope, self.spec, self.scale, self.window, self.unit = slope, lookup(spec), scale, window, unit
         self.heads = query.shape[1]
         self.features = self.spec.feature_dim(tensors, query.shape[3])
         self.dtype = compute_dtype(query.dtype)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.fft import fft_attention, is_safe
 from kernelformer.attention.relative import relative_attention
 from kernelformer.attention.toeplitz import Layout, constant_beyond
+from kernelformer.contract import compute_dtype
 
 ALGORITHMS = ("direct", "fft", "windowed")
 # Time of a transformed number over that of a multiplication in a tile, measured; see `faster_by_fft`.
@@ -42,6 +44,7 @@ def biased_attention(
     algorithm: str | None = None,
     window: int | None = None,
     slope: Tensor | None = None,
+    unit: bool = False,
     **common: Any,
 ) -> Tensor:
     """Attend with a relative bias by the algorithm of that name, or by the best one; else as `relative_attention`.
@@ -54,26 +57,33 @@ def biased_attention(
             show; else `direct`.
         window: the distance beyond which the bias is a straight line, if known.
         slope: (H), of that line.
+        unit: divide queries and keys by their L2 norm first.
         common: spec, tensors, scale, key_mask, is_causal.
     """
-    if algorithm == "fft":
-        return fft_attention(query, key, value, bias, layout=layout, **common)
-    if algorithm != "direct" and window is None:
+    chosen = algorithm
+    if algorithm != "direct" and algorithm != "fft" and window is None:
         window = find_window(bias, layout)
-    if algorithm == "windowed" and window is None:
+    if algorithm is None and window is None:
+        is_causal = common.get("is_causal", False)
+        looks = not torch.compiler.is_compiling() and not query.is_meta
+        if looks and faster_by_fft(features, value.shape[3], layout, is_causal):
+            near = _units(query, key, unit, common.get("key_mask"))
+            chosen = "fft" if is_safe(*near, bias, layout=layout, **common) else "direct"
+    if chosen == "fft":
+        near = _units(query, key, unit, common.get("key_mask"))
+        return fft_attention(*near, value, bias, layout=layout, **common)
+    if chosen == "windowed" and window is None:
         window = max(layout.L, layout.S)
-    if algorithm is None and window is None and _fft_chosen(query, key, value, bias, features, layout, common):
-        return fft_attention(query, key, value, bias, layout=layout, **common)
-    if algorithm == "direct":
+    if chosen == "direct":
         window = slope = None
-    return relative_attention(query, key, value, bias, window=window, slope=slope, layout=layout, **common)[0]
+    common |= {"window": window, "slope": slope, "layout": layout, "unit": unit}
+    return relative_attention(query, key, value, bias, **common)[0]
 
 
-def _fft_chosen(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, features: int, layout: Layout, common: dict[str, Any]
-) -> bool:
-    if torch.compiler.is_compiling() or query.is_meta:
-        return False
-    if not faster_by_fft(features, value.shape[3], layout, common.get("is_causal", False)):
-        return False
-    return is_safe(query, key, bias, layout=layout, **common)
+def _units(query: Tensor, key: Tensor, unit: bool, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not unit:
+        return query, key
+    if key_mask is not None:  # the gradient of a norm must not see what the mask hides
+        key = key.masked_fill(~key_mask[:, None, :, None], 0)
+    dtype = compute_dtype(query.dtype)
+    return F.normalize(query.to(dtype), dim=-1), F.normalize(key.to(dtype), dim=-1)

@@ -159,9 +159,10 @@ def _forward(
     is_causal: bool,
     window: int,
     layout: list[int],
+    unit: bool,
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    call = Call(query, key, value, key_mask, tensors, bias, slope, spec, scale, is_causal, window, layout)
+    call = Call(query, key, value, key_mask, tensors, bias, slope, spec, scale, is_causal, window, layout, unit)
     B, H, L, _ = query.shape
     width = value.shape[3]
     out = query.new_empty(B, H, L, width)
@@ -181,16 +182,16 @@ def _forward(
             scans = [x for x in scans if x.sums.some]
             q, rows = block.queries(span), block.empty_rows(span)
             top = _largest([x.shift for x in tiles] + [x.sums.shift for x in scans], block)
-            base, unit = block.tiles.base(q, top)
+            base, size = block.tiles.base(q, top)
             for x in scans:
-                _read(x, base, top, span, unit, rows)
+                _read(x, base, top, span, size, rows)
             for group in _side_by_side(tiles, span[1] - span[0], call.layout):
-                _meet(block, group, base, top, span, unit, rows)
-            y, inverse, lost = _finish(block, rows, q, unit)
+                _meet(block, group, base, top, span, size, rows)
+            y, inverse, lost = _finish(block, rows, q, size)
             if lost is not None and bool(lost.any()):
                 rescue(block, span, lost.squeeze(2), y, inverse, state)
             block.put(out, y, span)
-            block.note(units, unit, span)
+            block.note(units, size, span)
             block.note(inverses, inverse, span)
         if keep >= 0:
             ends.append(_end(block, scan, keep))
@@ -227,6 +228,7 @@ def _(
     is_causal: bool,
     window: int,
     layout: list[int],
+    unit: bool,
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     like = query.new_empty(*query.shape[:3], 1, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
@@ -257,10 +259,13 @@ def _backward(
     is_causal: bool,
     window: int,
     layout: list[int],
+    unit: bool,
     learn: bool,
     learn_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    call = Call(query, key, value, key_mask, tensors, bias, slope, spec, scale, is_causal, window, layout, learn_bias)
+    call = Call(
+        query, key, value, key_mask, tensors, bias, slope, spec, scale, is_causal, window, layout, unit, learn_bias
+    )
     grads = [torch.zeros(x.shape, dtype=call.dtype, device=x.device) for x in (query, key, value)]
     totals = [torch.zeros_like(x) for x in tensors] if learn else []
     for block in call.blocks(learn):
@@ -291,6 +296,7 @@ def _(
     is_causal: bool,
     window: int,
     layout: list[int],
+    unit: bool,
     learn: bool,
     learn_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
@@ -300,7 +306,7 @@ def _(
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     query, key, value, key_mask, tensors, bias, slope, state, ctx.spec, ctx.scale, *rest = inputs
-    ctx.is_causal, ctx.window, ctx.layout, _ = rest
+    ctx.is_causal, ctx.window, ctx.layout, ctx.unit, _ = rest
     out, units, inverses, _ = output
     ctx.set_materialize_grads(False)
     ctx.counts = (len(tensors), len(state))
@@ -311,7 +317,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 def _grad(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     tensors, states = ctx.counts
     if grad is None:
-        return (None,) * 4 + ([None] * tensors, None, None, [None] * states) + (None,) * 6
+        return (None,) * 4 + ([None] * tensors, None, None, [None] * states) + (None,) * 7
     query, key, value, key_mask, bias, slope, out, units, inverses, *rest = ctx.saved_tensors
     dq, dk, dv, d_bias, totals = _backward(
         grad,
@@ -331,10 +337,11 @@ def _grad(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         ctx.is_causal,
         ctx.window,
         ctx.layout,
+        ctx.unit,
         *ctx.learn,
     )
     learned = totals if ctx.learn[0] else [None] * tensors
-    return (dq, dk, dv, None, learned, d_bias if ctx.learn[1] else None, None, [None] * states) + (None,) * 6
+    return (dq, dk, dv, None, learned, d_bias if ctx.learn[1] else None, None, [None] * states) + (None,) * 7
 
 
 _forward.register_autograd(_grad, setup_context=_save)
@@ -354,6 +361,7 @@ def relative_attention(
     window: int | None = None,
     slope: Tensor | None = None,
     layout: Layout | None = None,
+    unit: bool = False,
     state: Sequence[Tensor] = (),
     keep: int | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -373,6 +381,7 @@ def relative_attention(
             gradient of a tail goes to the entry at the window.
         slope: (H), the fall of that line per token; None: it is level.
         layout: of the tokens; default: a sequence whose queries start with the keys.
+        unit: divide queries and keys by their L2 norm first.
         state: sums of earlier keys, all of them beyond the window, as this function returned them.
         keep: also return the sums of all keys but the last ``keep``.
 
@@ -395,6 +404,7 @@ def relative_attention(
         is_causal,
         NO_WINDOW if window is None else window,
         place,
+        unit,
         -1 if keep is None else keep,
     )
     return out, end

@@ -32,19 +32,20 @@ class _Weights:
     weights: Tensor  # (l, C) or (N, Cq, C): normalized
     phi: Tensor  # (M, C) logarithms, or (N, C, M) values
     extra: Tensor | None = None
+    size: Tensor | None = None
 
 
-def _piece(block: Block, n: int, key: Span) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and hidden of one row of the block."""
+def _piece(block: Block, n: int, key: Span) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Keys and what they were divided by, values and hidden of one row of the block."""
     call = block.call
     sample, head = block.block.start + n // call.heads, n % call.heads
     at = slice(key[0], key[1])
     k, v = (x[sample, head, at].to(call.dtype).unsqueeze(0) for x in (call.key, call.value))
-    if call.key_mask is None:
-        return k, v, None
-    hidden = ~call.key_mask[sample, at]
-    gone = hidden.view(1, -1, 1)
-    return k.masked_fill(gone, 0), v.masked_fill(gone, 0), hidden
+    hidden = None
+    if call.key_mask is not None:
+        hidden = ~call.key_mask[sample, at]
+        k, v = (x.masked_fill(hidden.view(1, -1, 1), 0) for x in (k, v))
+    return *block.tiles.directions(k), v, hidden
 
 
 def _lost_rows(lost: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -77,19 +78,19 @@ def _positive(
     assert isinstance(block.tiles, PositiveTiles)
     call = block.call
     one = block.tiles.chunks.at(n)
-    x = block.rows(call.query, span).flip(1)[n : n + 1, index]
+    x, _ = block.tiles.directions(block.rows(call.query, span).flip(1)[n : n + 1, index])
     features = call.features
     lq = one.queries(x, x.new_zeros(1, 1, features), x.new_empty(1, x.shape[1], features))[0]
     tiles, logits = [], []
     for key in call.bias.keys:
         if not call.bias.sees(span, key):
             continue
-        k, v, hidden = _piece(block, n, key)
+        k, size, v, hidden = _piece(block, n, key)
         lk = one.keys(k, k.new_empty(1, features, k.shape[1]))[0]
         if hidden is not None:
             lk = lk.masked_fill(hidden, -torch.inf)
         scores = (lq.unsqueeze(2) + lk).logsumexp(1) + call.bias.log_rows(span, key)[n % call.heads, index]
-        tiles.append(_Weights(key, k, v, hidden, scores, lk))
+        tiles.append(_Weights(key, k, v, hidden, scores, lk, size=size))
         logits.append(scores)
     values = [t.v[0] for t in tiles]
     if state:
@@ -189,7 +190,8 @@ def rescue_backward(
             pairs.mul_(slopes.unsqueeze(1))
             dlq += pairs.sum(2)
             at = slice(t.key[0], t.key[1])
-            dk = one.pull_keys(t.x, pairs.sum(0, keepdim=True), torch.empty_like(t.x))[0]
+            dk = one.pull_keys(t.x, pairs.sum(0, keepdim=True), torch.empty_like(t.x))
+            dk = block.tiles.through(dk, t.x, t.size)[0]
             dv = t.weights.T @ mine
             if t.hidden is not None:
                 dk, dv = (z.masked_fill(t.hidden.unsqueeze(1), 0) for z in (dk, dv))
@@ -206,8 +208,9 @@ def rescue_backward(
             far = (lq + shift + ks.log().squeeze(1)).softmax(1) * rest
             mean = kv / ks.clamp_min(torch.finfo(ks.dtype).tiny)
             dlq += far * (mine @ mean.T - delta)
-        x = block.rows(call.query, span).flip(1)[n : n + 1, index]
-        grads.dq[n, index] += one.pull_queries(x, dlq.unsqueeze(0), torch.empty_like(x))[0]
+        x, size = block.tiles.directions(block.rows(call.query, span).flip(1)[n : n + 1, index])
+        dx = one.pull_queries(x, dlq.unsqueeze(0), torch.empty_like(x))
+        grads.dq[n, index] += block.tiles.through(dx, x, size)[0]
 
 
 def _signed_backward(block: Block, span: Span, g: Tensor, out: Tensor, grads: RowGrads) -> None:
@@ -238,6 +241,7 @@ def _signed_backward(block: Block, span: Span, g: Tensor, out: Tensor, grads: Ro
                 grad = grad + along * t.phi / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
         log_grad = logs.sum(1).unsqueeze(2) if tile.factor is not None else None
         dk = block.tiles.chunks.pull(t.x, "key", t.phi, grad, log_grad, torch.empty_like(t.x))
+        dk = block.tiles.through(dk, tile.x, tile.size)
         dv = t.weights.transpose(1, 2) @ g
         for target, part in ((grads.dk, dk), (grads.dv, dv)):
             if t.hidden is not None:

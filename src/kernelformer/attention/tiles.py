@@ -22,6 +22,8 @@ from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.toeplitz import Span
 from kernelformer.contract import PositiveChunks, PositiveSpec, SignedChunks, SignedSpec, Spec, Workspace
 
+TINY = 1e-12  # a row shorter than this is not made longer than itself times 1e12, as `torch.nn.functional.normalize`
+
 
 @dataclass
 class Keys:
@@ -33,6 +35,7 @@ class Keys:
     hidden: Tensor | None  # (N, C) bool
     phi: Tensor  # (N, M, C) in units of shift
     shift: Tensor  # (N, 1, M) or (N, 1, 1)
+    size: Tensor | None = None  # (N, C, 1): what x was divided by, if it was
     norms: Tensor | None = None  # (N, 1, C), for the guard, in the same units
     raw: Tensor | None = None  # (N, C, M): signed features without their factor
     factor: Tensor | None = None  # (N, C, 1)
@@ -53,6 +56,7 @@ class Queries:
 
     x: Tensor  # (N, C, D)
     phi: Tensor  # (N, C, M): logarithms for positive maps, values for signed ones
+    size: Tensor | None = None  # (N, C, 1): what x was divided by, if it was
     norms: Tensor | None = None  # (N, C, 1), for the guard
     grad: Tensor | None = None  # of phi
     norm_grad: Tensor | None = None
@@ -63,8 +67,22 @@ class Tiles(ABC):
 
     guard = False
 
-    def __init__(self, work: Workspace) -> None:
-        self.work = work
+    def __init__(self, work: Workspace, unit: bool) -> None:
+        self.work, self.unit = work, unit
+
+    def directions(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows (N, C, D) as the map sees them, and what they were divided by; with `unit`, their L2 norm."""
+        if not self.unit:
+            return x, None
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(TINY)
+        return x / size, size
+
+    @staticmethod
+    def through(grad: Tensor, x: Tensor, size: Tensor | None) -> Tensor:
+        """The gradient at the rows themselves, from that at their directions x; in place."""
+        if size is None:
+            return grad
+        return grad.addcmul_(x, torch.linalg.vecdot(grad, x).unsqueeze(-1), value=-1).div_(size)
 
     @abstractmethod
     def keys(self, span: Span, x: Tensor, v: Tensor, hidden: Tensor | None, features: int) -> Keys:
@@ -110,22 +128,24 @@ class Tiles(ABC):
 class PositiveTiles(Tiles):
     """By logarithms, with a shift per feature."""
 
-    def __init__(self, chunks: PositiveChunks, work: Workspace) -> None:
-        super().__init__(work)
+    def __init__(self, chunks: PositiveChunks, work: Workspace, unit: bool) -> None:
+        super().__init__(work, unit)
         self.chunks = chunks
 
     def keys(self, span: Span, x: Tensor, v: Tensor, hidden: Tensor | None, features: int) -> Keys:
         """``phi = exp(l(k) - shift)``, shift the largest of the tile."""
+        x, size = self.directions(x)
         logs = self.chunks.keys(x, x.new_empty(x.shape[0], features, x.shape[1]))
         if hidden is not None:
             logs.masked_fill_(hidden.unsqueeze(1), -torch.inf)
         shift = logs.amax(2, keepdim=True).clamp_min(EMPTY)
-        return Keys(span, x, v, hidden, logs.sub_(shift).exp_(), shift.transpose(1, 2))
+        return Keys(span, x, v, hidden, logs.sub_(shift).exp_(), shift.transpose(1, 2), size)
 
     def queries(self, x: Tensor, features: int) -> Queries:
         """Logarithms."""
+        x, size = self.directions(x)
         zero = x.new_zeros(1, 1, features).expand(x.shape[0], 1, features)
-        return Queries(x, self.chunks.queries(x, zero, self.work.take("lq", *x.shape[:2], features)))
+        return Queries(x, self.chunks.queries(x, zero, self.work.take("lq", *x.shape[:2], features)), size)
 
     def base(self, queries: Queries, top: Tensor) -> tuple[Tensor, Tensor]:
         """``r = max_m (l_m(q_i) + top_m)``."""
@@ -149,19 +169,23 @@ class PositiveTiles(Tiles):
     def pull_queries(self, queries: Queries) -> Tensor:
         """Through the map."""
         assert queries.grad is not None
-        return self.chunks.pull_queries(queries.x, queries.grad, self.work.take("dxq", *queries.x.shape))
+        grad = self.chunks.pull_queries(queries.x, queries.grad, self.work.take("dxq", *queries.x.shape))
+        return self.through(grad, queries.x, queries.size)
 
     def pull_keys(self, keys: Keys) -> Tensor:
         """Through the map."""
         assert keys.grad is not None
-        return self.chunks.pull_keys(keys.x, keys.grad.mul_(keys.phi), self.work.take("dxk", *keys.x.shape))
+        grad = self.chunks.pull_keys(keys.x, keys.grad.mul_(keys.phi), self.work.take("dxk", *keys.x.shape))
+        return self.through(grad, keys.x, keys.size)
 
 
 class SignedTiles(Tiles):
     """By values, with one shift per tile for the keys' log factors, and the guard's sums of lengths."""
 
-    def __init__(self, chunks: SignedChunks, work: Workspace, nonnegative: bool, length: float | None) -> None:
-        super().__init__(work)
+    def __init__(
+        self, chunks: SignedChunks, work: Workspace, unit: bool, nonnegative: bool, length: float | None
+    ) -> None:
+        super().__init__(work, unit)
         self.chunks, self.guard, self.length = chunks, not nonnegative, length
 
     def empty_shift(self, rows: int, features: int, like: Tensor) -> Tensor:
@@ -177,6 +201,7 @@ class SignedTiles(Tiles):
 
     def keys(self, span: Span, x: Tensor, v: Tensor, hidden: Tensor | None, features: int) -> Keys:
         """``phi = phi(k) exp(f - shift)``."""
+        x, divided = self.directions(x)
         raw = x.new_empty(*x.shape[:2], features)
         factor = self.chunks.features(x, "key", raw)
         if hidden is not None:
@@ -187,18 +212,19 @@ class SignedTiles(Tiles):
             norms = norms.masked_fill(hidden.unsqueeze(2), 0)
         if factor is None:
             shift = x.new_zeros(x.shape[0], 1, 1)
-            return Keys(span, x, v, hidden, raw.transpose(1, 2), shift, _across(norms), raw)
+            return Keys(span, x, v, hidden, raw.transpose(1, 2), shift, divided, _across(norms), raw)
         factor = factor.clone()
         shift = factor.amax(1, keepdim=True)
         size = (factor - shift).exp_()
         norms = None if norms is None else norms * size
-        return Keys(span, x, v, hidden, (raw * size).transpose(1, 2), shift, _across(norms), raw, factor)
+        return Keys(span, x, v, hidden, (raw * size).transpose(1, 2), shift, divided, _across(norms), raw, factor)
 
     def queries(self, x: Tensor, features: int) -> Queries:
         """Values."""
+        x, size = self.directions(x)
         phi = self.work.take("lq", *x.shape[:2], features)
         self.chunks.features(x, "query", phi)
-        return Queries(x, phi, self.lengths(phi) if self.guard else None)
+        return Queries(x, phi, size, self.lengths(phi) if self.guard else None)
 
     def base(self, queries: Queries, top: Tensor) -> tuple[Tensor, Tensor]:
         """The unit is the shift itself."""
@@ -223,9 +249,9 @@ class SignedTiles(Tiles):
         if queries.norm_grad is not None and self.length is None:
             assert queries.norms is not None
             queries.grad.addcmul_(queries.norm_grad, _unit(queries.phi, queries.norms))
-        return self.chunks.pull(
-            queries.x, "query", queries.phi, queries.grad, None, self.work.take("dxq", *queries.x.shape)
-        )
+        out = self.work.take("dxq", *queries.x.shape)
+        grad = self.chunks.pull(queries.x, "query", queries.phi, queries.grad, None, out)
+        return self.through(grad, queries.x, queries.size)
 
     def pull_keys(self, keys: Keys) -> Tensor:
         """Of the features and of their log factor."""
@@ -245,7 +271,7 @@ class SignedTiles(Tiles):
                 size = 1.0 if keys.factor is None else (keys.factor - keys.shift).exp_()
                 grad.add_(along * size * _unit(keys.raw, self.lengths(keys.raw)))
         out = self.work.take("dxk", *keys.x.shape)
-        return self.chunks.pull(keys.x, "key", keys.raw, grad, log_grad, out)
+        return self.through(self.chunks.pull(keys.x, "key", keys.raw, grad, log_grad, out), keys.x, keys.size)
 
 
 def _across(norms: Tensor | None) -> Tensor | None:
@@ -257,12 +283,12 @@ def _unit(phi: Tensor, norm: Tensor) -> Tensor:
 
 
 def make_tiles(
-    spec: Spec, tensors: Sequence[Tensor], scale: float, learn: bool, work: Workspace
+    spec: Spec, tensors: Sequence[Tensor], scale: float, learn: bool, work: Workspace, unit: bool
 ) -> tuple[Tiles, PositiveChunks | SignedChunks]:
     """Bind a spec to the rows of a block, normalized; also the bound map, whose `tensor_grads` can be asked."""
     if isinstance(spec, PositiveSpec):
         positive = spec.bind(tensors, scale, True, learn)
-        return PositiveTiles(positive, work), positive
+        return PositiveTiles(positive, work, unit), positive
     assert isinstance(spec, SignedSpec)
     signed = spec.bind(tensors, scale, True, learn)
-    return SignedTiles(signed, work, spec.nonnegative, spec.length(True)), signed
+    return SignedTiles(signed, work, unit, spec.nonnegative, spec.length(True)), signed

@@ -46,6 +46,7 @@ class AttentionCore(nn.Module):
 
     takes_gate = False
     takes_bias = False
+    units_inside = False  # whether a method with a bias normalizes queries and keys itself, without copies
 
     def __init__(
         self, method: str, *, head_dim: int, num_heads: int, scale: float | None = None, normalize_qk: bool = False
@@ -171,8 +172,9 @@ class AttentionCore(nn.Module):
             raise ValueError(f"{names} go with a bias, and none was given.")
         self._check_gate(gate)
         dtype = query.dtype
-        query, key = self._units(query, key, key_mask)
-        value = value.to(query.dtype)
+        if checked is None or not self.units_inside:
+            query, key = self._units(query, key, key_mask)
+            value = value.to(query.dtype)
         out, after = self._attend(
             Call(query, key, value, is_causal, key_mask, scale, state, gate, query_mask, checked, return_state)
         )

@@ -109,9 +109,17 @@ class KernelCore(AttentionCore):
             out, after = causal_attention(*inputs, **common, state=past)
             return out, self._state(after, call.state, call.key.shape[2], call.scale, prepared)
 
+    @property
+    def units_inside(self) -> bool:  # type: ignore[override]
+        """Unless landmarks have to be chosen among unit vectors."""
+        return not self.feature_map.sees_sequence
+
     def _attend_with_bias(self, call: Call, prepared: Prepared) -> tuple[Tensor, State | None]:
         bias = call.bias
         assert bias is not None
+        if self.units_inside and (call.streams or call.state is not None):
+            query, unit_key = self._units(call.query, call.key, call.key_mask)
+            call = replace(call, query=query, key=unit_key)
         key, value = (self._per_head(x) for x in (call.key, call.value))
         common: dict[str, Any] = {"spec": self.feature_map.key, "tensors": prepared.tensors, "scale": call.scale}
         if not call.streams and call.state is None:
@@ -127,6 +135,7 @@ class KernelCore(AttentionCore):
                 slope=bias.slope,
                 key_mask=call.key_mask,
                 is_causal=call.is_causal,
+                unit=self.normalize_qk and self.units_inside,
                 **common,
             )
             return out, None
