@@ -131,15 +131,21 @@ def test_scales_and_eps(core):
         kf.build_attention("relu", head_dim=8, num_heads=4, eps=-0.5)
 
 
-def test_a_bias_is_refused_by_every_method():
+def test_a_bias_is_taken_or_refused_by_name():
     q, k, v = inputs(5, dtype=torch.float32)
+    refuses = set()
     for method in kf.list_methods():
         needs = {"max_length": 9} if method == "linformer" else {}
         core = kf.build_attention(method, head_dim=8, num_heads=4, **needs)
-        with raises(r"takes no relative position bias, got bias of shape \(4, 9\)"):
-            core(q, k, v, bias=torch.zeros(4, 9))
-        with raises("got algorithm='fft'"):
+        with raises("algorithm only mean something with a bias, and none was given"):
             core(q, k, v, algorithm="fft")
+        if core.takes_bias:
+            assert core(q, k, v, bias=torch.zeros(4, 9)).isfinite().all()
+            continue
+        refuses.add(method)
+        with raises(r"takes no relative position bias, got bias of shape \(4, 9\)"):
+            core(q, k, v, bias=torch.zeros(4, 9), is_causal=method == "rfa-gate")
+    assert refuses == {"gaussian", "skyformer", "nystromformer", "linformer", "rfa-gate"}
 
 
 def test_states_that_do_not_fit(core):
@@ -191,8 +197,9 @@ def test_states_where_there_can_be_none(core):
         core.step(q[:, :, :1], None, v[:, :, :1])
     with raises("step takes one token, got 5 queries and 5 keys"):
         core.step(q, k, v)
+    plain = kf.build_attention("favor+", head_dim=8, num_heads=4, normalize=False)
     with raises("takes no relative position bias"):
-        core.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], bias=torch.zeros(4, 3))
+        plain.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], bias=torch.zeros(4, 3))
 
 
 @pytest.mark.parametrize("method", ["softmax", "gaussian"])
@@ -211,7 +218,7 @@ def test_layers():
     with raises("num_kv_heads must divide num_heads, got 3 and 4"):
         kf.KernelAttention(32, 4, num_kv_heads=3)
     with raises(r"takes no relative positions, got relative='1d'"):
-        kf.KernelAttention(32, 4, relative="1d")
+        kf.KernelAttention(32, 4, "gaussian", relative="1d", max_distance=3)
     with raises("unknown option for method 'softmax', 'num_features'"):
         kf.KernelAttention(32, 4, "softmax", num_features=8)
     layer = kf.KernelAttention(32, 4)

@@ -71,6 +71,14 @@ def test_every_map_and_algorithm_follows_the_definition(variant, algorithm, caus
            mask=padding(2, 37), tolerance=1e-8 if algorithm == "fft" else 1e-9)  # fmt: skip
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("variant", ["skyformer softmax", "skyformer aligned", "skyformer learned softmax"])
+def test_landmarks_of_the_softmax_kernel_carry_a_bias(variant, algorithm):
+    for causal in (False, True) if "learned" in variant else (False,):
+        agrees(variant, 37, 37, algorithm=algorithm, causal=causal, window=6 if algorithm == "windowed" else None,
+               mask=padding(2, 37), tolerance=1e-7)  # fmt: skip
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("L", "S"), [(1, 1), (2, 2), (16, 16), (17, 15), (33, 50), (50, 33), (64, 64)])
@@ -405,8 +413,8 @@ BAD = [
     ({"bias": torch.zeros(H, 25), "algorithm": "slow"}, "unknown algorithm 'slow'"),
     ({"bias": torch.zeros(H, 25), "slope": torch.ones(H)}, "max_distance, which was not given"),
     ({"bias": torch.zeros(H, 25), "slope": torch.ones(3), "max_distance": 2}, r"slope must be \(heads\) = \(4,\)"),
-    ({"algorithm": "direct"}, "algorithm go with a bias"),
-    ({"max_distance": 3}, "max_distance go with a bias"),
+    ({"algorithm": "direct"}, "algorithm only mean something with a bias"),
+    ({"max_distance": 3}, "max_distance only mean something with a bias"),
 ]
 
 

@@ -226,7 +226,7 @@ class Call:
         self.work = Workspace(self.dtype, query.device)
         self.like = query.new_empty(0, dtype=self.dtype)
         self.layout = Layout(*layout)
-        self.chunk = CHUNK if window == NO_WINDOW else min(CHUNK, max(64, -(-window // 64) * 64))
+        self.chunk = CHUNK if window == NO_WINDOW else min(CHUNK, max(128, -(-window // 64) * 64))
         self.bias = Toeplitz(bias.to(self.dtype), self.layout, self.chunk, is_causal, learn_bias)
 
     def blocks(self, learn: bool = False) -> list[Block]:

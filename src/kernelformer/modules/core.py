@@ -168,8 +168,10 @@ class AttentionCore(nn.Module):
             )
         elif algorithm is not None or max_distance is not None or slope is not None or num_prefix:
             given = {"algorithm": algorithm, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
-            names = ", ".join(name for name, x in given.items() if x)
-            raise ValueError(f"{names} go with a bias, and none was given.")
+            names = ", ".join(
+                name for name, x in given.items() if x is not None and not (name == "num_prefix" and x == 0)
+            )
+            raise ValueError(f"{names} only mean something with a bias, and none was given.")
         self._check_gate(gate)
         dtype = query.dtype
         if checked is None or not self.units_inside:
