@@ -191,7 +191,7 @@ def tables(found: Found) -> list[Table]:
             [
                 (
                     (name, str(n), label),
-                    [f"{x.mean:.3g} ({x.median:.3g})" for x in (found.errors[name, n, label, m] for m in features)],
+                    [f"{x.mean:.2g} ({x.median:.2g})" for x in (found.errors[name, n, label, m] for m in features)],
                 )
                 for name, n, label in errors
             ],
