@@ -19,8 +19,9 @@ from kernelformer.attention.tiles import Keys, Queries, Tiles, make_tiles
 from kernelformer.attention.toeplitz import CHUNK, Layout, Span, Toeplitz
 from kernelformer.contract import Workspace, compute_dtype, lookup
 
-CACHE = 1 << 22  # numbers of mapped keys that are kept for the next chunk of queries: 16 MiB in float32
+CACHE = 1 << 23  # numbers of mapped keys that are kept for the next chunk of queries: 32 MiB in float32
 NO_WINDOW = -1
+MARGIN = 4.0  # sums may be e^-4 of their unit, which costs no digits
 
 
 class Sums:
@@ -35,8 +36,8 @@ class Sums:
 
     def copy(self) -> Sums:
         """The same, on its own."""
-        other = copy(self)
-        other.shift, other.kv, other.ks, other.ns = (x.clone() for x in self.tensors)
+        other = copy(self)  # the shift is never changed in place
+        other.kv, other.ks, other.ns = (x.clone() for x in (self.kv, self.ks, self.ns))
         return other
 
     @property
@@ -55,8 +56,10 @@ class Sums:
             self.shift = self.shift - decay
 
     def raise_to(self, shift: Tensor) -> Tensor:
-        """Make the unit at least ``shift``; returns it."""
-        new = torch.maximum(self.shift, shift)
+        """Make the unit at least ``shift``; returns it. It is raised by more than that, so as to be raised seldom."""
+        if not bool((shift > self.shift).any()):
+            return self.shift
+        new = torch.where(shift > self.shift, shift + MARGIN, self.shift)
         keep = (self.shift - new).exp_()
         self.kv.mul_(keep.transpose(1, 2))
         self.ks.mul_(keep.transpose(1, 2))
@@ -226,7 +229,9 @@ class Call:
         self.work = Workspace(self.dtype, query.device)
         self.like = query.new_empty(0, dtype=self.dtype)
         self.layout = Layout(*layout)
-        self.chunk = CHUNK if window == NO_WINDOW else min(CHUNK, max(128, -(-window // 64) * 64))
+        self.chunk = CHUNK
+        if window != NO_WINDOW:  # few heads make small matrices, which want longer chunks
+            self.chunk = min(CHUNK, max(128 if query.shape[0] * self.heads > 3 else CHUNK, -(-window // 64) * 64))
         self.bias = Toeplitz(bias.to(self.dtype), self.layout, self.chunk, is_causal, learn_bias)
 
     def blocks(self, learn: bool = False) -> list[Block]:

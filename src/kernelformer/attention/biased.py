@@ -15,7 +15,7 @@ from kernelformer.contract import compute_dtype
 
 ALGORITHMS = ("direct", "fft", "windowed")
 # Time of a transformed number over that of a multiplication in a tile, measured; see `faster_by_fft`.
-TRANSFORM = 25.0
+TRANSFORM = 250.0
 
 
 def faster_by_fft(features: int, width: int, layout: Layout, is_causal: bool) -> bool:
