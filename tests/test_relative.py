@@ -412,7 +412,7 @@ BAD = [
     ({"bias": torch.zeros(H, 25), "num_prefix": 1}, "num_prefix=1 is for tokens before a grid"),
     ({"bias": torch.zeros(H, 25), "algorithm": "slow"}, "unknown algorithm 'slow'"),
     ({"bias": torch.zeros(H, 25), "slope": torch.ones(H)}, "max_distance, which was not given"),
-    ({"bias": torch.zeros(H, 25), "slope": torch.ones(3), "max_distance": 2}, r"slope must be \(heads\) = \(4,\)"),
+    ({"bias": torch.zeros(H, 25), "slope": torch.ones(3), "max_distance": 2}, r"slope must be a floating point tensor \(heads\) = \(4,\)"),
     ({"algorithm": "direct"}, "algorithm only mean something with a bias"),
     ({"max_distance": 3}, "max_distance only mean something with a bias"),
 ]

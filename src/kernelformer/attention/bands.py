@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.blocks import BUFFER, spans, spread, visible_pair
+from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.tiles import Keys, Queries, Tiles, make_tiles
 from kernelformer.attention.toeplitz import CHUNK, Layout, Span, Toeplitz
 from kernelformer.contract import Workspace, compute_dtype, lookup
@@ -300,6 +301,11 @@ class Scan:
     def distance(self, span: Span, queries: bool) -> Tensor:
         """Of the tokens of a span from the edge."""
         return (self.block.call.positions(span, queries) - self.edge).abs().to(self.sums.kv.dtype)
+
+    def highest(self, span: Span) -> Tensor:
+        """No less than what the sums give to the rows of a chunk: a shift, with a slope one for every row."""
+        assert self.tail is not None
+        return (self.sums.shift + self.tail.rows(self.distance(span, True), False)).clamp_min(EMPTY)
 
     def left(self, base: Tensor, top: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """``left`` of queries ahead of the sums of keys, and the factor of each row, (N, C or 1, 1)."""

@@ -25,11 +25,11 @@ def faster_by_fft(features: int, width: int, layout: Layout, is_causal: bool) ->
     return TRANSFORM * features * (width + 1) * n * (4 if layout.rows else 1) < tiles
 
 
-def find_window(bias: Tensor, layout: Layout) -> int | None:
+def find_window(bias: Tensor, layout: Layout, is_causal: bool = False) -> int | None:
     """The distance beyond which a bias that nobody trains is constant, where that saves work."""
     if layout.rows or bias.requires_grad or torch.compiler.is_compiling() or bias.is_meta:
         return None
-    reach = constant_beyond(bias, layout.L - 1 + layout.offset)
+    reach = constant_beyond(bias, layout.L - 1 + layout.offset, is_causal)
     return reach if 2 * reach < max(layout.L, layout.S) else None
 
 
@@ -62,7 +62,7 @@ def biased_attention(
     """
     chosen = algorithm
     if algorithm != "direct" and algorithm != "fft" and window is None:
-        window = find_window(bias, layout)
+        window = find_window(bias, layout, common.get("is_causal", False))
     if algorithm is None and window is None:
         is_causal = common.get("is_causal", False)
         looks = not torch.compiler.is_compiling() and not query.is_meta

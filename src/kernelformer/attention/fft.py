@@ -210,10 +210,11 @@ def is_safe(
     """Whether the rounding of a transform stays below `LIMIT` in every row, whatever the queries are.
 
     The error of a feature's sums is about ``eps |factors| |phi_m|``, in Euclidean norms. A row's own sum of it is no
-    less than the smallest factor times the sum of what it sees. Signed maps can cancel, so they are never safe.
+    less than the smallest factor times the sum of what it sees. Signed maps can cancel, so they are never safe; nor is
+    a bias that hides keys, since what a row sees is not known then.
     """
     known = lookup(spec)
-    if not isinstance(known, PositiveSpec):
+    if not isinstance(known, PositiveSpec) or bool(bias.isneginf().any()):
         return False
     layout = layout or Layout(query.shape[2], key.shape[2])
     dtype = compute_dtype(query.dtype)

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernelformer.attention.positive import EMPTY
+from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.signed import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
 
@@ -189,3 +189,64 @@ def _signed(
         den = torch.maximum(den, GUARD * norm_q * norm_sum)
     some = den > 0
     return torch.where(some, out / torch.where(some, den, 1.0), 0.0), after
+
+
+def step_near(
+    spec: PositiveSpec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    bias: Tensor,
+    sums: Sequence[Tensor],
+    *,
+    scale: float,
+    slope: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor]] | None:
+    """One query with a relative bias: near keys one by one, older ones by their sums (see `relative`).
+
+    Args:
+        spec: of a positive map.
+        tensors: of the map.
+        query: (B, H, 1, D) in the dtype of the arithmetic.
+        keys: (B, H, n, D), the last one at distance 0; the first one leaves for the sums, if there are any.
+        values: (B, H, n, E).
+        mask: (B, n) bool, or None.
+        bias: (H, n) at distances n - 1 to 0; older keys have the first one's.
+        sums: shift (B, H, 1, M), kv (B, H, M, E), ks (B, H, M, 1), ns; or nothing, while no key is older.
+        scale: the map sees ``sqrt(scale) x``.
+        slope: (H), what the bias of the sums falls by per token.
+
+    Returns:
+        (B, H, 1, E) and the sums after the step, or None where a row is too small for float range: then `relative` does
+        it.
+    """
+    logits = spec.log_shares(query, tensors, scale, "query")
+    logs = spec.log_shares(keys, tensors, scale, "key")
+    if mask is not None:
+        logs = logs.masked_fill(~mask[:, None, :, None], -torch.inf)
+    top = logs.amax(2, keepdim=True).clamp_min(EMPTY)
+    if sums:
+        top = torch.maximum(top, sums[0])
+    left = logits + top
+    left = (left - left.amax(3, keepdim=True)).exp()
+    peak = bias.amax(1, keepdim=True).clamp_min(EMPTY)
+    factors = (bias - peak).exp()
+    weights = left @ (logs - top).exp().transpose(2, 3) * factors.unsqueeze(1)
+    num, den = weights @ values, weights.sum(3, keepdim=True)
+    if sums:
+        shift, kv, ks, ns = sums
+        far = left * (shift - top).exp() * factors[:, :1].unsqueeze(1)
+        num, den = num + far @ kv, den + far @ ks
+    if bool((den < LOST).any()):
+        return None
+    if not sums:
+        return num / den, []
+    gone = logs[:, :, :1]
+    new = torch.maximum(shift, gone.clamp_min(EMPTY))
+    keep, add = ((x - new).exp().transpose(2, 3) for x in (shift, gone))
+    after = [new, kv * keep + add * values[:, :, :1], ks * keep + add, ns]
+    if slope is not None:
+        after[0] = new - slope.to(new).view(1, -1, 1, 1)
+    return num / den, after

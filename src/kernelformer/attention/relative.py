@@ -27,6 +27,7 @@ from kernelformer.attention.rescue import rescue
 from kernelformer.attention.signed import GUARD
 from kernelformer.attention.tiles import Keys, Queries
 from kernelformer.attention.toeplitz import CHUNK, Layout, Span
+from kernelformer.contract import compute_dtype, lookup
 
 HELD = 1 << 23  # numbers of sums that are kept while their chunks wait: 32 MiB in float32
 
@@ -72,15 +73,35 @@ def _meet(block: Block, tiles: Sequence[Keys], base: Tensor, top: Tensor, span: 
             rows.ns.addcmul_((tile.shift - unit).exp_(), call.bias.row_sums(tile.norms, span, tile.span))
 
 
-def _side_by_side(tiles: Sequence[Keys], rows: int, layout: Layout) -> list[list[Keys]]:
-    """Adjacent tiles that make one matrix of at most `CHUNK` x `CHUNK`; tiles of a grid stay apart."""
+def _side_by_side(tiles: Sequence[Keys], rows: int, call: Call) -> list[list[Keys]]:
+    """Adjacent tiles that make one matrix of at most `CHUNK` x `CHUNK`.
+
+    Tiles of a grid stay apart, and so do all where a slope gives every row its own unit.
+    """
     groups: list[list[Keys]] = []
+    joins = not call.layout.rows and call.slope is None
     for tile in tiles:
-        if groups and not layout.rows and rows * (tile.span[1] - groups[-1][0].span[0]) <= CHUNK**2:
+        if groups and joins and rows * (tile.span[1] - groups[-1][0].span[0]) <= CHUNK**2:
             groups[-1].append(tile)
         else:
             groups.append([tile])
     return groups
+
+
+def _sees_some(block: Block, tiles: Sequence[Keys], scans: Sequence[Scan], span: Span) -> Tensor:
+    """Which rows see any key at all, (N, C, 1): where there is none, zero is the answer and nothing was lost."""
+    bias, like = block.call.bias, block.call.like
+    count = like.new_zeros(block.n, span[1] - span[0], 1)
+    for tile in tiles:
+        real = like.new_ones(block.n, 1, tile.v.shape[1])
+        if tile.hidden is not None:
+            real = real.masked_fill(tile.hidden.unsqueeze(1), 0)
+        count += bias.row_sums(real, span, tile.span, visible=True)
+    for scan in scans:
+        assert scan.tail is not None
+        some = scan.sums.ks.abs().amax(1, keepdim=True) > 0
+        count += (some & (scan.tail.value > -torch.inf)).to(count.dtype)
+    return count > 0
 
 
 def _largest(shifts: Sequence[Tensor], block: Block) -> Tensor:
@@ -181,13 +202,15 @@ def _forward(
                 scans.append(scan)
             scans = [x for x in scans if x.sums.some]
             q, rows = block.queries(span), block.empty_rows(span)
-            top = _largest([x.shift for x in tiles] + [x.sums.shift for x in scans], block)
+            top = _largest([x.shift for x in tiles] + [x.highest(span) for x in scans], block)
             base, size = block.tiles.base(q, top)
             for x in scans:
                 _read(x, base, top, span, size, rows)
-            for group in _side_by_side(tiles, span[1] - span[0], call.layout):
+            for group in _side_by_side(tiles, span[1] - span[0], call):
                 _meet(block, group, base, top, span, size, rows)
             y, inverse, lost = _finish(block, rows, q, size)
+            if lost is not None and bool(lost.any()):
+                lost &= _sees_some(block, tiles, scans, span)
             if lost is not None and bool(lost.any()):
                 rescue(block, span, lost.squeeze(2), y, inverse, state)
             block.put(out, y, span)
@@ -231,13 +254,12 @@ def _(
     unit: bool,
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    like = query.new_empty(*query.shape[:3], 1, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
-    return (
-        query.new_empty(*query.shape[:3], value.shape[3]),
-        like,
-        torch.empty_like(like),
-        list(map(torch.empty_like, state)),
-    )
+    known, dtype = lookup(spec), compute_dtype(query.dtype)
+    like = query.new_empty(*query.shape[:3], 1, dtype=dtype)
+    features, width = known.feature_dim(tensors, query.shape[3]), value.shape[3]
+    sizes = ((1, features if known.family == "positive" else 1), (features, width), (features, 1), (1, 1))
+    sums = [query.new_empty(*query.shape[:2], *x, dtype=dtype) for x in sizes] if keep >= 0 else []
+    return query.new_empty(*query.shape[:3], width), like, torch.empty_like(like), sums
 
 
 @torch.library.custom_op("kernelformer::relative_attention_backward", mutates_args=())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.bands import Block
+from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.signed import GUARD
 from kernelformer.attention.tiles import PositiveTiles, SignedTiles
 from kernelformer.attention.toeplitz import Span
@@ -57,7 +58,7 @@ def _lost_rows(lost: Tensor) -> Iterator[tuple[int, Tensor]]:
 def rescue(block: Block, span: Span, lost: Tensor, y: Tensor, inverse: Tensor, state: Sequence[Tensor]) -> None:
     """Outputs of the rows ``lost`` (N, C), written into y (N, C, E); marks them in ``inverse`` (N, C, 1)."""
     if isinstance(block.tiles, SignedTiles):
-        out, seen = _signed(block, span)
+        out, seen = _signed(block, span, state)
         y.copy_(torch.where(lost.unsqueeze(2), out, y))
         inverse.masked_fill_((lost & seen).unsqueeze(2), AGAIN)
         return
@@ -111,20 +112,33 @@ def _positive(
     return lq, tiles, sum(a @ b for a, b in zip(shares, values, strict=True))  # type: ignore[return-value]
 
 
-def _signed(block: Block, span: Span) -> tuple[Tensor, Tensor]:
+def _signed(block: Block, span: Span, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs of all rows of a chunk, each in the unit of what it sees, and which see anything (N, C)."""
-    rows = _SignedRows(block, span)
-    num = sum(w.weights @ w.v for w in rows.tiles)
-    assert isinstance(num, Tensor)
+    rows = _SignedRows(block, span, state)
+    num = torch.zeros_like(block.empty_rows(span).num)
+    for w in rows.tiles:
+        num += w.weights @ w.v
+    if rows.before is not None:
+        num += rows.before.share * rows.inverse * (rows.q.phi @ rows.before.kv)
     return num, rows.seen.squeeze(2)
+
+
+@dataclass
+class _Before:
+    """What a state adds to some queries."""
+
+    share: Tensor  # (N, C, 1): its unit over the row's
+    kv: Tensor  # (N, M, E)
+    ks: Tensor  # (N, M, 1)
 
 
 class _SignedRows:
     """A chunk against all tiles, weights divided by the denominator."""
 
-    def __init__(self, block: Block, span: Span) -> None:
+    def __init__(self, block: Block, span: Span, state: Sequence[Tensor]) -> None:
         assert isinstance(block.tiles, SignedTiles)
-        call, self.tiles = block.call, []
+        call = block.call
+        self.tiles: list[_Weights] = []
         self.q = block.queries(span)
         unit = self.q.phi.new_full((*self.q.phi.shape[:2], 1), -torch.inf)
         for key in call.bias.keys:
@@ -137,9 +151,21 @@ class _SignedRows:
                 logs = factor.transpose(1, 2) + call.bias.log_rows(span, key).repeat(block.count, 1, 1)
                 unit = torch.maximum(unit, logs.amax(2, keepdim=True))
                 self.tiles.append(_Weights(key, tile.x, tile.v, tile.hidden, logs, tile.raw))
+        self.before = far = None
+        if state:
+            shift, kv, ks, lengths = (z[block.block].flatten(0, 1) for z in state)
+            tail = block.tail(-1)
+            assert tail is not None
+            distance = (call.positions(span, True) - call.layout.offset).to(unit)
+            far = shift + tail.rows(distance, False) + block.per_head(call.bias.peak)
+            unit = torch.maximum(unit, far.masked_fill(shift < EMPTY / 2, -torch.inf))
         self.seen = unit > -torch.inf
         unit = unit.masked_fill(~self.seen, 0)
         den, ns = torch.zeros_like(unit), torch.zeros_like(unit)
+        if far is not None:
+            self.before = _Before((far - unit).exp_(), kv, ks)
+            den += self.before.share * (self.q.phi @ ks)
+            ns += self.before.share * lengths
         for t in self.tiles:
             t.extra = (t.weights - unit).exp_()  # factors of the pairs
             t.weights = (self.q.phi @ t.phi.transpose(1, 2)).mul_(t.extra)
@@ -170,7 +196,7 @@ def rescue_backward(
 ) -> None:
     """Gradients of the rows ``lost`` (N, C), added to all others; g and out (N, C, E)."""
     if isinstance(block.tiles, SignedTiles):
-        _signed_backward(block, span, g.masked_fill(~lost.unsqueeze(2), 0), out, grads)
+        _signed_backward(block, span, g.masked_fill(~lost.unsqueeze(2), 0), out, grads, state)
         return
     assert isinstance(block.tiles, PositiveTiles)
     call = block.call
@@ -213,9 +239,11 @@ def rescue_backward(
         grads.dq[n, index] += block.tiles.through(dx, x, size)[0]
 
 
-def _signed_backward(block: Block, span: Span, g: Tensor, out: Tensor, grads: RowGrads) -> None:
+def _signed_backward(
+    block: Block, span: Span, g: Tensor, out: Tensor, grads: RowGrads, state: Sequence[Tensor]
+) -> None:
     assert isinstance(block.tiles, SignedTiles)
-    call, rows = block.call, _SignedRows(block, span)
+    call, rows = block.call, _SignedRows(block, span, state)
     q = rows.q
     g_num = g * rows.inverse
     g_den = torch.linalg.vecdot(g_num, out).neg_().unsqueeze(2)
@@ -223,6 +251,9 @@ def _signed_backward(block: Block, span: Span, g: Tensor, out: Tensor, grads: Ro
     g_den = g_den.masked_fill(rows.guarded, 0)
     q.grad = torch.zeros_like(q.phi)
     q.norm_grad = g_guard * rows.ns if block.tiles.guard else None
+    if rows.before is not None:
+        slope = g_num @ rows.before.kv.transpose(1, 2) + g_den * rows.before.ks.transpose(1, 2)
+        q.grad.addcmul_(slope, rows.before.share)
     for t in rows.tiles:
         assert t.extra is not None
         tile = block.map_keys(t.key)

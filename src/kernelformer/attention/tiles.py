@@ -228,7 +228,7 @@ class SignedTiles(Tiles):
 
     def base(self, queries: Queries, top: Tensor) -> tuple[Tensor, Tensor]:
         """The unit is the shift itself."""
-        return queries.phi, top.expand(-1, queries.phi.shape[1], -1)
+        return queries.phi, top.expand(-1, queries.phi.shape[1], -1).contiguous()
 
     def left(self, queries: Queries, shift: Tensor, unit: Tensor) -> Tensor:
         """``phi(q) exp(shift - r)``."""

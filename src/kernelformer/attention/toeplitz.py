@@ -118,20 +118,21 @@ class Toeplitz:
         i = torch.arange(query[1] - 1, query[0] - 1, -1, device=factor.device).unsqueeze(1)
         return factor * (torch.arange(key[0], key[1], device=factor.device) <= i)
 
-    def weigh(self, tile: Tensor, query: Span, key: Span) -> Tensor:
-        """Multiply a tile (N, Cq, Ck) by the factors, in place; N = (samples, heads)."""
+    def weigh(self, tile: Tensor, query: Span, key: Span, visible: bool = False) -> Tensor:
+        """Multiply a tile (N, Cq, Ck) by the factors, or by whether they are not 0, in place; N = (samples, heads)."""
         heads = self.factors.shape[0]
         if self._plain(query, key):
-            tile.unflatten(0, (-1, heads)).mul_(self._constant(query, key))
+            constant = self._constant(query, key)
+            tile.unflatten(0, (-1, heads)).mul_((constant > 0).to(tile.dtype) if visible else constant)
             return tile
-        view = self._view(self.factors, query, key)
+        view = self._view((self.logs > -torch.inf).to(tile.dtype) if visible else self.factors, query, key)
         tile.view(-1, *view.shape).mul_(view)
         return tile
 
-    def row_sums(self, weights: Tensor, query: Span, key: Span) -> Tensor:
+    def row_sums(self, weights: Tensor, query: Span, key: Span, visible: bool = False) -> Tensor:
         """``sum_c factor_ac w_c`` for w (N, 1, Ck), (N, Cq, 1)."""
         tile = weights.repeat(1, query[1] - query[0], 1)
-        return self.weigh(tile, query, key).sum(2, keepdim=True)
+        return self.weigh(tile, query, key, visible).sum(2, keepdim=True)
 
     def log_rows(self, query: Span, key: Span) -> Tensor:
         """The bias itself, (H, Cq, Ck), for rows that are done in log space."""
@@ -172,10 +173,10 @@ def diagonal_sums(x: Tensor) -> Tensor:
     return sums
 
 
-def constant_beyond(bias: Tensor, middle: int) -> int:
-    """The distance beyond which a table (H, T) is constant on each side of entry ``middle``; O(H T)."""
+def constant_beyond(bias: Tensor, middle: int, is_causal: bool = False) -> int:
+    """The distance beyond which a table (H, T) is constant on each side of entry ``middle``, or on its left; O(H T)."""
     reach = 0
-    for side in (bias[:, middle:], bias[:, : middle + 1].flip(1)):
+    for side in (bias[:, : middle + 1].flip(1), *(() if is_causal else (bias[:, middle:],))):
         if side.shape[1] < 2:
             continue
         same = (side == side[:, -1:]).all(0).flip(0)

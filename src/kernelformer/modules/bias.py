@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.biased import ALGORITHMS
-from kernelformer.attention.toeplitz import Layout, Toeplitz
+from kernelformer.attention.toeplitz import Layout, Toeplitz, constant_beyond
 from kernelformer.errors import choice, integer, shape
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
@@ -39,9 +39,7 @@ def check_bias(
     num_prefix: int,
 ) -> Bias:
     """The bias of a call with ``past`` tokens before it, or a ValueError that says what is expected."""
-    if not isinstance(table, Tensor) or not table.is_floating_point():
-        found = table.dtype if isinstance(table, Tensor) else type(table).__name__
-        raise ValueError(f"bias must be a floating point tensor, got {found}.")
+    check_table(table)
     (heads, L), S = query.shape[1:3], key.shape[2]
     prefix = integer("num_prefix", num_prefix, at_least=0)
     if algorithm is not None:
@@ -65,17 +63,62 @@ def check_bias(
     window = None if max_distance is None else integer("max_distance", max_distance, at_least=0)
     if layout.rows and (window is not None or algorithm == "windowed"):
         raise ValueError("a bias on a grid has no window; use algorithm='direct' or 'fft', and no max_distance.")
-    if slope is not None:
-        if window is None:
-            raise ValueError("slope says how the bias goes on beyond max_distance, which was not given.")
-        if tuple(slope.shape) != (heads,):
-            raise ValueError(f"slope must be (heads) = ({heads},), got {shape(slope)}.")
-        if table.requires_grad or slope.requires_grad:
-            raise ValueError(
-                "a bias with a slope beyond max_distance takes no gradient; detach it, or leave the slope out."
-            )
+    if slope is not None and window is None:
+        raise ValueError("slope says how the bias goes on beyond max_distance, which was not given.")
+    check_slope(slope, table, heads)
     check_values(table)
+    if window is not None:
+        _check_tail(table, layout.L - 1 + layout.offset, window, slope, is_causal)
     return Bias(table, layout, algorithm, window, slope)
+
+
+def check_table(table: Tensor) -> None:
+    """A floating point tensor."""
+    if not isinstance(table, Tensor) or not table.is_floating_point():
+        found = table.dtype if isinstance(table, Tensor) else type(table).__name__
+        raise ValueError(f"bias must be a floating point tensor, got {found}.")
+
+
+def check_slope(slope: Tensor | None, table: Tensor, heads: int) -> None:
+    """Finite numbers of at least 0, one per head, for a bias without gradients."""
+    if slope is None:
+        return
+    if not isinstance(slope, Tensor) or not slope.is_floating_point() or tuple(slope.shape) != (heads,):
+        found = f"{slope.dtype} of shape {shape(slope)}" if isinstance(slope, Tensor) else type(slope).__name__
+        raise ValueError(f"slope must be a floating point tensor (heads) = ({heads},), got {found}.")
+    if table.requires_grad or slope.requires_grad:
+        raise ValueError(
+            "a bias with a slope beyond max_distance takes no gradient; detach it, or leave the slope out."
+        )
+    if _looks(slope) and not bool(((slope >= 0) & slope.isfinite()).all()):
+        raise ValueError(f"slopes must be finite and at least 0, what lies far away fades; got {slope.tolist()}.")
+
+
+def _looks(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and not x.is_meta and x.numel() > 0
+
+
+def _check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is_causal: bool) -> None:
+    """That the bias is the line beyond the window that the caller says it is; a compiled graph cannot look."""
+    if not _looks(table):
+        return
+    table = table.detach()
+    if slope is None:
+        reach = constant_beyond(table, middle, is_causal)
+        if reach > window:
+            raise ValueError(
+                f"max_distance={window} says that the bias is constant beyond that distance, and it is beyond {reach} "
+                f"only; give max_distance={reach}, or clip the table."
+            )
+        return
+    for side in (table[:, : middle + 1].flip(1), *(() if is_causal else (table[:, middle:],))):
+        tail = side[:, window:].double()
+        line = tail[:, :1] - slope.double().unsqueeze(1) * torch.arange(tail.shape[1], device=tail.device)
+        if not torch.allclose(tail, line, rtol=1e-4, atol=1e-4):
+            raise ValueError(
+                f"slope says that the bias falls by it per token beyond max_distance={window}, and it does not; give "
+                f"the bias -slope * distance there."
+            )
 
 
 def _grid(table: Tensor, heads: int, L: int, S: int, prefix: int, past: int) -> Layout:
@@ -94,7 +137,7 @@ def _grid(table: Tensor, heads: int, L: int, S: int, prefix: int, past: int) -> 
 
 def check_values(table: Tensor) -> None:
     """No NaN and no +inf; a compiled graph cannot look."""
-    if torch.compiler.is_compiling() or table.is_meta or table.numel() == 0:
+    if not _looks(table):
         return
     top = float(table.detach().amax())
     if top != top or top == torch.inf:

@@ -140,7 +140,7 @@ class AttentionCore(nn.Module):
             query_mask: (B, L) bool, which queries are real: methods that take landmarks from the queries pass over the
                 others, which still get outputs. Default: ``key_mask`` where queries and keys are equally many, as in
                 self-attention, else all of them; cross-attention over padded keys of the same length has to say.
-            state: resume after what it has seen; causal only.
+            state: resume after what it has seen; causal only. With a bias gradients stop at a state: detach it.
             return_state: also return the state after the last key; causal only.
 
         Returns:
@@ -216,13 +216,17 @@ class AttentionCore(nn.Module):
         key_mask: Tensor | None = None,
         scale: float | None = None,
         query_mask: Tensor | None = None,
+        **positions: Any,
     ) -> Tensor:
-        """The weights (B, H, L, S), by attending to unit vectors (performer C.4); for looking, at small L and S."""
+        """The weights (B, H, L, S), by attending to unit vectors (performer C.4); for looking, at small L and S.
+
+        ``positions`` are the bias and what goes with it, as in `forward`.
+        """
         if key.dim() != 4:
             raise ValueError(f"key must be (batch, heads, length, head_dim), got shape {shape(key)}.")
         eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
         common: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "scale": scale}
-        weights: Tensor = self.forward(query, key, eye, query_mask=query_mask, **common)
+        weights: Tensor = self.forward(query, key, eye, query_mask=query_mask, **common, **positions)
         return weights
 
     def extra_repr(self) -> str:

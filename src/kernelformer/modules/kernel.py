@@ -10,20 +10,17 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, linear_attention, step
-from kernelformer.attention.biased import biased_attention
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.recurrent import MadeBy, Prepared
-from kernelformer.attention.relative import relative_attention
-from kernelformer.attention.toeplitz import Layout, constant_beyond
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import flag, shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.bias import check_values
 from kernelformer.modules.checks import check_scale
-from kernelformer.modules.core import AttentionCore, Call
+from kernelformer.modules.core import Call
+from kernelformer.modules.stream import BiasedCore
 
 
-class KernelCore(AttentionCore):
+class KernelCore(BiasedCore):
     """Linear-time attention through a feature map.
 
     Args:
@@ -39,11 +36,6 @@ class KernelCore(AttentionCore):
         self.normalize = feature_map.normalized if normalize is None else flag("normalize", normalize)
         if feature_map.aligns and not self.normalize:
             raise ValueError("align=True moves the keys, which only normalization undoes; got normalize=False.")
-
-    @property
-    def takes_bias(self) -> bool:  # type: ignore[override]
-        """A bias multiplies weights, which must be divided by their sum again."""
-        return self.normalize
 
     @property
     def feature_dim(self) -> int:
@@ -108,135 +100,6 @@ class KernelCore(AttentionCore):
             past = None if call.state is None else call.state.tensors
             out, after = causal_attention(*inputs, **common, state=past)
             return out, self._state(after, call.state, call.key.shape[2], call.scale, prepared)
-
-    @property
-    def units_inside(self) -> bool:  # type: ignore[override]
-        """Unless landmarks have to be chosen among unit vectors."""
-        return not self.feature_map.sees_sequence
-
-    def _attend_with_bias(self, call: Call, prepared: Prepared) -> tuple[Tensor, State | None]:
-        bias = call.bias
-        assert bias is not None
-        if self.units_inside and (call.streams or call.state is not None):
-            query, unit_key = self._units(call.query, call.key, call.key_mask)
-            call = replace(call, query=query, key=unit_key)
-        key, value = (self._per_head(x) for x in (call.key, call.value))
-        common: dict[str, Any] = {"spec": self.feature_map.key, "tensors": prepared.tensors, "scale": call.scale}
-        if not call.streams and call.state is None:
-            out = biased_attention(
-                call.query,
-                key,
-                value,
-                bias.table,
-                features=self.feature_dim,
-                layout=bias.layout,
-                algorithm=bias.algorithm,
-                window=bias.window,
-                slope=bias.slope,
-                key_mask=call.key_mask,
-                is_causal=call.is_causal,
-                unit=self.normalize_qk and self.units_inside,
-                **common,
-            )
-            return out, None
-        if bias.layout.rows or bias.algorithm == "fft":
-            raise ValueError("a state needs a bias over a sequence and an algorithm that is not 'fft'.")
-        window = bias.window
-        if call.state is not None:
-            window = self._stream_window(call.state)
-            reach = constant_beyond(bias.table, bias.layout.L - 1 + bias.layout.offset)
-            if window is not None and bias.slope is None and not torch.compiler.is_compiling() and reach > window:
-                raise ValueError(
-                    f"the state keeps {window} keys one by one, so the bias must be constant beyond that distance, and "
-                    f"it is beyond {reach} only; start anew with max_distance={reach}."
-                )
-        return self._stream(call, (call.query, key, value), bias.table, window, bias.slope, prepared)
-
-    def _stream(
-        self,
-        call: Call,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        table: Tensor,
-        window: int | None,
-        slope: Tensor | None,
-        prepared: Prepared,
-    ) -> tuple[Tensor, State]:
-        """Causal attention with a bias over (H, P + 2 L - 1), and what is kept: sums of far keys, near keys as they
-        are."""
-        query, key, value = inputs
-        dtype = compute_dtype(query.dtype)
-        key, value = key.to(dtype), value.to(dtype)
-        count, past, sums, near = key.shape[2], 0, [], None
-        mask = key.new_ones(key.shape[0], count, dtype=torch.bool) if call.key_mask is None else call.key_mask
-        if call.state is not None:
-            *sums, near, near_values, near_mask = call.state.tensors
-            past = call.state.length
-            key, value = torch.cat([near, key], 2), torch.cat([near_values, value], 2)
-            mask = torch.cat([near_mask, mask], 1)
-        offset = key.shape[2] - count
-        # Far keys have faded into the sums; the table's entries for them are the tail's.
-        key = key.masked_fill(~mask[:, None, :, None], 0)
-        out, after = relative_attention(
-            query,
-            key,
-            value.masked_fill(~mask[:, None, :, None], 0),
-            table[:, past - offset :],
-            spec=self.feature_map.key,
-            tensors=prepared.tensors,
-            scale=call.scale,
-            key_mask=mask if call.key_mask is not None or call.state is not None else None,
-            is_causal=True,
-            window=window,
-            slope=slope,
-            layout=Layout(count, key.shape[2], offset),
-            state=sums if window is not None else [],
-            keep=window,
-        )
-        keep = slice(None) if window is None else slice(max(0, key.shape[2] - window), None)
-        if window is None:
-            after = list(sums)
-        tensors = (*after, key[:, :, keep].detach(), value[:, :, keep].detach(), mask[:, keep])
-        state = self._state(tensors, call.state, count, call.scale, prepared)
-        if call.state is None:
-            state = replace(state, made_by=(*state.made_by, ("near keys", "all" if window is None else window)))
-        return out, state
-
-    @staticmethod
-    def _stream_window(state: State) -> int | None:
-        kept = dict(state.made_by)["near keys"]
-        return None if kept == "all" else int(str(kept))
-
-    def _per_head(self, x: Tensor) -> Tensor:
-        """Keys of every query head: each has its own bias."""
-        repeats = self.num_heads // x.shape[1]
-        return x if repeats == 1 else x.repeat_interleave(repeats, 1)
-
-    def _step_with_bias(
-        self, call: Call, table: Tensor, slope: Tensor | None, prepared: Prepared
-    ) -> tuple[Tensor, State]:
-        """One token; the table is (H, W + 1) over distances 0 to W."""
-        if table.dim() != 2 or table.shape[0] != self.num_heads or table.shape[1] == 0:
-            raise ValueError(
-                f"in step bias must be (heads, W + 1) = ({self.num_heads}, W + 1) over distances 0 to W, beyond which "
-                f"it is constant, got {shape(table)}."
-            )
-        check_values(table)
-        reach = table.shape[1] - 1
-        window: int | None = reach
-        past = 0 if call.state is None else call.state.length
-        if call.state is not None:
-            window = self._stream_window(call.state)
-            if window is not None and window != reach:
-                raise ValueError(
-                    f"the state keeps {window} keys one by one, so bias must be (heads, {window + 1}), got "
-                    f"{shape(table)}."
-                )
-        # Distances -past .. 0, of which the stream looks at the near ones only.
-        near = past if window is None else min(past, window)
-        distance = torch.arange(near, -1, -1, device=table.device).clamp_max_(reach)
-        padded = torch.nn.functional.pad(table[:, distance], (past - near, 0))
-        key, value = (self._per_head(x) for x in (call.key, call.value))
-        return self._stream(call, (call.query, key, value), padded, window, slope, prepared)
 
     def step(
         self,
@@ -383,7 +246,8 @@ class KernelCore(AttentionCore):
         if ("near keys" in theirs) != biased:
             made, here = ("without", "one") if biased else ("with", "none")
             return f"the state was made {made} a bias, this call has {here}"
-        theirs.pop("near keys", None)
+        for own in ("near keys", "fades"):
+            theirs.pop(own, None)
         other = [(n, theirs.get(n), ours.get(n)) for n in {**theirs, **ours} if theirs.get(n) != ours.get(n)]
         if other:
             return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in other)

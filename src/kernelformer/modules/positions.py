@@ -36,7 +36,7 @@ class RelativePositions(nn.Module):
     Parameters: weight, (H, number of entries), starting at 0; none for alibi.
     """
 
-    slopes: Tensor
+    place: Tensor
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class RelativePositions(nn.Module):
         self.max_distance = None if max_distance is None else integer("max_distance", max_distance, at_least=0)
         self.num_buckets = positive_int("num_buckets", num_buckets)
         self.num_prefix = integer("num_prefix", num_prefix, at_least=0)
+        if grid is not None and not (isinstance(grid, tuple | list) and len(grid) == 2):
+            raise ValueError(f"grid must be a pair (rows, columns), got {grid!r}.")
         self.grid = (
             None if grid is None else (positive_int("grid rows", grid[0]), positive_int("grid columns", grid[1]))
         )
@@ -72,7 +74,7 @@ class RelativePositions(nn.Module):
         elif scheme == "alibi":
             if max_distance is not None:
                 raise ValueError(f"alibi falls for ever, got max_distance={max_distance}; leave it out.")
-            self.register_buffer("slopes", alibi_slopes(num_heads), persistent=False)
+            self.register_buffer("place", torch.empty(0), persistent=False)  # knows the device
         elif scheme == "t5":
             self.max_distance = 128 if max_distance is None else max_distance
             if self.max_distance < num_buckets or num_buckets < 4 or num_buckets % 2:
@@ -85,6 +87,11 @@ class RelativePositions(nn.Module):
             reach = self._reach
             self.weight = parameter(num_heads, reach + 1 if causal else 2 * reach + 1)
         self.reset_parameters()
+
+    @property
+    def slopes(self) -> Tensor:
+        """ALiBi's, (H)."""
+        return alibi_slopes(self.num_heads).to(self.place.device)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -103,7 +110,7 @@ class RelativePositions(nn.Module):
 
     def entries(self, distance: Tensor) -> Tensor:
         """The bias (H, n) at distances j - i (n)."""
-        if self.scheme == "alibi":
+        if self.scheme == "alibi":  # in float32 whatever the layer's dtype: a line of rounded numbers is none
             return -self.slopes.unsqueeze(1) * distance.abs()
         if self.scheme == "t5":
             return self.weight[:, t5_buckets(distance, self.num_buckets, self._reach, self.causal)]
@@ -129,8 +136,8 @@ class RelativePositions(nn.Module):
                 )
             return {"bias": self.weight, "num_prefix": self.num_prefix}
         self._check(past + max(queries, keys))
-        place = self.slopes.device if self.scheme == "alibi" else self.weight.device
-        distance = torch.arange(-(past + queries - 1), keys, device=place)
+        place = self.place.device if self.scheme == "alibi" else self.weight.device
+        distance = torch.arange(max(past + queries + keys - 1, 0), device=place) - (past + queries - 1)
         return {"bias": self.entries(distance), **self._known()}
 
     def step(self, past: int) -> dict[str, Any]:
@@ -140,7 +147,7 @@ class RelativePositions(nn.Module):
         self._check(past + 1)
         known = self._known()
         window = known.pop("max_distance", self._reach if self.scheme == "table" else 0)
-        place = self.slopes.device if self.scheme == "alibi" else self.weight.device
+        place = self.place.device if self.scheme == "alibi" else self.weight.device
         return {"bias": self.entries(-torch.arange(window + 1, device=place)), **known}
 
     def _known(self) -> dict[str, Any]:

@@ -1,0 +1,246 @@
+"""Attention with a relative bias through a feature map, all at once or as a stream."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention import State
+from kernelformer.attention.biased import biased_attention
+from kernelformer.attention.recurrent import Prepared, step_near
+from kernelformer.attention.relative import relative_attention
+from kernelformer.attention.toeplitz import Layout, constant_beyond
+from kernelformer.contract import PositiveSpec, compute_dtype
+from kernelformer.errors import shape
+from kernelformer.feature_maps import FeatureMap
+from kernelformer.modules.bias import check_slope, check_table, check_values
+from kernelformer.modules.core import AttentionCore, Call
+
+
+class BiasedCore(AttentionCore):
+    """What a core with a feature map does when a bias is given.
+
+    A stream with a bias keeps the sums of all keys beyond the window, and the near keys and values as they are: window
+    of them, or all where there is no window.
+    """
+
+    feature_map: FeatureMap
+    normalize: bool
+
+    @abstractmethod
+    def _state(
+        self,
+        tensors: Sequence[Tensor],
+        before: State | None,
+        count: int,
+        scale: float,
+        prepared: Prepared,
+        fits: tuple[object, ...] = (),
+    ) -> State:
+        """The state with these tensors, ``count`` tokens after the one before."""
+
+    @property
+    def takes_bias(self) -> bool:  # type: ignore[override]
+        """A bias multiplies weights, which must be divided by their sum again."""
+        return self.normalize
+
+    @property
+    def units_inside(self) -> bool:  # type: ignore[override]
+        """Unless landmarks have to be chosen among unit vectors."""
+        return not self.feature_map.sees_sequence
+
+    def _attend_with_bias(self, call: Call, prepared: Prepared) -> tuple[Tensor, State | None]:
+        bias = call.bias
+        assert bias is not None
+        if self.units_inside and (call.streams or call.state is not None):
+            query, unit_key = self._units(call.query, call.key, call.key_mask)
+            call = replace(call, query=query, key=unit_key)
+        key, value = (self._per_head(x) for x in (call.key, call.value))
+        common: dict[str, Any] = {"spec": self.feature_map.key, "tensors": prepared.tensors, "scale": call.scale}
+        if not call.streams and call.state is None:
+            out = biased_attention(
+                call.query,
+                key,
+                value,
+                bias.table,
+                features=self.feature_map.feature_dim,
+                layout=bias.layout,
+                algorithm=bias.algorithm,
+                window=bias.window,
+                slope=bias.slope,
+                key_mask=call.key_mask,
+                is_causal=call.is_causal,
+                unit=self.normalize_qk and self.units_inside,
+                **common,
+            )
+            return out, None
+        if bias.layout.rows:
+            raise ValueError("a bias on a grid does not stream; give the whole grid in one call, without a state.")
+        if bias.algorithm == "fft":
+            raise ValueError("algorithm='fft' does not stream; leave it out, or take 'windowed'.")
+        window = bias.window
+        if call.state is not None:
+            window = self._stream_window(call.state, bias.slope)
+            if window is not None and bias.window is not None and bias.window != window:
+                raise ValueError(f"the state keeps {window} keys one by one, got max_distance={bias.window}.")
+            looks = window is not None and bias.slope is None and not torch.compiler.is_compiling()
+            reach = constant_beyond(bias.table, bias.layout.L - 1 + bias.layout.offset, True) if looks else 0
+            if window is not None and reach > window:
+                raise ValueError(
+                    f"the state keeps {window} keys one by one, so the bias must be constant beyond that distance, and "
+                    f"it is beyond {reach} only; start anew with max_distance={reach}."
+                )
+        past = 0 if call.state is None else call.state.length
+        near = 0 if call.state is None else call.state.tensors[-1].shape[1]
+        return self._stream(call, (call.query, key, value), bias.table[:, past - near :], window, bias.slope, prepared)
+
+    def _stream(
+        self,
+        call: Call,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        table: Tensor,
+        window: int | None,
+        slope: Tensor | None,
+        prepared: Prepared,
+    ) -> tuple[Tensor, State]:
+        """Causal attention with a bias (H, n + 2 L - 1) for n near keys, and what is kept of the keys."""
+        query, key, value = inputs
+        dtype = compute_dtype(query.dtype)
+        key, value = key.to(dtype), value.to(dtype)
+        count, sums = key.shape[2], []
+        mask = key.new_ones(key.shape[0], count, dtype=torch.bool) if call.key_mask is None else call.key_mask
+        if call.state is not None:
+            *sums, near, near_values, near_mask = call.state.tensors
+            if torch.is_grad_enabled() and (near.requires_grad or near_values.requires_grad):
+                raise ValueError("gradients do not flow through a state with a bias; go on from state.detach().")
+            key, value = torch.cat([near, key], 2), torch.cat([near_values, value], 2)
+            mask = torch.cat([near_mask, mask], 1)
+        hidden = call.key_mask is not None or call.state is not None
+        if call.key_mask is not None:
+            gone = ~mask[:, None, :, None]
+            key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
+        quick = self._quick(call, query, key, value, mask, table, sums, window, slope, prepared)
+        if quick is not None:
+            out, after = quick
+        else:
+            out, after = self._tiled(
+                call, query, key, value, mask if hidden else None, table, sums, window, slope, prepared
+            )
+        keep = slice(None) if window is None else slice(max(0, key.shape[2] - window), None)
+        tensors = (*after, key[:, :, keep], value[:, :, keep], mask[:, keep])
+        state = self._state(tensors, call.state, count, call.scale, prepared)
+        if call.state is None:
+            kept = (("near keys", "all" if window is None else window), ("fades", slope is not None))
+            state = replace(state, made_by=(*state.made_by, *kept))
+        return out, state
+
+    def _quick(
+        self,
+        call: Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        table: Tensor,
+        sums: Sequence[Tensor],
+        window: int | None,
+        slope: Tensor | None,
+        prepared: Prepared,
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """One token of a stream by a few whole operations, where its state is full; None where tiles have to do it."""
+        spec, full = self.feature_map.spec, window is not None and key.shape[2] == window + 1
+        if query.shape[2] != 1 or not isinstance(spec, PositiveSpec) or torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling() or not sums or not full:
+            return None
+        return step_near(
+            spec,
+            prepared.tensors,
+            query.to(key.dtype),
+            key,
+            value,
+            mask,
+            table.to(key.dtype),
+            sums,
+            scale=call.scale,
+            slope=slope,
+        )
+
+    def _tiled(
+        self,
+        call: Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        table: Tensor,
+        sums: Sequence[Tensor],
+        window: int | None,
+        slope: Tensor | None,
+        prepared: Prepared,
+    ) -> tuple[Tensor, list[Tensor]]:
+        count = query.shape[2]
+        return relative_attention(
+            query,
+            key,
+            value,
+            table,
+            spec=self.feature_map.key,
+            tensors=prepared.tensors,
+            scale=call.scale,
+            key_mask=mask,
+            is_causal=True,
+            window=window,
+            slope=slope,
+            layout=Layout(count, key.shape[2], key.shape[2] - count),
+            state=list(sums),
+            keep=window,
+        )
+
+    @staticmethod
+    def _stream_window(state: State, slope: Tensor | None) -> int | None:
+        made = dict(state.made_by)
+        if made["fades"] != (slope is not None):
+            with_, here = ("with", "none") if made["fades"] else ("without", "one")
+            raise ValueError(f"the state was made {with_} a slope, this call has {here}; start anew with state=None.")
+        kept = made["near keys"]
+        return None if kept == "all" else int(str(kept))
+
+    def _per_head(self, x: Tensor) -> Tensor:
+        """Keys of every query head: each has its own bias."""
+        repeats = self.num_heads // x.shape[1]
+        return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+
+    def _step_with_bias(
+        self, call: Call, table: Tensor, slope: Tensor | None, prepared: Prepared
+    ) -> tuple[Tensor, State]:
+        """One token; the table is (H, W + 1) over distances 0 to W."""
+        check_table(table)
+        if table.dim() != 2 or table.shape[0] != self.num_heads or table.shape[1] == 0:
+            raise ValueError(
+                f"in step bias must be (heads, W + 1) = ({self.num_heads}, W + 1) over distances 0 to W, beyond which "
+                f"it is constant, got {shape(table)}."
+            )
+        check_values(table)
+        check_slope(slope, table, self.num_heads)
+        reach = table.shape[1] - 1
+        window: int | None = reach
+        near = 0
+        if call.state is not None:
+            window = self._stream_window(call.state, slope)
+            near = call.state.tensors[-1].shape[1]
+            if window is not None and window != reach:
+                raise ValueError(
+                    f"the state keeps {window} keys one by one, so bias must be (heads, {window + 1}), got "
+                    f"{shape(table)}."
+                )
+        table = table.flip(1)[:, reach - min(near, reach) :]  # distances near .. 0
+        if near > reach:  # all keys are kept: farther ones have the last entry
+            table = torch.nn.functional.pad(table, (near - reach, 0), mode="replicate")
+        key, value = (self._per_head(x) for x in (call.key, call.value))
+        return self._stream(call, (call.query, key, value), table, window, slope, prepared)
