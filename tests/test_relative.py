@@ -412,7 +412,10 @@ BAD = [
     ({"bias": torch.zeros(H, 25), "num_prefix": 1}, "num_prefix=1 is for tokens before a grid"),
     ({"bias": torch.zeros(H, 25), "algorithm": "slow"}, "unknown algorithm 'slow'"),
     ({"bias": torch.zeros(H, 25), "slope": torch.ones(H)}, "max_distance, which was not given"),
-    ({"bias": torch.zeros(H, 25), "slope": torch.ones(3), "max_distance": 2}, r"slope must be a floating point tensor \(heads\) = \(4,\)"),
+    (
+        {"bias": torch.zeros(H, 25), "slope": torch.ones(3), "max_distance": 2},
+        r"slope must be a floating point tensor \(heads\) = \(4,\)",
+    ),
     ({"algorithm": "direct"}, "algorithm only mean something with a bias"),
     ({"max_distance": 3}, "max_distance only mean something with a bias"),
 ]
@@ -477,3 +480,167 @@ def test_states_with_and_without_a_bias_do_not_mix():
         core(q, k, v, is_causal=True, state=state, bias=torch.randn(H, 17))
     with pytest.raises(ValueError, match="in step bias must be"):
         core.step(*one, state, bias=torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("method", ["favor+", "trigonometric"])
+def test_a_dwarfed_row_of_a_stream_remembers_the_past(method):
+    """Rows done again must count what only the sums of the stream know."""
+    core = kf.build_attention(method, head_dim=8, num_heads=H, num_features=64, scale=1.0).double()
+    q, k, v = inputs(40, B=1)
+    q, k = 0.3 * q, 0.3 * k
+    big = 14.0 if method == "trigonometric" else 30.0
+    k[:, :, 35 if method == "trigonometric" else slice(0, 20)] *= big / 0.3
+    zero = torch.zeros(H, 79, dtype=torch.float64)
+    want = core(q, k, v, is_causal=True, bias=zero, algorithm="direct")
+
+    def cut(a, b):
+        return (x[:, :, a:b] for x in (q, k, v))
+
+    with torch.no_grad():
+        _, state = core(*cut(0, 20), is_causal=True, bias=zero[:, :39], max_distance=3, return_state=True)
+        got = core(*cut(20, 40), is_causal=True, bias=zero[:, :59], max_distance=3, state=state)
+        close(got, want[:, :, 20:], 1e-8)
+        parts = []
+        for t in range(20, 40):
+            y, state = core.step(*cut(t, t + 1), state, bias=zero[:, :4])
+            parts.append(y)
+    close(torch.cat(parts, 2), want[:, :, 20:], 1e-8)
+
+
+def test_a_compiled_prefill_hands_its_state_on():
+    torch.manual_seed(0)
+    layer = kf.KernelAttention(16, 4, "nprf", num_features=8, causal=True, relative="1d", max_distance=3)
+    torch.nn.init.normal_(layer.positions.weight)
+    x = torch.randn(2, 20, 16)
+
+    def split(x):
+        first, state = layer(x[:, :9], return_state=True)
+        second, _ = layer(x[:, 9:], state=state, return_state=True)
+        return torch.cat([first, second], 1)
+
+    with torch.no_grad():
+        close(torch.compile(split, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+def test_a_bias_that_hides_keys_is_not_safe_for_transforms():
+    core = kf.build_attention("nprf", head_dim=8, num_heads=H, num_features=8)
+    q, k, _ = inputs(20, dtype=torch.float32)
+    bias = torch.zeros(H, 39)
+    common = {"spec": core.feature_map.key, "tensors": core.feature_map.prepare(q, k, None, 1.0), "scale": 1.0}
+    assert is_safe(q / 10, k / 10, bias, **common)
+    bias[:, 20:] = -torch.inf
+    assert not is_safe(q / 10, k / 10, bias, **common)
+
+
+def test_rows_that_see_nothing_are_not_done_again(monkeypatch):
+    """A sliding window over right padding: half of the rows see no key, which is an answer."""
+    done = []
+    monkeypatch.setattr("kernelformer.attention.relative.rescue", lambda *a: done.append(a))
+    core = build("nprf", torch.float32)
+    q, k, v = inputs(64, dtype=torch.float32)
+    mask = torch.ones(2, 64, dtype=torch.bool)
+    mask[:, 32:] = False
+    bias = torch.full((H, 127), -torch.inf)
+    bias[:, 60:67] = 0
+    for is_causal in (False, True):
+        out = core(q, k, v, key_mask=mask, bias=bias, max_distance=4, is_causal=is_causal)
+        assert (out[:, :, 40:] == 0).all()
+        assert out.isfinite().all()
+    fall = -torch.arange(-63, 64).abs().float().expand(H, -1)
+    out = core(q, k, v, key_mask=mask, bias=fall, max_distance=4, slope=torch.ones(H), is_causal=True)
+    want = attend("nprf", build("nprf"), *(x.double() for x in (q, k, v)), is_causal=True, key_mask=mask,
+                  bias=matrix(fall.double(), 64, 64))  # fmt: skip
+    close(out, want)
+    assert not done
+
+
+def test_claims_about_the_tail_are_checked():
+    core = build("favor+", torch.float32)
+    leaves = inputs(dtype=torch.float32)
+    bias = torch.randn(H, 25, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(
+        ValueError, match=r"max_distance=3 says that the bias is constant beyond .* it is beyond 12 only"
+    ):
+        core(*leaves, bias=bias, max_distance=3)
+    with pytest.raises(ValueError, match="falls by it per token beyond max_distance=3, and it does not"):
+        core(*leaves, bias=torch.zeros(H, 25), max_distance=3, slope=torch.ones(H))
+    for slope in (-torch.ones(H), torch.full((H,), math.nan)):
+        with pytest.raises(ValueError, match="slopes must be finite and at least 0"):
+            core(*leaves, bias=torch.zeros(H, 25), max_distance=3, slope=slope)
+    with pytest.raises(ValueError, match=r"slope must be a floating point tensor \(heads\) = \(4,\), got float"):
+        core(*leaves, bias=torch.zeros(H, 25), max_distance=3, slope=1.0)
+    future = bias.clone()
+    future[:, :10] = future[:, 9:10]  # constant beyond 3 in the past, not in the future, which causality hides
+    core(*leaves, bias=future, max_distance=3, is_causal=True)
+    assert find_window(future, Layout(13, 13), True) == 3
+    assert find_window(future, Layout(13, 13)) is None
+
+
+def test_gradients_do_not_flow_through_a_state_and_it_says_so():
+    core = build("favor+")
+    q, k, v = inputs(12, grad=True)
+    _, state = core(q, k, v, is_causal=True, bias=torch.zeros(H, 23), max_distance=2, return_state=True)
+    with pytest.raises(ValueError, match=r"go on from state.detach\(\)"):
+        core(q, k, v, is_causal=True, bias=torch.zeros(H, 35), state=state)
+    core(q, k, v, is_causal=True, bias=torch.zeros(H, 35), state=state.detach()).sum().backward()
+
+
+def test_a_state_knows_whether_it_fades():
+    core = build("favor+", torch.float32)
+    q, k, v = inputs(6, dtype=torch.float32)
+    slope = torch.ones(H)
+    bias = -torch.arange(-5, 6).abs().float().expand(H, -1)
+    _, state = core(q, k, v, is_causal=True, bias=bias, max_distance=2, slope=slope, return_state=True)
+    one = [x[:, :, :1] for x in (q, k, v)]
+    with pytest.raises(ValueError, match="made with a slope, this call has none"):
+        core.step(*one, state, bias=bias[:, 5:8])
+    long = -torch.arange(-11, 6).abs().float().expand(H, -1)
+    with pytest.raises(ValueError, match="keeps 2 keys one by one, got max_distance=3"):
+        core(q, k, v, is_causal=True, bias=long, max_distance=3, slope=slope, state=state)
+
+
+def test_positions_of_nothing_on_meta_and_in_half_precision():
+    layer = kf.KernelAttention(16, 4, "nprf", num_features=8, relative="1d", max_distance=3)
+    assert layer(torch.randn(2, 0, 16)).shape == (2, 0, 16)
+    core = build("favor+", torch.float32)
+    for L, S in ((0, 0), (0, 5), (5, 0)):
+        for algorithm in (None, *ALGORITHMS):
+            q, k, v = inputs(L, S, dtype=torch.float32, grad=True)
+            out = core(q, k, v, bias=torch.zeros(H, max(L + S - 1, 0)), algorithm=algorithm)
+            assert out.shape == (2, H, L, 6)
+            assert (out == 0).all()
+            out.sum().backward()
+    alibi = kf.RelativePositions(4, scheme="alibi").to("meta").to_empty(device="cpu")
+    alibi.reset_parameters()
+    torch.testing.assert_close(alibi(3, 3)["bias"][0], -0.25 * torch.tensor([2.0, 1, 0, 1, 2]))
+    torch.testing.assert_close(alibi.bfloat16()(600, 600)["bias"][0, 0], torch.tensor(-0.25 * 599))
+    with pytest.raises(ValueError, match="grid must be a pair"):
+        kf.RelativePositions(4, grid=14)
+
+
+def test_biased_weights_can_be_looked_at():
+    core = build("favor+")
+    q, k, v = inputs(9)
+    _, bias = table(9, 9, 2)
+    weights = core.attention_matrix(q, k, bias=bias, max_distance=2)
+    close(weights.sum(-1), torch.ones(2, H, 9, dtype=torch.float64))
+    close(weights @ v, core(q, k, v, bias=bias, max_distance=2))
+
+
+@pytest.mark.parametrize("scheme", [{"max_distance": 3}, {"max_distance": 0}, {"scheme": "alibi"}])
+def test_long_streams_stay_small_and_right_in_float32(scheme):
+    torch.manual_seed(0)
+    layer = kf.KernelAttention(16, 4, "favor+", num_features=12, causal=True, relative="1d", **scheme)
+    if layer.positions.scheme != "alibi":
+        torch.nn.init.normal_(layer.positions.weight)
+    x = torch.randn(1, 300, 16)
+    with torch.no_grad():
+        want, state, parts = layer(x), None, []
+        sizes = set()
+        for t in range(300):
+            y, state = layer.step(x[:, t : t + 1], state)
+            parts.append(y)
+            if t > 70:
+                sizes.add(state.nbytes)
+    close(torch.cat(parts, 1), want, 1e-4)
+    assert len(sizes) == 1

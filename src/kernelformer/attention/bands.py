@@ -165,7 +165,7 @@ class Block:
     def tail(self, side: int) -> Tail | None:
         """Of the keys before (-1) or after (1) a query."""
         call = self.call
-        if call.window == NO_WINDOW or (side > 0 and call.bias.is_causal):
+        if call.window == NO_WINDOW or (side > 0 and call.bias.is_causal) or not call.bias.logs.shape[1]:
             return None
         middle = call.layout.L - 1 + call.layout.offset
         entry = min(max(middle + side * call.window, 0), max(call.bias.logs.shape[1] - 1, 0))
