@@ -9,7 +9,7 @@ import torch
 
 import kernelformer as kf
 from definition import VARIANTS, attend, build, close, inputs, padding
-from kernelformer.attention import bands, relative, rescue, toeplitz
+from kernelformer.attention import bands, relative_forward, rescue, toeplitz
 from kernelformer.attention.biased import find_window
 from kernelformer.attention.fft import is_safe
 from kernelformer.attention.toeplitz import Layout, constant_beyond
@@ -26,7 +26,7 @@ def _short_tiles(monkeypatch):
     """Chunks of 16 tokens, so that short sequences have bands and tails."""
     for module in (toeplitz, bands):
         monkeypatch.setattr(module, "CHUNK", 16)
-    monkeypatch.setattr(relative, "HELD", 3000)  # and sums from the right come in segments
+    monkeypatch.setattr(relative_forward, "HELD", 3000)  # and sums from the right come in segments
 
 
 def table(L, S, window=None, size=1.0, seed=3):
