@@ -291,7 +291,7 @@ def together(q, k, key_mask, query_mask):
             moved_q.append(q[b]), moved_k.append(k[b])
             continue
         var_q, var_k = (x.var(1, correction=0, keepdim=True) for x in (real_q, real_k))
-        floor = 1e-6 * (var_q + var_k) + torch.finfo(q.dtype).tiny ** 0.5
+        floor = 1e-2 * (var_q + var_k) + torch.finfo(q.dtype).tiny ** 0.5
         t = ((var_k + floor) / (var_q + floor)) ** 0.25
         moved_q.append(q[b] * t)
         moved_k.append((k[b] - real_k.mean(1, keepdim=True)) / t + t * real_q.mean(1, keepdim=True))

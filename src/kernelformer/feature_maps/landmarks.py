@@ -173,9 +173,7 @@ def aligned(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Ten
     if key_mask is not None:
         key = key.masked_fill(~key_mask[:, None, :, None], 0)
     (mean_q, var_q), (mean_k, var_k) = _moments(query, query_mask), _moments(key, key_mask)
-    floor = (
-        1e-6 * (var_q + var_k) + torch.finfo(query.dtype).tiny ** 0.5
-    )  # a coordinate that does not vary stays finite
+    floor = 1e-2 * (var_q + var_k) + torch.finfo(query.dtype).tiny ** 0.5  # a single token does not vary
     stretch = ((var_k + floor) / (var_q + floor)) ** 0.25
     return stretch * query, (key - mean_k) / stretch + stretch * mean_q
 
