@@ -203,13 +203,24 @@ def test_states_where_there_can_be_none(core):
 
 
 @pytest.mark.parametrize("method", ["softmax", "gaussian"])
-def test_methods_that_cannot_stream_say_so(method):
+def test_states_of_exact_methods_are_checked(method):
     core = kf.build_attention(method, head_dim=8, num_heads=4)
     q, k, v = inputs(1, dtype=torch.float32)
-    with raises(f"'{method}' cannot stream, but step was asked for: .* such as 'favor\\+'"):
-        core.step(q, k, v)
-    with raises(f"'{method}' cannot stream, but a state was asked for"):
-        core(q, k, v, is_causal=True, return_state=True)
+    _, state = core.step(q, k, v)
+    with raises("a state needs is_causal=True"):
+        core(q, k, v, return_state=True)
+    with raises(f"made by method '{method}', this core is 'favor\\+'"):
+        kf.build_attention("favor+", head_dim=8, num_heads=4).step(q, k, v, state)
+    with raises("made with another scale"):
+        core.step(q, k, v, state, scale=0.3)
+    with raises("the state has shape"):
+        core.step(*(x[:1] for x in (q, k, v)), state)
+    with raises("step takes one token, got 3 queries"):
+        core.step(*(x.expand(-1, -1, 3, -1) for x in (q, k, v)), state)
+    with raises("takes no relative" if method == "gaussian" else "in step bias must be"):
+        core.step(q, k, v, state, bias=torch.zeros(3, 2))
+    with raises("slope goes with a bias"):
+        core.step(q, k, v, state, slope=torch.zeros(4))
 
 
 def test_layers():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import kernelformer as kf
-from definition import STREAMING, VARIANTS, build, close, inputs, mode
+from definition import MAPPED, VARIANTS, build, close, inputs, mode
 
 LINEAR = ["favor+", "favor+hyperbolic", "trigonometric", "relu", "elu"]
 
@@ -42,7 +42,7 @@ def test_a_future_key_cannot_reach_the_past_through_the_stabilizer(method):
         close(core(q, k2, v, is_causal=True)[:, :, :90], before[:, :, :90])
 
 
-@pytest.mark.parametrize("variant", STREAMING)
+@pytest.mark.parametrize("variant", MAPPED)
 def test_buffers_are_drawn_at_construction_and_forward_never_draws(variant):
     """Zeros until the first redraw, or a draw inside forward, make the first call or every call another function."""
     core = build(variant, torch.float32)
@@ -60,7 +60,7 @@ def test_buffers_are_drawn_at_construction_and_forward_never_draws(variant):
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("variant", STREAMING)
+@pytest.mark.parametrize("variant", MAPPED)
 def test_everything_random_is_in_the_state_dict(variant):
     core, other = build(variant, torch.float32, **_seed(variant, 1)), build(variant, torch.float32, **_seed(variant, 2))
     q, k, v = inputs(9, dtype=torch.float32)

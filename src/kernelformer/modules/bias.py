@@ -79,6 +79,18 @@ def check_table(table: Tensor) -> None:
         raise ValueError(f"bias must be a floating point tensor, got {found}.")
 
 
+def check_step_bias(table: Tensor, slope: Tensor | None, heads: int) -> None:
+    """The bias of a step, (H, W + 1), and how it goes on."""
+    check_table(table)
+    if table.dim() != 2 or table.shape[0] != heads or table.shape[1] == 0:
+        raise ValueError(
+            f"in step bias must be (heads, W + 1) = ({heads}, W + 1) over distances 0 to W, beyond which it is "
+            f"constant, got {shape(table)}."
+        )
+    check_values(table)
+    check_slope(slope, table, heads)
+
+
 def check_slope(slope: Tensor | None, table: Tensor, heads: int) -> None:
     """Finite numbers of at least 0, one per head, for a bias without gradients."""
     if slope is None:

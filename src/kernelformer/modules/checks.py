@@ -118,3 +118,32 @@ def check_range(gate: Tensor) -> None:
         raise ValueError(
             f"gate must be in (0, 1), got values from {least:g} to {most:g}; pass torch.sigmoid of the logits."
         )
+
+
+def check_step(query: Tensor, key: Tensor) -> None:
+    """One token."""
+    if query.shape[2] != 1 or key.shape[2] != 1:
+        raise ValueError(
+            f"step takes one token, got {query.shape[2]} queries and {key.shape[2]} keys (shapes {shape(query)} and "
+            f"{shape(key)}); for more, call the core with is_causal=True, state=... and return_state=True."
+        )
+
+
+def check_stream(query: Tensor, key: Tensor, is_causal: bool) -> None:
+    """Queries and keys of the same tokens, in their order."""
+    if not is_causal:
+        raise ValueError("a state needs is_causal=True, got is_causal=False: without causality nothing is past.")
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"with a state queries and keys are the same tokens, got {query.shape[2]} queries and {key.shape[2]} keys."
+        )
+
+
+def other_maker(theirs: dict[str, object], ours: dict[str, object]) -> str | None:
+    """How the core that made a state differs from this one, or None."""
+    if theirs.get("method") != ours["method"]:
+        return f"the state was made by method {theirs.get('method')!r}, this core is {ours['method']!r}"
+    other = [(n, theirs.get(n), ours.get(n)) for n in {**theirs, **ours} if theirs.get(n) != ours.get(n)]
+    if not other:
+        return None
+    return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in other)

@@ -31,6 +31,7 @@ class Call:
     query_mask: Tensor | None = None  # (B, L), None = all of them are real
     bias: Bias | None = None
     streams: bool = False  # whether the state after the keys is wanted
+    past: int = 0  # keys before the first query, beside its own
 
 
 class AttentionCore(nn.Module):

@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import gaussian_attention
+from kernelformer.attention.recurrent import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import flag
 from kernelformer.modules.bias import biased_sdpa
-from kernelformer.modules.core import AttentionCore, Call
+from kernelformer.modules.core import Call
+from kernelformer.modules.growing import GrowingCore
 
 
-class SoftmaxCore(AttentionCore):
+class SoftmaxCore(GrowingCore):
     """Exact softmax attention, by torch's `scaled_dot_product_attention`.
 
     out_i = sum_j exp(scale q_i . k_j) v_j / sum_j exp(scale q_i . k_j)          (performer Eq. 1)
@@ -24,9 +26,9 @@ class SoftmaxCore(AttentionCore):
 
     takes_bias = True
 
-    def _attend(self, call: Call) -> tuple[Tensor, None]:
+    def _exact(self, call: Call) -> Tensor:
         if call.bias is None:
-            return sdpa(call), None
+            return sdpa(call)
         if call.bias.algorithm is not None:
             raise ValueError(
                 f"algorithms are for methods with a feature map, got algorithm={call.bias.algorithm!r} for "
@@ -34,13 +36,12 @@ class SoftmaxCore(AttentionCore):
             )
         repeat = call.query.shape[1] // call.key.shape[1]
         key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
-        out = biased_sdpa(
+        return biased_sdpa(
             call.query, key, value, call.bias, scale=call.scale, is_causal=call.is_causal, key_mask=call.key_mask
         )
-        return out, None
 
 
-class GaussianCore(AttentionCore):
+class GaussianCore(GrowingCore):
     """Exact Gaussian attention.
 
         out_i = sum_j exp(-scale |q_i - k_j|^2 / 2) v_j          (skyformer Eq. 3)
@@ -55,19 +56,29 @@ class GaussianCore(AttentionCore):
         super().__init__(method, **options)
         self.normalize = flag("normalize", normalize)
 
-    def _attend(self, call: Call) -> tuple[Tensor, None]:
+    def _exact(self, call: Call) -> Tensor:
         with no_autocast(call.query.device.type):
             if self.normalize:
-                return self._normalized(call), None
-            out = gaussian_attention(
-                call.query,
-                call.key,
-                call.value,
-                scale=call.scale,
-                key_mask=call.key_mask,
-                is_causal=call.is_causal,
-            )
-        return out, None
+                return self._normalized(call)
+            if not call.past:
+                return self._sums(call, slice(None), call.is_causal)
+            # Without a division the past and the present just add up.
+            past, new = slice(0, call.past), slice(call.past, None)
+            return self._sums(call, past, False) + self._sums(call, new, call.is_causal)
+
+    @staticmethod
+    def _sums(call: Call, keys: slice, is_causal: bool) -> Tensor:
+        return gaussian_attention(
+            call.query,
+            call.key[:, :, keys],
+            call.value[:, :, keys],
+            scale=call.scale,
+            key_mask=None if call.key_mask is None else call.key_mask[:, keys],
+            is_causal=is_causal,
+        )
+
+    def _made_by(self, scale: float) -> MadeBy:
+        return (*super()._made_by(scale), ("normalize", self.normalize))
 
     @staticmethod
     def _normalized(call: Call) -> Tensor:
@@ -91,14 +102,16 @@ TILE = 512
 def sdpa(call: Call) -> Tensor:
     """torch's attention with masks: rows that see nothing are zero, and no mask of L x S is made."""
     query, key, value, scale = call.query, call.key, call.value, call.scale
-    key_mask, is_causal = call.key_mask, call.is_causal
+    key_mask, length = call.key_mask, call.query.shape[2]
     if key.shape[2] == 0:
         return query.sum(-1, keepdim=True).mul(0) * value.new_zeros(value.shape[-1]) + 0 * (key.sum() + value.sum())
     grouped = query.shape[1] != key.shape[1]
-    if key_mask is None:
+    is_causal = call.is_causal and call.past + 1 < key.shape[2]  # else the first query sees every key
+    if key_mask is None and not (is_causal and call.past):
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    hidden = ~key_mask[:, None, :, None]
-    key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    if key_mask is not None:
+        hidden = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
 
     def rows(query: Tensor, keys: int, mask: Tensor) -> Tensor:
         # A row that sees nothing attends to everything and is zeroed after: no kernel of torch promises zeros there.
@@ -108,16 +121,17 @@ def sdpa(call: Call) -> Tensor:
         )
         return out.masked_fill(~seen, 0)
 
-    everything = key_mask[:, None, None, :]
-    if not is_causal or query.shape[2] == 0:
-        return rows(query, key.shape[2], everything)
+    if key_mask is not None and (not is_causal or length == 0):
+        return rows(query, key.shape[2], key_mask[:, None, None, :])
     # In tiles of queries, each with the keys up to its end: no mask of L x S, and nothing from the future to multiply
     # by 0.
     parts = []
-    for start in range(0, query.shape[2], TILE):
+    for start in range(0, length, TILE):
         tile = query[:, :, start : start + TILE]
-        keys = min(key.shape[2], start + tile.shape[2])
-        i = torch.arange(start, start + tile.shape[2], device=query.device)
-        earlier = torch.arange(keys, device=query.device) <= i.unsqueeze(1)
-        parts.append(rows(tile, keys, everything[..., :keys] & earlier))
+        first, last = call.past + start, call.past + start + tile.shape[2]
+        keys = min(key.shape[2], last)
+        mask = torch.arange(keys, device=query.device) <= torch.arange(first, last, device=query.device).unsqueeze(1)
+        if key_mask is not None:
+            mask = mask & key_mask[:, None, None, :keys]
+        parts.append(rows(tile, keys, mask))
     return torch.cat(parts, 2)

@@ -15,7 +15,7 @@ from kernelformer.attention.recurrent import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import flag, shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.checks import check_scale
+from kernelformer.modules.checks import check_scale, check_step, check_stream, other_maker
 from kernelformer.modules.core import Call
 from kernelformer.modules.stream import BiasedCore
 
@@ -131,12 +131,7 @@ class KernelCore(BiasedCore):
         fits = self._fits(query, key, value, scale) if key_mask is None and bias is None else ()
         if not fits or not isinstance(state, State) or state.fits != fits:
             query, key, value = self._accept(query, key, value, key_mask)
-            if query.shape[2] != 1 or key.shape[2] != 1:
-                raise ValueError(
-                    f"step takes one token, got {query.shape[2]} queries and {key.shape[2]} keys (shapes "
-                    f"{shape(query)} and {shape(key)}); for more, call the core with is_causal=True, state=... and "
-                    f"return_state=True."
-                )
+            check_step(query, key)
             self._check_streaming(query, key, value, True, scale, state, bias is not None)
         dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
         query, key = self._units(query, key, key_mask)
@@ -222,13 +217,7 @@ class KernelCore(BiasedCore):
         state: State | None,
         biased: bool = False,
     ) -> None:
-        if not is_causal:
-            raise ValueError("a state needs is_causal=True, got is_causal=False: without causality nothing is past.")
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(
-                f"with a state queries and keys are the same tokens, got {query.shape[2]} queries and "
-                f"{key.shape[2]} keys."
-            )
+        check_stream(query, key, is_causal)
         if state is not None:
             problem = self._misfit(query, key, value, scale, state, biased)
             if problem:
@@ -241,16 +230,14 @@ class KernelCore(BiasedCore):
         if not isinstance(state, State):
             return f"state must be a kernelformer State, got {type(state).__name__}"
         theirs, ours = dict(state.made_by), dict(self._made_by(scale))
-        if theirs["method"] != self.method:
-            return f"the state was made by method {theirs['method']!r}, this core is {self.method!r}"
-        if ("near keys" in theirs) != biased:
+        if theirs["method"] == self.method and ("near keys" in theirs) != biased:
             made, here = ("without", "one") if biased else ("with", "none")
             return f"the state was made {made} a bias, this call has {here}"
         for own in ("near keys", "fades"):
             theirs.pop(own, None)
-        other = [(n, theirs.get(n), ours.get(n)) for n in {**theirs, **ours} if theirs.get(n) != ours.get(n)]
-        if other:
-            return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in other)
+        problem = other_maker(theirs, ours)
+        if problem:
+            return problem
         main, phi, dtype = state.tensors[-2 if biased else 1], self.feature_map, compute_dtype(query.dtype)
         shape_here = (key.shape[0], self._key_heads(key), phi.feature_dim, value.shape[-1])
         if biased:

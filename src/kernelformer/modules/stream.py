@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from kernelformer.attention.toeplitz import Layout, constant_beyond
 from kernelformer.contract import PositiveSpec, compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.bias import check_slope, check_table, check_values
+from kernelformer.modules.bias import check_step_bias
 from kernelformer.modules.core import AttentionCore, Call
 
 
@@ -124,13 +124,28 @@ class BiasedCore(AttentionCore):
         if call.key_mask is not None:
             gone = ~mask[:, None, :, None]
             key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
-        quick = self._quick(call, query, key, value, mask, table, sums, window, slope, prepared)
-        if quick is not None:
-            out, after = quick
-        else:
-            out, after = self._tiled(
-                call, query, key, value, mask if hidden else None, table, sums, window, slope, prepared
-            )
+        maps: Sequence[Tensor] = prepared.tensors
+        common: dict[str, Any] = {"scale": call.scale, "slope": slope}
+        quick = None
+        if self._is_quick(query, key, sums, window):
+            spec = cast(PositiveSpec, self.feature_map.spec)
+            rows = (query.to(dtype), key, value, mask, table.to(dtype), sums)
+            quick = step_near(spec, maps, *rows, **common)
+        out, after = quick or relative_attention(
+            query,
+            key,
+            value,
+            table,
+            spec=self.feature_map.key,
+            tensors=maps,
+            key_mask=mask if hidden else None,
+            is_causal=True,
+            window=window,
+            layout=Layout(count, key.shape[2], key.shape[2] - count),
+            state=list(sums),
+            keep=window,
+            **common,
+        )
         keep = slice(None) if window is None else slice(max(0, key.shape[2] - window), None)
         tensors = (*after, key[:, :, keep], value[:, :, keep], mask[:, keep])
         state = self._state(tensors, call.state, count, call.scale, prepared)
@@ -139,68 +154,12 @@ class BiasedCore(AttentionCore):
             state = replace(state, made_by=(*state.made_by, *kept))
         return out, state
 
-    def _quick(
-        self,
-        call: Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor,
-        table: Tensor,
-        sums: Sequence[Tensor],
-        window: int | None,
-        slope: Tensor | None,
-        prepared: Prepared,
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """One token of a stream by a few whole operations, where its state is full; None where tiles have to do it."""
-        spec, full = self.feature_map.spec, window is not None and key.shape[2] == window + 1
-        if query.shape[2] != 1 or not isinstance(spec, PositiveSpec) or torch.is_grad_enabled():
-            return None
-        if torch.compiler.is_compiling() or not sums or not full:
-            return None
-        return step_near(
-            spec,
-            prepared.tensors,
-            query.to(key.dtype),
-            key,
-            value,
-            mask,
-            table.to(key.dtype),
-            sums,
-            scale=call.scale,
-            slope=slope,
-        )
-
-    def _tiled(
-        self,
-        call: Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        table: Tensor,
-        sums: Sequence[Tensor],
-        window: int | None,
-        slope: Tensor | None,
-        prepared: Prepared,
-    ) -> tuple[Tensor, list[Tensor]]:
-        count = query.shape[2]
-        return relative_attention(
-            query,
-            key,
-            value,
-            table,
-            spec=self.feature_map.key,
-            tensors=prepared.tensors,
-            scale=call.scale,
-            key_mask=mask,
-            is_causal=True,
-            window=window,
-            slope=slope,
-            layout=Layout(count, key.shape[2], key.shape[2] - count),
-            state=list(sums),
-            keep=window,
-        )
+    def _is_quick(self, query: Tensor, key: Tensor, sums: Sequence[Tensor], window: int | None) -> bool:
+        """Whether it is one token of a stream with a full state, which a few whole operations do."""
+        if query.shape[2] != 1 or not isinstance(self.feature_map.spec, PositiveSpec) or torch.is_grad_enabled():
+            return False
+        full = bool(sums) and window is not None and key.shape[2] == window + 1
+        return full and not torch.compiler.is_compiling()
 
     @staticmethod
     def _stream_window(state: State, slope: Tensor | None) -> int | None:
@@ -220,14 +179,7 @@ class BiasedCore(AttentionCore):
         self, call: Call, table: Tensor, slope: Tensor | None, prepared: Prepared
     ) -> tuple[Tensor, State]:
         """One token; the table is (H, W + 1) over distances 0 to W."""
-        check_table(table)
-        if table.dim() != 2 or table.shape[0] != self.num_heads or table.shape[1] == 0:
-            raise ValueError(
-                f"in step bias must be (heads, W + 1) = ({self.num_heads}, W + 1) over distances 0 to W, beyond which "
-                f"it is constant, got {shape(table)}."
-            )
-        check_values(table)
-        check_slope(slope, table, self.num_heads)
+        check_step_bias(table, slope, self.num_heads)
         reach = table.shape[1] - 1
         window: int | None = reach
         near = 0
