@@ -140,9 +140,14 @@ def _positive(
     new = new.to(wide_dtype(new))
     total = torch.logaddexp(log_mass.to(new.dtype), new)
     mean = torch.lerp(mean, value, (new - total).to(mean.dtype).exp())  # the shares of old and new add up to 1
-    logits = logits + total.to(mean.dtype).transpose(-1, -2)
+    return _answer_positive(logits, total, mean, normalize), (total, mean)
+
+
+def _answer_positive(logits: Tensor, log_mass: Tensor, mean: Tensor, normalize: bool) -> Tensor:
+    """(B, G, R, M) log features of queries, and what the keys have left -> (B, G, R, E)."""
+    logits = logits + log_mass.to(mean.dtype).transpose(-1, -2)
     out = logits.softmax(-1) @ mean
-    return out if normalize else out * logits.logsumexp(-1, keepdim=True).exp(), (total, mean)
+    return out if normalize else out * logits.logsumexp(-1, keepdim=True).exp()
 
 
 def _signed(
@@ -174,21 +179,53 @@ def _signed(
     column = phi_k.transpose(-1, -2)
     kv = torch.addcmul(kv, column, value)
     k_sum = k_sum + column
-    guard = normalize and not spec.nonnegative
-    if guard:
+    if normalize and not spec.nonnegative:
         norm_sum = norm_sum + norm_k
-    out = phi_q @ kv
     after = (log_scale, kv, k_sum, norm_sum)
+    return _answer_signed(spec, phi_q, query_factor, after, normalize), after
+
+
+def _answer_signed(
+    spec: SignedSpec, phi_q: Tensor, factor: Tensor | None, state: Sequence[Tensor], normalize: bool
+) -> Tensor:
+    """(B, G, R, M) features of queries, and what the keys have left -> (B, G, R, E)."""
+    log_scale, kv, k_sum, norm_sum = state
+    out = phi_q @ kv
     if not normalize:
-        if query_factor is not None:
-            out = out * (query_factor + log_scale).exp()
-        return out, after
+        return out if factor is None else out * (factor + log_scale).exp()
     den = phi_q @ k_sum
-    if guard:
+    if not spec.nonnegative:
+        length = spec.length(normalize)
         norm_q = phi_q.norm(dim=-1, keepdim=True) if length is None else length
         den = torch.maximum(den, GUARD * norm_q * norm_sum)
     some = den > 0
-    return torch.where(some, out / torch.where(some, den, 1.0), 0.0), after
+    return torch.where(some, out / torch.where(some, den, 1.0), 0.0)
+
+
+def read(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    state: Sequence[Tensor],
+    *,
+    scale: float,
+    normalize: bool = True,
+) -> Tensor:
+    """Answer queries (B, H, L, D) from a state alone, which stays as it is -> (B, H, L, E).
+
+    Cost: O(L M (D + E)) time, whatever the number of keys in the state.
+    """
+    batch, heads, length, width = query.shape
+    rows = query.reshape(batch, state[1].shape[1], -1, width)
+    if spec.family == "positive":
+        positive = cast(PositiveSpec, spec)
+        features = positive.log_shares if normalize else positive.log_features
+        out = _answer_positive(features(rows, tensors, scale, "query"), state[0], state[1], normalize)
+    else:
+        signed = cast(SignedSpec, spec)
+        phi_q, factor = signed.features(rows, tensors, scale, "query", normalize)
+        out = _answer_signed(signed, phi_q, factor, state, normalize)
+    return out.reshape(batch, heads, length, -1)
 
 
 def step_near(

@@ -176,8 +176,20 @@ class FeatureMap(nn.Module):
                     del state_dict[name]  # nor may a child of the map take its part
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        if not self.draw.is_meta:  # from the buffers, as loaded: a strict=False dict may have left them as they were
-            self.seed_number, self.draw_number = int(self.seed), int(self.draw)
+        self.take_numbers()  # as loaded: a strict=False dict may have left the buffers as they were
+
+    def take_numbers(self) -> None:
+        """Seed and draw from their buffers, after something other than `load_state_dict` has filled them.
+
+        Raises:
+            ValueError: the settings that came with them are those of another map.
+        """
+        if self.draw.is_meta:
+            return
+        problem = _other_settings("", self.settings, self.options)
+        if problem:
+            raise ValueError(problem)
+        self.seed_number, self.draw_number = int(self.seed), int(self.draw)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

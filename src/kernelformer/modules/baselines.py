@@ -21,12 +21,16 @@ from kernelformer.modules.exact import sdpa
 class BaselineCore(AttentionCore):
     """A method that looks at the whole sequence at once."""
 
+    def refusal(self, causal: bool) -> ValueError | None:
+        """Bidirectional only."""
+        if not causal:
+            return None
+        return ValueError(
+            f"{self.method!r} mixes tokens of the whole sequence, later ones included, but is_causal=True was asked "
+            f"for; use a method with a feature map, such as 'favor+'."
+        )
+
     def _attend(self, call: Call) -> tuple[Tensor, None]:
-        if call.is_causal:
-            raise ValueError(
-                f"{self.method!r} mixes tokens of the whole sequence, later ones included, but is_causal=True was "
-                f"asked for; use a method with a feature map, such as 'favor+'."
-            )
         dtype = call.query.dtype
         work = compute_dtype(dtype)
         repeat = call.query.shape[1] // call.key.shape[1]
@@ -60,6 +64,8 @@ class NystromformerCore(BaselineCore):
 
     Cost: O(L s (D + E)), and O(s^3) once per sample and head.
     """
+
+    mixes_queries = True
 
     def __init__(
         self, method: str, *, num_landmarks: int = 128, rounds: int = 6, conv: int = 0, seed: int = 0, **options: Any

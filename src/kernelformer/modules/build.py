@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,7 @@ METHODS: dict[str, Method] = {
 _CORE_OPTIONS = ("scale", "normalize_qk")
 _DRAWING = ("num_features", "seed", "draw", "norms", "per_head")
 _UNUSED = {"elu": ("eps", *_DRAWING)}
+POSITION_OPTIONS = ("relative", "scheme", "max_length", "max_distance", "num_buckets", "grid", "num_prefix")
 
 
 def list_methods() -> dict[str, str]:
@@ -121,6 +122,22 @@ def parse_method(name: str) -> tuple[str, dict[str, Any]]:
 
     Values are Python literals, or else strings.
     """
+    method, options = _split(name)
+    _check_options(method, options)
+    return method, options
+
+
+def parse_attention(spec: str) -> tuple[str, dict[str, Any]]:
+    """The same for a whole layer: beside the method's options those of relative positions, if ``relative`` is one."""
+    method, options = _split(spec)
+    own = POSITION_OPTIONS if "relative" in options else ()
+    _check_options(method, {name: x for name, x in options.items() if name not in own}, ("relative",))
+    return method, options
+
+
+def _split(name: str) -> tuple[str, dict[str, Any]]:
+    if not isinstance(name, str):
+        raise ValueError(f"an attention is a string such as 'favor+:num_features=128', got {name!r}.")
     method, *parts = name.split(":")
     options: dict[str, Any] = {}
     for part in parts:
@@ -131,12 +148,11 @@ def parse_method(name: str) -> tuple[str, dict[str, Any]]:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             options[key] = value
-    _check_options(method, options)
     return method, options
 
 
-def _check_options(method: str, options: Mapping[str, Any]) -> None:
-    known = method_options(method)
+def _check_options(method: str, options: Mapping[str, Any], more: Sequence[str] = ()) -> None:
+    known = [*method_options(method), *more]
     for name in options:
         if name not in known:
             raise unknown(f"option for method {method!r},", name, known)

@@ -47,6 +47,7 @@ class AttentionCore(nn.Module):
 
     takes_gate = False
     takes_bias = False
+    mixes_queries = False  # whether one query's output depends on the others
     units_inside = False  # whether a method with a bias normalizes queries and keys itself, without copies
 
     def __init__(
@@ -174,6 +175,9 @@ class AttentionCore(nn.Module):
             )
             raise ValueError(f"{names} only mean something with a bias, and none was given.")
         self._check_gate(gate)
+        problem = self.refusal(is_causal)
+        if problem is not None:
+            raise problem
         dtype = query.dtype
         if checked is None or not self.units_inside:
             query, key = self._units(query, key, key_mask)
@@ -199,6 +203,30 @@ class AttentionCore(nn.Module):
     ) -> tuple[Tensor, State]:
         """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts."""
         raise self._cannot_stream("step")
+
+    def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
+        """What `recall` needs of a whole context, (B, G, S, D) and (B, G, S, E); here all of it."""
+        query = key.new_zeros(key.shape[0], self.num_heads, 1, key.shape[3]) if key.dim() == 4 else key
+        _, key, value = self._accept(query, key, value, key_mask)
+        made_by = (("method", self.method), ("remembers", key.shape[2]))
+        return State((key, value, *(() if key_mask is None else (key_mask,))), key.shape[2], made_by)
+
+    def recall(self, query: Tensor, memory: State) -> Tensor:
+        """Attend to a remembered context, without a bias: (B, H, L, D) -> (B, H, L, E)."""
+        self._check_memory(memory)
+        key, value, *mask = memory.tensors
+        real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+        return self.forward(query, key, value, key_mask=mask[0] if mask else None, query_mask=real)
+
+    def _check_memory(self, memory: State) -> None:
+        made = dict(memory.made_by) if isinstance(memory, State) else {}
+        if made.get("method") != self.method or "remembers" not in made:
+            found = f"a state of {made['method']!r}" if made else type(memory).__name__
+            raise ValueError(f"recall needs what remember of this {self.method!r} core returned, got {found}.")
+
+    def refusal(self, causal: bool) -> ValueError | None:
+        """Why it cannot attend with this causality, before any input is there; None where it can."""
+        return None
 
     def resample(self, draw: int | None = None) -> None:
         """Go to the next draw of the feature map, or to number ``draw``; nothing to do for exact methods."""

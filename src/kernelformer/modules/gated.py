@@ -96,9 +96,18 @@ class GatedCore(KernelCore):
         past = keep.cumsum(-1)
         return take - past, past
 
+    def _not_bidirectional(self, what: str) -> ValueError:
+        return ValueError(f"{self.method!r} is causal only, got {what}: a gate forgets what came before.")
+
+    def refusal(self, causal: bool) -> ValueError | None:
+        """Causal only."""
+        return None if causal else self._not_bidirectional("is_causal=False")
+
+    def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
+        """A context has no order to forget in."""
+        raise self._not_bidirectional("a context")
+
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
-        if not call.is_causal:
-            raise ValueError(f"{self.method!r} is causal only, got is_causal=False: a gate forgets what came before.")
         dtype, work = call.query.dtype, compute_dtype(call.query.dtype)
         with no_autocast(call.query.device.type):
             prepared = self._prepare(call.query, call.key, call.key_mask, call.scale, call.state)

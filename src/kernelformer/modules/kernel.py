@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.attention import State, causal_attention, linear_attention, step
+from kernelformer.attention import State, causal_attention, linear_attention, read, step
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.recurrent import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
@@ -41,6 +41,11 @@ class KernelCore(BiasedCore):
     def feature_dim(self) -> int:
         """M, the width of phi."""
         return self.feature_map.feature_dim
+
+    @property
+    def mixes_queries(self) -> bool:  # type: ignore[override]
+        """Landmarks come from all of them."""
+        return self.feature_map.sees_sequence
 
     def resample(self, draw: int | None = None) -> None:
         """Go to the next draw of the feature map, or to number ``draw``."""
@@ -80,8 +85,6 @@ class KernelCore(BiasedCore):
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
-        if call.is_causal and phi.sees_sequence:
-            raise self._not_causal("is_causal=True")
         with no_autocast(call.query.device.type):
             query, key = phi.align(call.query, call.key, call.key_mask, call.query_mask)
             inputs = (query, self._per_map_head(key), self._per_map_head(call.value))
@@ -150,6 +153,40 @@ class KernelCore(BiasedCore):
             out, after = self._step(prepared, (query, key, value), past, scale, key_mask, gate)
         return out.to(dtype), self._state(after, state, 1, scale, prepared, fits)
 
+    def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
+        """What `recall` needs of a whole context: sums of constant size, or all of it where landmarks see queries."""
+        if self.feature_map.sees_sequence:
+            return super().remember(key, value, key_mask=key_mask)
+        query = key.new_zeros(key.shape[0], self.num_heads, *key.shape[2:])
+        state: State = self.forward(query, key, value, is_causal=True, key_mask=key_mask, return_state=True)[1]
+        return replace(state, made_by=(*state.made_by, ("remembers", key.shape[2])))
+
+    def recall(self, query: Tensor, memory: State) -> Tensor:
+        """Attend to a remembered context, without a bias: (B, H, L, D) -> (B, H, L, E). Cost: O(L M (D + E))."""
+        if self.feature_map.sees_sequence:
+            return super().recall(query, memory)
+        self._check_memory(memory)
+        sample = query[:, :1, :1]
+        query, _, _ = self._accept(query, sample, sample, None)
+        main = memory.tensors[1]
+        if main.shape[0] != query.shape[0] or main.device != query.device:
+            raise ValueError(
+                f"the memory has {main.shape[0]} samples on {main.device}, got {query.shape[0]} on {query.device}."
+            )
+        dtype = query.dtype
+        query, _ = self._units(query.to(main.dtype), sample, None)
+        with no_autocast(query.device.type):
+            prepared = self._prepare(query, sample, None, self.scale, memory)
+            out = read(
+                self.feature_map.spec,
+                prepared.tensors,
+                query,
+                memory.tensors,
+                scale=self.scale,
+                normalize=self.normalize,
+            )
+        return out.to(dtype)
+
     def _step(
         self,
         prepared: Prepared,
@@ -161,6 +198,10 @@ class KernelCore(BiasedCore):
     ) -> tuple[Tensor, Sequence[Tensor]]:
         spec, tensors = self.feature_map.spec, prepared.tensors
         return step(spec, tensors, *token, past, scale=scale, key_mask=key_mask, normalize=self.normalize)
+
+    def refusal(self, causal: bool) -> ValueError | None:
+        """Landmarks that see the whole sequence cannot be causal."""
+        return self._not_causal("is_causal=True") if causal and self.feature_map.sees_sequence else None
 
     def _not_causal(self, what: str) -> ValueError:
         return ValueError(

@@ -76,6 +76,9 @@ class KernelAttention(nn.Module):
         if method == "rfa-gate":
             options.setdefault("own_gate", False)
         self.core = build_attention(method, head_dim=self.head_dim, num_heads=num_heads, **options).to(device)
+        problem = self.core.refusal(causal)
+        if problem is not None:
+            raise problem
         if self.positions is not None:
             self.positions.to(device)
             if not self.core.takes_bias:
@@ -89,13 +92,19 @@ class KernelAttention(nn.Module):
             nn.init.constant_(self.gate.bias, 2.0)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        for name, t, width in (("x", x, self.embed_dim), ("context", context, self.context_dim)):
-            if t.dim() != 3 or t.shape[-1] != width or not t.is_floating_point():
-                raise ValueError(
-                    f"{name} must be (batch, length, {width}) in floating point, got {shape(t)} in {t.dtype}."
-                )
-        q, k, v = self.query(x), self.key(context), self.value(context)
-        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        self._check("x", x, self.embed_dim)
+        self._check("context", context, self.context_dim)
+        q, k, v = (self._heads(t) for t in (self.query(x), self.key(context), self.value(context)))
+        return q, k, v
+
+    @staticmethod
+    def _check(name: str, x: Tensor, width: int) -> None:
+        if x.dim() != 3 or x.shape[-1] != width or not x.is_floating_point():
+            raise ValueError(f"{name} must be (batch, length, {width}) in floating point, got {shape(x)} in {x.dtype}.")
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
 
     def _gate(self, context: Tensor) -> dict[str, Any]:
         """``g_t = sigmoid(w . x_t + b)`` for each head, where the method forgets."""
@@ -176,6 +185,22 @@ class KernelAttention(nn.Module):
             extra |= self.positions.step(0 if state is None else state.length)
         heads, after = self.core.step(*self._project(x, x), state, key_mask=key_mask, **extra)
         return self._merge(heads), after
+
+    def remember(self, context: Tensor, key_mask: Tensor | None = None) -> State:
+        """What `recall` needs of a context (B, S, context_dim): of constant size for methods with a feature map."""
+        self._check("context", context, self.context_dim)
+        key, value = (self._heads(x) for x in (self.key(context), self.value(context)))
+        return self.core.remember(key, value, key_mask=key_mask)
+
+    def recall(self, x: Tensor, memory: State) -> Tensor:
+        """Attend to a remembered context, which does not have to be read again: (B, L, E) -> (B, L, E)."""
+        if self.causal or self.positions is not None:
+            raise ValueError(
+                "recall is for cross-attention: build the layer with causal=False and relative=None, this one has "
+                f"causal={self.causal} and {'relative' if self.positions is not None else 'no'} positions."
+            )
+        self._check("x", x, self.embed_dim)
+        return self._merge(self.core.recall(self._heads(self.query(x)), memory))
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""

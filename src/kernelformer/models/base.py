@@ -1,0 +1,135 @@
+"""What all models share: first weights, saving, loading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from kernelformer.feature_maps import FeatureMap
+from kernelformer.hf import StateCache
+from kernelformer.models.config import KernelformerConfig
+from kernelformer.modules import KernelAttention, RelativePositions
+from kernelformer.modules.core import AttentionCore
+
+
+class KernelformerPreTrainedModel(PreTrainedModel):
+    """Base of all models: `save_pretrained` writes safetensors, `from_pretrained` reads them."""
+
+    config_class = KernelformerConfig
+    config: KernelformerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012  (transformers' own name)
+    _is_stateful = True  # a state cannot go back, so no assisted decoding
+
+    def post_init(self) -> None:
+        """What attention cores and positions have drawn or chosen is theirs: transformers leaves it alone."""
+        for module in self.modules():
+            if isinstance(module, AttentionCore | RelativePositions):
+                for part in module.modules():
+                    part._is_hf_initialized = True  # type: ignore[assignment]
+            elif isinstance(module, KernelAttention) and module.gate is not None:
+                module.gate._is_hf_initialized = True  # type: ignore[assignment]
+        self._tied_weights_keys = {**(type(self)._tied_weights_keys or {}), **self._shared_tables()}
+        super().post_init()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal weights of size 1 / sqrt(inputs), smaller where they feed the residual stream of a deep model."""
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            size = module.weight[0].numel() ** -0.5 if std is None else std
+            if getattr(module, "feeds_residual", False):
+                size *= (2 * self.config.num_hidden_layers) ** -0.5
+            init.normal_(module.weight, std=size)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, FirstToken):
+            init.normal_(module.vector, std=1.0 if std is None else std)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As Hugging Face's; seeds and draws of feature maps go on from what was saved."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
+            if isinstance(module, FeatureMap):
+                module.take_numbers()
+        return loaded
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Transformers' own, and tables that blocks share, also where word embeddings are not tied."""
+        tied: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)
+        return {**tied, **self._shared_tables()}
+
+    def _shared_tables(self) -> dict[str, str]:
+        """Parameters of relative positions that several blocks share, by the name that owns them."""
+        tied: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for name, module in self.named_modules(remove_duplicate=False):
+            if isinstance(module, RelativePositions):
+                owner = first.setdefault(id(module), name)
+                if owner != name:
+                    tied |= {f"{name}.{x}": f"{owner}.{x}" for x, _ in module.named_parameters()}
+        return tied
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """States instead of keys and values."""
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"this model keeps states, got cache_implementation={generation_config.cache_implementation!r}; leave "
+                f"it out."
+            )
+        given = model_kwargs.get("past_key_values")
+        if given is None and generation_config.use_cache:
+            model_kwargs["past_key_values"] = self.new_cache()
+        elif given is not None and not isinstance(given, StateCache):
+            raise ValueError(f"past_key_values must be a StateCache, got {type(given).__name__}; leave it out.")
+
+    def new_cache(self) -> StateCache:
+        """An empty cache for the decoder."""
+        raise ValueError(f"{type(self).__name__} does not generate.")
+
+
+class FirstToken(nn.Module):
+    """A learned vector in front of every sequence, whose output stands for the whole of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, L, d) and (B, L) -> (B, 1 + L, d) and (B, 1 + L)."""
+        first = self.vector.to(x.dtype).expand(x.shape[0], 1, -1)
+        if key_mask is not None:
+            key_mask = torch.cat([key_mask.new_ones(key_mask.shape[0], 1), key_mask], 1)
+        return torch.cat([first, x], 1), key_mask
+
+
+def mean_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Cross-entropy over all labels but -100.
+
+    Args:
+        logits: (..., classes).
+        labels: (...).
+        num_items_in_batch: labels that the mean is over, where the batch is a part of a larger one.
+    """
+    flat, wanted = logits.flatten(0, -2).float(), labels.flatten().to(logits.device)
+    if num_items_in_batch is None:
+        return nn.functional.cross_entropy(flat, wanted)
+    return nn.functional.cross_entropy(flat, wanted, reduction="sum") / num_items_in_batch

@@ -1,0 +1,171 @@
+"""What a model is made of, as plain values that are saved with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import GenerationConfig, PreTrainedConfig
+
+from kernelformer.errors import choice, flag, integer, number, positive_int, unknown
+from kernelformer.modules.build import parse_attention
+
+POSITIONS = ("auto", "sinusoidal", "learned", "image", "none")
+POOLING = ("mean", "cls")
+# Fields of every Hugging Face configuration that come as keyword arguments without being fields.
+_COMMON = {"num_labels", "name_or_path", "torch_dtype", "output_attentions", "attn_implementation", "model_type"}
+_COMMON |= {"_commit_hash", "experts_implementation", "per_layer_config", "tie_last_hidden_states"}
+
+
+@strict
+class KernelformerConfig(PreTrainedConfig):
+    """Configuration of all models.
+
+    An attention is said by a string ``method:option=value:...``; the options are those of the method and those of
+    `KernelAttention`'s relative positions, so that ``nprf:relative=1d:max_distance=64`` is a whole layer.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: d, width of the residual stream.
+        num_hidden_layers: blocks of the encoder, or of a model without one.
+        num_decoder_layers: blocks of the decoder of an encoder-decoder; None means as many.
+        num_attention_heads: H.
+        intermediate_size: width of the feed-forward part; None means 4 d.
+        hidden_act: its activation, a name of transformers.
+        attention: of every block, or a list with one for each.
+        decoder_attention: self-attention of an encoder-decoder's decoder; None means as ``attention``.
+        cross_attention: from its decoder to its encoder; None means as ``attention``, without relative positions.
+        positions: ``sinusoidal``, ``learned``, ``image`` (learned rows, columns and channels), ``none``, or ``auto``:
+            none where all self-attention has relative positions, else the model's own (learned for images, row and
+            column for pixels, sinusoidal for text).
+        max_position_embeddings: the longest sequence, for what has a table: learned positions, relative ones without
+            ``max_distance``, linformer. Sinusoidal positions have no end.
+        share_bias: one table of relative positions for all blocks (of the encoder, of the decoder) that ask for the
+            same kind.
+        norm_first: layer norm before each part (and at the end), else after it.
+        dropout: of the embeddings and of each part's output.
+        pooling: of classifiers: ``mean`` over the tokens, or ``cls``, a learned token in front.
+        image_size: (rows, columns) of images and pixels.
+        patch_size: of images; the grid of relative positions is image_size / patch_size.
+        num_channels: of images and pixels.
+        initializer_range: standard deviation of weights; None means 1 / sqrt(inputs), and less on the residual stream
+            the deeper the model.
+        seed: block i draws its random features with seed + i.
+        use_cache: whether `generate` keeps states.
+    """
+
+    model_type = "kernelformer"
+
+    vocab_size: int = 256
+    hidden_size: int = 256
+    num_hidden_layers: int = 4
+    num_decoder_layers: int | None = None
+    num_attention_heads: int = 4
+    intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    attention: str | list[str] = "favor+"
+    decoder_attention: str | list[str] | None = None
+    cross_attention: str | list[str] | None = None
+    positions: str = "auto"
+    max_position_embeddings: int = 1024
+    share_bias: bool = False
+    norm_first: bool = True
+    layer_norm_eps: float = 1e-5
+    dropout: float | int = 0.0
+    pooling: str = "mean"
+    image_size: list[int] | tuple[int, int] | None = None
+    patch_size: int = 4
+    num_channels: int = 3
+    initializer_range: float | None = None
+    seed: int = 0
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    decoder_start_token_id: int | None = None
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        known = set(self.__dataclass_fields__)
+        for name in kwargs:
+            if name not in _COMMON and not name.startswith("_") and not hasattr(GenerationConfig(), name):
+                raise unknown("setting of KernelformerConfig,", name, known)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size"):
+            positive_int(name, getattr(self, name))
+        for name in ("max_position_embeddings", "num_channels"):
+            positive_int(name, getattr(self, name))
+        for name in ("intermediate_size", "num_decoder_layers"):
+            if getattr(self, name) is not None:
+                positive_int(name, getattr(self, name))
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads, got {self.hidden_size} and "
+                f"{self.num_attention_heads}."
+            )
+        choice("positions", self.positions, POSITIONS)
+        choice("pooling", self.pooling, POOLING)
+        integer("seed", self.seed)
+        flag("share_bias", self.share_bias)
+        if not 0 <= number("dropout", self.dropout) < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
+        if self.image_size is not None:
+            if len(self.image_size) != 2:
+                raise ValueError(f"image_size must be (rows, columns), got {self.image_size!r}.")
+            self.image_size = [positive_int("image_size", x) for x in self.image_size]
+        self.encoder_specs, self.decoder_specs, self.cross_specs  # noqa: B018  (wrong ones are found here)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+
+    @property
+    def feed_forward(self) -> int:
+        """Width of the feed-forward part."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def decoder_layers(self) -> int:
+        """Blocks of an encoder-decoder's decoder."""
+        return self.num_decoder_layers or self.num_hidden_layers
+
+    @property
+    def encoder_specs(self) -> list[str]:
+        """One attention for each block."""
+        return _per_layer("attention", self.attention, self.num_hidden_layers)
+
+    @property
+    def decoder_specs(self) -> list[str]:
+        """One attention for each block of an encoder-decoder's decoder."""
+        if self.decoder_attention is None and isinstance(self.attention, str):
+            return _per_layer("attention", self.attention, self.decoder_layers)
+        return _per_layer("decoder_attention", self.decoder_attention or self.attention, self.decoder_layers)
+
+    @property
+    def cross_specs(self) -> list[str]:
+        """One attention from decoder to encoder for each of its blocks."""
+        if self.cross_attention is None:
+            return [without_positions(x) for x in self.decoder_specs]
+        specs = _per_layer("cross_attention", self.cross_attention, self.decoder_layers)
+        for spec in specs:
+            if "relative" in parse_attention(spec)[1]:
+                raise ValueError(
+                    f"cross_attention has no relative positions, got {spec!r}; give {without_positions(spec)!r}."
+                )
+        return specs
+
+
+def _per_layer(what: str, specs: str | list[str], layers: int) -> list[str]:
+    found = [specs] * layers if isinstance(specs, str) else list(specs)
+    if len(found) != layers:
+        raise ValueError(f"{what} must be one spec or one for each of {layers} blocks, got {len(found)}: {found}.")
+    for spec in found:
+        parse_attention(spec)
+    return found
+
+
+def without_positions(spec: str) -> str:
+    """The same attention without relative positions."""
+    method, *parts = spec.split(":")
+    own = ("relative=", "scheme=", "max_distance=", "num_buckets=", "grid=", "num_prefix=")
+    if any(x.startswith("relative=") for x in parts):
+        parts = [
+            x for x in parts if not x.startswith(own) and not (x.startswith("max_length=") and method != "linformer")
+        ]
+    return ":".join([method, *parts])

@@ -1,0 +1,128 @@
+"""Causal language models, over tokens and over pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from kernelformer.hf import StateCache
+from kernelformer.models.base import KernelformerPreTrainedModel, mean_loss
+from kernelformer.models.blocks import Stack, visible
+from kernelformer.models.config import KernelformerConfig
+from kernelformer.models.embeddings import Embeddings
+from kernelformer.models.encoder import check_tokens, choose_positions
+
+
+def place(attention_mask: Tensor | None, tokens: int, past: int, device: torch.device) -> Tensor:
+    """Positions (B or 1, L) of the last tokens, counted over real ones, so that padding on the left moves nothing."""
+    if attention_mask is None:
+        return torch.arange(past, past + tokens, device=device).unsqueeze(0)
+    if attention_mask.shape[1] != past + tokens:
+        raise ValueError(
+            f"attention_mask must have a column for each of {past} tokens in the cache and {tokens} new ones, got "
+            f"{attention_mask.shape[1]}."
+        )
+    return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
+
+
+class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # type: ignore[misc]  # another cache
+    """Decoder: tokens (B, L) -> logits of the next ones (B, L, vocabulary).
+
+    `generate` keeps one state per block: of constant size with a feature map; `softmax`, `gaussian` and tables of
+    relative positions without ``max_distance`` keep every key.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "embeddings.tokens.weight"}  # noqa: RUF012  (transformers' own name)
+    own_positions = "sinusoidal"
+
+    def __init__(self, config: KernelformerConfig) -> None:
+        super().__init__(config)
+        specs = config.encoder_specs
+        self.embeddings = Embeddings(config, choose_positions(config, specs, self.own_positions))
+        self.stack = Stack(config, specs, causal=True)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of tokens."""
+        table: nn.Module = self.embeddings.tokens
+        return table
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Another table of tokens."""
+        self.embeddings.tokens = value  # type: ignore[assignment]
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The last layer, tied to the tokens unless the configuration says otherwise."""
+        head: nn.Module = self.lm_head
+        return head
+
+    def new_cache(self) -> StateCache:
+        """An empty cache."""
+        return StateCache(self.config.num_hidden_layers)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict.
+
+        Args:
+            input_ids: (B, L) tokens; with a cache those after the ones that it has seen.
+            attention_mask: (B, past + L), 1 = real; padding stands on the left where tokens are generated.
+            position_ids: (B, L); default: counted over the real tokens.
+            past_key_values: states of the tokens before, see `new_cache`; it is changed.
+            inputs_embeds: (B, L, d), in place of tokens.
+            labels: (B, L), the tokens themselves, -100 = not counted: token i + 1 is what is wanted after token i.
+            use_cache: whether to return states; default: if a cache is given.
+            logits_to_keep: how many of the last positions to predict at, or which; 0 = all.
+            num_items_in_batch: labels that the loss is a mean over; default those of this call.
+            kwargs: of other Hugging Face models; nothing of theirs is used here.
+        """
+        given = check_tokens(input_ids, inputs_embeds, self.config.vocab_size)
+        if past_key_values is None and use_cache and not self.training:
+            past_key_values = self.new_cache()
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if position_ids is None:
+            position_ids = place(attention_mask, given.shape[1], past, given.device)
+        x = self.embeddings(input_ids, position_ids, inputs_embeds)
+        x = self.stack(x, key_mask=visible(attention_mask, given.shape[1]), past_key_values=past_key_values)
+        if isinstance(logits_to_keep, Tensor):
+            x = x[:, logits_to_keep]
+        elif logits_to_keep:
+            x = x[:, -logits_to_keep:]
+        logits = self.lm_head(x)
+        loss: Any = None
+        if labels is not None:
+            if logits.shape[1] != labels.shape[1]:
+                raise ValueError(
+                    f"a loss needs a prediction for each label, got {logits.shape[1]} and {labels.shape[1]}; leave "
+                    f"logits_to_keep out."
+                )
+            loss = mean_loss(logits[:, :-1], labels[:, 1:], num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+
+class KernelformerForPixels(KernelformerForCausalLM):
+    """Causal model of images as sequences of intensities, row by row, channels innermost.
+
+    Positions are learned rows, columns and channels; the tokens of an image are its values from 0 to 255. Bits per
+    dimension are the loss / ln 2; the first value of an image is given, not predicted.
+    """
+
+    own_positions = "image"

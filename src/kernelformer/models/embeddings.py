@@ -1,0 +1,71 @@
+"""Tokens and where they stand."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from kernelformer.models.config import KernelformerConfig
+
+
+def sinusoids(position: Tensor, width: int) -> Tensor:
+    """``sin(p / 10000^(2i/d)), cos(p / 10000^(2i/d))``: (...) -> (..., width)."""
+    half = (width + 1) // 2
+    rate = torch.exp(torch.arange(half, device=position.device) * (-math.log(10000.0) / half))
+    angle = position.unsqueeze(-1) * rate
+    return torch.cat([angle.sin(), angle.cos()], -1)[..., :width]
+
+
+class Embeddings(nn.Module):
+    """Token vectors plus position vectors.
+
+        x_i = sqrt(d) (token_i + place_i)          place: learned
+        x_i = sqrt(d) token_i + sinusoid_i         sinusoidal
+
+    Args:
+        config: of the model.
+        positions: ``sinusoidal``, ``learned``, ``image`` or ``none``.
+    """
+
+    def __init__(self, config: KernelformerConfig, positions: str) -> None:
+        super().__init__()
+        self.positions, self.limit = positions, config.max_position_embeddings
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.scale = config.hidden_size**0.5
+        self.places = nn.ModuleList()
+        self.sizes = [self.limit]
+        if positions == "image":
+            if config.image_size is None:
+                raise ValueError("positions='image' needs image_size=(rows, columns), got None.")
+            self.sizes = [*config.image_size, config.num_channels]
+            self.limit = math.prod(self.sizes)
+        if positions in ("learned", "image"):
+            self.places.extend(nn.Embedding(n, config.hidden_size) for n in self.sizes)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor | None, position: Tensor, vectors: Tensor | None = None) -> Tensor:
+        """(B, L) tokens, or (B, L, d) vectors in their place, at positions (B or 1, L) -> (B, L, d)."""
+        x = self.tokens(tokens) if vectors is None else vectors
+        if len(self.places):
+            last = int(position.max()) if position.numel() else -1
+            if last >= self.limit:
+                raise ValueError(
+                    f"this model has {self.limit} {self.positions} positions, got a sequence of {last + 1} tokens; "
+                    f"shorten it, or build the model with a larger max_position_embeddings or other positions."
+                )
+            for place, index in zip(self.places, self._indices(position), strict=True):
+                x = x + place(index)
+        x = x * self.scale
+        if self.positions == "sinusoidal":
+            x = x + sinusoids(position, x.shape[-1]).to(x.dtype)
+        y: Tensor = self.dropout(x)
+        return y
+
+    def _indices(self, position: Tensor) -> list[Tensor]:
+        """Row, column and channel of pixels that come row by row, or the position itself."""
+        if len(self.sizes) == 1:
+            return [position]
+        _, columns, channels = self.sizes
+        return [position // (columns * channels), position // channels % columns, position % channels]

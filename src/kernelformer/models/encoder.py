@@ -1,0 +1,214 @@
+"""Encoders: the bare model, classification of sequences and of pairs, masked language modelling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from kernelformer.errors import shape
+from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss
+from kernelformer.models.blocks import Stack, visible
+from kernelformer.models.config import KernelformerConfig
+from kernelformer.models.embeddings import Embeddings
+from kernelformer.modules.build import parse_attention
+
+
+def choose_positions(config: KernelformerConfig, specs: list[str], own: str = "sinusoidal") -> str:
+    """``auto`` resolved: none where every block has relative positions, else the model's own."""
+    if config.positions != "auto":
+        return config.positions
+    return "none" if all("relative" in parse_attention(x)[1] for x in specs) else own
+
+
+def check_tokens(tokens: Tensor | None, vectors: Tensor | None, vocab_size: int) -> Tensor:
+    """Tokens (B, L) within the vocabulary, or vectors (B, L, d); returns whichever is given."""
+    if (tokens is None) == (vectors is None):
+        raise ValueError("give either input_ids or inputs_embeds, got both or neither.")
+    if vectors is not None:
+        return vectors
+    assert tokens is not None
+    if tokens.dim() != 2 or tokens.is_floating_point():
+        raise ValueError(f"input_ids must be (batch, tokens) integers, got {shape(tokens)} in {tokens.dtype}.")
+    if not torch.compiler.is_compiling() and not tokens.is_meta and tokens.numel():
+        low, high = (int(x) for x in torch.aminmax(tokens))
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"input_ids must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}.")
+    return tokens
+
+
+class KernelformerModel(KernelformerPreTrainedModel):
+    """The encoder: tokens (B, L) -> vectors (B, L, d).
+
+    Args:
+        config: of the model.
+        first_token: whether a learned vector goes in front of every sequence; its output comes first.
+    """
+
+    def __init__(self, config: KernelformerConfig, first_token: bool = False) -> None:
+        super().__init__(config)
+        specs = config.encoder_specs
+        self.embeddings = Embeddings(config, choose_positions(config, specs))
+        self.first = FirstToken(config.hidden_size) if first_token else None
+        self.stack = Stack(config, specs, causal=False, num_prefix=int(first_token))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of tokens."""
+        table: nn.Module = self.embeddings.tokens
+        return table
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Another table of tokens."""
+        self.embeddings.tokens = value  # type: ignore[assignment]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Encode.
+
+        Args:
+            input_ids: (B, L) tokens.
+            attention_mask: (B, L), 1 = real.
+            inputs_embeds: (B, L, d), in place of tokens.
+            position_ids: (B, L); default 0 to L - 1.
+            kwargs: of other Hugging Face models; nothing of theirs is used here.
+        """
+        given = check_tokens(input_ids, inputs_embeds, self.config.vocab_size)
+        if position_ids is None:
+            position_ids = torch.arange(given.shape[1], device=given.device).unsqueeze(0)
+        key_mask = visible(attention_mask, given.shape[1])
+        x = self.embeddings(input_ids, position_ids, inputs_embeds)
+        if self.first is not None:
+            x, key_mask = self.first(x, key_mask)
+        return BaseModelOutput(last_hidden_state=self.stack(x, key_mask=key_mask))
+
+
+class Pooler(nn.Module):
+    """One vector per sequence: the first token's, or the mean of the real ones; (B, L, d) -> (B, d)."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Mask (B, L) over the tokens of a mean."""
+        if self.kind == "cls":
+            return x[:, 0]
+        if attention_mask is None:
+            return x.mean(1)
+        weight = attention_mask.to(x.dtype).unsqueeze(-1)
+        return (x * weight).sum(1) / weight.sum(1).clamp_min(1)
+
+
+class Head(nn.Sequential):
+    """Two layers from a pooled vector to classes."""
+
+    def __init__(self, inputs: int, config: KernelformerConfig) -> None:
+        width = config.hidden_size
+        super().__init__(
+            nn.Linear(inputs, width),
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(width, int(config.num_labels or 0)),
+        )
+
+
+class KernelformerForSequenceClassification(KernelformerPreTrainedModel):
+    """Encoder, pooling and two layers: tokens (B, L) -> logits (B, classes)."""
+
+    def __init__(self, config: KernelformerConfig) -> None:
+        super().__init__(config)
+        self.model = KernelformerModel(config, first_token=config.pooling == "cls")
+        self.pooler = Pooler(config.pooling)
+        self.head = Head(config.hidden_size, config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Classify; labels (B) give the mean cross-entropy. The others are those of `KernelformerModel`."""
+        hidden = self.model(input_ids, attention_mask, inputs_embeds).last_hidden_state
+        logits = self.head(self.pooler(hidden, attention_mask))
+        loss: Any = None if labels is None else mean_loss(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class KernelformerForMatching(KernelformerPreTrainedModel):
+    """Dual encoder for pairs of documents, as Long Range Arena matches them.
+
+    head([a, b, a * b, a - b])          a, b: the pooled documents, by one encoder
+    """
+
+    def __init__(self, config: KernelformerConfig) -> None:
+        super().__init__(config)
+        self.model = KernelformerModel(config, first_token=config.pooling == "cls")
+        self.pooler = Pooler(config.pooling)
+        self.head = Head(4 * config.hidden_size, config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        other_input_ids: Tensor | None = None,
+        other_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Match (B, L) with (B, L'), masks likewise; logits (B, classes); labels (B) give the mean cross-entropy."""
+        if input_ids is None or other_input_ids is None:
+            raise ValueError("a pair needs input_ids and other_input_ids, got only one of them or none.")
+        pairs = ((input_ids, attention_mask), (other_input_ids, other_attention_mask))
+        a, b = (self.pooler(self.model(ids, mask).last_hidden_state, mask) for ids, mask in pairs)
+        logits = self.head(torch.cat([a, b, a * b, a - b], -1))
+        loss: Any = None if labels is None else mean_loss(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class KernelformerForMaskedLM(KernelformerPreTrainedModel):
+    """Encoder and a prediction for every token: (B, L) -> (B, L, vocabulary)."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.tokens.weight"}  # noqa: RUF012  (transformers' own name)
+
+    def __init__(self, config: KernelformerConfig) -> None:
+        super().__init__(config)
+        self.model = KernelformerModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The last layer, tied to the tokens unless the configuration says otherwise."""
+        head: nn.Module = self.lm_head
+        return head
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """Predict; labels (B, L), -100 where nothing was hidden, give the mean cross-entropy."""
+        logits = self.lm_head(self.model(input_ids, attention_mask, inputs_embeds).last_hidden_state)
+        loss: Any = None if labels is None else mean_loss(logits, labels, num_items_in_batch)
+        return MaskedLMOutput(loss=loss, logits=logits)
