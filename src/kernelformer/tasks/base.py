@@ -1,0 +1,120 @@
+"""What a task offers a model, its training and a comparison."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+SPLITS = ("train", "validation", "test")
+Sample = dict[str, Any]
+Data = TypeVar("Data")
+
+
+class Task(ABC):
+    """A data set with its splits, its batches and its metric.
+
+    A constructor takes keyword options with plain values. It checks them, but reads or makes no data: that is done by
+    `split`. Sample i of a split depends on the options alone, so every method sees the same samples in the same order.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]  # one line
+    model: ClassVar[str]  # kind of model: "causal-lm", "classifier", ...
+    metric: ClassVar[str]
+    higher_is_better: ClassVar[bool]
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What the model has to be, as fields of its configuration: vocab_size, max_position_embeddings, ..."""
+
+    @abstractmethod
+    def split(self, name: str) -> Dataset[Sample]:
+        """The samples of "train", "validation" or "test", by index."""
+
+    @abstractmethod
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """A batch: input_ids (B, L) int64, labels, and where it is padded attention_mask (B, L), 1 = real."""
+
+    @abstractmethod
+    def score(
+        self, loss: float, predictions: NDArray[Any] | None = None, labels: NDArray[Any] | None = None
+    ) -> dict[str, float]:
+        """The metric by its name, from the mean loss of a split, and from predictions where it needs them."""
+
+
+def accuracy(predictions: NDArray[Any] | None, labels: NDArray[Any] | None) -> float:
+    """Share of right answers.
+
+    Args:
+        predictions: (N, C) logits, or (N) classes.
+        labels: (N).
+    """
+    if predictions is None or labels is None:
+        missing = "predictions" if predictions is None else "labels"
+        raise ValueError(f"accuracy needs predictions and labels, got {missing}=None; keep them during evaluation.")
+    predictions, labels = np.asarray(predictions), np.asarray(labels)
+    answers = predictions.argmax(-1) if predictions.ndim == labels.ndim + 1 else predictions
+    if answers.shape != labels.shape or not labels.size:
+        raise ValueError(
+            f"predictions must be (N, classes) or (N) for labels (N) with N of at least 1, "
+            f"got shapes {predictions.shape} and {labels.shape}."
+        )
+    return float((answers == labels).mean())
+
+
+def cache_folder() -> Path:
+    """Where made data is kept: kernelformer in XDG_CACHE_HOME, or else in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kernelformer"
+
+
+def save_arrays(path: Path, record: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write all or nothing: a killed process leaves no half file at this path, and two at once do no harm.
+
+    Args:
+        path: ``.npz``; its folder is made.
+        record: what the arrays depend on, to be compared when they are loaded.
+        arrays: by name.
+    """
+    everything: dict[str, Any] = {**arrays, "record": np.array(record)}
+    part = path.with_suffix(f".{uuid.uuid4().hex}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with part.open("wb") as out:
+                np.savez(out, **everything)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as problem:
+        raise ValueError(
+            f"{path} cannot be written: {problem.strerror}; give another folder as cache, or set XDG_CACHE_HOME."
+        ) from None
+
+
+def load_arrays(path: Path, record: str, make: Callable[[dict[str, NDArray[Any]]], Data]) -> Data:
+    """What ``make`` makes of saved arrays; nothing in the file is run.
+
+    Args:
+        path: as saved.
+        record: as saved.
+        make: data from arrays by name; it raises when they are not what they should be.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+        if str(arrays.pop("record")) != record:
+            raise ValueError("it was made with other options")
+        return make(arrays)
+    except Exception as problem:  # a damaged archive raises all kinds
+        raise ValueError(
+            f"the cache file {path} cannot be used ({problem}); delete it, and it will be made again."
+        ) from problem

@@ -1,0 +1,253 @@
+"""Byte-level language modelling of any file or folder of text."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from kernelformer.errors import choice, integer, number, positive_int
+from kernelformer.tasks.base import SPLITS, Sample, Task
+
+Text = NDArray[np.uint8]
+Places = NDArray[np.int64]
+
+# What is installed beside the standard library, what tests it, and what programs have written: tables that are almost
+# copies of one another, in training and validation, and one file with more text than all others of its split.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+class Windows(Dataset[Sample], ABC):
+    """Windows of equal length of a text, by index; a batch is one gather.
+
+    Args:
+        text: (N) uint8.
+        length: of a window.
+        count: how many windows there are.
+    """
+
+    def __init__(self, text: Text, length: int, count: int) -> None:
+        self.text, self.length, self.count = text, length, count
+
+    @abstractmethod
+    def places(self, indices: Places) -> Places:
+        """Where these windows start."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        chosen = np.asarray(indices, dtype=np.int64)
+        if chosen.size and not (chosen.min() >= 0 and chosen.max() < self.count):
+            raise IndexError(f"samples are numbered from 0 to {self.count - 1}, got {list(indices)}.")
+        grid = self.places(chosen)[:, None] + np.arange(self.length)
+        rows = torch.from_numpy(self.text[grid].astype(np.int64)).unbind()
+        return [{"input_ids": row, "labels": row} for row in rows]
+
+
+class RandomWindows(Windows):
+    """Windows at pseudo-random places: sample i is a function of (seed, i), so no order has to be kept or restored."""
+
+    def __init__(self, text: Text, length: int, count: int, seed: int) -> None:
+        super().__init__(text, length, count)
+        self.key = _mixed(np.array([seed], np.uint64))
+
+    def places(self, indices: Places) -> Places:
+        """Uniform over all places where a whole window fits."""
+        bits = _mixed(self.key + indices.astype(np.uint64)) >> np.uint64(11)
+        fits = len(self.text) - self.length + 1
+        places: Places = (bits * 2.0**-53 * fits).astype(np.int64)
+        return places
+
+
+class ConsecutiveWindows(Windows):
+    """Windows side by side, or as many of them as wanted, spread evenly; a last piece too short for one is left out."""
+
+    def __init__(self, text: Text, length: int, count: int | None) -> None:
+        self.whole = len(text) // length
+        super().__init__(text, length, self.whole if count is None else min(count, self.whole))
+
+    def places(self, indices: Places) -> Places:
+        """Multiples of the length."""
+        places: Places = indices * self.whole // self.count * self.length
+        return places
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64 bits whose outputs for consecutive inputs look independent (splitmix64)."""
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Bytes(Task):
+    """Predict the next byte; scored in bits per byte, over the predicted bytes.
+
+    A window of n bytes predicts its last n - 1: bits per byte at length n have contexts of 1 to n - 1 bytes.
+
+    A file is taken as it is, whatever its bytes are, and split by position: training, validation, test. With the
+    default shares enwik8 has the usual 90, 5 and 5 million bytes. A folder is split by file, by a hash of its name
+    relative to the folder, so that no file is in two splits and none moves when others come; in a split files follow
+    one another by name, without a mark between them. Hidden files are not part of a folder.
+
+    Args:
+        data: path of a file or folder; None takes the standard library of the running Python (without tests and
+            generated tables), which every machine has, and which differs from one version of Python to the next.
+        pattern: which files of a folder, as a glob; default "**/*.py" for the standard library, else "**/*".
+        length: bytes of a sample.
+        samples: training samples, at random places; sample i is a function of (seed, i).
+        validation_samples: at most so many windows, spread evenly over the split; None: all, side by side.
+        test_samples: the same for the test.
+        validation_share: of the bytes of a file, or of the files of a folder.
+        test_share: the same for the test; training has the rest.
+        seed: of the places of training samples.
+
+    Cost: a file is mapped, not read; the files of a folder's split are read once.
+    """
+
+    name = "bytes"
+    about = "byte-level language modelling of a file or folder; Python's own sources by default"
+    model = "causal-lm"
+    metric = "bits_per_byte"
+    higher_is_better = False
+
+    def __init__(
+        self,
+        *,
+        data: str | os.PathLike[str] | None = None,
+        pattern: str | None = None,
+        length: int = 512,
+        samples: int = 1_000_000,
+        validation_samples: int | None = None,
+        test_samples: int | None = None,
+        validation_share: float = 0.05,
+        test_share: float = 0.05,
+        seed: int = 0,
+    ) -> None:
+        self.length = integer("length", length, at_least=2)  # one byte alone predicts none
+        self.samples = positive_int("samples", samples)
+        self.limits = {"validation": validation_samples, "test": test_samples}
+        self.shares = {"validation": validation_share, "test": test_share}
+        for split, limit in self.limits.items():
+            if limit is not None:
+                positive_int(f"{split}_samples", limit)
+        if sum(number(f"{split}_share", share, at_least=0) for split, share in self.shares.items()) >= 1:
+            raise ValueError(
+                f"validation_share and test_share must leave something to train on, "
+                f"got {validation_share} and {test_share}."
+            )
+        self.seed = integer("seed", seed, at_least=0)
+        self.library = data is None
+        self.path = Path(str(sysconfig.get_paths()["stdlib"] if data is None else data)).expanduser()
+        if not self.path.exists():
+            raise ValueError(f"there is no file or folder {self.path}; data must be the path of one.")
+        if pattern is not None and not self.path.is_dir():
+            raise ValueError(
+                f"pattern chooses files of a folder, got pattern={pattern!r} and the file {self.path}; leave it out."
+            )
+        self.pattern = str(pattern) if pattern is not None else "**/*.py" if self.library else "**/*"
+
+    def settings(self) -> dict[str, Any]:
+        """A byte is a token, and no token is padding."""
+        return {"vocab_size": 256, "max_position_embeddings": self.length, "pad_token_id": None}
+
+    def split(self, name: str) -> Windows:
+        """Windows of the split's bytes."""
+        text = self._text(choice("split", name, SPLITS))
+        if len(text) < self.length:
+            raise ValueError(
+                f"the {name} split of {self.path} has {len(text)} bytes, less than one sample of length={self.length}; "
+                f"give more text, a smaller length{'' if name == 'train' else f' or a larger {name}_share'}."
+            )
+        if name == "train":
+            return RandomWindows(text, self.length, self.samples, self.seed)
+        return ConsecutiveWindows(text, self.length, self.limits[name])
+
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """input_ids (B, L) and labels, which are the same: the model shifts them."""
+        ids = torch.stack([sample["input_ids"] for sample in samples])
+        return {"input_ids": ids, "labels": ids}
+
+    def score(
+        self, loss: float, predictions: NDArray[Any] | None = None, labels: NDArray[Any] | None = None
+    ) -> dict[str, float]:
+        """Bits per byte: the loss in bits instead of nats."""
+        return {self.metric: loss / math.log(2)}
+
+    def _text(self, split: str) -> Text:
+        if not self.path.is_dir():
+            return self._part(split)
+        files = self._files()
+        mine = [file for file in files if self._split_of(file) == split]
+        if not mine:
+            raise ValueError(
+                f"none of the {len(files)} files of {self.path} falls into the {split} split, to which a file goes by "
+                f"a hash of its name; give more files, another {split if split != 'train' else 'validation'}_share, "
+                f"or a single file, which is split by position."
+            )
+        return np.concatenate([self._read(file) for file in mine])
+
+    def _part(self, split: str) -> Text:
+        """By position, of a file."""
+        try:
+            size = self.path.stat().st_size
+            text = np.asarray(np.memmap(self.path, np.uint8, "r")) if size else np.empty(0, np.uint8)
+        except OSError as problem:
+            raise ValueError(f"{self.path} cannot be read: {problem.strerror}; data must be a readable file.") from None
+        test = size - round(size * self.shares["test"])
+        validation = test - round(size * self.shares["validation"])
+        start, stop = {"train": (0, validation), "validation": (validation, test), "test": (test, size)}[split]
+        return text[start:stop]
+
+    def _files(self) -> list[str]:
+        """Names relative to the folder, sorted."""
+        try:
+            found = [path for path in self.path.glob(self.pattern) if not path.is_dir()]
+        except (ValueError, NotImplementedError) as problem:
+            raise ValueError(
+                f"pattern must be a glob relative to the folder, such as '**/*.txt', got {self.pattern!r}: {problem}."
+            ) from None
+        parts = [path.relative_to(self.path).parts for path in found]
+        skipped = _NOT_LIBRARY if self.library else set()
+        names = ["/".join(p) for p in parts if not any(x.startswith(".") for x in p) and skipped.isdisjoint(p)]
+        if not names:
+            raise ValueError(
+                f"the folder {self.path} has no files that match pattern={self.pattern!r}; "
+                f"give another pattern, or the path of a file as data."
+            )
+        return sorted(names)
+
+    def _split_of(self, file: str) -> str:
+        place = int.from_bytes(hashlib.sha256(file.encode(errors="surrogateescape")).digest()[:6], "big") / 2**48
+        validation = self.shares["validation"]
+        return "validation" if place < validation else "test" if place < validation + self.shares["test"] else "train"
+
+    def _read(self, file: str) -> Text:
+        path = self.path / file
+        try:
+            found = path.read_bytes()
+        except OSError as problem:
+            raise ValueError(
+                f"{path} cannot be read: {problem.strerror}; leave it out by pattern, which is {self.pattern!r}."
+            ) from None
+        if b"\0" in found:
+            raise ValueError(
+                f"{path} is not text: it has a zero byte; "
+                f"leave it out by pattern, which is {self.pattern!r}, for example '**/*.txt'."
+            )
+        return np.frombuffer(found, np.uint8)
