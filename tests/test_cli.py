@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kernelformer import units
 from kernelformer.bench import show
 from kernelformer.bench.contenders import Case, Kernelformer, contender
 from kernelformer.bench.run import HEAPS, Row, WorkerError, job, run_case
@@ -35,12 +36,12 @@ def test_decoding_is_timed_for_what_can_decode():
     case = Case("decode", 64, heads=2, head_dim=8, features=16)
     rows = run_case(case, ["favor+", "softmax", "sdpa"], heaps=["default"], threads=1, budget=0.02, memory=True)
     assert rows[0].seconds["default"] > 0
-    assert rows[1].note == "cannot stream"
+    assert rows[1].note == "keeps all keys; the peer 'sdpa' is timed with them"
     assert not rows[1].seconds
     assert rows[2].seconds["default"] > 0
     (table,) = show.tables(rows, "favor+", ["default"])
     assert table.row_count == 2
-    assert table.caption == "softmax: cannot stream"
+    assert table.caption == "softmax: keeps all keys; the peer 'sdpa' is timed with them"
 
 
 def test_a_contender_that_is_off_its_definition_is_not_timed(monkeypatch):
@@ -126,17 +127,17 @@ def test_the_tour_measures_tells_and_draws(monkeypatch, tmp_path):
     assert len(told) == len(tour.MAPS) + 2
     assert [len(x) for x in (found.lengths, found.contexts)] == [2, 2]
     assert len(tour.tables(found)) == 3
-    tour.picture(found, tmp_path / "demo.png")
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    tour.picture(found, tmp_path / "tour.png")
+    assert (tmp_path / "tour.png").stat().st_size > 10_000
 
 
 def test_times_and_sizes_read_well():
-    assert show.human_time(1.2345) == "1.23 s"
-    assert show.human_time(0.0123) == "12.3 ms"
-    assert show.human_time(4.5e-5) == "45 µs"
-    assert show.human_bytes(3 * 2**20) == "3.0 MiB"
-    assert show.human_bytes(300 * 2**20) == "300 MiB"
-    assert show.human_ratio(0.346) == "0.35x"
-    assert show.human_ratio(21.94) == "21.9x"
-    assert show.human_bytes(None) == ""
+    assert units.human_time(1.2345) == "1.23 s"
+    assert units.human_time(0.0123) == "12.3 ms"
+    assert units.human_time(4.5e-5) == "45 µs"
+    assert units.human_bytes(3 * 2**20) == "3 MiB"
+    assert units.human_bytes(300 * 2**20) == "300 MiB"
+    assert units.human_ratio(0.346) == "0.35x"
+    assert units.human_ratio(21.94) == "21.9x"
+    assert units.human_bytes(None) == ""
     assert Row(Case("causal", 8), "x").as_json()["case"]["length"] == 8

@@ -58,9 +58,9 @@ class Kernelformer(Contender):
         self.method, self.options = parse_method(":".join([method, *kept]))
 
     def _refuses(self, case: Case) -> str | None:
-        """Exact methods have no state to decode from; a bias needs a definition to be checked against."""
+        """A state of all keys would have to be filled first; a bias needs a definition to be checked against."""
         if case.task == "decode" and self.method in ("softmax", "gaussian"):
-            return "cannot stream"
+            return "keeps all keys; the peer 'sdpa' is timed with them"
         if case.bias is None:
             return None if self.algorithm is None else "an algorithm is chosen for a bias only"
         core = self._core(case)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
-import torch
-
 from kernelformer.bench.contenders import Case, contender
+from kernelformer.environment import environment
+
+__all__ = ["HEAPS", "Row", "WorkerError", "cases", "environment", "job", "run_case"]
 
 # glibc gives large tensors back to the system at once, so every fresh one pays page faults. That is what users have by
 # default, but it flatters whoever allocates least; with these settings nothing is given back.
@@ -117,15 +116,3 @@ def cases(lengths: Sequence[int], tasks: Sequence[str], backward: Sequence[bool]
                 continue
             for length in lengths:
                 yield Case(task=task, length=length, backward=back, **rest)  # type: ignore[arg-type]
-
-
-def environment(threads: int) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "threads": threads,
-    }

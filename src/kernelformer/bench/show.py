@@ -8,27 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from kernelformer.bench.run import Row
-
-
-def human_time(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
-def human_ratio(ratio: float) -> str:
-    """Two or three digits."""
-    return f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
-
-
-def human_bytes(count: int | None) -> str:
-    """Mebibytes."""
-    if count is None:
-        return ""
-    size = count / 2**20
-    return f"{size:,.0f} MiB" if size >= 9.5 else f"{size:.1f} MiB"
+from kernelformer.units import human_bytes, human_ratio, human_time
 
 
 def tables(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> list[Table]:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import gc
 import json
-import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernelformer.bench.contenders import Case, contender
+from kernelformer.environment import peak, reset_peak
 
 
 def check(case: Case, names: list[str]) -> dict[str, Any]:
@@ -59,41 +58,17 @@ def measure_memory(case: Case, name: str) -> dict[str, Any]:
     one.runner(tiny)()  # libraries, threads and their buffers are there before we look
     run = one.runner(case)
     gc.collect()
-    before = _reset_peak()
+    before = reset_peak()
     result = run()
-    peak = _peak() - before
+    held = peak() - before
     outputs = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, torch.Tensor)]
-    return {"peak": peak, "results": sum(x.numel() * x.element_size() for x in outputs)}
+    return {"peak": held, "results": sum(x.numel() * x.element_size() for x in outputs)}
 
 
 def _timed(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
-def _reset_peak() -> int:
-    """Resident bytes now, after forgetting the peak so far where the system can."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _status("VmRSS")
-    except OSError:
-        return _peak()
-
-
-def _peak() -> int:
-    try:
-        return _status("VmHWM")
-    except OSError:
-        size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return size if sys.platform == "darwin" else size * 1024
 
 
 def main() -> None:

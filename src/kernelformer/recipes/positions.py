@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from kernelformer.bench.contenders import Case, contender
-from kernelformer.bench.show import human_time
 from kernelformer.modules import build_attention
+from kernelformer.units import human_time
 
 NORMS = (0.5, 1.0, 2.0, 3.0, 4.0)
 FEATURES = (4, 16, 64, 256, 1024)

@@ -12,8 +12,8 @@ from rich.table import Table
 from kernelformer.analysis.errors import Error, output_errors, sample_inputs
 from kernelformer.bench.contenders import Case
 from kernelformer.bench.run import Row, run_case
-from kernelformer.bench.show import human_bytes, human_time
 from kernelformer.modules import build_attention
+from kernelformer.units import human_bytes, human_time
 
 FEATURES = (16, 32, 64, 128, 256, 512)
 LENGTHS = (1024, 4096, 16384)

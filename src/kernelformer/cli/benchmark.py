@@ -1,0 +1,89 @@
+"""``kernelformer bench``: methods against their peers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kernelformer.bench import run as bench_run
+from kernelformer.bench import show
+from kernelformer.bench.contenders import BIASES, TASKS, contender, yardsticks
+from kernelformer.cli.common import console, fail, names, progress_bar, say, target, thread_count
+from kernelformer.errors import choice
+
+
+def bench(
+    lengths: Annotated[str, typer.Option(help="lengths, and contexts for decoding")] = "1024,4096,16384",
+    methods: Annotated[
+        str, typer.Option(help="of ours, name or name:option=value; ratios refer to the first")
+    ] = "favor+",
+    peers: Annotated[
+        str, typer.Option(help="'auto' for SDPA, what is installed, and for a bias Algorithm 1; 'none'; or names")
+    ] = "auto",
+    tasks: Annotated[str, typer.Option(help="of bidirectional, causal, decode")] = ",".join(TASKS),
+    passes: Annotated[str, typer.Option(help="of forward, train (forward + backward)")] = "forward,train",
+    heaps: Annotated[str, typer.Option(help="of default, kept: the allocator's settings")] = "default,kept",
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    features: Annotated[int, typer.Option(min=1)] = 256,
+    bias: Annotated[str, typer.Option(help="relative positions: none, full (all distances), window")] = "none",
+    window: Annotated[int, typer.Option(min=1, help="distance beyond which such a bias is constant")] = 128,
+    budget: Annotated[float, typer.Option(min=0.01, help="seconds per contender and case")] = 2.0,
+    memory: Annotated[bool, typer.Option(help="measure peak memory too")] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="folder for bench.json and bench.png")] = Path("out"),
+) -> None:
+    """Time and weigh methods against their peers, after checking each against its definition."""
+    try:
+        chosen = names(methods)
+        kind_of_bias = None if choice("bias", bias, ("none", *BIASES)) == "none" else bias
+        backward = [choice("pass", x, ("forward", "train")) == "train" for x in names(passes)]
+        if peers == "auto":
+            chosen += yardsticks(bias=kind_of_bias is not None, backward=any(backward))
+        elif peers != "none":
+            chosen += names(peers)
+        for name in chosen:
+            contender(name)
+        kinds = [choice("task", x, TASKS) for x in names(tasks)]
+        heap_names = [choice("heap", x, bench_run.HEAPS) for x in names(heaps)]
+        sizes = [int(x) for x in names(lengths)]
+        if min(sizes) < 1:
+            raise ValueError(f"lengths must be at least 1, got {lengths!r}.")
+    except ValueError as problem:
+        fail(problem)
+    shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "features": features}
+    todo = list(bench_run.cases(sizes, kinds, backward, **shape, bias=kind_of_bias, window=window))
+    rows: list[bench_run.Row] = []
+    try:
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=len(todo))
+            for case in todo:
+                rows += bench_run.run_case(
+                    case,
+                    chosen,
+                    heaps=heap_names,
+                    threads=thread_count(threads),
+                    budget=budget,
+                    memory=memory,
+                    tell=lambda text: say(progress, bar, text),
+                )
+                progress.advance(bar)
+    except bench_run.WorkerError as problem:
+        fail(problem)
+    for table in show.tables(rows, chosen[0], heap_names):
+        console.print(table)
+        console.print()
+    console.print(
+        f"ratios: against {chosen[0]}; above 1, {chosen[0]} is faster or leaner. peak: memory beyond the inputs; "
+        f"beyond: beyond outputs and gradients too.",
+        highlight=False,
+    )
+    file = target(out / "bench.json")
+    record = {"environment": bench_run.environment(thread_count(threads)), "rows": [row.as_json() for row in rows]}
+    file.write_text(json.dumps(record, indent=1) + "\n")
+    show.plot(rows, out / "bench.png", heap_names[0])
+    console.print(f"figures: {file}   picture: {out / 'bench.png'}", highlight=False)

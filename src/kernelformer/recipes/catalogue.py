@@ -1,0 +1,125 @@
+"""Complete training runs by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kernelformer.errors import unknown
+from kernelformer.tasks import task_options
+from kernelformer.training.run import Run
+
+BIASED = "nprf:num_features=64:relative=1d:max_distance=64"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run but for its attention and its seed.
+
+    Args:
+        about: one line.
+        source: the paper and table that it follows, or why it is as it is.
+        run: the settings; its attention is the default of `train`.
+        attentions: what `compare` compares by default.
+    """
+
+    about: str
+    source: str
+    run: Run
+    attentions: Sequence[str]
+
+
+RECIPES: dict[str, Recipe] = {
+    "bytes": Recipe(
+        "byte-level language model of the Python standard library, or of --data",
+        "a size for a CPU: 0.9 M parameters, about ten minutes on 2 cores",
+        Run(
+            task="bytes",
+            attention=BIASED,
+            task_options={"length": 512, "validation_samples": 256},
+            model={"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+            steps=1000,
+            batch_size=16,
+            learning_rate=2e-3,
+            warmup_steps=100,
+            schedule="cosine",
+            weight_decay=0.01,
+            redraw=100,
+            eval_every=100,
+            save_every=100,
+        ),
+        ("softmax", "favor+:num_features=64", "elu", BIASED),
+    ),
+    "listops": Recipe(
+        "ListOps of Long Range Arena: nested operators over digits, ten classes, lengths 500 to 2000",
+        "a size for a CPU; two layers of width 64 as in the KL-Transformer's Table 6, fewer steps",
+        Run(
+            task="listops",
+            attention="favor+:num_features=64",
+            task_options={"train_samples": 20000, "validation_samples": 500, "test_samples": 500},
+            model={"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
+            steps=1000,
+            batch_size=16,
+            learning_rate=1e-3,
+            warmup_steps=100,
+            redraw=100,
+            eval_every=200,
+            save_every=200,
+        ),
+        ("softmax", "favor+:num_features=64", "elu", "skyformer"),
+    ),
+    "demo": Recipe(
+        "byte-level language model of the Python standard library, in a minute for each attention",
+        "what `make demo` compares",
+        Run(
+            task="bytes",
+            attention=BIASED,
+            task_options={"length": 512, "validation_samples": 64},
+            model={"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+            steps=300,
+            batch_size=8,
+            learning_rate=3e-3,
+            warmup_steps=30,
+            schedule="cosine",
+            redraw=100,
+            eval_every=50,
+            save_every=100,
+            keep=1,
+        ),
+        ("softmax", "favor+:num_features=64", "elu", BIASED),
+    ),
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """A recipe by its name."""
+    if name not in RECIPES:
+        raise unknown("recipe", name, RECIPES)
+    return RECIPES[name]
+
+
+def change(run: Run, settings: Mapping[str, Any]) -> Run:
+    """The run with other settings.
+
+    Args:
+        run: of a recipe.
+        settings: by name: those of a `Run`, ``model.NAME`` for the model's, ``task.NAME`` for the task's.
+    """
+    known = [x.name for x in fields(Run) if x.name not in ("model", "task_options", "task")]
+    own: dict[str, Any] = {}
+    model, task = dict(run.model), dict(run.task_options)
+    for name, value in settings.items():
+        head, dot, rest = name.partition(".")
+        if dot and head == "model":
+            model[rest] = value
+        elif dot and head == "task":
+            task[rest] = value
+        elif name in known:
+            own[name] = value
+        else:
+            more = [f"task.{x}" for x in task_options(run.task)]
+            raise unknown("setting", name, [*known, *more, *(f"model.{x}" for x in sorted(run.model))])
+    if own.get("warmup_steps", run.warmup_steps) > own.get("steps", run.steps) and "warmup_steps" not in own:
+        own["warmup_steps"] = own["steps"] // 10  # a shortened run warms up shorter
+    return replace(run, **own, model=model, task_options=task)

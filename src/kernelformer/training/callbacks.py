@@ -1,0 +1,140 @@
+"""What happens beside the steps: signals are heard, progress is shown, curves are drawn."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback
+
+from kernelformer.training.meter import Recorder, Tell
+
+
+class Stop(TrainerCallback):
+    """Ctrl-C and SIGTERM end a run after the present step, with a checkpoint; a second Ctrl-C ends it at once.
+
+    Processes agree on the step, whichever of them was told.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self.tell = tell
+        self.asked = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear the signals in here; elsewhere they mean what they did before."""
+        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+            yield
+            return
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+        with suppress(RuntimeError):  # the signal may have come in the midst of a print
+            self.tell("stopping after this step, with a checkpoint; Ctrl-C once more stops at once")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save and stop, if any process was asked to; the last step is logged in any case."""
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+            return
+        asked = self.asked
+        if args.world_size > 1:
+            votes = torch.tensor(int(asked), device=args.device)
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+            asked = self.asked = bool(votes)
+        if asked:
+            control.should_save = control.should_training_stop = True
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """An evaluation may have been long: do not wait for another step after it."""
+        if self.asked and args.world_size == 1 and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
+
+
+class Bar(TrainerCallback):
+    """Steps, loss, speed and time left, on a terminal."""
+
+    def __init__(self, console: Console, recorder: Recorder, title: str) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, console=console, transient=True)
+        self.task = self.progress.add_task(title, total=None, note="")
+        self.recorder = recorder
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.progress.stop()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Draw it."""
+        self.progress.update(self.task, total=state.max_steps, completed=state.global_step)
+        self.progress.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Move it."""
+        self.progress.update(self.task, completed=state.global_step)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        """Say how it goes."""
+        if "loss" in logs:
+            note = f"loss {logs['loss']:.4f}, {self.recorder.rate:,.0f} tokens/s"
+            self.progress.update(self.task, note=note)
+
+
+class Board(TensorBoardCallback):
+    """Curves for TensorBoard; a run does not end because they cannot be written.
+
+    Args:
+        folder: of its files.
+        step: from which on earlier curves are forgotten.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        super().__init__(SummaryWriter(str(folder), purge_step=step + 1 if step else None))  # type: ignore[no-untyped-call]
+        self._SummaryWriter: Any = None  # there is no other one
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """As Hugging Face's."""
+        try:
+            super().on_log(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except OSError:
+            self.tb_writer: Any = None
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        if self.tb_writer is not None:
+            with suppress(OSError):
+                self.tb_writer.close()

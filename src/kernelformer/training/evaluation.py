@@ -1,0 +1,154 @@
+"""Evaluation: the mean loss over all labels of a split, and the task's metric."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from kernelformer.errors import choice, positive_int
+from kernelformer.models import MODELS, KernelformerForCausalLM
+from kernelformer.tasks import SPLITS, Task, make_task
+from kernelformer.training.checkpoints import MODEL, RUN, read_json
+from kernelformer.training.meter import scores
+from kernelformer.training.run import Run, TrainingError
+from kernelformer.training.silence import silent_libraries
+
+IGNORED = -100
+
+
+def contributions(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
+    """What each sample adds to the mean loss of a split, whatever the batches: sum and number of its labels.
+
+    Args:
+        logits: (B, classes) or (B, L, classes).
+        labels: (B) or (B, L), -100 = not counted.
+        shifted: whether logits at i are for label i + 1.
+
+    Returns:
+        (B) float64 and (B) int64.
+    """
+    if shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    each = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    size = labels.shape[0]
+    return each.double().view(size, -1).sum(1), (labels != IGNORED).view(size, -1).sum(1)
+
+
+class TaskTrainer(Trainer):
+    """Hugging Face's trainer, evaluating a task.
+
+    Its own evaluation loss is a mean of means over batches, so that padding and the size of the batches change it. Here
+    samples are added up, and those that only fill the last batch of several processes are left out.
+    """
+
+    def __init__(self, task: Task, model: PreTrainedModel, args: TrainingArguments, **rest: Any) -> None:
+        cached = model.config.use_cache
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=task.collate,
+            compute_metrics=self._score,
+            preprocess_logits_for_metrics=self._reduce,  # type: ignore[arg-type]  # a tuple is fine
+            **rest,
+        )
+        self.task, self.network = task, model
+        model.config.use_cache = cached  # the trainer turns it off, and `generate` after it would be slow
+        self.remove_callback(PrinterCallback)
+        # By the model's class, not by its name and not by **kwargs, from which the trainer would guess.
+        self._loss_shifts_labels = isinstance(model, KernelformerForCausalLM)
+        self.model_accepts_loss_kwargs = "num_items_in_batch" in inspect.signature(model.forward).parameters
+
+    def _reduce(self, logits: Any, labels: Tensor) -> tuple[Tensor, ...]:
+        """Of a batch, what `_score` needs."""
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        parts = contributions(logits, labels, self._loss_shifts_labels)
+        return (*parts, logits.argmax(-1)) if logits.dim() == 2 else parts  # one answer per sample, or one per token
+
+    def _score(self, found: EvalPrediction) -> dict[str, float]:
+        parts: Any = found.predictions  # of `_reduce`, over all samples
+        sums, counts, *answers = parts
+        loss = float(np.sum(sums) / np.sum(counts))
+        predictions: NDArray[Any] | None = answers[0] if answers else None
+        labels = np.asarray(found.label_ids) if answers else None
+        return {**self.task.score(loss, predictions, labels), "exact_loss": loss}
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """The trainer's, with the mean over all labels for a loss."""
+        out = super().evaluation_loop(*args, **kwargs)
+        assert out.metrics is not None
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        out.metrics[f"{prefix}_loss"] = out.metrics.pop(f"{prefix}_exact_loss")
+        return out
+
+
+def load_run(folder: Path) -> tuple[Run, PreTrainedModel]:
+    """The settings and the final model of a finished run."""
+    run = Run.from_json(read_json(folder / RUN)["run"])
+    if not (folder / MODEL).is_dir():
+        raise TrainingError(f"{folder} has no {MODEL}/: the run has not finished; go on with resume.")
+    kind = make_task(run.task, **run.task_options).model
+    with silent_libraries():
+        return run, MODELS[kind].from_pretrained(folder / MODEL)
+
+
+def evaluate(
+    model: str | Path | nn.Module, task: Task | None = None, *, split: str = "validation", batch_size: int = 32
+) -> dict[str, float]:
+    """Loss and metric of a model on a split.
+
+    Args:
+        model: the folder of a finished run, a folder of `save_pretrained`, or a model.
+        task: default: that of the run; else it has to be given.
+        split: "validation", "test" or "train".
+        batch_size: samples per forward; it changes the speed, not the result.
+
+    Returns:
+        ``{"loss": ..., metric: ...}``.
+    """
+    choice("split", split, SPLITS)
+    positive_int("batch_size", batch_size)
+    with silent_libraries(), tempfile.TemporaryDirectory() as nowhere:
+        if not isinstance(model, nn.Module):
+            model, task = _open(Path(model), task)
+        if task is None:
+            raise ValueError("a model alone does not say what to evaluate it on, got task=None; give one.")
+        args = TrainingArguments(
+            output_dir=nowhere,
+            per_device_eval_batch_size=batch_size,
+            report_to="none",
+            disable_tqdm=True,
+            log_level="error",
+            use_cpu=not torch.accelerator.is_available(),
+            dataloader_pin_memory=torch.accelerator.is_available(),
+            remove_unused_columns=False,
+        )
+        training = model.training
+        try:
+            found = TaskTrainer(task, model, args).evaluate(task.split(split))  # type: ignore[arg-type]
+        finally:
+            model.train(training)
+    return {name.removeprefix("eval_"): value for name, value in scores(found).items()}
+
+
+def _open(folder: Path, task: Task | None) -> tuple[nn.Module, Task]:
+    if (folder / RUN).exists():
+        run, model = load_run(folder)
+        return model, task or make_task(run.task, **run.task_options)
+    home = folder.parent / RUN  # of a run's model/
+    if task is None:
+        if not home.exists():
+            raise ValueError(f"{folder} is not the folder of a run, got task=None; say on what to evaluate it.")
+        run = Run.from_json(read_json(home)["run"])
+        task = make_task(run.task, **run.task_options)
+    model = MODELS[task.model].from_pretrained(folder)
+    return model, task

@@ -1,0 +1,180 @@
+"""What a run takes and what it says: seconds, tokens, memory, and a line for every interval."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from kernelformer.environment import peak, reset_peak
+from kernelformer.training.checkpoints import METRICS, finite, writing
+
+Tell = Callable[[str], None]
+NOT_SCORES = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")
+
+
+class Meter(TrainerCallback, ExportableState):
+    """Seconds, tokens and memory of training, without what happens in `paused`; saved with every checkpoint.
+
+    Args:
+        device: of the model; what is in its memory now does not count.
+        forwards: of one step.
+    """
+
+    def __init__(self, device: torch.device, forwards: int = 1) -> None:
+        self.device, self.forwards = device, forwards
+        self.seconds, self.tokens, self.peak = 0.0, 0, 0
+        self.loss, self.since = 0.0, 0  # sum of the losses that were not logged yet, and the last step that was
+        self._started: float | None = None
+        self._before = self._reset()
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        self._take()
+        names = ("seconds", "tokens", "peak", "loss", "since", "forwards")
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Go on from the checkpoint's values, with the present run's intervals instead of the checkpoint's."""
+        saved: Any = state.stateful_callbacks  # by name, whatever the annotation says
+        for name, value in saved[type(self).__name__]["attributes"].items():
+            setattr(self, name, value)
+        state.compute_steps(args, state.max_steps)
+        self._started = time.perf_counter()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop the clock."""
+        self._take()
+        self._started = None
+
+    def _take(self) -> None:
+        if self._started is not None:
+            now = time.perf_counter()
+            self.seconds, self._started = self.seconds + now - self._started, now
+            self.peak = max(self.peak, self._peak() - self._before)
+
+    def now(self) -> dict[str, Any]:
+        """Seconds and tokens so far."""
+        self._take()
+        return {"seconds": round(self.seconds, 6), "tokens": self.tokens}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Neither time nor memory in here is training's."""
+        running = self._started is not None
+        self._take()
+        self._started = None
+        try:
+            yield
+        finally:
+            if running:
+                self._reset()
+                self._started = time.perf_counter()
+
+    def _reset(self) -> int:
+        if self.device.type != "cuda":
+            return reset_peak()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak()
+
+
+class Recorder(TrainerCallback):
+    """Lines of ``metrics.jsonl``, and the end of a run whose loss is not finite any more.
+
+    Args:
+        folder: of the run; None on processes that do not write.
+        meter: its numbers go into every line.
+        tell: hears a sentence for every evaluation.
+        each: whether for every line.
+    """
+
+    def __init__(self, folder: Path | None, meter: Meter, tell: Tell, each: bool = True) -> None:
+        self.folder, self.meter, self.tell, self.each = folder, meter, tell, each
+        self.diverged = False
+        self.evaluation: dict[str, float] = {}  # the last one
+        self.rate = 0.0  # tokens per second, in the last interval
+        self._last = (0.0, 0)
+        self._file: IO[str] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Open the file, and remember the evaluation that a resumed run has had."""
+        self._last = (self.meter.seconds, self.meter.tokens)
+        if self.folder is not None:
+            with writing(self.folder):
+                self._file = (self.folder / METRICS).open("a", encoding="utf-8")
+        for line in state.log_history:
+            if "eval_loss" in line:
+                self.evaluation = scores(line)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        """Write the line of a training interval or an evaluation; other logs have none."""
+        kind = "loss" if "loss" in logs else "eval_loss" if "eval_loss" in logs else None
+        if kind is None:
+            return
+        now = self.meter.now()
+        if kind == "loss":
+            values = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm") if name in logs}
+            seconds, tokens = now["seconds"] - self._last[0], now["tokens"] - self._last[1]
+            self.rate, self._last = tokens / max(seconds, 1e-9), (now["seconds"], now["tokens"])
+        else:
+            values = self.evaluation = scores(logs)
+        self._write({"step": state.global_step, **now, **values})
+        self._say(state, values)
+        if not finite(logs[kind]):
+            self.end(control)
+
+    def end(self, control: TrainerControl) -> None:
+        """Stop here, without evaluating or saving what has diverged."""
+        self.diverged = control.should_training_stop = True
+        control.should_save = control.should_evaluate = False
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Lines up to a checkpoint are as safe as the checkpoint."""
+        if self._file is not None and self.folder is not None:
+            with writing(self.folder):
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """No more lines."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None and self.folder is not None:
+            with writing(self.folder):
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
+
+    def _say(self, state: TrainerState, values: dict[str, float]) -> None:
+        where = f"step {state.global_step}/{state.max_steps}"
+        if "loss" not in values:
+            told = ", ".join(f"{name.removeprefix('eval_')} {x:.4f}" for name, x in values.items())
+            self.tell(f"{where}: validation {told}")
+        elif self.each:
+            self.tell(f"{where}: loss {values['loss']:.4f}, {self.rate:,.0f} tokens/s")
+
+
+def scores(logs: dict[str, Any]) -> dict[str, float]:
+    """Loss and metrics of an evaluation, without its speed."""
+    return {name: x for name, x in logs.items() if name.startswith("eval_") and name not in NOT_SCORES}

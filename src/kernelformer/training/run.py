@@ -1,0 +1,234 @@
+"""What a training run depends on, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from itertools import groupby
+from typing import Any
+
+from kernelformer.errors import choice, flag, integer, number, positive_int, unknown
+from kernelformer.modules.build import parse_attention
+from kernelformer.tasks import TASKS, task_options
+
+# "constant" alone would leave out the warm-up without a word.
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant_with_warmup",
+    "inverse_sqrt": "inverse_sqrt",
+}
+PRECISIONS = ("float32", "bf16")
+OWN = ("attention", "seed", "model_type")  # settings of a model that the run itself has, or that are fixed
+FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every")  # another value gives the same result
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot start or go on for a reason outside the code: the folder, the disk, another run."""
+
+
+class StoppedError(TrainingError):
+    """A run that was told to stop, and has saved where it was."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: everything its result depends on, as plain values that JSON can carry.
+
+    Args:
+        task: a name of `tasks.TASKS`.
+        attention: ``method:option=value:...``, or a list with one for each block.
+        task_options: of the task.
+        model: further settings of `KernelformerConfig`; they win over those the task asks for.
+        steps: updates of the weights.
+        batch_size: samples of one update, over all processes and micro-batches.
+        micro_batch: samples that go through the model at once on one process; None: the process's whole share.
+        learning_rate: the largest; ``schedule`` says what it does after ``warmup_steps`` (linear from 0).
+        kernel_lr: of what the kernels learn, where they learn; None: the same. They are never decayed: decay pulls
+            a scale to zero, where a kernel sees nothing.
+        weight_decay: of AdamW, not for biases and norms.
+        beta1, beta2, eps: of AdamW.
+        warmup_steps: updates until ``learning_rate`` is reached.
+        schedule: "linear" (to 0), "cosine" (to 0), "constant", "inverse_sqrt".
+        max_grad_norm: gradients are shortened to it; None: never.
+        label_smoothing: of the training loss; evaluation has none.
+        redraw: updates per draw of the random features, where the model has some; None: one draw for all.
+        precision: "float32", or "bf16" for autocast.
+        gradient_checkpointing: recompute activations instead of keeping them.
+        seed: of the first weights, of the draws, of dropout and of the order of the samples.
+        eval_every: updates between evaluations; None: only at the end.
+        eval_batch_size: samples per forward in evaluation, over all processes; None: as many as in training.
+        save_every: updates between checkpoints; None: only at the end.
+        keep: how many checkpoints stay.
+        log_every: updates between lines of ``metrics.jsonl``.
+    """
+
+    task: str
+    attention: str | list[str]
+    task_options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    steps: int = 1000
+    batch_size: int = 32
+    micro_batch: int | None = None
+    learning_rate: float = 1e-3
+    kernel_lr: float | None = None
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    warmup_steps: int = 0
+    schedule: str = "linear"
+    max_grad_norm: float | None = 1.0
+    label_smoothing: float = 0.0
+    redraw: int | None = None
+    precision: str = "float32"
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    eval_every: int | None = None
+    eval_batch_size: int | None = None
+    save_every: int | None = None
+    keep: int = 2
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        def take(name: str, value: object) -> None:  # as a plain number: it may have been one of another library
+            object.__setattr__(self, name, value)
+
+        for name in ("steps", "batch_size", "keep", "log_every"):
+            take(name, positive_int(name, getattr(self, name)))
+        for name in ("micro_batch", "redraw", "eval_every", "eval_batch_size", "save_every"):
+            if getattr(self, name) is not None:
+                take(name, positive_int(name, getattr(self, name)))
+        for name in ("learning_rate", "eps", "kernel_lr", "max_grad_norm"):
+            if name in ("learning_rate", "eps") or getattr(self, name) is not None:
+                take(name, number(name, getattr(self, name), above=0))
+        take("weight_decay", number("weight_decay", self.weight_decay, at_least=0))
+        for name in ("beta1", "beta2", "label_smoothing"):
+            take(name, number(name, getattr(self, name), at_least=0))
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)!r}.")
+        take("warmup_steps", integer("warmup_steps", self.warmup_steps, at_least=0))
+        if self.warmup_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps must be at most steps, got {self.warmup_steps} and {self.steps}: the learning rate "
+                f"would never be reached."
+            )
+        take("seed", integer("seed", self.seed, at_least=0))
+        if self.seed >= 1 << 32:
+            raise ValueError(f"seed must be below 2^32, which is what numpy takes, got {self.seed}.")
+        flag("gradient_checkpointing", self.gradient_checkpointing)
+        choice("schedule", self.schedule, SCHEDULES)
+        choice("precision", self.precision, PRECISIONS)
+        if self.batch_size % (self.micro_batch or 1):
+            raise ValueError(
+                f"batch_size must be a multiple of micro_batch, got {self.batch_size} and {self.micro_batch}."
+            )
+        self._check_names()
+
+    def _check_names(self) -> None:
+        for name in ("task_options", "model"):
+            object.__setattr__(self, name, _plain(name, getattr(self, name)))  # a copy: nobody changes it later
+        known = task_options(choice("task", self.task, TASKS))
+        for name in self.task_options:
+            if name not in known:
+                raise unknown(f"option for task {self.task!r},", name, known)
+        if not isinstance(self.attention, str):
+            if not isinstance(self.attention, list | tuple) or not self.attention:
+                raise ValueError(f"attention must be a spec or a list with one for each block, got {self.attention!r}.")
+            object.__setattr__(self, "attention", list(self.attention))
+        for spec in self.specs:
+            parse_attention(spec)
+        for name in OWN:
+            if name in self.model:
+                raise ValueError(f"{name} is not a setting of model, got {self.model[name]!r}; give it to the run.")
+
+    @property
+    def specs(self) -> list[str]:
+        """The attentions, one for all blocks or one for each."""
+        return [self.attention] if isinstance(self.attention, str) else self.attention
+
+    @property
+    def label(self) -> str:
+        """The attention as people say it: ``favor+:num_features=64``, or ``2 x softmax, 4 x favor+``."""
+        if isinstance(self.attention, str):
+            return self.attention
+        runs = [(spec, len(list(same))) for spec, same in groupby(self.attention)]
+        return ", ".join(f"{count} x {spec}" for spec, count in runs)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Run:
+        """What `as_json` gave."""
+        known = [x.name for x in fields(cls)]
+        for name in record:
+            if name not in known:
+                raise unknown("setting of a run,", name, known)
+        return cls(**record)
+
+    def differences(self, other: Run) -> list[str]:
+        """Settings of another result, as ``name=here, there``; those in `FREE` do not count."""
+        mine, theirs = self.as_json(), other.as_json()
+        return [
+            f"{name} {mine[name]!r} and {theirs[name]!r}"
+            for name in mine
+            if name not in FREE and mine[name] != theirs[name]
+        ]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a run.
+
+    Args:
+        metric: name of the task's metric.
+        value: of it on the validation split; NaN if the run diverged.
+        tokens_per_second: of training, all processes together: the median over logged intervals after the first.
+        peak_bytes: the most memory of the main process in training, beyond what it had before the model was built:
+            resident memory, or allocated memory of the GPU. Libraries that load late and buffers that an earlier run
+            left in the process count or are missing, so compare runs that each had a process of their own.
+        parameters: number of weights.
+        seconds: of training, without evaluation and saving.
+        steps: updates that were made.
+        loss: mean over all labels of the validation split.
+        diverged: whether a loss was not finite; the run ended there.
+        decode: rows of context, seconds per token and bytes of state, where somebody has measured them.
+    """
+
+    metric: str
+    value: float
+    tokens_per_second: float
+    peak_bytes: int
+    parameters: int
+    seconds: float
+    steps: int
+    loss: float = math.nan
+    diverged: bool = False
+    decode: list[list[float]] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Result:
+        """What `as_json` gave, and what others have added to it."""
+        known = {x.name for x in fields(cls)}
+        return cls(**{name: value for name, value in record.items() if name in known})
+
+
+def _plain(what: str, value: object) -> dict[str, Any]:
+    """A copy as it looks after a journey through JSON."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} must be a dict, got {value!r}.")
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{what} must hold plain values (numbers, texts, lists), so that a run can be saved, got {value!r}."
+        ) from None
+    return found

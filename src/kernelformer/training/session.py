@@ -1,0 +1,191 @@
+"""One training run, from its settings to its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed  # type: ignore[import-untyped]
+from rich.console import Console
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.integrations.integration_utils import is_tensorboard_available
+
+from kernelformer.environment import environment
+from kernelformer.errors import flag
+from kernelformer.models import MODELS, KernelformerConfig
+from kernelformer.modules import redraw
+from kernelformer.modules.redraw import random_maps
+from kernelformer.tasks import Task, make_task
+from kernelformer.training.callbacks import Bar, Board, Stop
+from kernelformer.training.checkpoints import (
+    MODEL,
+    RESULT,
+    RUN,
+    STAGE,
+    clear,
+    cut_metrics,
+    examine,
+    locked,
+    main_does,
+    metrics,
+    publish,
+    read_json,
+    write_json,
+    writing,
+)
+from kernelformer.training.meter import Meter, Recorder, Tell
+from kernelformer.training.run import Result, Run, StoppedError
+from kernelformer.training.silence import silent_libraries
+from kernelformer.training.trainer import RunTrainer, training_arguments
+
+
+def train(
+    run: Run,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    command: str = "",
+    quiet: bool = False,
+    tell: Tell | None = None,
+) -> Result:
+    """Train a model, evaluate it, and leave everything in a folder.
+
+    The folder gets ``run.json`` (settings, environment, command), ``metrics.jsonl`` (a line per interval and
+    evaluation), ``checkpoint-N/``, ``tensorboard/``, and at the end ``model/`` and ``result.json``. Every file is whole
+    or not there, whenever the process is killed. A resumed run gives the numbers it would have given without the
+    interruption, to the last bit on as many processes and threads.
+
+    Started by ``torchrun`` or ``accelerate launch``, the processes share the batch; they see one folder, and only the
+    first writes and talks.
+
+    Args:
+        run: the settings.
+        folder: its place; it may not hold a run yet, except with ``resume``.
+        resume: go on from the last checkpoint, or start if there is none. A finished run only gives its result.
+        command: what the user typed, for the record.
+        quiet: no progress bar and no sentences.
+        tell: hears the sentences; default: they are printed.
+
+    Raises:
+        StoppedError: Ctrl-C or SIGTERM; the run was saved before.
+        TrainingError: the folder holds another run, is in use, or cannot be written.
+        ValueError: settings that do not fit one another, the task, the model or the number of processes.
+    """
+    flag("resume", resume)
+    folder = Path(folder)
+    with silent_libraries(), ExitStack() as stack:
+        args = training_arguments(run, folder)
+        main = args.process_index == 0
+        console = Console()
+        say = _voice(console, tell) if main and not quiet else _nothing
+        bar = main and not quiet and console.is_terminal
+        finished, checkpoint, step = main_does(main, folder, lambda: _enter(run, folder, resume, stack))
+        if finished is not None:
+            say(f"{folder} is finished; nothing is left to do")
+            return finished
+        if resume:
+            say(f"going on from step {step}" if checkpoint else "there is no checkpoint yet: starting from step 0")
+        task = make_task(run.task, **run.task_options)
+        data = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
+        meter = Meter(args.device, args.gradient_accumulation_steps)
+        model = build_model(run, task)
+        main_does(main, folder, lambda: _begin(run, folder, step, command, args.world_size))
+        recorder = Recorder(folder if main else None, meter, say, each=not bar)
+        stack.callback(recorder.close)
+        others: list[TrainerCallback] = [meter, recorder]
+        if main and is_tensorboard_available():
+            with writing(folder):
+                others.append(stack.enter_context(Board(folder / "tensorboard", step)))
+        if bar:
+            others.append(stack.enter_context(Bar(console, recorder, run.label)))
+        trainer = RunTrainer(run, task, model, args, meter=meter, recorder=recorder, callbacks=others, **data)
+        _learn(run, folder, trainer, checkpoint, say)
+        return main_does(main, folder, lambda: _finish(run, folder, task, trainer, say))
+
+
+def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None, say: Tell) -> None:
+    """All steps, or those up to a signal or a loss that is not finite."""
+    if run.redraw is not None and random_maps(trainer.network):
+        # Hung on the model itself: its forward is called once per micro-batch, whatever it is wrapped in.
+        redraw(trainer.network, every=run.redraw * trainer.args.gradient_accumulation_steps)
+    set_seed(run.seed, device_specific=True)  # dropout differs between processes
+    stop = Stop(say)
+    trainer.add_callback(stop)
+    with stop.listening():
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    reached = trainer.state.global_step
+    if reached < run.steps and not trainer.recorder.diverged:
+        raise StoppedError(
+            f"stopped after step {reached} of {run.steps}, saved in {folder / f'checkpoint-{reached}'}; go on with "
+            f"resume."
+        )
+
+
+def build_model(run: Run, task: Task) -> PreTrainedModel:
+    """The model with its first weights, a function of the run alone."""
+    set_seed(run.seed)
+    settings = {**task.settings(), **run.model}
+    return MODELS[task.model](KernelformerConfig(**settings, attention=run.attention, seed=run.seed))
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+def _voice(console: Console, tell: Tell | None) -> Tell:
+    return tell if tell is not None else lambda text: console.print(text, highlight=False, markup=False)
+
+
+def _enter(run: Run, folder: Path, resume: bool, stack: ExitStack) -> tuple[Result | None, Path | None, int]:
+    stack.enter_context(locked(folder))
+    return examine(run, folder, resume)
+
+
+def _begin(run: Run, folder: Path, step: int, command: str, processes: int) -> None:
+    """Leave only what the run can go on from; the record of a resumed run tells of its start."""
+    clear(folder)
+    cut_metrics(folder, step)
+    machine = {**environment(torch.get_num_threads()), "processes": processes}
+    record = {"run": run.as_json(), "environment": machine, "command": command}
+    if step:
+        record = {**read_json(folder / RUN), "run": run.as_json()}
+    write_json(folder / RUN, record)
+
+
+def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, say: Tell) -> Result:
+    recorder, meter = trainer.recorder, trainer.meter
+    result = Result(
+        metric=task.metric,
+        value=math.nan if recorder.diverged else recorder.evaluation[f"eval_{task.metric}"],
+        tokens_per_second=speed(metrics(folder)),
+        peak_bytes=meter.peak,
+        parameters=trainer.network.num_parameters(),
+        seconds=round(meter.seconds, 6),
+        steps=trainer.state.global_step,
+        loss=math.nan if recorder.diverged else recorder.evaluation["eval_loss"],
+        diverged=recorder.diverged,
+    )
+    if recorder.diverged:
+        say(
+            f"diverged: the loss is not finite at step {result.steps}; try a smaller learning_rate than "
+            f"{run.learning_rate:g}, or a longer warm-up"
+        )
+    else:
+        trainer.network.save_pretrained(folder / STAGE / MODEL)
+        publish(folder / STAGE / MODEL, folder / MODEL)
+        say(f"finished: {task.metric} {result.value:.4f} after {result.steps} steps, {result.seconds:.0f} s")
+    write_json(folder / RESULT, result.as_json())
+    return result
+
+
+def speed(lines: Sequence[dict[str, Any]]) -> float:
+    """Tokens per second: the median over intervals of ``metrics.jsonl`` after the first, or that one if it is alone."""
+    points = [(float(line["seconds"]), int(line["tokens"])) for line in lines if "loss" in line]
+    pairs = list(pairwise(points)) or [((0.0, 0), p) for p in points]
+    return median([(b[1] - a[1]) / max(b[0] - a[0], 1e-9) for a, b in pairs] or [0.0])

@@ -1,0 +1,33 @@
+"""Libraries that talk only when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging
+
+
+@contextmanager
+def silent_libraries() -> Iterator[None]:
+    """No chatter and no bars of transformers and its tokenizers in here; what was set before comes back."""
+
+    def hook(found: threading.ExceptHookArgs) -> None:
+        # TensorBoard writes in a thread. If the disk is full `Board` hears of it, and need not be shown the thread.
+        if not issubclass(found.exc_type, OSError):
+            threads(found)
+
+    threads, threading.excepthook = threading.excepthook, hook
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        yield
+    finally:
+        threading.excepthook = threads
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,257 @@
+"""Hugging Face's trainer, set up for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother, nested_gather
+
+from kernelformer.modules import parameter_groups
+from kernelformer.modules.redraw import random_maps
+from kernelformer.tasks import Task
+from kernelformer.training.checkpoints import (
+    STAGE,
+    WRITING,
+    cannot_write,
+    clear,
+    finite,
+    first_problem,
+    publish,
+    reason,
+    rotate,
+)
+from kernelformer.training.evaluation import TaskTrainer
+from kernelformer.training.meter import Meter, Recorder
+from kernelformer.training.run import SCHEDULES, Run
+
+
+def training_arguments(run: Run, folder: Path) -> TrainingArguments:
+    """The run in Hugging Face's words; starts torch.distributed where several processes were launched.
+
+    Raises:
+        ValueError: the batch cannot be divided among the processes.
+    """
+    gpu = torch.accelerator.is_available()
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=run.steps,
+        learning_rate=run.learning_rate,
+        weight_decay=run.weight_decay,
+        adam_beta1=run.beta1,
+        adam_beta2=run.beta2,
+        adam_epsilon=run.eps,
+        warmup_steps=run.warmup_steps,
+        lr_scheduler_type=SCHEDULES[run.schedule],
+        max_grad_norm=run.max_grad_norm or 0.0,
+        bf16=run.precision == "bf16",
+        gradient_checkpointing=run.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if run.gradient_checkpointing else None,
+        seed=run.seed,
+        logging_steps=run.log_every,
+        logging_nan_inf_filter=False,  # it would hide a loss that is not finite
+        eval_strategy="steps",
+        eval_steps=run.eval_every or run.steps,
+        save_strategy="steps",
+        save_steps=run.save_every or run.steps,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        log_level_replica="error",
+        use_cpu=not gpu,
+        dataloader_pin_memory=gpu,
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,  # draws are functions of (seed, number), the same on every process
+    )
+    args._n_gpu = min(args.n_gpu, 1)  # several GPUs are several processes here, never nn.DataParallel
+    world = args.world_size
+    if run.batch_size % (world * (run.micro_batch or 1)):
+        micro = f" times micro_batch={run.micro_batch}" if run.micro_batch else ""
+        raise ValueError(f"batch_size={run.batch_size} must be a multiple of the {world} processes{micro}.")
+    share = run.batch_size // world
+    args.per_device_train_batch_size = run.micro_batch or share
+    args.gradient_accumulation_steps = share // args.per_device_train_batch_size
+    looked = max(1, run.eval_batch_size // world) if run.eval_batch_size else args.per_device_train_batch_size
+    args.per_device_eval_batch_size = looked
+    return args
+
+
+class Order(Sampler[int]):
+    """Which samples, for a whole run: permutation after permutation of all of them, a function of the seed alone.
+
+    It has no epochs at which a short batch would come, so it does not depend on how a batch is divided either.
+
+    Args:
+        size: number of samples.
+        count: how many are wanted, with repetition.
+        seed: of the permutations.
+    """
+
+    def __init__(self, size: int, count: int, seed: int) -> None:
+        self.size, self.count, self.seed = size, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        gen = torch.Generator().manual_seed(self.seed)
+        for start in range(0, self.count, self.size):
+            for part in torch.randperm(self.size, generator=gen)[: self.count - start].split(1024):
+                yield from part.tolist()  # not all at once: a list of a million integers takes 40 MB
+
+
+class RunTrainer(TaskTrainer):
+    """Trains one run, and saves so that it can be killed at any moment.
+
+    Args:
+        run: its settings.
+        task: made of them.
+        model: with its first weights.
+        args: of `training_arguments`.
+        meter: counts its time and tokens.
+        recorder: hears of a loss that is not finite.
+        rest: further arguments of the trainer.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        task: Task,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        *,
+        meter: Meter,
+        recorder: Recorder,
+        **rest: Any,
+    ) -> None:
+        self.run, self.meter, self.recorder = run, meter, recorder
+        self.folder = Path(args.output_dir or ".")
+        self._staging = False
+        self._pending: int | Tensor = 0  # tokens of this process that the meter does not have yet
+        super().__init__(task, model, args, **rest)
+        if run.label_smoothing:
+            self.compute_loss_func = self._smoothed
+
+    # -- data and optimizer --
+
+    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
+        data: Any = self.train_dataset if train_dataset is None else train_dataset
+        return Order(len(data), self.run.steps * self.run.batch_size, self.run.seed)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The trainer's, with a group of its own for what the kernels learn."""
+        if self.optimizer is None:
+            optimizer = super().create_optimizer(model)
+            kernel = [
+                x for group in parameter_groups(self.network) if group["name"] == "kernel" for x in group["params"]
+            ]
+            if kernel:
+                learned = {id(x) for x in kernel}
+                for group in optimizer.param_groups:
+                    group["params"] = [x for x in group["params"] if id(x) not in learned]
+                rate = self.run.kernel_lr or self.run.learning_rate
+                optimizer.add_param_group({"params": kernel, "lr": rate, "weight_decay": 0.0})
+        assert self.optimizer is not None
+        return self.optimizer
+
+    # -- steps --
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """The trainer's, for all steps at once; a resumed run's first line is about all since the line before."""
+        before, now = self.meter.forwards, self.args.gradient_accumulation_steps
+        for phi in random_maps(self.network) if before != now else ():  # on another number of processes
+            phi.age.copy_(phi.age * now // before)
+        self.meter.forwards = now
+        self._tr_loss += self.meter.loss
+        self._globalstep_last_logged = self.meter.since
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """The trainer's; it counts tokens without padding, and images."""
+        given, mask = inputs[self.network.main_input_name], inputs.get("attention_mask")
+        size = given.numel() if mask is None else mask.sum()  # a tensor: reading it would wait for the device
+        self._pending += len(given) if given.is_floating_point() else size
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return loss
+
+    def _smoothed(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        # Not the trainer's own way, which does not know that our decoders shift. Evaluation takes no notice of it.
+        smoother = LabelSmoother(self.run.label_smoothing)
+        loss: Tensor = smoother(outputs, labels, self._loss_shifts_labels, num_items_in_batch)
+        return loss
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The trainer's; with smoothing it keeps the labels to itself, from which a decoder makes its input."""
+        shift = getattr(self.network, "prepare_decoder_input_ids_from_labels", None)
+        if self.compute_loss_func is not None and shift is not None and "decoder_input_ids" not in inputs:
+            inputs = {**inputs, "decoder_input_ids": shift(inputs["labels"])}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not counted: the trainer's formula is for quadratic attention, and walks over all weights in every step."""
+        return 0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The trainer's, after the tokens of all processes were added up."""
+        self._collect_tokens()
+        super().log(logs, start_time)
+
+    def _collect_tokens(self) -> None:
+        pending, self._pending = self._pending, 0
+        if self.args.world_size > 1:
+            pending = self.accelerator.reduce(torch.as_tensor(pending, device=self.args.device))
+        self.meter.tokens += int(pending)
+
+    # -- evaluation and checkpoints --
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The trainer's; training sees neither its time nor the random numbers that it takes."""
+        device = self.args.device
+        with self.meter.paused(), torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+            return super().evaluate(*args, **kwargs)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.folder / STAGE if self._staging else self.folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The trainer's, into a folder beside; the name comes when all processes have written all of it."""
+        with self.meter.paused():
+            # What was not logged yet belongs to the next line, also if that is written after a resume.
+            self.meter.loss = float(nested_gather(self._tr_loss, self.args.parallel_mode).mean())
+            self.meter.since = self._globalstep_last_logged
+            self._collect_tokens()
+            if not finite(self.meter.loss):
+                self.recorder.end(self.control)
+                return
+            problem = first_problem(self._try(lambda: self._stage(model, trial)))
+            if not problem:
+                problem = first_problem(self._try(self._publish) if self.args.should_save else "")
+            if problem:
+                if self.args.should_save:
+                    clear(self.folder)
+                raise cannot_write(self.folder, problem)
+
+    def _stage(self, model: nn.Module, trial: Any) -> None:
+        self._staging = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = False
+
+    def _publish(self) -> None:
+        name = f"checkpoint-{self.state.global_step}"
+        publish(self.folder / STAGE / name, self.folder / name)
+        rotate(self.folder, self.run.keep)
+
+    def _try(self, action: Any) -> str:
+        try:
+            action()
+        except WRITING as problem:
+            return reason(problem)
+        return ""

@@ -1,0 +1,26 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def human_time(seconds: float) -> str:
+    """Three digits and a unit."""
+    if seconds >= 600:
+        return f"{seconds / 60:.3g} min" if seconds < 36000 else f"{seconds / 3600:.3g} h"
+    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if seconds * f >= 1), (1e6, "µs"))
+    return f"{seconds * factor:.3g} {unit}"
+
+
+def human_bytes(count: float | None) -> str:
+    """Three digits and a unit; nothing for None."""
+    if count is None:
+        return ""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(count) >= 999.5 and len(units) > 1:
+        count, _ = count / 1024, units.pop(0)
+    return f"{count:.3g} {units[0]}"
+
+
+def human_ratio(ratio: float) -> str:
+    """Two or three digits."""
+    return f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
