@@ -29,10 +29,10 @@ demo: $(READY)
 	$(BIN)/kernelformer demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m ''
 
 bench: $(PEERS)
 	$(BIN)/kernelformer bench

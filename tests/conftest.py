@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# Several test processes share the cores; more threads than cores would slow all of them down.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of processes that tests start
 
 
 @pytest.fixture(autouse=True)
 def _threads():
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture

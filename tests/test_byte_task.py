@@ -138,6 +138,36 @@ def test_the_default_is_the_standard_library_without_its_tests():
     assert b"import " in text
 
 
+def test_a_fingerprint_tells_other_bytes_and_names_apart(file, folder):
+    def of(data, **options):
+        return make_task("bytes", data=data, **options).fingerprint()
+
+    before = of(file)
+    assert before.startswith("file.bin with 10000 bytes, blake2b ")
+    assert of(file, length=9, seed=3) == before  # options are no part of it
+    content = file.read_bytes()
+    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    assert of(file) != before
+    file.write_bytes(content)
+    assert of(file) == before
+    file.write_bytes(b"")
+    assert of(file).startswith("file.bin with 0 bytes")
+
+    before = of(folder)
+    assert before.startswith("texts with 60 files, 2400 bytes, blake2b ")
+    (folder / ".hidden").write_bytes(b"hidden files do not count")
+    assert of(folder) == before
+    (folder / "part0" / "0.txt").rename(folder / "part0" / "00.txt")
+    assert of(folder) != before
+    (folder / "part0" / "00.txt").rename(folder / "part0" / "0.txt")
+    assert of(folder) == before
+    one, two = folder / "part1" / "1.txt", folder / "part1" / "10.txt"
+    one.write_bytes(one.read_bytes() + two.read_bytes()[:1])  # the same bytes in the same order, cut elsewhere
+    two.write_bytes(two.read_bytes()[1:])
+    assert of(folder) != before
+    assert "files" in make_task("bytes").fingerprint()
+
+
 def test_a_loader_takes_batches_in_any_order(file):
     task = make_task("bytes", data=file, length=64, samples=40)
     train = task.split("train")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from kernelformer import units
@@ -13,7 +15,10 @@ from kernelformer.bench import show
 from kernelformer.bench.contenders import Case, Kernelformer, contender
 from kernelformer.bench.run import HEAPS, Row, WorkerError, job, run_case
 from kernelformer.bench.worker import check, measure_time
+from kernelformer.cli import studies
 from kernelformer.cli.app import app
+from kernelformer.cli.common import fail, plain_errors, thread_count
+from kernelformer.training.run import StoppedError, TrainingError, everywhere
 
 SMALL = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02"]
 
@@ -106,7 +111,82 @@ def test_a_failing_worker_is_reported():
 def test_bench_refuses_what_it_does_not_know(options, message):
     result = CliRunner().invoke(app, ["bench", *options])
     assert result.exit_code == 2
-    assert message in result.output.replace("\n", " ")
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+STUDIES = {
+    "sparsity": ([], "kernelformer.recipes.sparsity.study"),
+    "kernels": ([], "kernelformer.recipes.kernels.run"),
+    "approximation": (["--encoder", "x", "--text", "y"], "kernelformer.recipes.approximation.run"),
+    "positions": ([], "kernelformer.recipes.positions.run"),
+    "encoder": ([], "kernelformer.recipes.encoder.run"),
+    "overhead": ([], "kernelformer.recipes.overhead.run"),
+    "tour": ([], "kernelformer.recipes.tour.take_tour"),
+}
+
+
+def test_every_study_is_looked_at():
+    assert {command.callback.__name__ for command in studies.app.registered_commands} == STUDIES.keys()
+
+
+@pytest.mark.parametrize("name", [*STUDIES, "bench"])
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(name, tmp_path, monkeypatch):
+    options, work = STUDIES.get(name, ([], "kernelformer.bench.run.run_case"))
+    monkeypatch.setattr(work, lambda *_, **__: pytest.fail("measured first"))
+    (tmp_path / "file").write_text("in the way")
+    command = [name] if name == "bench" else ["study", name]
+    result = CliRunner().invoke(app, [*command, *options, "--out", str(tmp_path / "file" / "x.png")])
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert str(tmp_path / "file") in result.stderr
+
+
+@pytest.mark.parametrize(("problem", "code"), [(TrainingError("why"), 2), (OSError("why"), 2), (WorkerError("why"), 2)])
+def test_errors_of_a_study_are_said_without_a_traceback(problem, code, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise problem
+
+    monkeypatch.setattr("kernelformer.recipes.overhead.run", fails)
+    result = CliRunner().invoke(app, ["study", "overhead", "--out", str(tmp_path)])
+    assert (result.exit_code, result.stderr) == (code, "error: why\n")
+
+
+@pytest.mark.parametrize(("problem", "code"), [(StoppedError("go on"), 130), (KeyboardInterrupt(), 130)])
+def test_what_was_stopped_ends_as_the_shell_expects(problem, code, capsys):
+    with pytest.raises(typer.Exit) as end, plain_errors():
+        raise problem
+    assert end.value.exit_code == code
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_an_error_is_said_whole_and_once_if_all_processes_have_it(monkeypatch, capsys):
+    path = "/a/" + "long/" * 60 + "path:smile:[x]"
+    for rank, problem, said in [
+        ("0", ValueError(path), f"error: {path}\n"),
+        ("1", ValueError(path), f"error on process 1: {path}\n"),
+        ("0", everywhere(TrainingError("x")), "error: x\n"),
+        ("1", everywhere(TrainingError("x")), ""),
+    ]:
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(typer.Exit):
+            fail(problem)
+        assert capsys.readouterr() == ("", said)
+
+
+def test_threads_are_those_that_the_machine_the_launcher_or_the_user_gives(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert thread_count(None) == 6
+    assert thread_count(3) == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert thread_count(None) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "9")
+    assert thread_count(None) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    torch.set_num_threads(2)
+    assert thread_count(None) == 2
 
 
 def test_list_names_every_method():

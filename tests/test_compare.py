@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +20,11 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.cli.common import names
-from kernelformer.models import MODELS, KernelformerConfig
+from kernelformer.cli.training import _settings
+from kernelformer.recipes import compare, worker
 from kernelformer.recipes.catalogue import RECIPES, change, find_recipe
 from kernelformer.recipes.compare import make_plan
-from kernelformer.recipes.decoding import ByteStreamer, decode_costs, sample_bytes
+from kernelformer.training import TrainingError, train
 
 TEXT = argparse.__file__  # real text that every machine has
 SMALL = ["--data", TEXT, "--length", "32", "--steps", "4", "--threads", "1"]
@@ -63,7 +72,9 @@ def test_a_comparison_trains_each_attention_on_the_same_data_and_reports(compare
         assert len({row[2] for row in result["decode"]}) == 1  # constant memory
         steps = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
         assert [x["step"] for x in steps if "loss" in x] == [1, 2, 3, 4]
-    assert "def " in page  # a sample of each
+    samples = re.findall(r"<h3>([^<]*)</h3>\n<pre>\ndef ", page)
+    assert sorted(samples) == sorted(names(specs))
+    assert all((run / "sample.txt").read_bytes().startswith(b"def ") for run in (one, two))
 
 
 def test_a_finished_comparison_is_not_trained_again(compared):
@@ -71,14 +82,14 @@ def test_a_finished_comparison_is_not_trained_again(compared):
     before = {x: (x / "result.json").stat().st_mtime_ns for x in folders(folder)}
     refused = call("compare", "bytes", "--attention", specs, *SMALL, "--out", folder)
     assert refused.exit_code == 2
-    assert "go on with --resume, or take another folder" in refused.output.replace("\n", " ")
+    assert "go on with --resume, or take another folder" in refused.stderr
     again = call("compare", "bytes", "--attention", specs, *SMALL, "--out", folder, "--resume")
     assert again.exit_code == 0, again.output
     assert {x: (x / "result.json").stat().st_mtime_ns for x in before} == before
     assert set(re.findall(r"\d+\.\d{3} \(n=1\)", again.output)) == set(re.findall(r"\d+\.\d{3} \(n=1\)", output))
     other = call("compare", "bytes", "--attention", specs, *SMALL, "--steps", "6", "--out", folder, "--resume")
     assert other.exit_code == 2
-    assert "steps" in other.output
+    assert "steps 4 and 6" in other.stderr
     assert "Traceback" not in other.output
 
 
@@ -88,11 +99,119 @@ def test_a_trained_model_is_evaluated_and_writes(compared):
     assert result.exit_code == 0, result.output
     value = json.loads((run / "result.json").read_text())["value"]
     assert f"validation bits per byte: {value:.4f}" in result.output
-    texts = [call("generate", run, "--tokens", "20", "--prompt", "import ", "--seed", s).output for s in (1, 1, 2)]
-    assert texts[0].startswith("import ")
-    assert "20 bytes in" in texts[0]
-    assert texts[0].splitlines()[0] == texts[1].splitlines()[0]
-    assert texts[0].split("20 bytes")[0] != texts[2].split("20 bytes")[0]
+    made = [call("generate", run, "--tokens", "20", "--prompt", "import ", "--seed", s) for s in (1, 1, 2)]
+    assert made[0].stdout.startswith("import ")
+    assert "20 bytes in" in made[0].stderr
+    assert "20 bytes in" not in made[0].stdout
+    assert made[0].stdout == made[1].stdout
+    assert made[0].stdout != made[2].stdout
+
+
+def test_a_trained_model_writes_without_its_data_but_is_not_evaluated(compared, tmp_path):
+    run = shutil.copytree(folders(compared[0])[0], tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    record["run"]["task_options"]["data"] = "/no/such/file"
+    (run / "run.json").write_text(json.dumps(record))
+    assert call("generate", run, "--tokens", "3").exit_code == 0
+    result = call("evaluate", run)
+    assert result.exit_code == 2
+    assert "there is no file or folder /no/such/file" in result.stderr
+
+
+def test_training_samples_are_evaluated_in_part(compared):
+    result = call("evaluate", folders(compared[0])[0], "--split", "train", "--samples", "8", "--threads", "1")
+    assert result.exit_code == 0, result.output
+    assert "at most 8 samples, spread evenly" in result.stdout
+
+
+def test_a_comparison_does_not_go_on_with_other_data(compared, tmp_path):
+    folder, specs, _ = compared
+    text, own = tmp_path / "text.py", tmp_path / "own"
+    text.write_text(Path(TEXT).read_text() + "# and one more line\n")
+    options = [str(text) if x == TEXT else x for x in SMALL]
+    for run in folders(folder):
+        copy = shutil.copytree(run, own / run.name)
+        record = json.loads((copy / "run.json").read_text())
+        record["run"]["task_options"]["data"] = str(text)
+        (copy / "run.json").write_text(json.dumps(record))
+    refused = call("compare", "bytes", "--attention", f"relu,{specs}", *options, "--out", own, "--resume")
+    assert refused.exit_code == 2
+    assert "holds a run on other data of task 'bytes': argparse.py with" in refused.stderr
+    assert len(folders(own)) == 2  # nothing was trained
+
+
+def test_a_folder_without_a_run_is_no_obstacle(tmp_path):
+    plan = make_plan("x", replace(find_recipe("bytes").run, attention="elu"), ["elu"], 1, tmp_path)
+    plan.place(plan.runs[0]).mkdir()
+    compare.check(plan, resume=False)
+    with pytest.raises(ValueError, match="is_causal=True was asked for"):
+        compare.check(make_plan("x", find_recipe("bytes").run, ["elu", "skyformer"], 2, tmp_path), resume=False)
+
+
+def small_run(steps=4, **more):
+    sets = [x for x in SMALL if "=" in x]
+    run = change(find_recipe("bytes").run, _settings(sets, data=TEXT, length=32, steps=steps, attention="elu"))
+    return replace(run, **more)
+
+
+def test_a_worker_trains_decodes_and_writes_with_its_threads(tmp_path, monkeypatch):
+    seen = []
+
+    def watched(kind):
+        original = getattr(worker, kind)
+
+        def call(*args, **kwargs):
+            seen.append((kind, torch.get_num_threads()))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(worker, kind, call)
+
+    for kind in ("train", "decode_costs", "sample_bytes"):
+        watched(kind)
+    learned = small_run(model={**small_run().model, "positions": "learned"})  # with positions for 32 tokens
+    request = {"run": learned.as_json(), "folder": str(tmp_path), "command": "", "threads": 1, "resume": False}
+    torch.set_num_threads(2)
+    assert worker.main(json.dumps(request)) == 0
+    assert seen == [("train", 1), ("decode_costs", 1), ("sample_bytes", 1)]
+    assert json.loads((tmp_path / "result.json").read_text())["decode"] == []
+    assert (tmp_path / "sample.txt").read_bytes().startswith(b"def ")
+    seen.clear()
+    assert worker.main(json.dumps({**request, "resume": True})) == 0
+    assert seen == [("train", 1)]
+
+
+def test_a_worker_that_says_much_does_not_wait_for_ever(tmp_path, monkeypatch):
+    code = "import sys; sys.stderr.write('x' * 300_000 + '\\nerror: why\\nand more\\n'); print('done'); sys.exit(2)"
+    monkeypatch.setattr(compare, "WORKER", ("-c", code))
+    told = []
+    with pytest.raises(TrainingError, match=r"^elu, seed 0: why$"):
+        compare._train(small_run(), tmp_path, 1, "", told.append)
+    assert told == ["elu, seed 0: done"]
+
+
+def test_ctrl_c_ends_a_comparison_with_a_checkpoint_and_it_goes_on_to_the_same_numbers(tmp_path):
+    options = ["compare", "bytes", "--attention", "elu", *SMALL, "--out", str(tmp_path / "out")]
+    options[options.index("--steps") + 1] = "300"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "kernelformer", *options]
+    with subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
+        lines, limit = tmp_path / "out" / "elu-seed0" / "metrics.jsonl", time.monotonic() + 90
+        while not (lines.exists() and '"step": 5,' in lines.read_text()):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopping after this step, with a checkpoint" in out
+    assert err.strip() == f"error: stopped in {tmp_path / 'out' / 'elu-seed0'}; go on with --resume."
+    assert 5 <= int(next((tmp_path / "out" / "elu-seed0").glob("checkpoint-*")).name.split("-")[1]) < 300
+    again = call(*options, "--resume")
+    assert again.exit_code == 0, again.output
+    torch.set_num_threads(1)
+    train(small_run(steps=300), tmp_path / "whole", quiet=True)
+    found, want = (json.loads((x / "result.json").read_text()) for x in (lines.parent, tmp_path / "whole"))
+    assert found["value"] == want["value"]
 
 
 def test_one_run_by_train(tmp_path):
@@ -106,7 +225,8 @@ def test_one_run_by_train(tmp_path):
     assert record["environment"]["torch"] == torch.__version__
     again = call("train", "bytes", "--attention", "elu", *SMALL, "--seed", "3", "--out", out)
     assert again.exit_code == 2
-    assert "resume" in again.output
+    assert again.stdout == ""
+    assert f"error: {out} holds a run already, finished; go on with resume" in again.stderr  # the path in one piece
 
 
 @pytest.mark.parametrize(
@@ -120,6 +240,17 @@ def test_one_run_by_train(tmp_path):
             "unknown setting 'learning-rate'; did you mean 'learning_rate'?",
         ),
         (["train", "bytes", "--set", "steps"], "--set takes name=value, got 'steps'"),
+        (["train", "bytes", "--set", "steps=abc"], "steps must be an integer of at least 1, got 'abc'"),
+        (["train", "bytes", "--set", "warmup_steps=abc"], "warmup_steps must be an integer of at least 0, got 'abc'"),
+        (["train", "bytes", "--set", "seed=7", "--seed", "3"], "seed is given by --seed and by --set, 3 and 7;"),
+        (["train", "bytes", "--set", "seed=7", "--set", "seed=8"], "seed is set twice, to 7 and '8'; give it once"),
+        (
+            ["train", "bytes", "--set", "attention=elu", "--attention", "relu"],
+            "attention is given by --attention and by --set, relu and 'elu'; give it once",
+        ),
+        (["compare", "bytes", "--set", "attention=elu"], "got --set attention=elu; give --attention"),
+        (["compare", "bytes", "--attention", "elu,skyformer"], "is_causal=True was asked for"),
+        (["compare", "bytes", "--data", "no/such/file"], "no/such/file"),
         (
             ["train", "bytes", "--set", "task.lenght=3"],
             "unknown option for task 'bytes', 'lenght'; did you mean 'length'?",
@@ -136,16 +267,16 @@ def test_bad_input_is_refused_without_a_traceback(options, message, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     result = call(*options)
     assert result.exit_code == 2, result.output
-    assert message in re.sub(r"\s+", " ", result.output)
+    assert message in result.stderr
     assert "Traceback" not in result.output
-    assert not list(tmp_path.rglob("checkpoint*"))
+    assert not list(tmp_path.rglob("run.json"))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     result = call("train", "bytes", *SMALL, "--out", tmp_path / "file" / "run")
     assert result.exit_code == 2
-    assert str(tmp_path / "file")[-20:] in result.output.replace("\n", "")
+    assert str(tmp_path / "file") in result.stderr
 
 
 def test_list_shows_methods_tasks_and_recipes():
@@ -163,6 +294,29 @@ def test_settings_of_a_recipe_change_by_name():
     assert all(recipe.run.attention for recipe in RECIPES.values())
 
 
+def test_values_of_the_command_line_are_read_as_people_write_them():
+    texts = ["a=true", "b=False", "c=none", "model.d=none", "model.e=None", "model.f=true", "g=1e-3", "h=[1, 2]", "i=x"]
+    found = _settings(texts, steps=None, length=3)
+    assert found == {
+        "a": True,
+        "b": False,
+        "c": None,
+        "model.d": "none",  # a word of the model's: no positions
+        "model.e": None,
+        "model.f": True,
+        "g": 1e-3,
+        "h": [1, 2],
+        "i": "x",
+        "task.length": 3,
+    }
+
+
+def test_data_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert _settings(None, data=Path("a/../b"))["task.data"] == str(tmp_path / "b")
+    assert _settings(["task.data=b"])["task.data"] == str(tmp_path / "b")
+
+
 def test_places_of_runs_are_different_and_plain(tmp_path):
     specs = [
         "elu",
@@ -176,43 +330,3 @@ def test_places_of_runs_are_different_and_plain(tmp_path):
     assert len(set(places)) == 10
     assert all(re.fullmatch(r"[A-Za-z0-9+=.,_-]{1,110}", x) for x in places)
     assert names("elu,nprf:relative=2d:grid=(2,3), favor+") == ["elu", "nprf:relative=2d:grid=(2,3)", "favor+"]
-
-
-def tiny(attention, **more):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return MODELS["causal-lm"](KernelformerConfig(attention=attention, **sizes, **more))
-
-
-def test_decode_costs_tell_constant_states_from_growing_ones():
-    rows = decode_costs(tiny("favor+:num_features=8"), (8, 40), repeats=2)
-    assert [row[0] for row in rows] == [8, 40]
-    assert rows[0][2] == rows[1][2]
-    rows = decode_costs(tiny("softmax"), (8, 40), repeats=2)
-    assert rows[0][2] < rows[1][2]
-    assert [row[0] for row in decode_costs(tiny("elu", positions="learned", max_position_embeddings=30), (8, 40))] == []
-
-
-def test_sampled_text_is_streamed_and_counted():
-    parts = []
-    made = sample_bytes(tiny("elu"), "a", tokens=12, write=parts.append)
-    assert made.tokens == 12
-    assert made.state_bytes > 0
-    assert "".join(parts) == made.text
-    assert sample_bytes(tiny("elu"), "a", tokens=12).text == made.text
-    assert sample_bytes(tiny("elu"), "a", tokens=12, temperature=0).text != made.text
-    with pytest.raises(ValueError, match="at least one character"):
-        sample_bytes(tiny("elu"), "", tokens=3)
-    with pytest.raises(ValueError, match="over 256 bytes, this one has 16"):
-        sample_bytes(tiny("elu", vocab_size=16), "a", tokens=3)
-
-
-def test_a_character_in_two_tokens_is_written_when_it_is_whole():
-    parts = []
-    streamer = ByteStreamer(parts.append)
-    streamer.put(torch.tensor([[97]]))
-    for byte in "é!".encode():
-        streamer.put(torch.tensor([byte]))
-    streamer.put(torch.tensor([0xC3]))
-    streamer.end()
-    assert "".join(parts) == "é!\N{REPLACEMENT CHARACTER}"

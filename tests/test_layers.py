@@ -18,11 +18,11 @@ ORDER = [
     {"hf"},
     {"modules"},
     {"feature_maps", "attention"},
-    {"contract", "kernels", "errors", "environment", "units"},
+    {"contract", "kernels", "errors", "environment", "units", "files", "records"},
 ]
 LEVEL = {name: index for index, names in enumerate(ORDER) for name in names}
-# Within a level, who may use whom: exact kernels and the contract stand on the wording of errors.
-WITHIN = {("contract", "errors"), ("kernels", "errors")}
+# Within a level, who may use whom: exact kernels, the contract and records of runs stand on the wording of errors.
+WITHIN = {("contract", "errors"), ("kernels", "errors"), ("records", "errors")}
 
 
 def imports(path: Path) -> set[str]:

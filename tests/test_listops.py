@@ -174,6 +174,13 @@ def test_splits_have_their_sizes_share_nothing_and_the_test_stays():
         task.split("test")[40]
 
 
+def test_a_fingerprint_is_about_the_way_samples_are_made(monkeypatch):
+    before = make_task("listops").fingerprint()
+    assert make_task("listops", **TINY, seed=3).fingerprint() == before
+    monkeypatch.setattr(listops, "_FORMAT", 2)
+    assert make_task("listops").fingerprint() != before
+
+
 def test_a_batch_is_padded_and_says_where():
     task = make_task("listops", **TINY | {"max_length": 150})
     samples = task.split("train").__getitems__(range(16))

@@ -20,6 +20,7 @@ import kernelformer as kf
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.hf import StateCache
 from kernelformer.models import MODELS, KernelformerConfig, register
+from kernelformer.models.blocks import Block
 from kernelformer.modules import RelativePositions
 
 hf_logging.disable_progress_bar()
@@ -254,15 +255,20 @@ def test_a_shared_bias_is_one_table_also_after_loading(kind, tie, tmp_path):
 
 
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_gradient_checkpointing_gives_the_same_gradients(kind):
+def test_gradient_checkpointing_gives_the_same_gradients(kind, monkeypatch):
     model, inputs = build(kind, "favor+:num_features=8"), batch(kind)
     saved = copy.deepcopy(model)
     saved.gradient_checkpointing_enable()
+    calls = []
+    plain = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, *a, **k: (calls.append(id(self)), plain(self, *a, **k))[1])
     for x in (model, saved):
         out = x.train()(**inputs)
         (out.last_hidden_state.square().mean() if kind == "encoder" else out.loss).backward()
     for (name, a), b in zip(model.named_parameters(), saved.parameters(), strict=True):
         assert a.grad is None or torch.equal(a.grad, b.grad), name
+    once = [x for x in calls if x in {id(m) for m in model.modules()}]
+    assert len(calls) - len(once) == 2 * len(once)  # those that recompute run twice
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
@@ -351,7 +357,7 @@ def test_first_weights_keep_the_size_of_signals():
         (model.embeddings.tokens, 256**-0.5),
     ):
         assert abs(float(part.weight.detach().std()) / want - 1) < 0.05
-    model = build("causal-lm", "generative-prf:num_features=8")
+    model = build("causal-lm", "generative-prf:num_features=8:seed=0")
     want = kf.build_attention("generative-prf", head_dim=8, num_heads=2, num_features=8)
     for a, b in zip(model.stack.blocks[0].attention.core.parameters(), want.parameters(), strict=True):
         assert torch.equal(a, b)  # a map's own first weights stay as they are
@@ -364,6 +370,81 @@ def test_configurations_travel_as_json(tmp_path):
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["attention"] == ["elu", "nprf:relative=1d"]
     assert KernelformerConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+
+def test_a_family_of_models_shares_weights_and_others_are_refused(tmp_path):
+    build("masked-lm", "elu").save_pretrained(tmp_path / "masked")
+    classifier = MODELS["classifier"].from_pretrained(tmp_path / "masked")  # pretrained, then fine-tuned
+    trunk = MODELS["encoder"].from_pretrained(tmp_path / "masked")
+    ids = batch("encoder")["input_ids"]
+    assert torch.equal(classifier.model(ids)[0], trunk(ids)[0])
+    build("causal-lm", "elu").save_pretrained(tmp_path / "causal")
+    with raises("weights of KernelformerForCausalLM, of the family 'decoder', which KernelformerModel"):
+        MODELS["encoder"].from_pretrained(tmp_path / "causal")
+    pixels = build("pixel-lm", "elu").eval()
+    pixels.save_pretrained(tmp_path / "pixels")
+    register()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pixels").eval()
+    assert torch.equal(loaded(ids).logits, pixels(ids).logits)
+
+
+def test_a_configuration_is_not_changed_by_the_models_that_take_it():
+    config = KernelformerConfig(**SMALL, attention="elu")
+    before = config.to_dict()
+    for model in MODELS.values():
+        model(config)
+    assert config.to_dict() == before
+
+
+def test_tables_are_as_long_as_the_sequence_of_the_model():
+    assert build("causal-lm", "elu").longest is None
+    assert build("causal-lm", "elu", positions="learned").longest == 40
+    assert build("causal-lm", "nprf:relative=1d").longest == 40
+    assert build("causal-lm", "nprf:relative=1d:max_distance=3").longest is None
+    pixels = build("pixel-lm", "nprf:relative=1d", positions="image")
+    assert pixels.longest == 96
+    pixels(torch.zeros(1, 96, dtype=torch.long))
+    image = build("image", "linformer:rank=4", max_position_embeddings=2)
+    image(**batch("image"))
+
+
+def test_draws_differ_between_seeds_too():
+    seeds = [
+        x.seed_number
+        for s in range(3)
+        for x in build("seq2seq", "favor+:num_features=4", seed=s).modules()
+        if isinstance(x, FeatureMap)
+    ]
+    assert len(set(seeds)) == len(seeds) == 18
+
+
+def test_a_memory_goes_only_to_the_core_that_made_it():
+    core = kf.build_attention("favor+", head_dim=4, num_heads=2, num_features=8)
+    k = torch.randn(1, 2, 5, 4)
+    memory = core.remember(k, k)
+    core.recall(k[:, :, :1], memory)
+    core.resample()
+    with raises("made with another draw number"):
+        core.recall(k[:, :, :1], memory)
+    with raises("made by method 'favor\\+', this core is 'elu'"):
+        kf.build_attention("elu", head_dim=4, num_heads=2).recall(k, memory)
+    with raises("recall needs what remember"):
+        core.recall(k, core.step(*(3 * [k[:, :, :1]]))[1])
+    gated = kf.build_attention("rfa-gate", head_dim=4, num_heads=2, num_features=8)
+    with raises("causal only"):
+        gated.remember(k, k)
+
+
+@pytest.mark.parametrize("method", [m for m in kf.list_methods() if m != "rfa-gate"])
+def test_a_remembered_context_gives_what_attending_to_it_gives(method):
+    options = {"max_length": 20} if method == "linformer" else {}
+    layer = kf.KernelAttention(32, 4, method, num_kv_heads=2, context_dim=12, **options).double()
+    x, context = torch.randn(2, 5, 32).double(), torch.randn(2, 13, 12).double()
+    mask = torch.ones(2, 13, dtype=torch.bool)
+    mask[1, 6:] = False
+    for key_mask in (None, mask):
+        memory = layer.remember(context, key_mask)
+        torch.testing.assert_close(layer.recall(x, memory), layer(x, context, key_mask), rtol=1e-10, atol=1e-10)
 
 
 def raises(message):
@@ -388,6 +469,14 @@ def test_wrong_configurations_say_what_to_change():
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
         ({"cross_attention": "nprf:relative=1d"}, "cross_attention has no relative positions.*give 'nprf'"),
         ({"image_size": [3]}, "image_size must be"),
+        ({"norm_first": "false"}, "norm_first must be True or False, got 'false'"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be True or False"),
+        ({"layer_norm_eps": "x"}, "layer_norm_eps must be a finite number"),
+        ({"initializer_range": "abc"}, "initializer_range must be a finite number"),
+        ({"hidden_act": "gelx"}, "unknown hidden_act 'gelx'; did you mean 'gel"),
+        ({"temperature": 3.0}, "unknown setting of KernelformerConfig, 'temperature'"),
+        ({"num_labels": 1}, "num_labels must be at least 2, got 1"),
+        ({"problem_type": "regression"}, "classify by one label, got problem_type='regression'"),
     ):
         with raises(message):
             KernelformerConfig(**settings)
@@ -423,8 +512,25 @@ def test_wrong_inputs_say_what_to_change():
         model()
     with raises(r"must be \(batch, tokens\) integers"):
         model(ids.float())
-    with raises("a column for each of 0 tokens in the cache and 9 new ones, got 4"):
-        model(ids, attention_mask=torch.ones(2, 4))
+    for length in (4, 12):  # a longer mask would be cut without a word
+        with raises(rf"a column for each of 9, got \(2, {length}\)"):
+            model(ids, attention_mask=torch.ones(2, length))
+        for kind in ("encoder", "masked-lm", "classifier", "seq2seq"):
+            with raises(rf"a column for each of 9, got \(2, {length}\)"):
+                build(kind, "elu")(ids, attention_mask=torch.ones(2, length))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    with raises("a column for each of 9 in the cache and 2 new ones"):
+        model(ids[:, :2], attention_mask=torch.ones(2, 2), past_key_values=cache)
+    for kind in MODELS:
+        with raises(
+            "unknown argument of Kernelformer.*, 'attention_maks'; did you mean 'attention_mask'"
+            if kind != "image"
+            else "unknown argument"
+        ):
+            build(kind, "elu")(**batch(kind), attention_maks=torch.ones(2, 9))
+    with raises("unknown argument of .*'output_hidden_states'"):
+        model(ids, output_hidden_states=True)
     with raises("a prediction for each label"):
         model(ids, labels=ids, logits_to_keep=1)
     with raises("must be a StateCache"):

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kernelformer.analysis import report
-from kernelformer.analysis.comparison import NONE, Comparison, cells, read_run, table, visible
+from kernelformer import files
+from kernelformer.analysis.comparison import NONE, Comparison, cells, read_run, table
 from kernelformer.analysis.report import words, write_report
-from kernelformer.units import human_bytes, human_time
+from kernelformer.units import human_bytes, human_time, visible
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -151,19 +151,19 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     [
         ("run.json", None, r"run\.json is missing; the folder of a run has"),
         ("metrics.jsonl", None, r"metrics\.jsonl is missing"),
-        ("run.json", "{", r"run\.json is not JSON: .*line 1 column 2"),
-        ("run.json", "[]", r"run\.json must hold a JSON object, got \[\]"),
+        ("run.json", "{", r"run\.json: not JSON: .*line 1 column 2.*; put it right, or train anew in another folder"),
+        ("run.json", "[]", r"run\.json: not a JSON object but \[\]"),
         ("run.json", '{"run": {}, "command": ""}', "'environment' must be of type dict, got None"),
         ("run.json", '{"run": {"seed": "x"}, "environment": {}, "command": ""}', "seed must be an integer, got 'x'"),
-        ("metrics.jsonl", '{"step": 1\n{"step": 2', r"metrics\.jsonl, line 1 is not JSON: Expecting"),
-        ("metrics.jsonl", '\n{"step": 1\n', r"metrics\.jsonl, line 2 is not JSON"),
-        ("metrics.jsonl", "3\n", "line 1 must hold a JSON object, got 3"),
-        ("metrics.jsonl", b'{"step": "\xff"}\n', r"line 1 is not JSON: 'utf-8' codec"),
+        ("metrics.jsonl", '{"step": 1\n{"step": 2', r"metrics\.jsonl, line 1: not JSON: Expecting.*; remove that line"),
+        ("metrics.jsonl", '\n{"step": 1\n', r"metrics\.jsonl, line 2: not JSON"),
+        ("metrics.jsonl", "3\n", "line 1: not a JSON object but 3"),
+        ("metrics.jsonl", b'{"step": "\xff"}\n', r"line 1: not JSON: 'utf-8' codec"),
         ("metrics.jsonl", '{"seconds": 1}\n', "line 1: step must be an integer of at least 0, got None"),
         ("metrics.jsonl", '{"step": 1, "seconds": NaN, "tokens": 1}\n', "line 1: seconds must be a finite number"),
-        ("metrics.jsonl", '{"step": 1, "seconds": 1, "tokens": 1}\n', "line 1 has neither 'loss' .* nor 'eval_loss'"),
+        ("metrics.jsonl", '{"step": 1, "seconds": 1, "tokens": 1}\n', "line 1: neither 'loss' .* nor 'eval_loss'"),
         ("metrics.jsonl", '{"step": 1, "seconds": 1, "tokens": 1, "loss": null}\n', "line 1: loss must be a number"),
-        ("result.json", "{}", "'metric' must be of type str, got None"),
+        ("result.json", "{}", "result.json: 'metric' must be of type str, got None; remove the file, and resuming"),
         ("result.json", '{"metric": "m", "decode": [[1, 2]]}', r"decode must be null or rows of context"),
         ("result.json", '{"metric": "m", "value": true}', "value must be a number"),
         ("result.json", '{"metric": "m", "value": 1, "tokens_per_second": -1}', "tokens_per_second must be a finite"),
@@ -424,7 +424,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(report.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(OSError, match="no space left"):
         write_report(comparison, path, samples={"a": "text"})
     assert path.read_text() == before

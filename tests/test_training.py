@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
 from kernelformer.models import KernelformerForCausalLM
+from kernelformer.models.blocks import Block
 from kernelformer.modules.redraw import random_maps
 from kernelformer.tasks import TASKS, Task, make_task
 from kernelformer.training import Result, Run, StoppedError, TrainingError, build_model, evaluate, train
-from kernelformer.training.checkpoints import checkpoint_of, metrics
+from kernelformer.training.checkpoints import checkpoint_of, main_does, metrics
 from kernelformer.training.evaluation import contributions
 from kernelformer.training.session import speed
 from kernelformer.training.trainer import RunTrainer
@@ -254,6 +256,28 @@ def test_a_resumed_run_gives_the_same_numbers_to_the_last_bit(tmp_path, attentio
     assert same_weights(cut, tmp_path / "whole")
 
 
+def test_a_run_does_not_go_on_with_other_data(tmp_path):
+    text, folder = tmp_path / "text.txt", tmp_path / "run"
+    text.write_bytes(b"a text of some length. " * 100)
+    run = tiny(task="bytes", task_options={"data": str(text), "length": 8, "validation_samples": 2}, steps=4)
+    with pytest.raises(StoppedError):
+        interrupted(run, folder, step=2)
+    before = text.read_bytes()
+    text.write_bytes(b"b" + before[1:])  # one letter, the size is the same
+    message = r"on other data of task 'bytes': text.txt with 2300 bytes, blake2b \w+, now text.txt with 2300 bytes"
+    with pytest.raises(TrainingError, match=message):
+        train(run, folder, resume=True, quiet=True)
+    text.write_bytes(before)
+    train(run, folder, resume=True, quiet=True, command="again")
+    record = json.loads((folder / "run.json").read_text())
+    (resumed,) = record["resumed"]
+    assert (resumed["step"], resumed["command"], record["command"]) == (2, "again", "")
+    assert resumed["environment"]["threads"] == 1
+    assert record["data"].startswith("text.txt with 2300 bytes")
+    text.unlink()
+    assert train(run, folder, resume=True, quiet=True).steps == 4  # a finished run needs no data
+
+
 def interrupted(run, folder, *, step, number=signal.SIGINT, times=1):
     """Train, and have the signal come in the midst of step number ``step``."""
     original = RunTrainer.training_step
@@ -363,6 +387,16 @@ def test_a_finished_run_gives_its_result_again(whole):
     assert len(told) == 1
 
 
+def test_an_error_of_the_main_process_is_known_to_be_that_of_all(tmp_path):
+    def fails(problem):
+        raise problem
+
+    for problem in (ValueError("x"), TrainingError("x"), OSError(errno.ENOSPC, "full")):
+        with pytest.raises((ValueError, TrainingError)) as found:
+            main_does(True, tmp_path, lambda problem=problem: fails(problem))
+        assert pickle.loads(pickle.dumps(found.value)).everywhere  # also after its way to the others
+
+
 def test_two_processes_do_not_write_to_one_folder(tmp_path):
     from kernelformer.training.checkpoints import locked
 
@@ -451,6 +485,16 @@ def test_the_loss_of_an_evaluation_is_a_mean_over_all_labels(whole):
     assert evaluate(model, task, batch_size=2)["loss"] == pytest.approx(float(out.loss), rel=1e-6)
 
 
+def test_some_samples_of_a_split_are_spread_evenly_over_it(whole):
+    Ragged.seen.clear()
+    found = evaluate(whole, split="train", samples=10)
+    assert Ragged.seen == list(range(0, 50, 5))
+    assert found != evaluate(whole, split="train")
+    assert evaluate(whole, samples=100) == pytest.approx(evaluate(whole), rel=1e-6)  # there are only seven
+    with pytest.raises(ValueError, match="samples must be an integer of at least 1, got 0"):
+        evaluate(whole, samples=0)
+
+
 def test_smoothing_changes_the_training_loss_only(tmp_path):
     train(tiny(steps=1, learning_rate=1e-12, log_every=1), tmp_path / "a", quiet=True)
     train(tiny(steps=1, learning_rate=1e-12, log_every=1, label_smoothing=0.3), tmp_path / "b", quiet=True)
@@ -492,6 +536,23 @@ def test_other_ways_to_compute_learn_alike(tmp_path, settings, whole):
     for a, b in zip(losses(tmp_path), losses(whole), strict=True):
         key = "loss" if "loss" in a else "eval_loss"
         assert a[key] == pytest.approx(b[key], rel=2e-2 if "precision" in settings else 1e-5)
+        assert a[key] != b[key] or "precision" not in settings  # half precision rounds otherwise
+
+
+def test_checkpointed_blocks_are_computed_once_more_in_every_step(tmp_path):
+    calls = []
+    forward = Block.forward
+
+    def counted(self, *args, **kwargs):
+        calls.append(self.training)
+        return forward(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Block, "forward", counted)
+        for name, checkpointing in (("plain", False), ("again", True)):
+            calls.clear()
+            train(tiny(steps=3, gradient_checkpointing=checkpointing), tmp_path / name, quiet=True)
+            assert sum(calls) == (6 if checkpointing else 3)
 
 
 def test_a_classifier_is_scored_by_its_predictions(tmp_path):
@@ -562,6 +623,8 @@ def test_a_run_survives_json_and_knows_its_label():
     assert tiny().label == FAVOR
     with pytest.raises(ValueError, match="did you mean 'steps'"):
         Run.from_json({**run.as_json(), "stepps": 3})
+    with pytest.raises(ValueError, match="a run needs the setting 'attention', got task"):
+        Run.from_json({"task": "bytes"})
 
 
 def test_a_wrong_setting_of_the_model_leaves_no_run_behind(tmp_path):

@@ -1,6 +1,8 @@
-"""Numbers as people read them."""
+"""Numbers and texts as people read them."""
 
 from __future__ import annotations
+
+import unicodedata
 
 
 def human_time(seconds: float) -> str:
@@ -24,3 +26,15 @@ def human_bytes(count: float | None) -> str:
 def human_ratio(ratio: float) -> str:
     """Two or three digits."""
     return f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
+
+
+def visible(text: object, keep: str = "") -> str:
+    """A text whose control characters, marks of direction and halves of pairs are seen instead of obeyed."""
+
+    def show(char: str) -> str:
+        code = ord(char)
+        turns = unicodedata.bidirectional(char) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+        unfit = unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or code & 0xFFFE == 0xFFFE
+        return f"<U+{code:04X}>" if (turns or unfit) and char not in keep else char
+
+    return "".join(map(show, str(text)))

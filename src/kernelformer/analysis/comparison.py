@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -15,8 +13,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from kernelformer.errors import integer, number
-from kernelformer.units import human_bytes, human_time
+from kernelformer.errors import integer
+from kernelformer.records import RESULT, RUN, Result, read_head, read_metrics, read_result, reading
+from kernelformer.units import human_bytes, human_time, visible
 
 FOLDER = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)", re.DOTALL)
 NONE = "–"  # noqa: RUF001
@@ -30,20 +29,6 @@ class Point:
     seconds: float  # of training, without evaluation
     tokens: int
     values: dict[str, float]  # "loss" and all other numbers of the line; an evaluation's without their "eval_"
-
-
-@dataclass(frozen=True)
-class Result:
-    """The end of a run."""
-
-    metric: str
-    value: float  # not finite if the run diverged
-    tokens_per_second: float
-    peak_bytes: int
-    parameters: int
-    seconds: float
-    steps: int
-    decode: tuple[tuple[int, float, int], ...]  # context, seconds per token, bytes of state; empty if not measured
 
 
 @dataclass(frozen=True)
@@ -89,131 +74,50 @@ def read_run(path: Path | str) -> RunRecord:
     off is left out: the writer died in it. Where a resumed run goes back to its checkpoint, the later lines count.
     """
     folder = Path(path)
-    head = _object(folder / "run.json")
-    settings, environment = (_part(folder / "run.json", head, key, dict) for key in ("run", "environment"))
+    head = read_head(folder)
+    settings = head["run"]
     named = FOLDER.fullmatch(folder.name)
     label = settings.get("label", named and named["label"])
     seed = settings.get("seed", named and int(named["seed"]))
     if not isinstance(label, str) or seed is None:
         raise ValueError(
-            f"{folder / 'run.json'}: label must be a text and seed an integer, got {label!r} and {seed!r}; give both "
+            f"{folder / RUN}: label must be a text and seed an integer, got {label!r} and {seed!r}; give both "
             f"in the settings, or name the folder <label>-seed<n>."
         )
-    training, evaluation = _curves(folder / "metrics.jsonl")
-    end = folder / "result.json"
+    training, evaluation = _curves(folder)
+    with reading(folder / RUN):
+        seed = integer("seed", seed)
     return RunRecord(
         path=folder,
         label=label,
-        seed=integer(f"{folder / 'run.json'}: seed", seed),
+        seed=seed,
         settings=settings,
-        environment=environment,
-        command=_part(folder / "run.json", head, "command", str),
+        environment=head["environment"],
+        command=head["command"],
         training=training,
         evaluation=evaluation,
-        result=_result(end) if end.exists() else None,
+        result=read_result(folder) if (folder / RESULT).exists() else None,
     )
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"{path} is missing; the folder of a run has run.json, metrics.jsonl and, once finished, result.json."
-        ) from None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    content = _read(path)
-    try:
-        found = json.loads(content.decode())
-    except ValueError as problem:
-        raise ValueError(f"{path} is not JSON: {problem}.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {found!r:.60}.")
-    return found
-
-
-def _part(path: Path | str, record: dict[str, Any], key: str, kind: type) -> Any:
-    if not isinstance(record.get(key), kind):
-        raise ValueError(f"{path}: {key!r} must be of type {kind.__name__}, got {record.get(key)!r:.60}.")
-    return record[key]
-
-
-def _float(what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{what} must be a number, NaN and Infinity included, got {value!r:.60}.")
-    return float(value)
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    lines = _read(path).split(b"\n")
-    for count, line in enumerate(lines, 1):
-        where = f"{path}, line {count}"
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line.decode())
-        except ValueError as problem:
-            if count == len(lines):  # no newline after it: cut off
-                return
-            raise ValueError(f"{where} is not JSON: {problem}.") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"{where} must hold a JSON object, got {found!r:.60}.")
-        yield where, found
-
-
-def _curves(path: Path) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+def _curves(folder: Path) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     curves: dict[str, list[Point]] = {"loss": [], "eval_loss": []}
     last = 0
-    for where, line in _lines(path):
-        step = integer(f"{where}: step", line.get("step"), at_least=0)
-        seconds = number(f"{where}: seconds", line.get("seconds"), at_least=0)
-        tokens = integer(f"{where}: tokens", line.get("tokens"), at_least=0)
+    for line in read_metrics(folder):
+        step = line["step"]
         kinds = [kind for kind in curves if kind in line]
-        if not kinds:
-            raise ValueError(f"{where} has neither 'loss' (of training) nor 'eval_loss' (of evaluation): {line!r:.80}.")
         for kind in curves if step < last else kinds:
             while curves[kind] and curves[kind][-1].step >= step:
                 curves[kind].pop()
         last = step
         for kind in kinds:
             start = kind.removesuffix("loss")
-            values = {"loss": _float(f"{where}: {kind}", line[kind])}
+            values = {"loss": float(line[kind])}
             for key, value in line.items():
                 if key.startswith("eval_") == bool(start) and type(value) in (int, float):
                     values[key.removeprefix(start)] = float(value)
-            curves[kind].append(Point(step, seconds, tokens, values))
+            curves[kind].append(Point(step, line["seconds"], line["tokens"], values))
     return tuple(curves["loss"]), tuple(curves["eval_loss"])
-
-
-def _result(path: Path) -> Result:
-    record = _object(path)
-
-    def count(key: str) -> int:
-        return integer(f"{path}: {key}", record.get(key), at_least=0)
-
-    decode = [] if record.get("decode") is None else record["decode"]
-    if not isinstance(decode, list) or not all(isinstance(row, list) and len(row) == 3 for row in decode):
-        raise ValueError(f"{path}: decode must be null or rows of context, seconds and bytes, got {decode!r:.60}.")
-    rows = (
-        (
-            integer(f"{path}: context of decode", context, at_least=0),
-            number(f"{path}: seconds of decode", seconds, at_least=0),
-            integer(f"{path}: bytes of decode", size, at_least=0),
-        )
-        for context, seconds, size in decode
-    )
-    return Result(
-        metric=_part(path, record, "metric", str),
-        value=_float(f"{path}: value", record.get("value")),
-        tokens_per_second=number(f"{path}: tokens_per_second", record.get("tokens_per_second"), at_least=0),
-        peak_bytes=count("peak_bytes"),
-        parameters=count("parameters"),
-        seconds=number(f"{path}: seconds", record.get("seconds"), at_least=0),
-        steps=count("steps"),
-        decode=tuple(sorted(rows)),
-    )
 
 
 @dataclass(frozen=True)
@@ -284,8 +188,9 @@ class Comparison:
 def _summary(label: str, runs: tuple[RunRecord, ...]) -> Summary:
     ends = [run.result for run in runs if run.result is not None]
     values = tuple(end.value for end in ends if math.isfinite(end.value))
-    contexts = sorted({row[0] for end in ends for row in end.decode})
-    at = {c: [row for end in ends for row in end.decode if row[0] == c] for c in contexts}
+    rows = [row for end in ends for row in end.decode or ()]
+    contexts = sorted({row[0] for row in rows})
+    at = {c: [row for row in rows if row[0] == c] for c in contexts}
     return Summary(
         label=label,
         runs=runs,
@@ -310,18 +215,6 @@ def smoothed(points: Sequence[Point], key: str, share: float) -> Curve:
     half = min(50, int(share * end / 2))
     near = [seen[max(0, i - half) : min(end, i + half + 1)] for i in range(end)]
     return {row[0]: (row[1], fmean(r[2] for r in some)) for row, some in zip(seen, near, strict=False)}
-
-
-def visible(text: object, keep: str = "") -> str:
-    """A text whose control characters, marks of direction and halves of pairs are seen instead of obeyed."""
-
-    def show(char: str) -> str:
-        code = ord(char)
-        turns = unicodedata.bidirectional(char) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-        unfit = unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or code & 0xFFFE == 0xFFFE
-        return f"<U+{code:04X}>" if (turns or unfit) and char not in keep else char
-
-    return "".join(map(show, str(text)))
 
 
 def score(rows: Sequence[Summary], row: Summary) -> str:

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from kernelformer.analysis.comparison import Comparison, Curve, visible
+from kernelformer.analysis.comparison import Comparison, Curve
+from kernelformer.units import visible
 
 INK = "#1b1e23"  # becomes the page's own text colour, so that figures follow light and dark
 COLOURS = ("#1a7fc3", "#d55e00", "#009e73", "#cc79a7", "#c98a00", "#3d9fd6", "#808080")

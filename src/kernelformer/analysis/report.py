@@ -5,15 +5,15 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernelformer.analysis.comparison import CAPTION, NONE, Comparison, Summary, cells, score, smoothed, visible
+from kernelformer.analysis.comparison import CAPTION, NONE, Comparison, Summary, cells, score, smoothed
 from kernelformer.analysis.figures import draw_bars, draw_curves, draw_decode, legend_key, svg
-from kernelformer.units import human_bytes, human_time
+from kernelformer.files import write_text
+from kernelformer.units import human_bytes, human_time, visible
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 CSS = """
@@ -69,12 +69,7 @@ def write_report(comparison: Comparison, path: Path | str, *, samples: Mapping[s
         raise ValueError(f"the report's path must be a file, got the folder {target}; add a name such as report.html.")
     page = _page(comparison, samples or {})
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        part.write_text(page, encoding="utf-8")
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
+    write_text(target, page)
 
 
 def words(comparison: Comparison) -> list[str]:
@@ -251,7 +246,7 @@ def _page(comparison: Comparison, samples: Mapping[str, str]) -> str:
     for row, line in zip(comparison.summary(), lines, strict=True):
         index = comparison.labels.index(row.label)
         note = f"<small>{_text(row.note)}</small>" if row.note else ""
-        marked.append([f"{key(f'row{index}', index)}{_label(row.label)}{note}", *map(_text, line[1:])])
+        marked.append([f"{legend_key(f'row{index}', index)}{_label(row.label)}{note}", *map(_text, line[1:])])
     kind = "results best" if len(lines) > 1 and comparison.summary()[0].values else "results"
     texts = "".join(f"<h3>{_text(name)}</h3>\n{_pre(text)}" for name, text in samples.items())
     title = _text(comparison.title)

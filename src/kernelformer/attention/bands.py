@@ -304,11 +304,14 @@ class Scan:
 
     def highest(self, span: Span) -> Tensor:
         """No less than what the sums give to the rows of a chunk: a shift, with a slope one for every row."""
+        return (self.sums.shift + self._tilt(span)).clamp_min(EMPTY)
+
+    def _tilt(self, span: Span) -> Tensor:
+        """Log factor of the queries of a span, (N, C or 1, 1); distances are only asked for where they matter."""
         assert self.tail is not None
-        return (self.sums.shift + self.tail.rows(self.distance(span, True), False)).clamp_min(EMPTY)
+        return self.tail.value if self.tail.slope is None else self.tail.rows(self.distance(span, True), False)
 
     def left(self, base: Tensor, top: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """``left`` of queries ahead of the sums of keys, and the factor of each row, (N, C or 1, 1)."""
-        assert self.tail is not None
-        tilt = self.tail.value if self.tail.slope is None else self.tail.rows(self.distance(span, True), False)
+        tilt = self._tilt(span)
         return self.block.tiles.at(base, self.sums.shift + tilt, top), tilt

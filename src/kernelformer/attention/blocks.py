@@ -73,6 +73,18 @@ def spans(length: int, step: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, length)
 
 
+def empty_rows(x: Tensor, width: int) -> Tensor:
+    """Room for (B, H, L, width) in the order of x in memory.
+
+    Projections give (B, L, H, D) seen as (B, H, L, D). What comes out in the same order needs no copy when heads are
+    put together again.
+    """
+    B, H, L, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(B, L, H, width).transpose(1, 2)
+    return x.new_empty(B, H, L, width)
+
+
 def grouped(x: Tensor, key_heads: int) -> Tensor:
     """(B, H, L, X) -> (B, G, R, L, X), a view."""
     groups: Tensor = x.unflatten(1, (key_heads, -1))

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernelformer.attention.blocks import (
     Shapes,
     chunk_rows,
+    empty_rows,
     gather_grads,
     grouped,
     hidden_rows,
@@ -82,7 +83,7 @@ def _forward(
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
     pieces = _Pieces(s, key_mask, work)
-    out = query.new_empty(s.B, s.H, s.L, s.E)
+    out = empty_rows(query, s.E)
     notes = query.new_zeros(s.B, s.H, s.L, dtype=dtype)
     end_state = [torch.empty_like(x) for x in state]
     kept = [x.new_empty(s.groups(pieces.samples) if keep else 0, *x.shape) for x in state]
@@ -128,7 +129,7 @@ def _(
     s = Shapes.of(query, key, value, lookup(spec).feature_dim(tensors, query.shape[-1]))
     groups = s.groups(s.samples()) if keep else 0
     return (
-        query.new_empty(*query.shape[:3], s.E),
+        empty_rows(query, s.E),
         query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype)),
         [torch.empty_like(x) for x in state],
         [x.new_empty(groups, *x.shape) for x in state],
@@ -159,7 +160,7 @@ def _backward(
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
     pieces = _Pieces(s, key_mask, work)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
     for unseen in (dk, dv):
         unseen[:, :, s.L :] = 0
     start_grads = [torch.empty_like(x) for x in state]
@@ -219,7 +220,7 @@ def _(
     normalize: bool,
     learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
     tensor_grads = [torch.empty_like(x) for x in tensors] if learn else []
     return dq, dk, dv, [torch.empty_like(x) for x in state], tensor_grads
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernelformer.attention.blocks import (
     Shapes,
+    empty_rows,
     gather_grads,
     grouped,
     hidden_rows,
@@ -70,7 +71,7 @@ def _forward(
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
-    out = query.new_empty(s.B, s.H, s.L, s.E)
+    out = empty_rows(query, s.E)
     like = query.new_empty(0, dtype=dtype)
     kept = [like.new_empty(s.B, s.G, *x) for x in engine_class(known).state_shapes(s.M, s.E)] if _keeps(s) else []
     q5, k5, v5, out5 = grouped(query, s.G), grouped(key, s.G), grouped(value, s.G), grouped(out, s.G)
@@ -100,7 +101,7 @@ def _(
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     shapes = engine_class(known).state_shapes(s.M, s.E) if _keeps(s) else []
     kept = [query.new_empty(s.B, s.G, *x, dtype=compute_dtype(query.dtype)) for x in shapes]
-    return query.new_empty(s.B, s.H, s.L, s.E), kept
+    return empty_rows(query, s.E), kept
 
 
 @torch.library.custom_op("kernelformer::linear_attention_backward", mutates_args=())
@@ -122,7 +123,7 @@ def _backward(
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
     totals = [torch.zeros_like(x) for x in tensors] if learn else []
     q5, k5, v5, g5, out5 = (grouped(x, s.G) for x in (query, key, value, grad, out))
     dq5, dk5, dv5 = (grouped(x, s.G) for x in (dq, dk, dv))
@@ -164,7 +165,7 @@ def _(
     normalize: bool,
     learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
     return dq, dk, dv, [torch.empty_like(x) for x in tensors] if learn else []
 
 

@@ -82,9 +82,9 @@ def _forward(
             for group in side_by_side(tiles, span[1] - span[0], call):
                 meet(block, group, base, top, span, size, rows)
             y, inverse, lost = finish(block, rows, q, size)
-            if lost is not None and bool(lost.any()):
+            if bool(lost.any()):
                 lost &= sees_some(block, tiles, scans, span)
-            if lost is not None and bool(lost.any()):
+            if bool(lost.any()):
                 rescue(block, span, lost.squeeze(2), y, inverse, state)
             block.put(out, y, span)
             block.note(units, size, span)

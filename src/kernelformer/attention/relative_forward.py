@@ -135,17 +135,15 @@ class Rights:
         return self.kept.pop(index)
 
 
-def finish(block: Block, rows: Rows, q: Queries, unit: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def finish(block: Block, rows: Rows, q: Queries, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs (N, C, E), 1 / denominator (N, C, 1), negative where that is the guard, and rows that are lost."""
-    den, guarded, lost = rows.den, None, None
-    if rows.ns is None:
-        lost = (den < LOST) & (unit > EMPTY / 2)
-    else:
+    den, size, guarded = rows.den, rows.den, None
+    if rows.ns is not None:
         assert q.norms is not None
-        bound = GUARD * q.norms * rows.ns
+        size, bound = rows.ns, GUARD * q.norms * rows.ns
         guarded = den < bound
         den = torch.maximum(den, bound)
-        lost = (rows.ns < LOST) & (unit > EMPTY / 2)
+    lost = (size < LOST) & (unit > EMPTY / 2)
     inverse = torch.where(den > 0, den.reciprocal(), 0.0)
     out = rows.num * inverse
     return out, inverse if guarded is None else torch.where(guarded, -inverse, inverse), lost

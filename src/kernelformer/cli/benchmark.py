@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kernelformer.bench import run as bench_run
 from kernelformer.bench import show
-from kernelformer.bench.contenders import BIASES, TASKS, contender, yardsticks
-from kernelformer.cli.common import console, fail, names, progress_bar, say, target, thread_count
+from kernelformer.bench.contenders import BIASES, TASKS, Case, contender, yardsticks
+from kernelformer.cli.common import console, names, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.environment import environment
 from kernelformer.errors import choice
+from kernelformer.files import write_json
 
 
 def bench(
@@ -38,7 +40,7 @@ def bench(
     out: Annotated[Path, typer.Option(help="folder for bench.json and bench.png")] = Path("out"),
 ) -> None:
     """Time and weigh methods against their peers, after checking each against its definition."""
-    try:
+    with plain_errors():
         chosen = names(methods)
         kind_of_bias = None if choice("bias", bias, ("none", *BIASES)) == "none" else bias
         backward = [choice("pass", x, ("forward", "train")) == "train" for x in names(passes)]
@@ -53,37 +55,33 @@ def bench(
         sizes = [int(x) for x in names(lengths)]
         if min(sizes) < 1:
             raise ValueError(f"lengths must be at least 1, got {lengths!r}.")
-    except ValueError as problem:
-        fail(problem)
-    shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "features": features}
-    todo = list(bench_run.cases(sizes, kinds, backward, **shape, bias=kind_of_bias, window=window))
+        shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "features": features}
+        todo = list(bench_run.cases(sizes, kinds, backward, **shape, bias=kind_of_bias, window=window))
+        file = target(out / "bench.json")
+        rows = _measure(todo, chosen, heaps=heap_names, threads=thread_count(threads), budget=budget, memory=memory)
+        _show(rows, chosen[0], heap_names)
+        write_json(file, {"environment": environment(thread_count(threads)), "rows": [row.as_json() for row in rows]})
+        picture = file.with_suffix(".png")
+        show.plot(rows, picture, heap_names[0])
+        console.print(f"figures: {file}   picture: {picture}", highlight=False)
+
+
+def _measure(todo: Sequence[Case], chosen: Sequence[str], **settings: Any) -> list[bench_run.Row]:
     rows: list[bench_run.Row] = []
-    try:
-        with progress_bar() as progress:
-            bar = progress.add_task("", total=len(todo))
-            for case in todo:
-                rows += bench_run.run_case(
-                    case,
-                    chosen,
-                    heaps=heap_names,
-                    threads=thread_count(threads),
-                    budget=budget,
-                    memory=memory,
-                    tell=lambda text: say(progress, bar, text),
-                )
-                progress.advance(bar)
-    except bench_run.WorkerError as problem:
-        fail(problem)
-    for table in show.tables(rows, chosen[0], heap_names):
+    with progress_bar() as progress:
+        bar = progress.add_task("", total=len(todo))
+        for case in todo:
+            rows += bench_run.run_case(case, chosen, **settings, tell=lambda text: say(progress, bar, text))
+            progress.advance(bar)
+    return rows
+
+
+def _show(rows: Sequence[bench_run.Row], first: str, heaps: Sequence[str]) -> None:
+    for table in show.tables(rows, first, heaps):
         console.print(table)
         console.print()
     console.print(
-        f"ratios: against {chosen[0]}; above 1, {chosen[0]} is faster or leaner. peak: memory beyond the inputs; "
+        f"ratios: against {first}; above 1, {first} is faster or leaner. peak: memory beyond the inputs; "
         f"beyond: beyond outputs and gradients too.",
         highlight=False,
     )
-    file = target(out / "bench.json")
-    record = {"environment": bench_run.environment(thread_count(threads)), "rows": [row.as_json() for row in rows]}
-    file.write_text(json.dumps(record, indent=1) + "\n")
-    show.plot(rows, out / "bench.png", heap_names[0])
-    console.print(f"figures: {file}   picture: {out / 'bench.png'}", highlight=False)

@@ -1,4 +1,4 @@
-"""What all commands share: the console, errors without a traceback, progress, lists of names."""
+"""What all commands share: consoles, errors without a traceback, progress, lists of names, threads."""
 
 from __future__ import annotations
 
@@ -10,29 +10,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from kernelformer.bench.run import WorkerError
+from kernelformer.training.run import StoppedError, TrainingError
 
 console = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
+errors = Console(stderr=True, soft_wrap=True)  # a path stays in one piece
 
 
 def fail(problem: Exception, code: int = 2) -> NoReturn:
-    """Say what is wrong, on one of several processes, and end."""
-    if os.environ.get("RANK", "0") == "0":
-        console.print(f"[bold red]error:[/] {escape(str(problem))}", highlight=False)
+    """Say what is wrong, once if all processes know of it, and end."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not getattr(problem, "everywhere", False):
+        where = "error" if rank == "0" else f"error on process {rank}"
+        errors.print(Text.assemble((f"{where}: ", "bold red"), str(problem)))
     raise typer.Exit(code)
 
 
 @contextmanager
-def plain_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds, ValueError and those of the operating system end the command without a traceback."""
-    expected: tuple[type[Exception], ...] = (ValueError, OSError, *kinds)
+def plain_errors() -> Iterator[None]:
+    """What users can change ends a command without a traceback; what was told to stop, as the shell expects it."""
     try:
         yield
-    except expected as problem:
+    except StoppedError as stopped:
+        fail(stopped, 130)
+    except (ValueError, OSError, TrainingError, WorkerError) as problem:
         fail(problem)
+    except KeyboardInterrupt:
+        fail(StoppedError("stopped at once."), 130)
 
 
 def progress_bar() -> Progress:
@@ -54,11 +65,18 @@ def names(text: str) -> list[str]:
 
 
 def target(path: Path) -> Path:
-    """The path, after its folder was made."""
+    """The path, after its folder was made: before an hour of measuring, not after it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written; give another --out.")
     return path
 
 
 def thread_count(threads: int | None) -> int:
-    """As asked for, else all cores."""
-    return threads or os.cpu_count() or 1
+    """As asked for, else as OMP_NUM_THREADS says, else this process's share of the cores that it may use."""
+    if threads is not None:
+        return threads
+    if os.environ.get("OMP_NUM_THREADS"):
+        return torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

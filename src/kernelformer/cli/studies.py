@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from kernelformer.bench import run as bench_run
-from kernelformer.cli.common import console, fail, names, progress_bar, say, target, thread_count
+from kernelformer.cli.common import console, names, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.environment import environment
 from kernelformer.errors import positive_int
+from kernelformer.files import write_json
+from kernelformer.recipes import encoder as encoder_study
 from kernelformer.recipes import positions as position_study
 from kernelformer.recipes import sparsity as sparsity_study
+from kernelformer.recipes.catalogue import find_recipe
 from kernelformer.recipes.sparsity import Setting
 
 app = typer.Typer(help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
@@ -32,7 +34,8 @@ def sparsity(
 ) -> None:
     """Which kernels learn to ignore (KL-Transformer, App. E): learning curves; goes on where it was stopped."""
     torch.set_num_threads(thread_count(threads))
-    try:
+    with plain_errors():
+        file = target(out / "sparsity.json")
         chosen = names(methods) if methods else list(sparsity_study.METHODS)
         shares = [float(x) for x in names(relevances)]
         setting = Setting(steps=steps, length=length, num_features=features)
@@ -42,16 +45,15 @@ def sparsity(
                 chosen,
                 shares,
                 setting,
-                target(out / "sparsity.json"),
+                file,
                 seeds=range(seeds),
                 tell=lambda text: progress.update(bar, description=text),
                 done=lambda: progress.advance(bar),
             )
-    except ValueError as problem:
-        fail(problem)
-    console.print(sparsity_study.table(curves))
-    sparsity_study.picture(curves, out / "sparsity.png")
-    console.print(f"figures: {out / 'sparsity.json'}   picture: {out / 'sparsity.png'}", highlight=False)
+        console.print(sparsity_study.table(curves))
+        picture = file.with_suffix(".png")
+        sparsity_study.picture(curves, picture)
+        console.print(f"figures: {file}   picture: {picture}", highlight=False)
 
 
 @app.command()
@@ -63,13 +65,15 @@ def kernels(
     from kernelformer.recipes import kernels as kernel_study
 
     torch.set_num_threads(thread_count(threads))
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=kernel_study.STEPS)
-        found = kernel_study.run(lambda text: say(progress, bar, text, advance=1))
-    for table in kernel_study.tables(found):
-        console.print(table)
-    kernel_study.picture(found, target(out))
-    console.print(f"picture: {out}", highlight=False)
+    with plain_errors():
+        file = target(out)
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=kernel_study.STEPS)
+            found = kernel_study.run(lambda text: say(progress, bar, text, advance=1))
+        for table in kernel_study.tables(found):
+            console.print(table)
+        kernel_study.picture(found, file)
+        console.print(f"picture: {file}", highlight=False)
 
 
 @app.command()
@@ -86,22 +90,13 @@ def approximation(
     from kernelformer.recipes import approximation as study
 
     torch.set_num_threads(thread_count(threads))
-    try:
-        sizes, counts = (
-            [positive_int(what, int(x)) for x in names(y)] for what, y in (("length", lengths), ("features", features))
-        )
+    with plain_errors():
+        file = target(out / "approximation.json")
+        sizes, counts = _numbers("length", lengths), _numbers("features", features)
         with progress_bar() as progress:
             bar = progress.add_task("", total=study.steps(sizes))
             found = study.run(encoder, text, sizes, counts, texts, lambda x: say(progress, bar, x, advance=1))
-    except ValueError as problem:
-        fail(problem)
-    for table in study.tables(found):
-        console.print(table)
-    file = target(out / "approximation.json")
-    record = {"environment": bench_run.environment(thread_count(threads)), **found.as_json()}
-    file.write_text(json.dumps(record, indent=1) + "\n")
-    study.picture(found, out / "approximation.png")
-    console.print(f"figures: {file}   picture: {out / 'approximation.png'}", highlight=False)
+        _show(study, found, file, threads)
 
 
 @app.command()
@@ -116,20 +111,95 @@ def positions(
 ) -> None:
     """Errors over the norm of queries and keys, and the time of a forward with relative positions (NPRF, Fig. 1)."""
     torch.set_num_threads(thread_count(threads))
-    try:
-        sizes = [positive_int("length", int(x)) for x in names(lengths)]
-    except ValueError as problem:
-        fail(problem)
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=position_study.steps(sizes))
-        found = position_study.run(sizes, draws, repeats, lambda x: say(progress, bar, x, advance=1))
-    for table in position_study.tables(found):
+    with plain_errors():
+        file = target(out / "positions.json")
+        sizes = _numbers("length", lengths)
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=position_study.steps(sizes))
+            found = position_study.run(sizes, draws, repeats, lambda x: say(progress, bar, x, advance=1))
+        _show(position_study, found, file, threads)
+
+
+@app.command()
+def encoder(
+    sizes: Annotated[str, typer.Option(help="of regular, small")] = "regular,small",
+    lengths: Annotated[str, typer.Option(help="tokens; default: each size's own")] = "",
+    layers: Annotated[int, typer.Option(min=1)] = 6,
+    depths: Annotated[str, typer.Option(help="further numbers of layers; 'none' for none")] = "12,20",
+    deep_lengths: Annotated[str, typer.Option(help="tokens for those; default: the shortest and the middle one")] = "",
+    attention: Annotated[str, typer.Option(help="specs separated by commas; opt, opt+qk are the bounds")] = ",".join(
+        encoder_study.ATTENTIONS
+    ),
+    heap: Annotated[str, typer.Option(help="default or kept: the allocator's settings")] = "default",
+    budget: Annotated[float, typer.Option(min=0.01, help="seconds per case and pass")] = 20.0,
+    limit: Annotated[float, typer.Option(min=0.01, help="seconds of one pass beyond which it is not run")] = 60.0,
+    memory: Annotated[bool, typer.Option(help="measure peak memory too")] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="folder for encoder.json and encoder.png")] = Path("out"),
+) -> None:
+    """Speed and memory of whole encoders against SDPA and the upper bound (Performer, Fig. 3, 20)."""
+    with plain_errors():
+        file = target(out / "encoder.json")
+        setting = encoder_study.Setting(
+            sizes=tuple(names(sizes)),
+            lengths=_numbers("length", lengths) if lengths else None,
+            layers=layers,
+            depths=() if depths in ("", "none") else _numbers("depth", depths),
+            deep_lengths=_numbers("length", deep_lengths) if deep_lengths else None,
+            attentions=tuple(names(attention)),
+            threads=thread_count(threads),
+            heap=heap,
+            budget=budget,
+            limit=limit,
+            memory=memory,
+        )
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=encoder_study.steps(setting))
+            found = encoder_study.run(
+                setting, lambda x: say(progress, bar, x, advance=1), lambda x: _keep(x, file, threads)
+            )
+        _show(encoder_study, found, file, threads)
+
+
+def _numbers(what: str, text: str) -> tuple[int, ...]:
+    return tuple(positive_int(what, int(x)) for x in names(text))
+
+
+def _keep(found: Any, file: Path, threads: int | None) -> None:
+    write_json(file, {"environment": environment(thread_count(threads)), **found.as_json()})
+
+
+def _show(study: Any, found: Any, file: Path, threads: int | None) -> None:
+    """Tables of what a study found on the terminal, its figures and its picture into files."""
+    for table in study.tables(found):
         console.print(table)
-    file = target(out / "positions.json")
-    record = {"environment": bench_run.environment(thread_count(threads)), **found.as_json()}
-    file.write_text(json.dumps(record, indent=1) + "\n")
-    position_study.picture(found, out / "positions.png")
-    console.print(f"figures: {file}   picture: {out / 'positions.png'}", highlight=False)
+    _keep(found, file, threads)
+    picture = file.with_suffix(".png")
+    study.picture(found, picture)
+    console.print(f"figures: {file}   picture: {picture}", highlight=False)
+
+
+@app.command()
+def overhead(
+    recipe: Annotated[str, typer.Argument(help="a name of `kernelformer list`")] = "demo",
+    attention: Annotated[str, typer.Option(help="specs separated by commas; default: the recipe's")] = "",
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="folder for overhead.json")] = Path("out"),
+) -> None:
+    """How much of a training step is outside of tensor operations."""
+    from kernelformer.recipes import overhead as study
+
+    torch.set_num_threads(thread_count(threads))
+    with plain_errors():
+        file = target(out / "overhead.json")
+        chosen = find_recipe(recipe)
+        specs = names(attention) if attention else list(chosen.attentions)
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=len(specs))
+            found = study.run(chosen.run, specs, lambda x: say(progress, bar, x, advance=1))
+        console.print(study.table(found))
+        write_json(file, {"environment": environment(thread_count(threads)), "steps": study.as_json(found)})
+        console.print(f"figures: {file}", highlight=False)
 
 
 @app.command()
@@ -140,20 +210,19 @@ def tour(
     """Two minutes of figures: error by number of features, speed and memory by length, decoding by context."""
     from kernelformer.recipes import tour as figures
 
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=figures.STEPS)
-        started = False
+    with plain_errors():
+        file = target(out)
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=figures.STEPS)
+            started = False
 
-        def tell(text: str) -> None:
-            nonlocal started
-            say(progress, bar, text, advance=1 if started else 0)
-            started = True
+            def tell(text: str) -> None:
+                nonlocal started
+                say(progress, bar, text, advance=1 if started else 0)
+                started = True
 
-        try:
             found = figures.take_tour(tell, thread_count(threads))
-        except bench_run.WorkerError as problem:
-            fail(problem)
-    for table in figures.tables(found):
-        console.print(table)
-    figures.picture(found, target(out))
-    console.print(f"picture: {out}", highlight=False)
+        for table in figures.tables(found):
+            console.print(table)
+        figures.picture(found, file)
+        console.print(f"picture: {file}", highlight=False)

@@ -6,20 +6,19 @@ What trains is imported by the command that needs it: transformers takes seconds
 from __future__ import annotations
 
 import ast
+import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
-from kernelformer.cli.common import console, fail, names, plain_errors, progress_bar, say, thread_count
+from kernelformer.cli.common import console, errors, names, plain_errors, progress_bar, say, thread_count
 from kernelformer.recipes.catalogue import change, find_recipe
-from kernelformer.training.run import Run, StoppedError, TrainingError
-from kernelformer.units import human_bytes
+from kernelformer.units import human_bytes, visible
 
 if TYPE_CHECKING:
     from kernelformer.models import KernelformerForCausalLM
@@ -35,45 +34,45 @@ Sets = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="default: all cores")]
+TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
 
 
-@contextmanager
-def training_errors() -> Iterator[None]:
-    """Errors without a traceback; a run that was told to stop ends as the shell expects of Ctrl-C."""
-    with plain_errors(TrainingError):
-        try:
-            yield
-        except StoppedError as stopped:
-            fail(stopped, 130)
-
-
-def _value(text: str) -> Any:
+def _value(name: str, text: str) -> Any:
+    """As Python reads it, true and false too, and none where it is not a word of the model's."""
+    plain = {"true": True, "false": False} | ({} if name.startswith("model.") else {"none": None})
+    if text.lower() in plain:
+        return plain[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return text
 
 
-def _run(
-    recipe: str,
-    *,
-    steps: int | None = None,
-    seed: int | None = None,
-    data: Path | None = None,
-    length: int | None = None,
-    sets: Sequence[str] | None = None,
-) -> Run:
-    """The recipe's run with what the command changes."""
-    settings: dict[str, Any] = {}
+def _settings(sets: Sequence[str] | None, **options: Any) -> dict[str, Any]:
+    """By name: those of --set, and those that have options of their own; none twice.
+
+    Args:
+        sets: texts name=value.
+        options: values of --steps, --seed, ... by these names; None: not given.
+    """
+    found: dict[str, Any] = {}
     for text in sets or ():
         name, sign, value = text.partition("=")
         if not sign:
             raise ValueError(f"--set takes name=value, got {text!r}.")
-        settings[name] = _value(value)
-    given = {"steps": steps, "seed": seed, "task.data": data and str(data), "task.length": length}
-    settings |= {name: x for name, x in given.items() if x is not None}
-    return change(find_recipe(recipe).run, settings)
+        if name in found:
+            raise ValueError(f"{name} is set twice, to {found[name]!r} and {value!r}; give it once.")
+        found[name] = _value(name, value)
+    for option, value in options.items():
+        name = f"task.{option}" if option in ("data", "length") else option
+        if value is not None and name in found:
+            raise ValueError(f"{name} is given by --{option} and by --set, {value} and {found[name]!r}; give it once.")
+        if value is not None:
+            found[name] = value
+    if isinstance(found.get("task.data"), str | Path):  # it must be found from wherever the run is looked at later
+        found["task.data"] = os.path.abspath(os.path.expanduser(found["task.data"]))
+    return found
 
 
 def _command() -> str:
@@ -86,7 +85,7 @@ def train(
         str, typer.Option(help="method:option=value:...; several separated by commas are one for each block")
     ] = "",
     steps: Steps = None,
-    seed: Annotated[int, typer.Option(min=0, help="of weights, draws and data order")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="of weights, draws and data order; default: 0")] = None,
     data: Data = None,
     length: Length = None,
     sets: Sets = None,
@@ -98,17 +97,20 @@ def train(
     from kernelformer.training.session import train as train_model
 
     torch.set_num_threads(thread_count(threads))
-    with training_errors():
-        run = _run(recipe, steps=steps, seed=seed, data=data, length=length, sets=sets)
-        if attention:
-            specs = names(attention)
-            run = change(run, {"attention": specs[0] if len(specs) == 1 else specs})
+    with plain_errors():
+        specs = names(attention) if attention else [None]
+        spec = specs[0] if len(specs) == 1 else specs
+        settings = _settings(sets, attention=spec, steps=steps, seed=seed, data=data, length=length)
+        run = change(find_recipe(recipe).run, settings)
         train_model(run, out or Path("out") / recipe, resume=resume, command=_command())
 
 
 def evaluate(
     folder: Annotated[Path, typer.Argument(help="of a finished run")],
     split: Annotated[str, typer.Option(help="validation, test or train")] = "test",
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="at most so many, spread evenly; default: all, of train 1000")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1)] = 16,
     threads: Threads = None,
 ) -> None:
@@ -116,9 +118,12 @@ def evaluate(
     from kernelformer.training.evaluation import evaluate as evaluate_model
 
     torch.set_num_threads(thread_count(threads))
-    with training_errors():
-        for name, value in evaluate_model(folder, split=split, batch_size=batch).items():
+    with plain_errors():
+        some = TRAINING_SAMPLES if samples is None and split == "train" else samples
+        for name, value in evaluate_model(folder, split=split, batch_size=batch, samples=some).items():
             console.print(f"{split} {name.replace('_', ' ')}: {value:.4f}", highlight=False)
+        if some is not None:
+            console.print(f"at most {some:,} samples, spread evenly over the split", highlight=False)
 
 
 def compare(
@@ -138,8 +143,13 @@ def compare(
     """Train several attentions on the same data in the same order, and write a report."""
     from kernelformer.recipes.compare import make_plan
 
-    with training_errors():
-        run = _run(recipe, steps=steps, data=data, length=length, sets=sets)
+    with plain_errors():
+        settings = _settings(sets, steps=steps, data=data, length=length)
+        if "attention" in settings:
+            raise ValueError(
+                f"compare takes several attentions, got --set attention={settings['attention']}; give --attention."
+            )
+        run = change(find_recipe(recipe).run, settings)
         chosen = names(attention) if attention else find_recipe(recipe).attentions
         plan = make_plan(recipe, run, chosen, seeds, out or Path("out") / recipe)
         _compare(plan, resume, thread_count(threads))
@@ -177,7 +187,7 @@ def generate(
     from kernelformer.training.evaluation import load_run
 
     torch.set_num_threads(thread_count(threads))
-    with training_errors():
+    with plain_errors():
         run, model = load_run(folder)
         if not isinstance(model, KernelformerForCausalLM):
             raise ValueError(f"{folder} was trained on {run.task!r}, which is not a language model.")
@@ -187,12 +197,18 @@ def generate(
 def _write(model: KernelformerForCausalLM, prompt: str, **settings: Any) -> None:
     from kernelformer.recipes.decoding import sample_bytes
 
-    def write(text: str) -> None:
-        console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+    shown = sys.stdout.isatty()  # a terminal would obey control characters
 
-    write(prompt)
+    before = prompt  # written with the first byte, when nothing is left to refuse
+
+    def write(text: str) -> None:
+        nonlocal before
+        text, before = before + text, ""
+        sys.stdout.write(visible(text, keep="\n\t") if shown else text)
+        sys.stdout.flush()
+
     made = sample_bytes(model, prompt, write=write, **settings)
-    console.print(
+    errors.print(
         f"\n\n{made.tokens} bytes in {made.seconds:.1f} s, {made.tokens / made.seconds:.0f} a second; "
         f"kept between two: {human_bytes(made.state_bytes)}",
         style="dim",
@@ -209,7 +225,7 @@ def demo(
     from kernelformer.recipes.compare import REPORT, make_plan
     from kernelformer.training.evaluation import load_run
 
-    with training_errors():
+    with plain_errors():
         recipe = find_recipe("demo")
         plan = make_plan("Attention by kernels on the Python standard library", recipe.run, recipe.attentions, 1, out)
         _compare(plan, True, thread_count(threads))

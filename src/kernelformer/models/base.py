@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.hf import StateCache
 from kernelformer.models.config import KernelformerConfig
@@ -25,6 +28,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012  (transformers' own name)
     _is_stateful = True  # a state cannot go back, so no assisted decoding
+    family = "encoder"  # models of one family can take each other's weights
 
     def post_init(self) -> None:
         """What attention cores and positions have drawn or chosen is theirs: transformers leaves it alone."""
@@ -58,9 +62,21 @@ class KernelformerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's; seeds and draws of feature maps go on from what was saved."""
+        """As Hugging Face's; seeds and draws of feature maps go on from what was saved.
+
+        Raises:
+            ValueError: weights of a model of another family, or of a map with other settings.
+        """
         loaded = super().from_pretrained(*args, **kwargs)
-        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for name in model.config.architectures or ():
+            saved = next((x for x in _descendants(KernelformerPreTrainedModel) if x.__name__ == name), cls)
+            if saved.family != cls.family:
+                raise ValueError(
+                    f"these are weights of {name}, of the family {saved.family!r}, which {cls.__name__} "
+                    f"({cls.family!r}) would use otherwise than they were trained; load them with {name}."
+                )
+        for module in model.modules():
             if isinstance(module, FeatureMap):
                 module.take_numbers()
         return loaded
@@ -104,6 +120,20 @@ class KernelformerPreTrainedModel(PreTrainedModel):
     def new_cache(self) -> StateCache:
         """An empty cache for the decoder."""
         raise ValueError(f"{type(self).__name__} does not generate.")
+
+
+def _descendants(kind: type[KernelformerPreTrainedModel]) -> Iterator[type[KernelformerPreTrainedModel]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _descendants(child)
+
+
+def refuse_unknown(model: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """What a model does not take must not ask for anything; transformers passes None and False along."""
+    asked = [name for name, value in keywords.items() if value is not None and value is not False]
+    if asked:
+        known = [x for x in inspect.signature(model.forward).parameters if x != "kwargs"]
+        raise unknown(f"argument of {type(model).__name__},", asked[0], known)
 
 
 class FirstToken(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,9 +106,10 @@ class Stack(nn.Module):
         specs: the attention of each block.
         causal: whether tokens see only those before them.
         cross: the attention of each block to a context.
+        length: the longest sequence, for methods and positions with a table of it.
         grid: (rows, columns), for tokens on a grid.
-        num_prefix: tokens before the sequence or the grid.
-        seed: added to the configuration's, so that an encoder and a decoder draw differently.
+        num_prefix: tokens before the sequence or the grid, which ``length`` does not count.
+        part: its number in the model, so that an encoder and a decoder draw differently.
     """
 
     def __init__(
@@ -116,20 +118,23 @@ class Stack(nn.Module):
         specs: Sequence[str],
         *,
         causal: bool,
+        length: int,
         cross: Sequence[str] | None = None,
         grid: tuple[int, int] | None = None,
         num_prefix: int = 0,
-        seed: int = 0,
+        part: int = 0,
     ) -> None:
         super().__init__()
-        shared: dict[str, RelativePositions] = {}
-        common: dict[str, Any] = {"grid": grid, "num_prefix": num_prefix, "shared": shared}
+        shared: dict[str, RelativePositions] | None = {} if config.share_bias else None
+        common: dict[str, Any] = {"length": length, "grid": grid, "num_prefix": num_prefix, "shared": shared}
         blocks = []
         for i, spec in enumerate(specs):
-            own = make_attention(config, spec, causal=causal, seed=seed + 2 * i, **common)
+            own = make_attention(config, spec, causal=causal, seed=draw_seed(config.seed, part, i, 0), **common)
             other = None
             if cross is not None:
-                other = make_attention(config, cross[i], causal=False, seed=seed + 2 * i + 1)
+                other = make_attention(
+                    config, cross[i], causal=False, seed=draw_seed(config.seed, part, i, 1), length=length
+                )
                 if causal and other.core.mixes_queries:
                     raise ValueError(
                         f"cross-attention by {cross[i]!r} mixes all queries, later ones included, which a decoder must "
@@ -147,52 +152,61 @@ class Stack(nn.Module):
         return y
 
 
+def draw_seed(*numbers: int) -> int:
+    """A seed from the model's and a place in it: no two places draw alike, and no two models with different seeds."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "big")
+
+
 def make_attention(
     config: KernelformerConfig,
     spec: str,
     *,
     causal: bool,
     seed: int,
+    length: int,
     grid: tuple[int, int] | None = None,
     num_prefix: int = 0,
     shared: dict[str, RelativePositions] | None = None,
 ) -> KernelAttention:
-    """The layer that a spec asks for, with what it leaves open taken from the model."""
+    """The layer that a spec asks for, with what it leaves open taken from the model.
+
+    Relative positions of a kind that is in ``shared`` are those, and others go there.
+    """
     method, options = parse_attention(spec)
     known = method_options(method)
     if "seed" in known and options.get("projection", True):
-        options.setdefault("seed", config.seed + seed)
+        options.setdefault("seed", seed)
     if "max_length" in known:  # linformer
-        options.setdefault("max_length", config.max_position_embeddings + num_prefix)
-    relative = options.get("relative")
-    if relative == "2d":
-        if grid is None and "grid" not in options:
-            raise ValueError(f"{spec!r} needs tokens on a grid: an image model, or grid=(rows,columns) in the spec.")
-        options.setdefault("grid", grid)
-        options.setdefault("num_prefix", num_prefix)
-    elif relative is not None and "max_distance" not in options and options.get("scheme", "table") == "table":
-        options.setdefault("max_length", config.max_position_embeddings + num_prefix)
-    if relative is not None and config.share_bias and shared is not None:
-        kind = repr(sorted((name, options[name]) for name in POSITION_OPTIONS if name in options))
-        if kind in shared:
-            for name in POSITION_OPTIONS:
-                options.pop(name, None)
-            options["relative"] = shared[kind]
+        options.setdefault("max_length", length + num_prefix)
+    kind = ""
+    if "relative" in options:
+        own = {name: options.pop(name) for name in POSITION_OPTIONS if name in options}
+        if own["relative"] == "2d":
+            own = {"grid": grid, "num_prefix": num_prefix, **own}
+            if own["grid"] is None:
+                raise ValueError(
+                    f"{spec!r} needs tokens on a grid: an image model, or grid=(rows,columns) in the spec."
+                )
+        elif "max_distance" not in own and own.get("scheme", "table") == "table":
+            own = {"max_length": length + num_prefix, **own}
+        kind = repr(sorted(own.items()))
+        options |= own if shared is None or kind not in shared else {"relative": shared[kind]}
     layer = KernelAttention(config.hidden_size, config.num_attention_heads, method, causal=causal, **options)
-    if layer.positions is not None and config.share_bias and shared is not None:
+    if shared is not None and layer.positions is not None:
         shared.setdefault(kind, layer.positions)
     return layer
 
 
-def visible(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
-    """The last ``tokens`` columns of a Hugging Face mask (B, past + L) as a key mask; None where nothing is hidden."""
+def visible(attention_mask: Tensor | None, tokens: int, past: int = 0, what: str = "attention_mask") -> Tensor | None:
+    """A Hugging Face mask (B, past + L) as a key mask of the last L tokens; None where nothing of them is hidden."""
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] < tokens:
+    if attention_mask.dim() != 2 or attention_mask.shape[1] != past + tokens:
+        before = f"{past} in the cache and {tokens} new ones" if past else f"{tokens}"
         raise ValueError(
-            f"attention_mask must be (batch, tokens) with at least {tokens} columns, got {tuple(attention_mask.shape)}."
+            f"{what} must be (batch, tokens) with a column for each of {before}, got {tuple(attention_mask.shape)}."
         )
-    mask = attention_mask[:, attention_mask.shape[1] - tokens :].bool()
+    mask = attention_mask[:, past:].bool()
     if not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
         return None
     return mask

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from kernelformer.errors import choice, flag, integer, number, positive_int, unknown
-from kernelformer.modules.build import parse_attention
+from kernelformer.modules.build import POSITION_OPTIONS, parse_attention
 
 POSITIONS = ("auto", "sinusoidal", "learned", "image", "none")
 POOLING = ("mean", "cls")
@@ -50,7 +51,7 @@ class KernelformerConfig(PreTrainedConfig):
         num_channels: of images and pixels.
         initializer_range: standard deviation of weights; None means 1 / sqrt(inputs), and less on the residual stream
             the deeper the model.
-        seed: block i draws its random features with seed + i.
+        seed: of the random features; every attention of the model draws others.
         use_cache: whether `generate` keeps states.
     """
 
@@ -86,10 +87,9 @@ class KernelformerConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        known = set(self.__dataclass_fields__)
         for name in kwargs:
-            if name not in _COMMON and not name.startswith("_") and not hasattr(GenerationConfig(), name):
-                raise unknown("setting of KernelformerConfig,", name, known)
+            if name not in _COMMON and not name.startswith("_"):
+                raise unknown("setting of KernelformerConfig,", name, self.__dataclass_fields__)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size"):
             positive_int(name, getattr(self, name))
         for name in ("max_position_embeddings", "num_channels"):
@@ -105,7 +105,14 @@ class KernelformerConfig(PreTrainedConfig):
         choice("positions", self.positions, POSITIONS)
         choice("pooling", self.pooling, POOLING)
         integer("seed", self.seed)
-        flag("share_bias", self.share_bias)
+        for name in ("share_bias", "norm_first", "use_cache", "tie_word_embeddings"):
+            flag(name, getattr(self, name))
+        choice("hidden_act", self.hidden_act, ACT2FN)
+        number("layer_norm_eps", self.layer_norm_eps, above=0)
+        if self.initializer_range is not None:
+            number("initializer_range", self.initializer_range, above=0)
+        if self.problem_type not in (None, "single_label_classification"):
+            raise ValueError(f"the models classify by one label, got problem_type={self.problem_type!r}; leave it out.")
         if not 0 <= number("dropout", self.dropout) < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
         if self.image_size is not None:
@@ -114,6 +121,8 @@ class KernelformerConfig(PreTrainedConfig):
             self.image_size = [positive_int("image_size", x) for x in self.image_size]
         self.encoder_specs, self.decoder_specs, self.cross_specs  # noqa: B018  (wrong ones are found here)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+        if int(self.num_labels or 0) < 2:
+            raise ValueError(f"num_labels must be at least 2, got {self.num_labels}.")
 
     @property
     def feed_forward(self) -> int:
@@ -163,9 +172,6 @@ def _per_layer(what: str, specs: str | list[str], layers: int) -> list[str]:
 def without_positions(spec: str) -> str:
     """The same attention without relative positions."""
     method, *parts = spec.split(":")
-    own = ("relative=", "scheme=", "max_distance=", "num_buckets=", "grid=", "num_prefix=")
     if any(x.startswith("relative=") for x in parts):
-        parts = [
-            x for x in parts if not x.startswith(own) and not (x.startswith("max_length=") and method != "linformer")
-        ]
+        parts = [x for x in parts if x.partition("=")[0] not in POSITION_OPTIONS]
     return ":".join([method, *parts])

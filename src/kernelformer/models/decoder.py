@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,22 +12,18 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from kernelformer.hf import StateCache
-from kernelformer.models.base import KernelformerPreTrainedModel, mean_loss
+from kernelformer.models.base import KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack, visible
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.models.encoder import check_tokens, choose_positions
+from kernelformer.modules import RelativePositions
 
 
 def place(attention_mask: Tensor | None, tokens: int, past: int, device: torch.device) -> Tensor:
     """Positions (B or 1, L) of the last tokens, counted over real ones, so that padding on the left moves nothing."""
     if attention_mask is None:
         return torch.arange(past, past + tokens, device=device).unsqueeze(0)
-    if attention_mask.shape[1] != past + tokens:
-        raise ValueError(
-            f"attention_mask must have a column for each of {past} tokens in the cache and {tokens} new ones, got "
-            f"{attention_mask.shape[1]}."
-        )
     return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
 
 
@@ -38,15 +35,25 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
     """
 
     _tied_weights_keys = {"lm_head.weight": "embeddings.tokens.weight"}  # noqa: RUF012  (transformers' own name)
-    own_positions = "sinusoidal"
+    family = "decoder"
 
     def __init__(self, config: KernelformerConfig) -> None:
         super().__init__(config)
         specs = config.encoder_specs
-        self.embeddings = Embeddings(config, choose_positions(config, specs, self.own_positions))
-        self.stack = Stack(config, specs, causal=True)
+        self.embeddings = Embeddings(config, choose_positions(config, specs))
+        self.stack = Stack(config, specs, causal=True, length=self._length())
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _length(self) -> int:
+        """The longest sequence that tables are made for."""
+        return self.embeddings.longest or self.config.max_position_embeddings
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that it has positions for, absolute and relative ones; None where there is no end."""
+        tables = [x.max_length for x in self.modules() if isinstance(x, RelativePositions)]
+        return min((x for x in (self.embeddings.longest, *tables) if x is not None), default=None)
 
     def get_input_embeddings(self) -> nn.Module:
         """The table of tokens."""
@@ -92,16 +99,18 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
             use_cache: whether to return states; default: if a cache is given.
             logits_to_keep: how many of the last positions to predict at, or which; 0 = all.
             num_items_in_batch: labels that the loss is a mean over; default those of this call.
-            kwargs: of other Hugging Face models; nothing of theirs is used here.
+            kwargs: of other Hugging Face models, None or False.
         """
+        refuse_unknown(self, kwargs)
         given = check_tokens(input_ids, inputs_embeds, self.config.vocab_size)
         if past_key_values is None and use_cache and not self.training:
             past_key_values = self.new_cache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        key_mask = visible(attention_mask, given.shape[1], past)
         if position_ids is None:
             position_ids = place(attention_mask, given.shape[1], past, given.device)
         x = self.embeddings(input_ids, position_ids, inputs_embeds)
-        x = self.stack(x, key_mask=visible(attention_mask, given.shape[1]), past_key_values=past_key_values)
+        x = self.stack(x, key_mask=key_mask, past_key_values=past_key_values)
         if isinstance(logits_to_keep, Tensor):
             x = x[:, logits_to_keep]
         elif logits_to_keep:
@@ -125,4 +134,7 @@ class KernelformerForPixels(KernelformerForCausalLM):
     dimension are the loss / ln 2; the first value of an image is given, not predicted.
     """
 
-    own_positions = "image"
+    def __init__(self, config: KernelformerConfig) -> None:
+        config = deepcopy(config)
+        config.positions = choose_positions(config, config.encoder_specs, "image")  # whoever loads it has the same
+        super().__init__(config)

@@ -31,28 +31,32 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: KernelformerConfig, positions: str) -> None:
         super().__init__()
-        self.positions, self.limit = positions, config.max_position_embeddings
+        self.positions = positions
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.scale = config.hidden_size**0.5
         self.places = nn.ModuleList()
-        self.sizes = [self.limit]
+        self.sizes = [config.max_position_embeddings]
         if positions == "image":
             if config.image_size is None:
                 raise ValueError("positions='image' needs image_size=(rows, columns), got None.")
             self.sizes = [*config.image_size, config.num_channels]
-            self.limit = math.prod(self.sizes)
         if positions in ("learned", "image"):
             self.places.extend(nn.Embedding(n, config.hidden_size) for n in self.sizes)
         self.dropout = nn.Dropout(config.dropout)
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens that there are positions for; None where there is no end."""
+        return math.prod(self.sizes) if len(self.places) else None
+
     def forward(self, tokens: Tensor | None, position: Tensor, vectors: Tensor | None = None) -> Tensor:
         """(B, L) tokens, or (B, L, d) vectors in their place, at positions (B or 1, L) -> (B, L, d)."""
         x = self.tokens(tokens) if vectors is None else vectors
-        if len(self.places):
+        if self.longest is not None:
             last = int(position.max()) if position.numel() else -1
-            if last >= self.limit:
+            if last >= self.longest:
                 raise ValueError(
-                    f"this model has {self.limit} {self.positions} positions, got a sequence of {last + 1} tokens; "
+                    f"this model has {self.longest} {self.positions} positions, got a sequence of {last + 1} tokens; "
                     f"shorten it, or build the model with a larger max_position_embeddings or other positions."
                 )
             for place, index in zip(self.places, self._indices(position), strict=True):

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, Seque
 from transformers.utils.generic import can_return_tuple
 
 from kernelformer.errors import shape
-from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss
+from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack, visible
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
@@ -53,7 +53,9 @@ class KernelformerModel(KernelformerPreTrainedModel):
         specs = config.encoder_specs
         self.embeddings = Embeddings(config, choose_positions(config, specs))
         self.first = FirstToken(config.hidden_size) if first_token else None
-        self.stack = Stack(config, specs, causal=False, num_prefix=int(first_token))
+        self.stack = Stack(
+            config, specs, causal=False, length=config.max_position_embeddings, num_prefix=int(first_token)
+        )
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -81,8 +83,9 @@ class KernelformerModel(KernelformerPreTrainedModel):
             attention_mask: (B, L), 1 = real.
             inputs_embeds: (B, L, d), in place of tokens.
             position_ids: (B, L); default 0 to L - 1.
-            kwargs: of other Hugging Face models; nothing of theirs is used here.
+            kwargs: of other Hugging Face models, None or False.
         """
+        refuse_unknown(self, kwargs)
         given = check_tokens(input_ids, inputs_embeds, self.config.vocab_size)
         if position_ids is None:
             position_ids = torch.arange(given.shape[1], device=given.device).unsqueeze(0)
@@ -140,10 +143,12 @@ class KernelformerForSequenceClassification(KernelformerPreTrainedModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Classify; labels (B) give the mean cross-entropy. The others are those of `KernelformerModel`."""
-        hidden = self.model(input_ids, attention_mask, inputs_embeds).last_hidden_state
+        refuse_unknown(self, kwargs)
+        hidden = self.model(input_ids, attention_mask, inputs_embeds, position_ids).last_hidden_state
         logits = self.head(self.pooler(hidden, attention_mask))
         loss: Any = None if labels is None else mean_loss(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
@@ -173,6 +178,7 @@ class KernelformerForMatching(KernelformerPreTrainedModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Match (B, L) with (B, L'), masks likewise; logits (B, classes); labels (B) give the mean cross-entropy."""
+        refuse_unknown(self, kwargs)
         if input_ids is None or other_input_ids is None:
             raise ValueError("a pair needs input_ids and other_input_ids, got only one of them or none.")
         pairs = ((input_ids, attention_mask), (other_input_ids, other_attention_mask))
@@ -205,10 +211,13 @@ class KernelformerForMaskedLM(KernelformerPreTrainedModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Predict; labels (B, L), -100 where nothing was hidden, give the mean cross-entropy."""
-        logits = self.lm_head(self.model(input_ids, attention_mask, inputs_embeds).last_hidden_state)
+        refuse_unknown(self, kwargs)
+        hidden = self.model(input_ids, attention_mask, inputs_embeds, position_ids).last_hidden_state
+        logits = self.lm_head(hidden)
         loss: Any = None if labels is None else mean_loss(logits, labels, num_items_in_batch)
         return MaskedLMOutput(loss=loss, logits=logits)

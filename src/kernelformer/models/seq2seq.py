@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,14 +12,12 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
 from kernelformer.hf import StateCache
-from kernelformer.models.base import KernelformerPreTrainedModel, mean_loss
+from kernelformer.models.base import KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack, visible
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.decoder import place
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.models.encoder import KernelformerModel, check_tokens, choose_positions
-
-DECODER_SEED = 1000  # so that the decoder does not draw what the encoder draws
 
 
 class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, GenerationMixin):  # type: ignore[misc]  # another cache
@@ -33,13 +32,23 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         "embeddings.tokens.weight": "encoder.embeddings.tokens.weight",
     }
 
+    family = "encoder-decoder"
+
     def __init__(self, config: KernelformerConfig) -> None:
+        config = deepcopy(config)
         config.is_encoder_decoder = True
         super().__init__(config)
         specs = config.decoder_specs
         self.encoder = KernelformerModel(config)
         self.embeddings = Embeddings(config, choose_positions(config, specs))
-        self.stack = Stack(config, specs, causal=True, cross=config.cross_specs, seed=DECODER_SEED)
+        self.stack = Stack(
+            config,
+            specs,
+            causal=True,
+            length=config.max_position_embeddings,
+            cross=config.cross_specs,
+            part=1,
+        )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -102,8 +111,9 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
             labels: (B, L), what is wanted at each place, -100 = not counted.
             use_cache: whether to return states; default: if a cache is given.
             num_items_in_batch: labels that the loss is a mean over; default those of this call.
-            kwargs: of other Hugging Face models; nothing of theirs is used here.
+            kwargs: of other Hugging Face models, None or False.
         """
+        refuse_unknown(self, kwargs)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask)
         hidden: Any = encoder_outputs[0]
@@ -113,11 +123,12 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         if past_key_values is None and use_cache and not self.training:
             past_key_values = self.new_cache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        key_mask = visible(decoder_attention_mask, tokens.shape[1], past, "decoder_attention_mask")
         x = self.embeddings(tokens, place(decoder_attention_mask, tokens.shape[1], past, tokens.device))
         x = self.stack(
             x,
             hidden,
-            key_mask=visible(decoder_attention_mask, tokens.shape[1]),
+            key_mask=key_mask,
             context_mask=visible(attention_mask, hidden.shape[1]),
             past_key_values=past_key_values,
         )

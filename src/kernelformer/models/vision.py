@@ -10,7 +10,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from kernelformer.errors import shape
-from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss
+from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.encoder import Head, Pooler, choose_positions
@@ -25,6 +25,8 @@ class KernelformerForImageClassification(KernelformerPreTrainedModel):
 
     main_input_name = "pixel_values"
     input_modalities = "image"
+
+    family = "image"
 
     def __init__(self, config: KernelformerConfig) -> None:
         super().__init__(config)
@@ -43,7 +45,7 @@ class KernelformerForImageClassification(KernelformerPreTrainedModel):
         first = config.pooling == "cls"
         self.first = FirstToken(config.hidden_size) if first else None
         self.dropout = nn.Dropout(config.dropout)
-        self.stack = Stack(config, specs, causal=False, grid=grid, num_prefix=int(first))
+        self.stack = Stack(config, specs, causal=False, length=grid[0] * grid[1], grid=grid, num_prefix=int(first))
         self.pooler = Pooler(config.pooling)
         self.head = Head(config.hidden_size, config)
         self.post_init()
@@ -56,6 +58,7 @@ class KernelformerForImageClassification(KernelformerPreTrainedModel):
         **kwargs: Any,
     ) -> ImageClassifierOutput:
         """Classify images (B, channels, rows, columns); labels (B) give the mean cross-entropy."""
+        refuse_unknown(self, kwargs)
         expected = (self.config.num_channels, *(self.config.image_size or ()))
         if pixel_values is None or tuple(pixel_values.shape[1:]) != expected:
             found = None if pixel_values is None else shape(pixel_values)

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernelformer.attention import State
+from kernelformer.attention.recurrent import MadeBy
 from kernelformer.contract import autocasts, compute_dtype
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bias import Bias, check_bias
-from kernelformer.modules.checks import check_floats, check_inputs, check_mask, check_scale
+from kernelformer.modules.checks import check_floats, check_inputs, check_mask, check_scale, other_maker
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class AttentionCore(nn.Module):
         """What `recall` needs of a whole context, (B, G, S, D) and (B, G, S, E); here all of it."""
         query = key.new_zeros(key.shape[0], self.num_heads, 1, key.shape[3]) if key.dim() == 4 else key
         _, key, value = self._accept(query, key, value, key_mask)
-        made_by = (("method", self.method), ("remembers", key.shape[2]))
+        made_by = (*self._maker(), ("remembers", key.shape[2]))
         return State((key, value, *(() if key_mask is None else (key_mask,))), key.shape[2], made_by)
 
     def recall(self, query: Tensor, memory: State) -> Tensor:
@@ -218,11 +219,19 @@ class AttentionCore(nn.Module):
         real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
         return self.forward(query, key, value, key_mask=mask[0] if mask else None, query_mask=real)
 
+    def _maker(self) -> MadeBy:
+        """What makes a memory fit this core."""
+        return (("method", self.method),)
+
     def _check_memory(self, memory: State) -> None:
         made = dict(memory.made_by) if isinstance(memory, State) else {}
-        if made.get("method") != self.method or "remembers" not in made:
+        if "remembers" not in made:
             found = f"a state of {made['method']!r}" if made else type(memory).__name__
             raise ValueError(f"recall needs what remember of this {self.method!r} core returned, got {found}.")
+        del made["remembers"]
+        problem = other_maker(made, dict(self._maker()))
+        if problem:
+            raise ValueError(f"{problem}; remember the context again.")
 
     def refusal(self, causal: bool) -> ValueError | None:
         """Why it cannot attend with this causality, before any input is there; None where it can."""

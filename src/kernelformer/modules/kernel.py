@@ -161,6 +161,9 @@ class KernelCore(BiasedCore):
         state: State = self.forward(query, key, value, is_causal=True, key_mask=key_mask, return_state=True)[1]
         return replace(state, made_by=(*state.made_by, ("remembers", key.shape[2])))
 
+    def _maker(self) -> MadeBy:
+        return self._made_by(self.scale)
+
     def recall(self, query: Tensor, memory: State) -> Tensor:
         """Attend to a remembered context, without a bias: (B, H, L, D) -> (B, H, L, E). Cost: O(L M (D + E))."""
         if self.feature_map.sees_sequence:

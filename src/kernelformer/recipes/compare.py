@@ -8,22 +8,28 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kernelformer.analysis.comparison import Comparison, read_run
 from kernelformer.analysis.report import write_report
 from kernelformer.errors import positive_int
-from kernelformer.models import KernelformerForCausalLM
-from kernelformer.recipes.decoding import decode_costs, sample_bytes
-from kernelformer.tasks import TASKS
-from kernelformer.training.evaluation import load_run
+from kernelformer.files import write_json
+from kernelformer.recipes.worker import ERROR, STOPPED
+from kernelformer.records import RUN, SAMPLE
+from kernelformer.tasks import TASKS, make_task
+from kernelformer.training.inspection import check_same
 from kernelformer.training.run import Run, StoppedError, TrainingError
+from kernelformer.training.session import build_model
 
 REPORT = "report.html"
-PROMPT = "def "
+FIGURES = "comparison.json"
+WORKER = ("-m", "kernelformer.recipes.worker")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,26 @@ def make_plan(title: str, run: Run, attentions: Sequence[str], seeds: int, folde
     return Plan(title, runs, folder)
 
 
+def check(plan: Plan, resume: bool) -> None:
+    """Find what cannot work before anything is trained: data, models without their numbers, folders."""
+    there = [x for x in plan.runs if (plan.place(x) / RUN).exists()]
+    if there and not resume:
+        raise TrainingError(
+            f"{plan.place(there[0])} is there already; go on with --resume, or take another folder by --out."
+        )
+    first = plan.runs[0]
+    task = make_task(first.task, **first.task_options)
+    for split in ("train", "validation"):
+        task.split(split)
+    with torch.device("meta"):
+        for run in plan.runs:
+            if run.seed == first.seed:
+                build_model(run, task)
+    data = task.fingerprint() if there else None
+    for run in there:
+        check_same(run, plan.place(run), data)
+
+
 def carry_out(
     plan: Plan,
     *,
@@ -70,74 +96,79 @@ def carry_out(
         tell: hears one line at a time.
         done: called after each run.
     """
-    if not resume:
-        taken = [str(x) for x in map(plan.place, plan.runs) if x.exists()]
-        if taken:
-            raise TrainingError(f"{taken[0]} is there already; go on with --resume, or take another folder by --out.")
+    check(plan, resume)
     for run in plan.runs:
-        tell(f"{run.label}, seed {run.seed}")
+        tell(_name(run))
         _train(run, plan.place(run), threads, command, tell)
-        _measure_decoding(plan.place(run))
         done()
     return report(plan)
 
 
+def _name(run: Run) -> str:
+    return f"{run.label}, seed {run.seed}"
+
+
 def _train(run: Run, folder: Path, threads: int, command: str, tell: Callable[[str], None]) -> None:
     request = {"run": run.as_json(), "folder": str(folder), "command": command, "threads": threads}
-    request["resume"] = folder.exists()
+    request["resume"] = (folder / RUN).exists()
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "kernelformer.recipes.worker", json.dumps(request)],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert worker.stdout is not None
-    assert worker.stderr is not None
-    try:
-        for line in worker.stdout:
-            tell(f"{run.label}, seed {run.seed}: {line.rstrip()}")
-    except KeyboardInterrupt:  # the worker has heard it too, and saves
-        worker.wait()
-        raise StoppedError(f"stopped in {folder}; go on with --resume.") from None
-    problem = worker.stderr.read().strip().splitlines()
-    if worker.wait():
-        raise TrainingError(f"{run.label}, seed {run.seed}: {problem[-1] if problem else 'the process was killed'}")
+    order = [sys.executable, *WORKER, json.dumps(request)]
+    # A file and not a pipe: nobody reads it before the end, and a full pipe would stop the worker.
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        with subprocess.Popen(order, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
+            assert worker.stdout is not None
+            try:
+                for line in worker.stdout:
+                    tell(f"{_name(run)}: {line.rstrip()}")
+            except KeyboardInterrupt:
+                worker.terminate()  # from a terminal it has heard Ctrl-C too; then this one changes nothing
+                for line in worker.stdout:
+                    tell(f"{_name(run)}: {line.rstrip()}")
+                worker.wait()
+                raise StoppedError(f"stopped in {folder}; go on with --resume.") from None
+        errors.seek(0)
+        said = errors.read().strip().splitlines()
+    if worker.returncode:
+        killed = f"its process was killed by signal {-worker.returncode}"
+        last = killed if worker.returncode < 0 else " ".join(said[-1:])
+        reason = next((x.removeprefix(ERROR) for x in said if x.startswith(ERROR)), last)
+        kind = StoppedError if worker.returncode == STOPPED else TrainingError
+        raise kind(f"{_name(run)}: {reason or 'stopped; go on with --resume.'}")
 
 
-def _measure_decoding(folder: Path) -> None:
-    """Add decode rows to the result of a language model, once."""
-    path = folder / "result.json"
-    result: dict[str, Any] = json.loads(path.read_text())
-    if result.get("decode") is not None or result.get("diverged"):
-        return
-    _, model = load_run(folder)
-    if not isinstance(model, KernelformerForCausalLM):
-        return
-    result["decode"] = decode_costs(model)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
-
-
-def report(plan: Plan, samples: Mapping[str, str] | None = None) -> Comparison:
+def report(plan: Plan) -> Comparison:
     """Write the report of what is in the folders."""
     task = TASKS[plan.runs[0].task]
     records = [replace(read_run(plan.place(run)), label=run.label) for run in plan.runs]
     found = Comparison(plan.title, task.metric, task.higher_is_better, task.about, records)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    write_report(found, plan.folder / REPORT, samples=_samples(plan) if samples is None else samples)
+    write_report(found, plan.folder / REPORT, samples=_samples(plan))
+    write_json(plan.folder / FIGURES, _figures(found))
     return found
 
 
-def _samples(plan: Plan, tokens: int = 300) -> dict[str, str]:
-    """What the models of the first seed write, where they write bytes."""
+def _figures(found: Comparison) -> dict[str, Any]:
+    """The numbers of a report, for whoever wants to go on with them."""
+    runs = [
+        {
+            "label": run.label,
+            "seed": run.seed,
+            "settings": run.settings,
+            "evaluation": [[p.step, p.seconds, p.values.get(found.metric)] for p in run.evaluation],
+            "result": None if run.result is None else asdict(run.result),
+        }
+        for run in found.runs
+    ]
+    first = found.runs[0]
+    head = {"title": found.title, "metric": found.metric, "command": first.command, "environment": first.environment}
+    return {**head, "runs": runs}
+
+
+def _samples(plan: Plan) -> dict[str, str]:
+    """What the models of the first seed have written."""
     texts = {}
     for run in plan.runs:
-        folder = plan.place(run)
-        if run.seed == plan.runs[0].seed and run.task == "bytes" and (folder / "model").is_dir():
-            _, model = load_run(folder)
-            assert isinstance(model, KernelformerForCausalLM)
-            texts[run.label] = PROMPT + sample_bytes(model, PROMPT, tokens=tokens).text
-    return texts
+        file = plan.place(run) / SAMPLE
+        if run.seed == plan.runs[0].seed and file.exists():
+            texts[run.label] = file.read_bytes().decode(errors="replace")
+    return {label: text for label, text in texts.items() if text}

@@ -15,6 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from kernelformer.errors import integer, number, positive_int
 from kernelformer.models import KernelformerForCausalLM
+from kernelformer.records import Decode
+from kernelformer.training.silence import silent_libraries
 
 CONTEXTS = (128, 512, 2048, 8192)
 CHUNK = 2048  # tokens of a prefill that go through the model at once
@@ -46,7 +48,13 @@ class Sampled:
     text: str
     tokens: int
     seconds: float
-    state_bytes: int  # of the cache at the end
+    state_bytes: int  # of the cache at the end; 0 for a model without one
+
+
+def room(model: KernelformerForCausalLM, prompt: str) -> int | None:
+    """How many bytes a model can write after a prompt; None where there is no end."""
+    # The last byte is written and not read again, so it needs no position.
+    return None if model.longest is None else model.longest - len(prompt.encode()) + 1
 
 
 def sample_bytes(
@@ -79,36 +87,41 @@ def sample_bytes(
     given = list(prompt.encode())
     if not given:
         raise ValueError("a prompt needs at least one character, got ''.")
+    fits = room(model, prompt)
+    if fits is not None and tokens > fits:
+        raise ValueError(
+            f"this model has positions for {model.longest} tokens: after a prompt of {len(given)} bytes it can write "
+            f"{max(fits, 0)}, got tokens={tokens}."
+        )
     greedy = {"do_sample": False}
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": 1.0}
     torch.manual_seed(seed)
     start = time.perf_counter()
     model.train(False)
     writer: Any = model  # transformers' types do not know that it generates
-    out = writer.generate(
-        torch.tensor([given], device=model.device),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        return_dict_in_generate=True,
-        streamer=ByteStreamer(write),
-        **(sampling if temperature else greedy),
-    )
+    with silent_libraries():
+        out = writer.generate(
+            torch.tensor([given], device=model.device),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            return_dict_in_generate=True,
+            streamer=ByteStreamer(write),
+            **(sampling if temperature else greedy),
+        )
     seconds = time.perf_counter() - start
     text = bytes(out.sequences[0, len(given) :].tolist()).decode(errors="replace")
-    return Sampled(text, tokens, seconds, out.past_key_values.nbytes)
+    cache = out.get("past_key_values")
+    return Sampled(text, tokens, seconds, 0 if cache is None else cache.nbytes)
 
 
 @torch.inference_mode()
-def decode_costs(
-    model: KernelformerForCausalLM, contexts: Sequence[int] = CONTEXTS, repeats: int = 30
-) -> list[list[float]]:
+def decode_costs(model: KernelformerForCausalLM, contexts: Sequence[int] = CONTEXTS, repeats: int = 30) -> Decode:
     """Rows of context, seconds per token after it (the median of ``repeats``) and bytes of state.
 
     Contexts that a model has no positions for are left out.
     """
     model.train(False)
-    cache, rows, seen = model.new_cache(), [], 0
-    table = model.embeddings.limit if len(model.embeddings.places) else None
+    cache, seen, rows = model.new_cache(), 0, list[tuple[int, float, int]]()
     gen = torch.Generator().manual_seed(0)
 
     def feed(count: int) -> None:
@@ -116,7 +129,7 @@ def decode_costs(
         model(tokens, past_key_values=cache, logits_to_keep=1)
 
     for context in sorted(contexts):
-        if table is not None and context + repeats + 1 > table:
+        if model.longest is not None and context + repeats + 1 > model.longest:
             break
         while seen < context:
             count = min(CHUNK, context - seen)
@@ -129,5 +142,5 @@ def decode_costs(
             feed(1)
             times.append(time.perf_counter() - start)
         seen += repeats + 1
-        rows.append([context, median(times), cache.nbytes])
-    return rows
+        rows.append((context, median(times), cache.nbytes))
+    return tuple(rows)

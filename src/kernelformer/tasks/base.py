@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from kernelformer.files import replacing
+
 SPLITS = ("train", "validation", "test")
 Sample = dict[str, Any]
 Data = TypeVar("Data")
@@ -23,7 +24,8 @@ class Task(ABC):
     """A data set with its splits, its batches and its metric.
 
     A constructor takes keyword options with plain values. It checks them, but reads or makes no data: that is done by
-    `split`. Sample i of a split depends on the options alone, so every method sees the same samples in the same order.
+    `split`. Sample i of a split depends on the options and on what `fingerprint` tells apart, so every method sees the
+    same samples in the same order.
     """
 
     name: ClassVar[str]
@@ -39,6 +41,10 @@ class Task(ABC):
     @abstractmethod
     def split(self, name: str) -> Dataset[Sample]:
         """The samples of "train", "validation" or "test", by index."""
+
+    def fingerprint(self) -> str:
+        """What samples depend on beyond the options, in a few words: the same text, the same samples."""
+        return ""
 
     @abstractmethod
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
@@ -85,15 +91,10 @@ def save_arrays(path: Path, record: str, arrays: Mapping[str, NDArray[Any]]) -> 
         arrays: by name.
     """
     everything: dict[str, Any] = {**arrays, "record": np.array(record)}
-    part = path.with_suffix(f".{uuid.uuid4().hex}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with part.open("wb") as out:
-                np.savez(out, **everything)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        with replacing(path) as part, part.open("wb") as out:
+            np.savez(out, **everything)
     except OSError as problem:
         raise ValueError(
             f"{path} cannot be written: {problem.strerror}; give another folder as cache, or set XDG_CACHE_HOME."

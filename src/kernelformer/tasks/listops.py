@@ -339,6 +339,10 @@ class ListOps(Task):
         """Of the samples in the cache."""
         return self.cache / f"listops-{hashlib.sha256(self.record.encode()).hexdigest()[:16]}.npz"
 
+    def fingerprint(self) -> str:
+        """Samples are made from the options; only another way to make them would change them."""
+        return f"format {_FORMAT}"
+
     def split(self, name: str) -> Split:
         """Samples from the cache, or made now for all splits: five seconds for 100,000."""
         choice("split", name, SPLITS)

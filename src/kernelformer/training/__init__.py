@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kernelformer.training.run import Result, Run, StoppedError, TrainingError
+from kernelformer.records import Result
+from kernelformer.training.run import Run, StoppedError, TrainingError
 
 if TYPE_CHECKING:
     from kernelformer.training.evaluation import evaluate, load_run

@@ -1,4 +1,4 @@
-"""Files of a run that are whole or not there: a process may be killed at any moment, and a disk may be full."""
+"""Folders of a run that are whole or not there, and several processes that agree about them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,58 +17,31 @@ from accelerate.utils import broadcast_object_list, gather_object  # type: ignor
 from safetensors import SafetensorError
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from kernelformer.training.run import Result, Run, TrainingError
+from kernelformer.files import PART, sync, write_text
+from kernelformer.records import METRICS, read_metrics
+from kernelformer.training.run import TrainingError, everywhere
 
 T = TypeVar("T")
-STAGE = ".partial"  # where files grow until they are whole; no checkpoint by Hugging Face's pattern
-RUN, METRICS, RESULT, MODEL = "run.json", "metrics.jsonl", "result.json", "model"
+STAGE = PART  # the folder in which others grow until they are whole; no checkpoint by Hugging Face's pattern
 WRITING = (OSError, SafetensorError, RuntimeError)  # how the disk, safetensors and torch.save say that they cannot
-
-
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write all or nothing."""
-    replace_text(path, json.dumps(record, indent=2) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write all or nothing."""
-    part = path.with_name(f".{path.name}{STAGE}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
 
 
 def publish(staged: Path, final: Path) -> None:
     """Give a folder its name once all of it is on the disk."""
     for path in staged.rglob("*"):
-        _sync(path)
-    _sync(staged)
+        sync(path)
+    sync(staged)
     if final.exists():  # an earlier one of the same name goes only when its successor is whole
         final.rename(staged.parent / f"{final.name}.old")
     staged.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(staged.parent, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def clear(folder: Path) -> None:
     """Remove what a killed process left unfinished."""
     shutil.rmtree(folder / STAGE, ignore_errors=True)
-    for part in folder.glob(f".*.json*{STAGE}"):
+    for part in folder.glob(f".*{PART}"):
         part.unlink(missing_ok=True)
 
 
@@ -86,7 +59,7 @@ def checkpoint_of(folder: Path) -> tuple[Path | None, int]:
 
 
 def reason(problem: BaseException) -> str:
-    """Why writing failed, in one line."""
+    """What went wrong, in one line."""
     if isinstance(problem, OSError) and problem.strerror:
         return problem.strerror
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
@@ -109,53 +82,15 @@ def writing(folder: Path) -> Iterator[None]:
         raise cannot_write(folder, reason(problem)) from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A file of a run."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise TrainingError(f"cannot read {path}: {reason(problem)}.") from None
-    except ValueError as problem:
-        raise TrainingError(f"{path} is not JSON: {problem}; take another folder.") from None
-    return found
-
-
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """All whole lines of ``metrics.jsonl``."""
-    path = folder / METRICS
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """All whole lines of ``metrics.jsonl``; none where there is no such file."""
+    return list(read_metrics(folder)) if (folder / METRICS).exists() else []
 
 
 def cut_metrics(folder: Path, step: int) -> None:
     """Leave out what came after ``step``: the run will say it again."""
     kept = [json.dumps(line) + "\n" for line in metrics(folder) if line["step"] <= step]
-    replace_text(folder / METRICS, "".join(kept))
-
-
-def examine(run: Run, folder: Path, resume: bool) -> tuple[Result | None, Path | None, int]:
-    """What there is already: the result of a finished run, or the checkpoint to go on from and its step.
-
-    Raises:
-        TrainingError: there is a run, but nobody asked to resume it, or it is another one.
-    """
-    checkpoint, step = checkpoint_of(folder)
-    finished = folder / RESULT
-    if not (checkpoint or finished.exists() or metrics(folder)):
-        return None, None, 0
-    if not resume:
-        raise TrainingError(
-            f"{folder} holds a run already, {'finished' if finished.exists() else f'saved at step {step}'}; go on with "
-            f"resume, or take another folder."
-        )
-    other = Run.from_json(read_json(folder / RUN)["run"])
-    different = other.differences(run)
-    if different:
-        raise TrainingError(
-            f"{folder} holds a run with other settings, there and here: {'; '.join(different)}. Take the same "
-            f"settings, or another folder."
-        )
-    return (Result.from_json(read_json(finished)) if finished.exists() else None), checkpoint, step
+    write_text(folder / METRICS, "".join(kept))
 
 
 @contextmanager
@@ -185,10 +120,10 @@ def main_does(main: bool, folder: Path, action: Callable[[], T]) -> T:
         try:
             outcome[0] = action()
         except (TrainingError, ValueError) as problem:
-            outcome[1] = problem
+            outcome[1] = everywhere(problem)
         except (OSError, SafetensorError) as problem:
             clear(folder)
-            outcome[1] = cannot_write(folder, reason(problem))
+            outcome[1] = everywhere(cannot_write(folder, reason(problem)))
     broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
 from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.errors import choice, positive_int
-from kernelformer.models import MODELS, KernelformerForCausalLM
-from kernelformer.tasks import SPLITS, Task, make_task
-from kernelformer.training.checkpoints import MODEL, RUN, read_json
+from kernelformer.models import MODELS, KernelformerForCausalLM, KernelformerPreTrainedModel
+from kernelformer.records import MODEL, RESULT, RUN
+from kernelformer.tasks import SPLITS, TASKS, Task, make_task
+from kernelformer.training.checkpoints import reason
+from kernelformer.training.inspection import DAMAGE, saved_run
 from kernelformer.training.meter import scores
 from kernelformer.training.run import Run, TrainingError
 from kernelformer.training.silence import silent_libraries
@@ -92,17 +98,64 @@ class TaskTrainer(Trainer):
 
 
 def load_run(folder: Path) -> tuple[Run, PreTrainedModel]:
-    """The settings and the final model of a finished run."""
-    run = Run.from_json(read_json(folder / RUN)["run"])
+    """The settings and the final model of a finished run; its data need not be there."""
+    run, _ = saved_run(folder)
     if not (folder / MODEL).is_dir():
         raise TrainingError(f"{folder} has no {MODEL}/: the run has not finished; go on with resume.")
-    kind = make_task(run.task, **run.task_options).model
-    with silent_libraries():
-        return run, MODELS[kind].from_pretrained(folder / MODEL)
+    return run, load_model(TASKS[run.task].model, folder / MODEL)
+
+
+def load_model(kind: str, folder: Path) -> PreTrainedModel:
+    """A saved model, if all its weights are there and no others; transformers alone would make up what is missing.
+
+    Args:
+        kind: a name of `models.MODELS`.
+        folder: of `save_pretrained`.
+    """
+    file = folder / SAFE_WEIGHTS_NAME
+    try:
+        if not (folder / SAFE_WEIGHTS_INDEX_NAME).exists():
+            with safe_open(file, framework="pt"):
+                pass
+        file = folder / CONFIG_NAME
+        with silent_libraries():
+            return _load(MODELS[kind], folder)
+    except DAMAGE as problem:
+        home = folder.parent
+        again = f"remove {home / RESULT} and resume the run, which makes it again from its last checkpoint"
+        way = again if (home / RUN).exists() else "save the model again"
+        raise TrainingError(f"{file} cannot be used: {reason(problem).rstrip('.')}; {way}.") from None
+
+
+def _load(kind: Any, folder: Path) -> PreTrainedModel:
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, found = kind.from_pretrained(folder, **how)
+    except ValueError:  # a map that has read numbers of another: which weights do not fit says more
+        _check_fit(super(KernelformerPreTrainedModel, kind).from_pretrained(folder, **how)[1])
+        raise
+    _check_fit(found)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _check_fit(found: Mapping[str, Iterable[Any]]) -> None:
+    """Raise for the first of the weights that the configuration and the file do not share, of what transformers saw."""
+    for name, there, here in sorted(found["mismatched_keys"]):
+        raise ValueError(f"it asks for {name} of shape {tuple(here)}, {SAFE_WEIGHTS_NAME} has {tuple(there)}")
+    for name in sorted(found["missing_keys"]):
+        raise ValueError(f"it asks for {name}, which {SAFE_WEIGHTS_NAME} has not")
+    for name in sorted(found["unexpected_keys"]):
+        raise ValueError(f"it has no place for {name} of {SAFE_WEIGHTS_NAME}")
 
 
 def evaluate(
-    model: str | Path | nn.Module, task: Task | None = None, *, split: str = "validation", batch_size: int = 32
+    model: str | Path | nn.Module,
+    task: Task | None = None,
+    *,
+    split: str = "validation",
+    batch_size: int = 32,
+    samples: int | None = None,
 ) -> dict[str, float]:
     """Loss and metric of a model on a split.
 
@@ -111,12 +164,15 @@ def evaluate(
         task: default: that of the run; else it has to be given.
         split: "validation", "test" or "train".
         batch_size: samples per forward; it changes the speed, not the result.
+        samples: at most so many, spread evenly over the split; None: all.
 
     Returns:
         ``{"loss": ..., metric: ...}``.
     """
     choice("split", split, SPLITS)
     positive_int("batch_size", batch_size)
+    if samples is not None:
+        positive_int("samples", samples)
     with silent_libraries(), tempfile.TemporaryDirectory() as nowhere:
         if not isinstance(model, nn.Module):
             model, task = _open(Path(model), task)
@@ -134,10 +190,18 @@ def evaluate(
         )
         training = model.training
         try:
-            found = TaskTrainer(task, model, args).evaluate(task.split(split))  # type: ignore[arg-type]
+            found = TaskTrainer(task, model, args).evaluate(_some(task.split(split), samples))  # type: ignore[arg-type]
         finally:
             model.train(training)
     return {name.removeprefix("eval_"): value for name, value in scores(found).items()}
+
+
+def _some(data: Dataset[Any], count: int | None) -> Dataset[Any]:
+    """So many samples, spread evenly."""
+    size = len(data)  # type: ignore[arg-type]
+    if count is None or count >= size:
+        return data
+    return Subset(data, [i * size // count for i in range(count)])
 
 
 def _open(folder: Path, task: Task | None) -> tuple[nn.Module, Task]:
@@ -148,7 +212,6 @@ def _open(folder: Path, task: Task | None) -> tuple[nn.Module, Task]:
     if task is None:
         if not home.exists():
             raise ValueError(f"{folder} is not the folder of a run, got task=None; say on what to evaluate it.")
-        run = Run.from_json(read_json(home)["run"])
+        run, _ = saved_run(home.parent)
         task = make_task(run.task, **run.task_options)
-    model = MODELS[task.model].from_pretrained(folder)
-    return model, task
+    return load_model(task.model, folder), task

@@ -15,7 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from kernelformer.environment import peak, reset_peak
-from kernelformer.training.checkpoints import METRICS, finite, writing
+from kernelformer.records import METRICS
+from kernelformer.training.checkpoints import finite, writing
 
 Tell = Callable[[str], None]
 NOT_SCORES = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")

@@ -1,13 +1,12 @@
-"""What a training run depends on, and what comes of it."""
+"""What a training run depends on."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from kernelformer.errors import choice, flag, integer, number, positive_int, unknown
 from kernelformer.modules.build import parse_attention
@@ -24,6 +23,8 @@ PRECISIONS = ("float32", "bf16")
 OWN = ("attention", "seed", "model_type")  # settings of a model that the run itself has, or that are fixed
 FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every")  # another value gives the same result
 
+Problem = TypeVar("Problem", bound=Exception)
+
 
 class TrainingError(RuntimeError):
     """A run that cannot start or go on for a reason outside the code: the folder, the disk, another run."""
@@ -31,6 +32,12 @@ class TrainingError(RuntimeError):
 
 class StoppedError(TrainingError):
     """A run that was told to stop, and has saved where it was."""
+
+
+def everywhere(problem: Problem) -> Problem:
+    """Mark an error that all processes raise: one of them says it for all."""
+    vars(problem)["everywhere"] = True
+    return problem
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Run:
         learning_rate: the largest; ``schedule`` says what it does after ``warmup_steps`` (linear from 0).
         kernel_lr: of what the kernels learn, where they learn; None: the same. They are never decayed: decay pulls
             a scale to zero, where a kernel sees nothing.
+        bias_lr: of tables of relative positions, where there are some; None: the same. An entry has to move by several
+            units, which takes Adam that many times 1 / learning rate steps. They are never decayed either.
         weight_decay: of AdamW, not for biases and norms.
         beta1, beta2, eps: of AdamW.
         warmup_steps: updates until ``learning_rate`` is reached.
@@ -74,6 +83,7 @@ class Run:
     micro_batch: int | None = None
     learning_rate: float = 1e-3
     kernel_lr: float | None = None
+    bias_lr: float | None = None
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.98
@@ -101,7 +111,7 @@ class Run:
         for name in ("micro_batch", "redraw", "eval_every", "eval_batch_size", "save_every"):
             if getattr(self, name) is not None:
                 take(name, positive_int(name, getattr(self, name)))
-        for name in ("learning_rate", "eps", "kernel_lr", "max_grad_norm"):
+        for name in ("learning_rate", "eps", "kernel_lr", "bias_lr", "max_grad_norm"):
             if name in ("learning_rate", "eps") or getattr(self, name) is not None:
                 take(name, number(name, getattr(self, name), above=0))
         take("weight_decay", number("weight_decay", self.weight_decay, at_least=0))
@@ -168,6 +178,9 @@ class Run:
         for name in record:
             if name not in known:
                 raise unknown("setting of a run,", name, known)
+        for x in fields(cls):
+            if x.name not in record and x.default is MISSING and x.default_factory is MISSING:
+                raise ValueError(f"a run needs the setting {x.name!r}, got {', '.join(record) or 'none'}.")
         return cls(**record)
 
     def differences(self, other: Run) -> list[str]:
@@ -178,47 +191,6 @@ class Run:
             for name in mine
             if name not in FREE and mine[name] != theirs[name]
         ]
-
-
-@dataclass(frozen=True)
-class Result:
-    """The end of a run.
-
-    Args:
-        metric: name of the task's metric.
-        value: of it on the validation split; NaN if the run diverged.
-        tokens_per_second: of training, all processes together: the median over logged intervals after the first.
-        peak_bytes: the most memory of the main process in training, beyond what it had before the model was built:
-            resident memory, or allocated memory of the GPU. Libraries that load late and buffers that an earlier run
-            left in the process count or are missing, so compare runs that each had a process of their own.
-        parameters: number of weights.
-        seconds: of training, without evaluation and saving.
-        steps: updates that were made.
-        loss: mean over all labels of the validation split.
-        diverged: whether a loss was not finite; the run ended there.
-        decode: rows of context, seconds per token and bytes of state, where somebody has measured them.
-    """
-
-    metric: str
-    value: float
-    tokens_per_second: float
-    peak_bytes: int
-    parameters: int
-    seconds: float
-    steps: int
-    loss: float = math.nan
-    diverged: bool = False
-    decode: list[list[float]] | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Result:
-        """What `as_json` gave, and what others have added to it."""
-        known = {x.name for x in fields(cls)}
-        return cls(**{name: value for name, value in record.items() if name in known})
 
 
 def _plain(what: str, value: object) -> dict[str, Any]:

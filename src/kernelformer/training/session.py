@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -18,29 +19,26 @@ from transformers.integrations.integration_utils import is_tensorboard_available
 
 from kernelformer.environment import environment
 from kernelformer.errors import flag
+from kernelformer.files import write_json
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.modules import redraw
 from kernelformer.modules.redraw import random_maps
+from kernelformer.records import MODEL, RESULT, RUN, Result, read_head
 from kernelformer.tasks import Task, make_task
 from kernelformer.training.callbacks import Bar, Board, Stop
 from kernelformer.training.checkpoints import (
-    MODEL,
-    RESULT,
-    RUN,
     STAGE,
     clear,
     cut_metrics,
-    examine,
     locked,
     main_does,
     metrics,
     publish,
-    read_json,
-    write_json,
     writing,
 )
+from kernelformer.training.inspection import examine
 from kernelformer.training.meter import Meter, Recorder, Tell
-from kernelformer.training.run import Result, Run, StoppedError
+from kernelformer.training.run import Run, StoppedError, everywhere
 from kernelformer.training.silence import silent_libraries
 from kernelformer.training.trainer import RunTrainer, training_arguments
 
@@ -53,10 +51,11 @@ def train(
     command: str = "",
     quiet: bool = False,
     tell: Tell | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> Result:
     """Train a model, evaluate it, and leave everything in a folder.
 
-    The folder gets ``run.json`` (settings, environment, command), ``metrics.jsonl`` (a line per interval and
+    The folder gets ``run.json`` (settings, environment, command, data), ``metrics.jsonl`` (a line per interval and
     evaluation), ``checkpoint-N/``, ``tensorboard/``, and at the end ``model/`` and ``result.json``. Every file is whole
     or not there, whenever the process is killed. A resumed run gives the numbers it would have given without the
     interruption, to the last bit on as many processes and threads.
@@ -71,10 +70,11 @@ def train(
         command: what the user typed, for the record.
         quiet: no progress bar and no sentences.
         tell: hears the sentences; default: they are printed.
+        callbacks: further ones for Hugging Face's trainer.
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM; the run was saved before.
-        TrainingError: the folder holds another run, is in use, or cannot be written.
+        TrainingError: the folder holds another run, or one on other data, is damaged, in use, or cannot be written.
         ValueError: settings that do not fit one another, the task, the model or the number of processes.
     """
     flag("resume", resume)
@@ -85,26 +85,27 @@ def train(
         console = Console()
         say = _voice(console, tell) if main and not quiet else _nothing
         bar = main and not quiet and console.is_terminal
-        finished, checkpoint, step = main_does(main, folder, lambda: _enter(run, folder, resume, stack))
+        data = functools.cache(lambda: make_task(run.task, **run.task_options).fingerprint())
+        finished, checkpoint, step = main_does(main, folder, lambda: _enter(run, folder, resume, data, stack))
         if finished is not None:
             say(f"{folder} is finished; nothing is left to do")
             return finished
         if resume:
             say(f"going on from step {step}" if checkpoint else "there is no checkpoint yet: starting from step 0")
         task = make_task(run.task, **run.task_options)
-        data = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
+        splits = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
         meter = Meter(args.device, args.gradient_accumulation_steps)
         model = build_model(run, task)
-        main_does(main, folder, lambda: _begin(run, folder, step, command, args.world_size))
+        main_does(main, folder, lambda: _begin(run, folder, step, command, args.world_size, data()))
         recorder = Recorder(folder if main else None, meter, say, each=not bar)
         stack.callback(recorder.close)
-        others: list[TrainerCallback] = [meter, recorder]
+        others: list[TrainerCallback] = [meter, recorder, *callbacks]
         if main and is_tensorboard_available():
             with writing(folder):
                 others.append(stack.enter_context(Board(folder / "tensorboard", step)))
         if bar:
             others.append(stack.enter_context(Bar(console, recorder, run.label)))
-        trainer = RunTrainer(run, task, model, args, meter=meter, recorder=recorder, callbacks=others, **data)
+        trainer = RunTrainer(run, task, model, args, meter=meter, recorder=recorder, callbacks=others, **splits)
         _learn(run, folder, trainer, checkpoint, say)
         return main_does(main, folder, lambda: _finish(run, folder, task, trainer, say))
 
@@ -121,9 +122,9 @@ def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None,
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     reached = trainer.state.global_step
     if reached < run.steps and not trainer.recorder.diverged:
-        raise StoppedError(
-            f"stopped after step {reached} of {run.steps}, saved in {folder / f'checkpoint-{reached}'}; go on with "
-            f"resume."
+        where = folder / f"checkpoint-{reached}"
+        raise everywhere(
+            StoppedError(f"stopped after step {reached} of {run.steps}, saved in {where}; go on with resume.")
         )
 
 
@@ -142,19 +143,23 @@ def _voice(console: Console, tell: Tell | None) -> Tell:
     return tell if tell is not None else lambda text: console.print(text, highlight=False, markup=False)
 
 
-def _enter(run: Run, folder: Path, resume: bool, stack: ExitStack) -> tuple[Result | None, Path | None, int]:
+def _enter(
+    run: Run, folder: Path, resume: bool, data: Callable[[], str], stack: ExitStack
+) -> tuple[Result | None, Path | None, int]:
     stack.enter_context(locked(folder))
-    return examine(run, folder, resume)
+    return examine(run, folder, resume, data)
 
 
-def _begin(run: Run, folder: Path, step: int, command: str, processes: int) -> None:
-    """Leave only what the run can go on from; the record of a resumed run tells of its start."""
+def _begin(run: Run, folder: Path, step: int, command: str, processes: int, data: str) -> None:
+    """Leave only what the run can go on from; the record of a resumed run tells of its start and of what came later."""
     clear(folder)
     cut_metrics(folder, step)
-    machine = {**environment(torch.get_num_threads()), "processes": processes}
-    record = {"run": run.as_json(), "environment": machine, "command": command}
+    here = {"environment": {**environment(torch.get_num_threads()), "processes": processes}, "command": command}
+    record: dict[str, Any] = {"run": run.as_json(), **here, "data": data}
     if step:
-        record = {**read_json(folder / RUN), "run": run.as_json()}
+        before = read_head(folder)
+        resumed = [*before.get("resumed", []), {"step": step, **here}]
+        record = {**record, **before, "run": run.as_json(), "resumed": resumed}
     write_json(folder / RUN, record)
 
 

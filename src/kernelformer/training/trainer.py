@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_pt_utils import LabelSmoother, nested_gather
+from transformers.utils import SAFE_WEIGHTS_NAME
 
-from kernelformer.modules import parameter_groups
+from kernelformer.modules import RelativePositions, parameter_groups
 from kernelformer.modules.redraw import random_maps
 from kernelformer.tasks import Task
 from kernelformer.training.checkpoints import (
@@ -27,8 +29,9 @@ from kernelformer.training.checkpoints import (
     rotate,
 )
 from kernelformer.training.evaluation import TaskTrainer
+from kernelformer.training.inspection import whole
 from kernelformer.training.meter import Meter, Recorder
-from kernelformer.training.run import SCHEDULES, Run
+from kernelformer.training.run import SCHEDULES, Run, everywhere
 
 
 def training_arguments(run: Run, folder: Path) -> TrainingArguments:
@@ -145,18 +148,22 @@ class RunTrainer(TaskTrainer):
         return Order(len(data), self.run.steps * self.run.batch_size, self.run.seed)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The trainer's, with a group of its own for what the kernels learn."""
+        """The trainer's, with groups of their own for what the kernels learn and for tables of positions."""
         if self.optimizer is None:
-            optimizer = super().create_optimizer(model)
+            optimizer, run = super().create_optimizer(model), self.run
+            tables = [
+                x for part in self.network.modules() if isinstance(part, RelativePositions) for x in part.parameters()
+            ]
             kernel = [
                 x for group in parameter_groups(self.network) if group["name"] == "kernel" for x in group["params"]
             ]
-            if kernel:
-                learned = {id(x) for x in kernel}
-                for group in optimizer.param_groups:
-                    group["params"] = [x for x in group["params"] if id(x) not in learned]
-                rate = self.run.kernel_lr or self.run.learning_rate
-                optimizer.add_param_group({"params": kernel, "lr": rate, "weight_decay": 0.0})
+            for mine, rate in ((kernel, run.kernel_lr), (tables, run.bias_lr)):
+                own = {id(x): x for x in mine}
+                if own:
+                    for group in optimizer.param_groups:
+                        group["params"] = [x for x in group["params"] if id(x) not in own]
+                    params = {"params": list(own.values()), "lr": rate or run.learning_rate, "weight_decay": 0.0}
+                    optimizer.add_param_group(params)
         assert self.optimizer is not None
         return self.optimizer
 
@@ -235,7 +242,15 @@ class RunTrainer(TaskTrainer):
             if problem:
                 if self.args.should_save:
                     clear(self.folder)
-                raise cannot_write(self.folder, problem)
+                raise everywhere(cannot_write(self.folder, problem))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with whole(Path(resume_from_checkpoint) / SAFE_WEIGHTS_NAME):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with whole(Path(checkpoint or "") / OPTIMIZER_NAME):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _stage(self, model: nn.Module, trial: Any) -> None:
         self._staging = True

@@ -1,0 +1,49 @@
+"""Files that are whole or not there: a process may be killed at any moment, and a disk may be full."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PART = ".partial"  # how the names of unfinished files end
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to; if the block ends well, what is there gets the name ``path``, at once.
+
+    A reader sees the old file or the new one, never a half; two writers at once do no harm.
+    """
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PART}")
+    try:
+        yield part
+        sync(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write all or nothing, as UTF-8 and without a change to line ends."""
+    with replacing(path) as part:
+        part.write_bytes(text.encode())
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write all or nothing."""
+    write_text(path, json.dumps(record, indent=2) + "\n")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

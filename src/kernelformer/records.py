@@ -1,0 +1,192 @@
+"""What a run leaves in its folder; whoever reads it hears of the file, the line, the reason and the way out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kernelformer.errors import flag, integer, number
+
+RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
+MODEL = "model"  # the folder of the final one
+SAMPLE = "sample.txt"  # what a language model wrote after training, where somebody asked it to
+WAYS_OUT = {
+    RUN: "put it right, or train anew in another folder",
+    METRICS: "remove that line",
+    RESULT: "remove the file, and resuming the run makes it again",
+}
+Decode = tuple[tuple[int, float, int], ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a run.
+
+    Args:
+        metric: name of the task's metric.
+        value: of it on the validation split; NaN if the run diverged.
+        tokens_per_second: of training, all processes together: the median over logged intervals after the first.
+        peak_bytes: the most memory of the main process in training, beyond what it had before the model was built:
+            resident memory, or allocated memory of the GPU. Libraries that load late and buffers that an earlier run
+            left in the process count or are missing, so compare runs that each had a process of their own.
+        parameters: number of weights.
+        seconds: of training, without evaluation and saving.
+        steps: updates that were made.
+        loss: mean over all labels of the validation split.
+        diverged: whether a loss was not finite; the run ended there.
+        decode: rows of context, seconds per token and bytes of state, by context; None: nobody has measured them.
+    """
+
+    metric: str
+    value: float
+    tokens_per_second: float
+    peak_bytes: int
+    parameters: int
+    seconds: float
+    steps: int
+    loss: float = math.nan
+    diverged: bool = False
+    decode: Decode | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Result:
+        """What `as_json` gave, and what others have added to it."""
+        return cls(
+            decode=_decode(record.get("decode")),
+            metric=part(record, "metric", str),
+            value=_float("value", record.get("value")),
+            tokens_per_second=number("tokens_per_second", record.get("tokens_per_second"), at_least=0),
+            peak_bytes=integer("peak_bytes", record.get("peak_bytes"), at_least=0),
+            parameters=integer("parameters", record.get("parameters"), at_least=0),
+            seconds=number("seconds", record.get("seconds"), at_least=0),
+            steps=integer("steps", record.get("steps"), at_least=0),
+            loss=_float("loss", record.get("loss", math.nan)),
+            diverged=flag("diverged", record.get("diverged", False)),
+        )
+
+
+def _decode(rows: object) -> Decode | None:
+    if rows is None:
+        return None
+    if not isinstance(rows, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 3 for x in rows):
+        raise ValueError(f"decode must be null or rows of context, seconds and bytes, got {rows!r:.60}.")
+    return tuple(
+        sorted(
+            (
+                integer("context of decode", context, at_least=0),
+                number("seconds of decode", seconds, at_least=0),
+                integer("bytes of decode", size, at_least=0),
+            )
+            for context, seconds, size in rows
+        )
+    )
+
+
+@contextmanager
+def reading(path: Path, line: int | None = None) -> Iterator[None]:
+    """A ValueError about a file's content gets the file, the line and the way out."""
+    try:
+        yield
+    except ValueError as problem:
+        where = path if line is None else f"{path}, line {line}"
+        raise ValueError(f"{where}: {str(problem).rstrip('.')}; {WAYS_OUT[path.name]}.") from None
+
+
+def part(record: Mapping[str, Any], key: str, kind: type) -> Any:
+    """A value by its key, if it is of this kind."""
+    if not isinstance(record.get(key), kind):
+        raise ValueError(f"{key!r} must be of type {kind.__name__}, got {record.get(key)!r:.60}.")
+    return record[key]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file."""
+    content = _content(path)
+    with reading(path):
+        return _object(content)
+
+
+def read_head(folder: Path) -> dict[str, Any]:
+    """``run.json`` of a run: "run" and "environment", both dicts, "command", and what else there is."""
+    head = read_object(folder / RUN)
+    with reading(folder / RUN):
+        for key, kind in (("run", dict), ("environment", dict), ("command", str)):
+            part(head, key, kind)
+    return head
+
+
+def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``: step, seconds, tokens, and a loss of training or of evaluation at least.
+
+    A last line that was cut off is left out: the writer died in it.
+    """
+    path = folder / METRICS
+    lines = _content(path).split(b"\n")
+    for count, content in enumerate(lines, 1):
+        cut = count == len(lines) and not _is_json(content)  # no line break after it
+        if not content.strip() or cut:
+            continue
+        with reading(path, count):
+            line = _object(content)
+            _check_line(line)
+        yield line
+
+
+def read_result(folder: Path) -> Result:
+    """``result.json`` of a finished run."""
+    record = read_object(folder / RESULT)
+    with reading(folder / RESULT):
+        return Result.from_json(record)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"{path} is missing; the folder of a run has {RUN}, {METRICS} and, once finished, {RESULT}."
+        ) from None
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content.decode())
+    except ValueError as problem:
+        raise ValueError(f"not JSON: {problem}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"not a JSON object but {found!r:.60}")
+    return found
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content.decode())
+    except ValueError:
+        return False
+    return True
+
+
+def _check_line(line: Mapping[str, Any]) -> None:
+    integer("step", line.get("step"), at_least=0)
+    number("seconds", line.get("seconds"), at_least=0)
+    integer("tokens", line.get("tokens"), at_least=0)
+    losses = [name for name in ("loss", "eval_loss") if name in line]
+    if not losses:
+        raise ValueError(f"neither 'loss' (of training) nor 'eval_loss' (of evaluation) in {dict(line)!r:.80}")
+    for name in losses:
+        _float(name, line[name])
+
+
+def _float(what: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{what} must be a number, NaN and Infinity included, got {value!r:.60}.")
+    return float(value)

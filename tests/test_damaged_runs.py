@@ -1,0 +1,180 @@
+"""Folders of runs that somebody or something has damaged: one sentence with the file, the reason and the way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from kernelformer.cli.app import app
+from kernelformer.training import StoppedError, TrainingError, evaluate, load_run, train
+from test_training import OWN, TASKS, interrupted, losses, register, tiny
+
+
+@pytest.fixture(autouse=True)
+def _tasks(_threads):
+    register()
+    torch.set_num_threads(1)
+    yield
+    for name in OWN:
+        TASKS.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One that was stopped after step 7, with a checkpoint before that, and the same one finished."""
+    torch.set_num_threads(1)
+    register()
+    base = tmp_path_factory.mktemp("runs")
+    with pytest.raises(StoppedError):
+        interrupted(tiny(), base / "stopped", step=7)
+    shutil.copytree(base / "stopped", base / "finished")
+    train(tiny(), base / "finished", resume=True, quiet=True)
+    return base
+
+
+@pytest.fixture
+def stopped(runs, tmp_path):
+    return shutil.copytree(runs / "stopped", tmp_path / "run")
+
+
+@pytest.fixture
+def finished(runs, tmp_path):
+    return shutil.copytree(runs / "finished", tmp_path / "run")
+
+
+def cut(path, share=0.5):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+
+
+def flip(path):
+    """Change one byte of the data."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(bytes(content))
+
+
+def other_weights(path):
+    weights = load_file(path)
+    name = next(x for x in weights if x.endswith("wide.weight"))
+    save_file({**weights, name: weights[name][:5].clone()}, path)
+
+
+def garbage(path):
+    path.write_bytes(b"not what it was")
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("model.safetensors", cut, "model.safetensors is damaged: "),
+        ("model.safetensors", garbage, "model.safetensors is damaged: "),
+        ("model.safetensors", other_weights, r"model.safetensors is damaged: .*wide.weight"),
+        ("optimizer.pt", garbage, "optimizer.pt is damaged: File is not a zip file"),
+        ("optimizer.pt", cut, "optimizer.pt is damaged: File is not a zip file"),
+        ("optimizer.pt", flip, "optimizer.pt is damaged: .* has another checksum"),
+        ("optimizer.pt", lambda path: torch.save({}, path), "optimizer.pt is damaged: "),
+        ("scheduler.pt", lambda path: path.unlink(), "scheduler.pt is damaged: it is missing"),
+        ("rng_state.pth", cut, "rng_state.pth is damaged: "),
+        ("trainer_state.json", cut, "trainer_state.json is damaged: "),
+        ("trainer_state.json", lambda path: path.write_text("{}"), "trainer_state.json is damaged: it has no 'global"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(stopped, runs, file, damage, message):
+    damage(stopped / "checkpoint-7" / file)
+    with pytest.raises(TrainingError, match=message) as problem:
+        train(tiny(), stopped, resume=True, quiet=True)
+    way = f"; remove {stopped / 'checkpoint-7'}, and the run goes on from the checkpoint before it."
+    assert str(problem.value).endswith(way)
+    assert "\n" not in str(problem.value)
+    if file == "optimizer.pt" and damage is cut:
+        shutil.rmtree(stopped / "checkpoint-7")
+        train(tiny(), stopped, resume=True, quiet=True)
+        assert losses(stopped) == losses(runs / "finished")
+
+
+def test_a_run_without_another_checkpoint_starts_again(stopped):
+    shutil.rmtree(stopped / "checkpoint-5")
+    cut(stopped / "checkpoint-7" / "model.safetensors")
+    with pytest.raises(TrainingError, match=r"remove .*checkpoint-7, and the run starts again"):
+        train(tiny(), stopped, resume=True, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("run.json", "{}", "run.json: 'run' must be of type dict, got None; put it right, or train anew"),
+        ("run.json", '{"run": {"task": "ragged"}, "environment": {}, "command": ""}', "needs the setting 'attention'"),
+        ("run.json", "{", "run.json: not JSON: .*; put it right"),
+        ("metrics.jsonl", '{"step": 1}\n', r"metrics.jsonl, line 1: seconds must be .*; remove that line"),
+        ("metrics.jsonl", "{}\n", r"metrics.jsonl, line 1: step must be .*; remove that line"),
+        ("metrics.jsonl", "xyz\n", r"metrics.jsonl, line 1: not JSON: .*; remove that line"),
+    ],
+)
+def test_a_damaged_record_is_named_by_resume(stopped, file, content, message):
+    (stopped / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        train(tiny(), stopped, resume=True, quiet=True)
+
+
+def test_a_damaged_result_is_named_and_made_again(finished, runs):
+    (finished / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"result.json: 'metric' .*; remove the file, and resuming the run makes it"):
+        train(tiny(), finished, resume=True, quiet=True)
+    (finished / "result.json").unlink()
+    train(tiny(), finished, resume=True, quiet=True)
+    found, want = (json.loads((x / "result.json").read_text()) for x in (finished, runs / "finished"))
+    assert found["value"] == want["value"]
+
+
+def more_blocks(path):
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": 2}))
+
+
+def wider(path):
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "hidden_size": 32}))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("model/model.safetensors", cut, "model.safetensors cannot be used: "),
+        ("model/model.safetensors", lambda path: path.unlink(), "model.safetensors cannot be used: "),
+        ("model/config.json", cut, "config.json cannot be used: "),
+        (
+            "model/config.json",
+            wider,
+            r"config.json cannot be used: it asks for .* of shape \(.*, model.safetensors has \(",
+        ),
+        ("model/config.json", more_blocks, r"config.json cannot be used: it asks for stack.blocks.1.*has not"),
+    ],
+)
+def test_a_damaged_model_is_named_and_made_again(finished, file, damage, message):
+    damage(finished / file)
+    for use in (load_run, evaluate):
+        with pytest.raises(TrainingError, match=message) as problem:
+            use(finished)
+        assert f"; remove {finished / 'result.json'} and resume the run" in str(problem.value)
+        assert "\n" not in str(problem.value)
+    if damage is cut:
+        (finished / "result.json").unlink()
+        train(tiny(), finished, resume=True, quiet=True)
+        load_run(finished)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+@pytest.mark.parametrize("content", ["{}", '{"run": {"task": "ragged"}, "environment": {}, "command": ""}', "nothing"])
+def test_the_commands_say_it_without_a_traceback(finished, command, content):
+    (finished / "run.json").write_text(content)
+    result = CliRunner().invoke(app, [command, str(finished), "--threads", "1"])
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert f"error: {finished / 'run.json'}: " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
