@@ -45,6 +45,11 @@ class Step:
         """Share of a profiled step outside of operators: Python, the trainer, the profiler itself."""
         return 1 - self.inside / self.profiled
 
+    @property
+    def own(self) -> float:
+        """The same without the profiler, as far as operations take as long with it as without."""
+        return max(0.0, 1 - self.inside / self.seconds)
+
 
 class Watch(TrainerCallback):
     """Times some steps, then profiles some more."""
@@ -102,15 +107,14 @@ def run(base: Run, attentions: Sequence[str], tell: Callable[[str], None] = lamb
 def table(found: Sequence[Step]) -> Table:
     """For the terminal."""
     out = Table("attention", title="A training step", title_justify="left")
-    for name in ("step", "profiled", "outside of operations", "operations"):
+    for name in ("step", "profiled", "outside of operations", "without the profiler", "operations"):
         out.add_column(name, justify="right")
     for x in found:
-        out.add_row(
-            x.attention, human_time(x.seconds), human_time(x.profiled), f"{100 * x.outside:.1f}%", f"{x.operations:,}"
-        )
+        shares = (f"{100 * share:.1f}%" for share in (x.outside, x.own))
+        out.add_row(x.attention, human_time(x.seconds), human_time(x.profiled), *shares, f"{x.operations:,}")
     return out
 
 
 def as_json(found: Sequence[Step]) -> list[dict[str, Any]]:
     """Plain values."""
-    return [{**asdict(x), "outside": x.outside} for x in found]
+    return [{**asdict(x), "outside": x.outside, "own": x.own} for x in found]
