@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,7 +26,10 @@ def silent_libraries() -> Iterator[None]:
     logging.disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        yield
+        with warnings.catch_warnings():
+            # torch's new name for it would send the buffers of the first process around once, and is no better here.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            yield
     finally:
         threading.excepthook = threads
         logging.set_verbosity(before)
