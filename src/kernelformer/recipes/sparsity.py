@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
+from kernelformer.files import write_text
 from kernelformer.modules import KernelAttention, method_options, parameter_groups, parse_method, redraw
 from kernelformer.modules.redraw import random_maps
 from kernelformer.tasks.sparsity import CLASSES, SparseSums, sparse_sums
@@ -200,9 +201,7 @@ def study(
                         method, p, setting, seed=seed, tell=lambda c: tell(f"{c.title}: {100 * c.accuracy[-1]:.1f}%")
                     )
                     record = {"setting": asdict(setting), "curves": [c.as_json() for c in kept.values()]}
-                    part = path.with_suffix(".part")
-                    part.write_text(json.dumps(record) + "\n")
-                    part.replace(path)  # all or nothing: a killed run leaves a whole file
+                    write_text(path, json.dumps(record) + "\n")
                 curves.append(kept[key])
                 done()
     return curves

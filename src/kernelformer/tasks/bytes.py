@@ -238,7 +238,7 @@ class Bytes(Task):
         """Names relative to the folder, sorted."""
         try:
             found = [path for path in self.path.glob(self.pattern) if not path.is_dir()]
-        except (ValueError, NotImplementedError) as problem:
+        except (ValueError, NotImplementedError) as problem:  # what pathlib raises for '' and for absolute patterns
             raise ValueError(
                 f"pattern must be a glob relative to the folder, such as '**/*.txt', got {self.pattern!r}: {problem}."
             ) from None
