@@ -16,7 +16,7 @@ from kernelformer.analysis.matrices import condition_number, score_spectrum, sta
 from kernelformer.cli.app import app
 from kernelformer.modules import build_attention
 from kernelformer.recipes import approximation
-from kernelformer.tasks.text import read_texts
+from kernelformer.tasks.sources import read_texts
 
 transformers = pytest.importorskip("transformers")
 WORDS = [f"word{i}" for i in range(60)]

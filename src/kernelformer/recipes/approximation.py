@@ -18,7 +18,7 @@ from torch import Tensor
 from kernelformer.analysis.capture import attention_inputs
 from kernelformer.analysis.matrices import condition_number, score_spectrum, statistical_dimension
 from kernelformer.modules import build_attention
-from kernelformer.tasks.text import read_texts
+from kernelformer.tasks.sources import read_texts
 
 LENGTHS = (128, 256, 512)
 FEATURES = (16, 32, 64, 128, 256)

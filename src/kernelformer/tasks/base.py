@@ -46,6 +46,22 @@ class Task(ABC):
         """What samples depend on beyond the options, in a few words: the same text, the same samples."""
         return ""
 
+    def remarks(self) -> list[str]:
+        """What a user should know of the data read so far, a sentence each: rows left out, texts cut."""
+        return []
+
+    def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
+        """Scores that need more than the loss and one answer per sample: what the model writes by `generate`.
+
+        They are made at the end of a run and by `evaluate`, not by each evaluation in between.
+
+        Args:
+            model: in evaluation mode.
+            data: samples of a split.
+            batch_size: samples at once.
+        """
+        return {}
+
     @abstractmethod
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """A batch: input_ids (B, L) int64, labels, and where it is padded attention_mask (B, L), 1 = real."""

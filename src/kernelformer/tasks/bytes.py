@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kernelformer.errors import choice, integer, number, positive_int
+from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Sample, Task
+from kernelformer.tasks.sources import check_shares, spread
 
 Text = NDArray[np.uint8]
 Places = NDArray[np.int64]
@@ -64,13 +65,12 @@ class RandomWindows(Windows):
 
     def __init__(self, text: Text, length: int, count: int, seed: int) -> None:
         super().__init__(text, length, count)
-        self.key = _mixed(np.array([seed], np.uint64))
+        self.seed = seed
 
     def places(self, indices: Places) -> Places:
         """Uniform over all places where a whole window fits."""
-        bits = _mixed(self.key + indices.astype(np.uint64)) >> np.uint64(11)
         fits = len(self.text) - self.length + 1
-        places: Places = (bits * 2.0**-53 * fits).astype(np.int64)
+        places: Places = (spread(indices, self.seed) * fits).astype(np.int64)
         return places
 
 
@@ -85,14 +85,6 @@ class ConsecutiveWindows(Windows):
         """Multiples of the length."""
         places: Places = indices * self.whole // self.count * self.length
         return places
-
-
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64 bits whose outputs for consecutive inputs look independent (splitmix64)."""
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class Bytes(Task):
@@ -142,15 +134,10 @@ class Bytes(Task):
         self.length = integer("length", length, at_least=2)  # one byte alone predicts none
         self.samples = positive_int("samples", samples)
         self.limits = {"validation": validation_samples, "test": test_samples}
-        self.shares = {"validation": validation_share, "test": test_share}
+        self.shares = check_shares(validation_share, test_share)
         for split, limit in self.limits.items():
             if limit is not None:
                 positive_int(f"{split}_samples", limit)
-        if sum(number(f"{split}_share", share, at_least=0) for split, share in self.shares.items()) >= 1:
-            raise ValueError(
-                f"validation_share and test_share must leave something to train on, "
-                f"got {validation_share} and {test_share}."
-            )
         self.seed = integer("seed", seed, at_least=0)
         self.library = data is None
         self.path = Path(str(sysconfig.get_paths()["stdlib"] if data is None else data)).expanduser()
