@@ -108,7 +108,7 @@ def test_wrong_input_of_the_study_is_named(encoder, text, options, message):
     [
         ("a.jsonl", b'{"text": "x"}\n{"texts": 1}\n', r"line 2: no text in field 'text', found \['texts'\]"),
         ("a.jsonl", b"{\n", r"line 1: not JSON"),
-        ("a.txt", b"good\n\xff\n", r"is not UTF-8 text"),
+        ("a.txt", b"good\n\xff\n", r"line 2: not UTF-8"),
     ],
 )
 def test_malformed_texts_are_named(tmp_path, name, content, message):

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from kernelformer.tasks import SPLITS, TASKS, make_task, task_options
+from kernelformer.tasks.base import Outcome
 from sampling import SIGMAS
 
 
@@ -183,7 +184,7 @@ def test_a_loader_takes_batches_in_any_order(file):
 
 def test_bits_per_byte_are_nats_over_log_two():
     task = make_task("bytes")
-    assert task.score(math.log(256)) == {"bits_per_byte": pytest.approx(8.0)}
+    assert task.score(Outcome(math.log(256))) == {"bits_per_byte": pytest.approx(8.0)}
     assert not task.higher_is_better
 
 

@@ -141,16 +141,16 @@ def test_a_comparison_does_not_go_on_with_other_data(compared, tmp_path):
 
 
 def test_a_folder_without_a_run_is_no_obstacle(tmp_path):
-    plan = make_plan("x", replace(find_recipe("bytes").run, attention="elu"), ["elu"], 1, tmp_path)
+    plan = make_plan("x", replace(find_recipe("bytes").run(), attention="elu"), ["elu"], 1, tmp_path)
     plan.place(plan.runs[0]).mkdir()
     compare.check(plan, resume=False)
     with pytest.raises(ValueError, match="is_causal=True was asked for"):
-        compare.check(make_plan("x", find_recipe("bytes").run, ["elu", "skyformer"], 2, tmp_path), resume=False)
+        compare.check(make_plan("x", find_recipe("bytes").run(), ["elu", "skyformer"], 2, tmp_path), resume=False)
 
 
 def small_run(steps=4, **more):
     sets = [x for x in SMALL if "=" in x]
-    run = change(find_recipe("bytes").run, _settings(sets, data=TEXT, length=32, steps=steps, attention="elu"))
+    run = change(find_recipe("bytes").run(), _settings(sets, data=TEXT, length=32, steps=steps, attention="elu"))
     return replace(run, **more)
 
 
@@ -287,7 +287,7 @@ def test_list_shows_methods_tasks_and_recipes():
 
 
 def test_settings_of_a_recipe_change_by_name():
-    run = find_recipe("bytes").run
+    run = find_recipe("bytes").run()
     other = change(run, {"steps": 5, "model.hidden_size": 32, "task.length": 64, "attention": "elu"})
     assert (other.steps, other.warmup_steps, other.model["hidden_size"], other.task_options["length"]) == (5, 0, 32, 64)
     assert run.model["hidden_size"] != 32
@@ -325,7 +325,7 @@ def test_places_of_runs_are_different_and_plain(tmp_path):
         "nprf:relative=2d:grid=(2,4)",
         "favor+:seed=" + "1" * 90,
     ]
-    plan = make_plan("x", find_recipe("bytes").run, specs, 2, tmp_path)
+    plan = make_plan("x", find_recipe("bytes").run(), specs, 2, tmp_path)
     places = [plan.place(run).name for run in plan.runs]
     assert len(set(places)) == 10
     assert all(re.fullmatch(r"[A-Za-z0-9+=.,_-]{1,110}", x) for x in places)

@@ -72,8 +72,8 @@ class Ragged(Task):
         ids = torch.nn.utils.rnn.pad_sequence([x["ids"] for x in samples], batch_first=True)
         return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
 
-    def score(self, loss, predictions=None, labels=None):
-        return {"perplexity": math.exp(loss)}
+    def score(self, found):
+        return {"perplexity": math.exp(found.loss)}
 
 
 class Parity(Ragged):
@@ -88,8 +88,9 @@ class Parity(Ragged):
         batch = super().collate(samples)
         return {**batch, "labels": batch["input_ids"].sum(1) % 2}
 
-    def score(self, loss, predictions=None, labels=None):
-        return {"accuracy": float((predictions == labels).mean())}
+    def score(self, found):
+        assert found.right == (found.predictions == found.labels).mean()
+        return {"accuracy": found.right}
 
 
 class Echo(Ragged):
@@ -480,7 +481,9 @@ def test_the_loss_of_an_evaluation_is_a_mean_over_all_labels(whole):
     batch = task.collate([split[i] for i in range(len(split))])
     with torch.no_grad():
         out = model(**batch)
-    sums, counts = contributions(out.logits, batch["labels"], shifted=True)
+    sums, counts, right = contributions(out.logits, batch["labels"], shifted=True)
+    wanted = batch["labels"][:, 1:]
+    assert int(right.sum()) == int((out.logits[:, :-1].argmax(-1) == wanted)[wanted != -100].sum())
     assert float(sums.sum() / counts.sum()) == pytest.approx(float(out.loss), rel=1e-6)
     assert evaluate(model, task, batch_size=2)["loss"] == pytest.approx(float(out.loss), rel=1e-6)
 

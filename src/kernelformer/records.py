@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ class Result:
         parameters: number of weights.
         seconds: of training, without evaluation and saving.
         steps: updates that were made.
+        input_seconds: of these seconds, those spent on getting the next batch.
         loss: mean over all labels of the validation split.
         diverged: whether a loss was not finite; the run ended there.
+        scores: whatever else the task says of the validation split, by name.
         decode: rows of context, seconds per token and bytes of state, by context; None: nobody has measured them.
     """
 
@@ -50,7 +52,9 @@ class Result:
     seconds: float
     steps: int
     loss: float = math.nan
+    input_seconds: float = math.nan
     diverged: bool = False
+    scores: dict[str, float] = field(default_factory=dict)
     decode: Decode | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -70,7 +74,9 @@ class Result:
             seconds=number("seconds", record.get("seconds"), at_least=0),
             steps=integer("steps", record.get("steps"), at_least=0),
             loss=_float("loss", record.get("loss", math.nan)),
+            input_seconds=_float("input_seconds", record.get("input_seconds", math.nan)),
             diverged=flag("diverged", record.get("diverged", False)),
+            scores={str(name): _float(name, x) for name, x in part({"scores": {}, **record}, "scores", dict).items()},
         )
 
 

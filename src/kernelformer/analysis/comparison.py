@@ -44,6 +44,7 @@ class RunRecord:
     training: tuple[Point, ...]
     evaluation: tuple[Point, ...]
     result: Result | None = None  # None: unfinished
+    started: str = ""  # the day, where the record tells it
 
     @property
     def diverged(self) -> bool:
@@ -94,6 +95,7 @@ def read_run(path: Path | str) -> RunRecord:
         settings=settings,
         environment=head["environment"],
         command=head["command"],
+        started=str(head.get("started", ""))[:10],
         training=training,
         evaluation=evaluation,
         result=read_result(folder) if (folder / RESULT).exists() else None,
@@ -172,6 +174,12 @@ class Comparison:
                     f"or give them two labels."
                 )
             seen[run.label, run.seed] = run.path
+
+    @property
+    def curve(self) -> str:
+        """What is drawn over time: the metric, or the loss where the metric is known at the end alone."""
+        known = any(self.metric in p.values for run in self.runs for p in run.evaluation)
+        return self.metric if known else "loss"
 
     @property
     def labels(self) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,7 +17,8 @@ from kernelformer.units import visible
 
 INK = "#1b1e23"  # becomes the page's own text colour, so that figures follow light and dark
 COLOURS = ("#1a7fc3", "#d55e00", "#009e73", "#cc79a7", "#c98a00", "#3d9fd6", "#808080")
-MARKERS = "osD^vP<*"  # 7 colours and 8 markers make 56 styles
+MARKERS = "osD^vP<*"
+STYLES = len(COLOURS) * len(MARKERS)  # 7 and 8 have no common divisor, so that all pairs come
 LINES = ("-", "--", "-.", ":")
 
 
@@ -56,10 +58,27 @@ def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, flo
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def draw_curves(axis: Any, comparison: Comparison, curves: Mapping[int, Curve], x: int, mark: bool) -> None:
-    """Means and bands of runs with a result, others alone; ``curves`` by place, ``x``: 0 for steps, 1 for seconds."""
+def draw_curves(
+    axis: Any,
+    comparison: Comparison,
+    curves: Mapping[int, Curve],
+    x: int,
+    mark: bool,
+    places: Mapping[str, int] | None = None,
+) -> None:
+    """Means and bands of runs with a result, others alone.
+
+    Args:
+        axis: to draw on.
+        comparison: of the runs.
+        curves: by the place of the run.
+        x: 0 for steps, 1 for seconds.
+        mark: whether points have markers.
+        places: the style of each label; None: by their order.
+    """
     alone, frame = [], []
-    for index, label in enumerate(comparison.labels):
+    for place, label in enumerate(comparison.labels):
+        index = place if places is None else places[label]
         mine = [i for i, run in enumerate(comparison.runs) if run.label == label and curves[i]]
         whole = [i for i in mine if comparison.runs[i].scored]
         alone += [(index, i) for i in mine if i not in whole]
@@ -87,6 +106,39 @@ def draw_curves(axis: Any, comparison: Comparison, curves: Mapping[int, Curve], 
     if frame:
         axis.set_ylim(low, high)  # neither the start nor a run that blows up may flatten the rest
     axis.set_xlabel("training time, s" if x else "step")
+
+
+def draw_points(axis: Any, rows: Sequence[tuple[int, float, float, float]], name: str) -> None:
+    """Points with error bars: rows of style, x, mean and deviation; ``name`` is that of the axis."""
+    for index, at, mean, spread in rows:
+        look = style(index) | {"linestyle": "none", "markersize": 6.5, "elinewidth": 1.2, "capsize": 2.5}
+        axis.errorbar([at], [mean], [spread], **look)
+    axis.margins(0.08)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:,g}" if x < 1e4 else f"{x / 1e3:,g}k")
+    axis.set_xlabel(name)
+
+
+def draw_sizes(
+    axis: Any, series: Mapping[int, Sequence[tuple[int, float, float]]], levels: Mapping[int, float], name: str
+) -> None:
+    """Means with error bars over the number of features.
+
+    Args:
+        axis: to draw on.
+        series: by style, rows of size, mean and deviation.
+        levels: by style, means of what has no such number.
+        name: of the axis.
+    """
+    for index, level in levels.items():  # first: the frame is fitted to what comes later
+        axis.axhline(level, color=COLOURS[index % 7], linestyle=LINES[index % 4], linewidth=1.2)
+    for index, rows in series.items():
+        at, mean, spread = zip(*rows, strict=True)
+        axis.errorbar(at, mean, spread, **style(index) | {"elinewidth": 1.2, "capsize": 3})
+    sizes = sorted({row[0] for rows in series.values() for row in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axis.minorticks_off()
+    axis.set_xlabel(name)
 
 
 def draw_bars(axis: Any, comparison: Comparison, values: Mapping[str, float], show: Callable[[float], str]) -> None:
@@ -119,9 +171,13 @@ def draw_decode(axis: Any, comparison: Comparison, place: int, show: Callable[[f
 
 def legend_key(name: str, index: int) -> str:
     """The line and the marker of a label, for legends."""
+    return _key(index).replace("@-", f"{name}-")
 
+
+@cache
+def _key(index: int) -> str:
     def draw(axis: Any) -> None:
         axis.plot([0, 1, 2], [0, 0, 0], markevery=[1], **style(index))
         axis.axis("off")
 
-    return svg(name, "", draw, (0.6, 0.2)).replace('role="img" aria-label=""', 'class="key" aria-hidden="true"', 1)
+    return svg("@", "", draw, (0.6, 0.2)).replace('role="img" aria-label=""', 'class="key" aria-hidden="true"', 1)

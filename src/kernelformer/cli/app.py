@@ -2,32 +2,76 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 from rich.table import Table
 
 from kernelformer import list_methods, method_options
-from kernelformer.cli import benchmark, studies, training
-from kernelformer.cli.common import console
+from kernelformer.cli import benchmark, results, studies, training, translating
+from kernelformer.cli.common import console, plain_errors
+from kernelformer.errors import choice
 from kernelformer.recipes.catalogue import RECIPES
+from kernelformer.recipes.papers import Recipe
 from kernelformer.tasks import TASKS, task_options
 
 app = typer.Typer(help="Linear-time attention by kernels.", no_args_is_help=True, add_completion=False)
-for command in (training.train, training.evaluate, training.compare, training.generate, training.demo, benchmark.bench):
+for command in (training.train, training.evaluate, training.compare, training.generate, translating.translate):
+    app.command()(command)
+for command in (training.demo, results.results, benchmark.bench):
     app.command()(command)
 app.add_typer(studies.app, name="study")
 
 
 @app.command("list")
-def list_() -> None:
-    """Show methods, tasks and recipes, with their options."""
-    methods = Table("method", "about", "options")
+def list_(
+    what: Annotated[
+        str, typer.Argument(help="methods, tasks, recipes, or the name of a recipe; default: all three")
+    ] = "",
+) -> None:
+    """Show methods, tasks and recipes, or all settings of one recipe."""
+    parts = {"methods": _methods, "tasks": _tasks, "recipes": _recipes}
+    with plain_errors():
+        if what in RECIPES:
+            _recipe(RECIPES[what], what)
+            return
+        for part in parts if not what else [choice("part of the list, or recipe,", what, [*parts, *RECIPES])]:
+            console.print(parts[part]())
+
+
+def _table(*columns: str) -> Table:
+    """A name is never broken: it is there to be copied."""
+    table = Table(*columns)
+    table.columns[0].no_wrap = True
+    return table
+
+
+def _methods() -> Table:
+    table = _table("method", "about", "options")
     for name, about in list_methods().items():
-        methods.add_row(name, about, ", ".join(method_options(name)))
-    tasks = Table("task", "about", "metric", "options (--set task.NAME=VALUE)")
+        table.add_row(name, about, ", ".join(method_options(name)))
+    return table
+
+
+def _tasks() -> Table:
+    table = _table("task", "about", "metric", "options (--set task.NAME=VALUE)")
     for name, task in TASKS.items():
-        tasks.add_row(name, task.about, task.metric, ", ".join(task_options(name)))
-    recipes = Table("recipe", "about", "source", "compares")
+        table.add_row(name, task.about, task.metric, ", ".join(task_options(name)))
+    return table
+
+
+def _recipes() -> Table:
+    table = _table("recipe", "about", "source", "task")
+    table.caption = "by default at the size --size cpu; recipes of papers have --size full too; `list NAME` shows both"
     for name, recipe in RECIPES.items():
-        recipes.add_row(name, recipe.about, recipe.source, ", ".join(recipe.attentions))
-    for table in (methods, tasks, recipes):
-        console.print(table)
+        table.add_row(name, recipe.about, recipe.source, recipe.run().task)
+    return table
+
+
+def _recipe(recipe: Recipe, name: str) -> None:
+    """All that a recipe sets, side by side."""
+    console.print(f"{recipe.about}\n{recipe.source}\n{recipe.note}".rstrip(), highlight=False)
+    table = _table(name, *recipe.sizes)
+    for setting, values in recipe.settings().items():
+        table.add_row(setting, *values)
+    console.print(table)

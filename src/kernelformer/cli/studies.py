@@ -193,10 +193,10 @@ def overhead(
     with plain_errors():
         file = target(out / "overhead.json")
         chosen = find_recipe(recipe)
-        specs = names(attention) if attention else list(chosen.attentions)
+        specs = names(attention) if attention else list(chosen.attentions())
         with progress_bar() as progress:
             bar = progress.add_task("", total=len(specs))
-            found = study.run(chosen.run, specs, lambda x: say(progress, bar, x, advance=1))
+            found = study.run(chosen.run(), specs, lambda x: say(progress, bar, x, advance=1))
         console.print(study.table(found))
         write_json(file, {"environment": environment(thread_count(threads)), "steps": study.as_json(found)})
         console.print(f"figures: {file}", highlight=False)

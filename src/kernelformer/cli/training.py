@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from kernelformer.recipes.compare import Plan
 
 Steps = Annotated[int | None, typer.Option(min=1, help="updates; default: the recipe's")]
-Data = Annotated[Path | None, typer.Option(help="of the task: a file or folder")]
+Data = Annotated[str | None, typer.Option(help="of the task: a file or folder, or hub:NAME of a Hugging Face data set")]
+Size = Annotated[str, typer.Option(help="cpu (minutes on a CPU) or full (as printed in the paper)")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="leave bad rows of the data out, and say how many")]
 Length = Annotated[int | None, typer.Option(min=2, help="tokens of a sample")]
 Sets = Annotated[
     list[str] | None,
@@ -65,13 +67,14 @@ def _settings(sets: Sequence[str] | None, **options: Any) -> dict[str, Any]:
             raise ValueError(f"{name} is set twice, to {found[name]!r} and {value!r}; give it once.")
         found[name] = _value(name, value)
     for option, value in options.items():
-        name = f"task.{option}" if option in ("data", "length") else option
+        name = f"task.{option}" if option in ("data", "length", "skip_bad") else option
         if value is not None and name in found:
             raise ValueError(f"{name} is given by --{option} and by --set, {value} and {found[name]!r}; give it once.")
         if value is not None:
             found[name] = value
-    if isinstance(found.get("task.data"), str | Path):  # it must be found from wherever the run is looked at later
-        found["task.data"] = os.path.abspath(os.path.expanduser(found["task.data"]))
+    for name in ("task.data", "task.tokenizer", "start"):  # found from wherever the run is looked at later
+        if isinstance(found.get(name), str | Path) and not str(found[name]).startswith("hub:"):
+            found[name] = os.path.abspath(os.path.expanduser(found[name]))
     return found
 
 
@@ -88,6 +91,8 @@ def train(
     seed: Annotated[int | None, typer.Option(min=0, help="of weights, draws and data order; default: 0")] = None,
     data: Data = None,
     length: Length = None,
+    size: Size = "cpu",
+    skip_bad: SkipBad = False,
     sets: Sets = None,
     resume: Resume = False,
     threads: Threads = None,
@@ -100,8 +105,9 @@ def train(
     with plain_errors():
         specs = names(attention) if attention else [None]
         spec = specs[0] if len(specs) == 1 else specs
-        settings = _settings(sets, attention=spec, steps=steps, seed=seed, data=data, length=length)
-        run = change(find_recipe(recipe).run, settings)
+        own = {"attention": spec, "steps": steps, "seed": seed, "data": data, "length": length}
+        settings = _settings(sets, **own, skip_bad=skip_bad or None)
+        run = change(find_recipe(recipe).run(size), settings)
         train_model(run, out or Path("out") / recipe, resume=resume, command=_command())
 
 
@@ -135,6 +141,8 @@ def compare(
     steps: Steps = None,
     data: Data = None,
     length: Length = None,
+    size: Size = "cpu",
+    skip_bad: SkipBad = False,
     sets: Sets = None,
     resume: Resume = False,
     threads: Threads = None,
@@ -144,14 +152,16 @@ def compare(
     from kernelformer.recipes.compare import make_plan
 
     with plain_errors():
-        settings = _settings(sets, steps=steps, data=data, length=length)
+        settings = _settings(sets, steps=steps, data=data, length=length, skip_bad=skip_bad or None)
         if "attention" in settings:
             raise ValueError(
                 f"compare takes several attentions, got --set attention={settings['attention']}; give --attention."
             )
-        run = change(find_recipe(recipe).run, settings)
-        chosen = names(attention) if attention else find_recipe(recipe).attentions
-        plan = make_plan(recipe, run, chosen, seeds, out or Path("out") / recipe)
+        found = find_recipe(recipe)
+        run = change(found.run(size), settings)
+        chosen = names(attention) if attention else found.attentions(size)
+        about = {"recipe": recipe, "size": size, "source": found.source, "note": found.note}
+        plan = make_plan(recipe, run, chosen, seeds, out or Path("out") / recipe, about)
         _compare(plan, resume, thread_count(threads))
 
 
@@ -227,7 +237,9 @@ def demo(
 
     with plain_errors():
         recipe = find_recipe("demo")
-        plan = make_plan("Attention by kernels on the Python standard library", recipe.run, recipe.attentions, 1, out)
+        plan = make_plan(
+            "Attention by kernels on the Python standard library", recipe.run(), recipe.attentions(), 1, out
+        )
         _compare(plan, True, thread_count(threads))
         torch.set_num_threads(thread_count(threads))
         _, model = load_run(plan.place(plan.runs[-1]))

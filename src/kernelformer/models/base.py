@@ -152,13 +152,21 @@ class FirstToken(nn.Module):
 
 
 def mean_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross-entropy over all labels but -100.
+    """Cross-entropy over all labels but -100, or the squared error of numbers.
 
     Args:
-        logits: (..., classes).
-        labels: (...).
+        logits: (..., classes); (B, 1) for numbers.
+        labels: (...); in floating point they are numbers.
         num_items_in_batch: labels that the mean is over, where the batch is a part of a larger one.
     """
+    if labels.is_floating_point():
+        if logits.shape[-1] != 1:
+            raise ValueError(
+                f"labels in {labels.dtype} are a regression, which has num_labels=1, got {logits.shape[-1]}."
+            )
+        return nn.functional.mse_loss(logits.squeeze(-1).float(), labels.to(logits.device).float())
+    if logits.shape[-1] == 1:
+        raise ValueError(f"num_labels=1 is a regression, whose labels are floating point, got {labels.dtype}.")
     flat, wanted = logits.flatten(0, -2).float(), labels.flatten().to(logits.device)
     if num_items_in_batch is None:
         return nn.functional.cross_entropy(flat, wanted)

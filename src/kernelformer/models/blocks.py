@@ -191,7 +191,9 @@ def make_attention(
             own = {"max_length": length + num_prefix, **own}
         kind = repr(sorted(own.items()))
         options |= own if shared is None or kind not in shared else {"relative": shared[kind]}
-    layer = KernelAttention(config.hidden_size, config.num_attention_heads, method, causal=causal, **options)
+    layer = KernelAttention(
+        config.hidden_size, config.num_attention_heads, method, causal=causal, head_dim=config.head_dim, **options
+    )
     if shared is not None and layer.positions is not None:
         shared.setdefault(kind, layer.positions)
     return layer

@@ -31,6 +31,7 @@ class KernelformerConfig(PreTrainedConfig):
         num_hidden_layers: blocks of the encoder, or of a model without one.
         num_decoder_layers: blocks of the decoder of an encoder-decoder; None means as many.
         num_attention_heads: H.
+        head_dim: width of a head; None means d / H.
         intermediate_size: width of the feed-forward part; None means 4 d.
         hidden_act: its activation, a name of transformers.
         attention: of every block, or a list with one for each.
@@ -46,6 +47,9 @@ class KernelformerConfig(PreTrainedConfig):
         norm_first: layer norm before each part (and at the end), else after it.
         dropout: of the embeddings and of each part's output.
         pooling: of classifiers: ``mean`` over the tokens, or ``cls``, a learned token in front.
+        classifier_size: width of the layer between the pooled vector and the classes; None means d.
+        classifier_act: its activation, a name of transformers.
+        num_labels: classes; 1 is a regression, with the squared error as loss.
         image_size: (rows, columns) of images and pixels.
         patch_size: of images; the grid of relative positions is image_size / patch_size.
         num_channels: of images and pixels.
@@ -62,6 +66,7 @@ class KernelformerConfig(PreTrainedConfig):
     num_hidden_layers: int = 4
     num_decoder_layers: int | None = None
     num_attention_heads: int = 4
+    head_dim: int | None = None
     intermediate_size: int | None = None
     hidden_act: str = "gelu"
     attention: str | list[str] = "favor+"
@@ -74,6 +79,8 @@ class KernelformerConfig(PreTrainedConfig):
     layer_norm_eps: float = 1e-5
     dropout: float | int = 0.0
     pooling: str = "mean"
+    classifier_size: int | None = None
+    classifier_act: str = "gelu"
     image_size: list[int] | tuple[int, int] | None = None
     patch_size: int = 4
     num_channels: int = 3
@@ -94,13 +101,13 @@ class KernelformerConfig(PreTrainedConfig):
             positive_int(name, getattr(self, name))
         for name in ("max_position_embeddings", "num_channels"):
             positive_int(name, getattr(self, name))
-        for name in ("intermediate_size", "num_decoder_layers"):
+        for name in ("intermediate_size", "num_decoder_layers", "head_dim", "classifier_size"):
             if getattr(self, name) is not None:
                 positive_int(name, getattr(self, name))
-        if self.hidden_size % self.num_attention_heads:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads, got {self.hidden_size} and "
-                f"{self.num_attention_heads}."
+                f"{self.num_attention_heads}; or give head_dim."
             )
         choice("positions", self.positions, POSITIONS)
         choice("pooling", self.pooling, POOLING)
@@ -108,11 +115,15 @@ class KernelformerConfig(PreTrainedConfig):
         for name in ("share_bias", "norm_first", "use_cache", "tie_word_embeddings"):
             flag(name, getattr(self, name))
         choice("hidden_act", self.hidden_act, ACT2FN)
+        choice("classifier_act", self.classifier_act, ACT2FN)
         number("layer_norm_eps", self.layer_norm_eps, above=0)
         if self.initializer_range is not None:
             number("initializer_range", self.initializer_range, above=0)
-        if self.problem_type not in (None, "single_label_classification"):
-            raise ValueError(f"the models classify by one label, got problem_type={self.problem_type!r}; leave it out.")
+        if self.problem_type not in (None, "single_label_classification", "regression"):
+            raise ValueError(
+                f"the models classify by one label, or tell a number, got problem_type={self.problem_type!r}; leave it "
+                f"out."
+            )
         if not 0 <= number("dropout", self.dropout) < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
         if self.image_size is not None:
@@ -121,8 +132,7 @@ class KernelformerConfig(PreTrainedConfig):
             self.image_size = [positive_int("image_size", x) for x in self.image_size]
         self.encoder_specs, self.decoder_specs, self.cross_specs  # noqa: B018  (wrong ones are found here)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
-        if int(self.num_labels or 0) < 2:
-            raise ValueError(f"num_labels must be at least 2, got {self.num_labels}.")
+        positive_int("num_labels", self.num_labels)
 
     @property
     def feed_forward(self) -> int:

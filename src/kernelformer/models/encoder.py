@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -117,10 +118,10 @@ class Head(nn.Sequential):
     """Two layers from a pooled vector to classes."""
 
     def __init__(self, inputs: int, config: KernelformerConfig) -> None:
-        width = config.hidden_size
+        width = config.classifier_size or config.hidden_size
         super().__init__(
             nn.Linear(inputs, width),
-            nn.GELU(),
+            ACT2FN[config.classifier_act],
             nn.Dropout(config.dropout),
             nn.Linear(width, int(config.num_labels or 0)),
         )

@@ -22,7 +22,7 @@ class KernelAttention(nn.Module):
 
     Args:
         embed_dim: width of x and y.
-        num_heads: H; divides embed_dim.
+        num_heads: H; divides embed_dim, unless head_dim is given.
         method: a name from `list_methods`.
         num_features: of a random map, default 256; other methods refuse it.
         causal: key j is visible to query i iff j <= i.
@@ -30,6 +30,7 @@ class KernelAttention(nn.Module):
             "alibi") and ``num_buckets``; ``"2d"`` with ``grid`` and ``num_prefix``; or a `RelativePositions`, which
             several layers may share.
         num_kv_heads: G, for grouped queries; default H.
+        head_dim: D; default embed_dim / num_heads.
         context_dim: width of the context; default embed_dim.
         bias: whether the projections have a bias.
         device: of the projections.
@@ -47,6 +48,7 @@ class KernelAttention(nn.Module):
         causal: bool = False,
         relative: str | RelativePositions | None = None,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         context_dim: int | None = None,
         bias: bool = True,
         device: torch.device | str | None = None,
@@ -56,8 +58,8 @@ class KernelAttention(nn.Module):
         super().__init__()
         positive_int("embed_dim", embed_dim)
         positive_int("num_heads", num_heads)
-        if embed_dim % num_heads:
-            raise ValueError(f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}.")
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}; or give head_dim.")
         kv_heads = positive_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {kv_heads} and {num_heads}.")
@@ -65,14 +67,15 @@ class KernelAttention(nn.Module):
         if num_features is not None:
             options["num_features"] = num_features
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
-        self.head_dim, self.causal = embed_dim // num_heads, causal
+        self.head_dim = embed_dim // num_heads if head_dim is None else positive_int("head_dim", head_dim)
+        self.causal = causal
         self.context_dim = embed_dim if context_dim is None else positive_int("context_dim", context_dim)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        kv_dim = kv_heads * self.head_dim
-        self.query = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        dim, kv_dim = num_heads * self.head_dim, kv_heads * self.head_dim
+        self.query = nn.Linear(embed_dim, dim, bias=bias, **place)
         self.key = nn.Linear(self.context_dim, kv_dim, bias=bias, **place)
         self.value = nn.Linear(self.context_dim, kv_dim, bias=bias, **place)
-        self.out = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        self.out = nn.Linear(dim, embed_dim, bias=bias, **place)
         if method == "rfa-gate":
             options.setdefault("own_gate", False)
         self.core = build_attention(method, head_dim=self.head_dim, num_heads=num_heads, **options).to(device)

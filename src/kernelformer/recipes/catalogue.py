@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from kernelformer.errors import positive_int, unknown
+from kernelformer.recipes.papers import PAPERS
+from kernelformer.recipes.papers.base import BIASED, CPU, Recipe
 from kernelformer.tasks import task_options
 from kernelformer.training.run import Run
-
-BIASED = "nprf:num_features=64:relative=1d:max_distance=64"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A run but for its attention and its seed.
-
-    Args:
-        about: one line.
-        source: the paper and table that it follows, or why it is as it is.
-        run: the settings; its attention is the default of `train`.
-        attentions: what `compare` compares by default.
-    """
-
-    about: str
-    source: str
-    run: Run
-    attentions: Sequence[str]
-
 
 BYTES = Run(
     task="bytes",
@@ -45,46 +27,52 @@ BYTES = Run(
     eval_every=100,
     save_every=100,
 )
+FEW = ("softmax", "favor+:num_features=64", "elu")
 
 RECIPES: dict[str, Recipe] = {
     "bytes": Recipe(
         "byte-level language model of the Python standard library, or of --data",
         "a size for a CPU: 0.4 M parameters, three to six minutes on 2 cores",
-        BYTES,
-        ("softmax", "favor+:num_features=64", "elu", BIASED),
+        {CPU: BYTES},
+        {CPU: (*FEW, BIASED)},
     ),
     "listops": Recipe(
         "ListOps of Long Range Arena: nested operators over digits, ten classes, lengths 500 to 2000",
         "the model of Skyformer's Sec. 5 (2 layers, width 64), fewer samples and steps, for a CPU",
-        Run(
-            task="listops",
-            attention="favor+:num_features=64",
-            task_options={"train_samples": 20000, "validation_samples": 500, "test_samples": 500},
-            model={"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
-            steps=1000,
-            batch_size=16,
-            learning_rate=1e-3,
-            warmup_steps=100,
-            redraw=100,
-            eval_every=200,
-            save_every=200,
-        ),
-        ("softmax", "favor+:num_features=64", "elu", "skyformer"),
+        {
+            CPU: Run(
+                task="listops",
+                attention="favor+:num_features=64",
+                task_options={"train_samples": 20000, "validation_samples": 500, "test_samples": 500},
+                model={"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
+                steps=1000,
+                batch_size=16,
+                learning_rate=1e-3,
+                warmup_steps=100,
+                redraw=100,
+                eval_every=200,
+                save_every=200,
+            )
+        },
+        {CPU: (*FEW, "skyformer")},
     ),
     "demo": Recipe(
         "byte-level language model of the Python standard library, in less than a minute for each attention",
         "what `make demo` compares: `bytes` with shorter samples and fewer steps",
-        replace(
-            BYTES,
-            task_options={"length": 256, "validation_samples": 128},
-            steps=320,
-            warmup_steps=30,
-            eval_every=40,
-            save_every=80,
-            keep=1,
-        ),
-        ("softmax", "favor+:num_features=64", "elu", BIASED),
+        {
+            CPU: replace(
+                BYTES,
+                task_options={"length": 256, "validation_samples": 128},
+                steps=320,
+                warmup_steps=30,
+                eval_every=40,
+                save_every=80,
+                keep=1,
+            )
+        },
+        {CPU: (*FEW, BIASED)},
     ),
+    **PAPERS,
 }
 
 

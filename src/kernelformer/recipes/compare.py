@@ -9,8 +9,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from kernelformer.errors import positive_int
 from kernelformer.files import write_json
 from kernelformer.recipes.worker import ERROR, STOPPED
 from kernelformer.records import RUN, SAMPLE
-from kernelformer.tasks import TASKS, make_task
+from kernelformer.tasks import make_task
 from kernelformer.training.inspection import check_same
-from kernelformer.training.run import Run, StoppedError, TrainingError
+from kernelformer.training.run import BETWEEN, Run, StoppedError, TrainingError
 from kernelformer.training.session import build_model
 
 REPORT = "report.html"
@@ -34,11 +34,19 @@ WORKER = ("-m", "kernelformer.recipes.worker")
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a comparison and where they go."""
+    """The runs of a comparison, where they go, and what a reader should know of them.
+
+    Args:
+        title: of the report.
+        runs: all of one task.
+        folder: of everything.
+        about: more for the record, by name: "recipe", "source", "note".
+    """
 
     title: str
     runs: Sequence[Run]
     folder: Path
+    about: Mapping[str, str] = field(default_factory=dict)
 
     def place(self, run: Run) -> Path:
         """The folder of one run: readable, and different for different attentions."""
@@ -48,13 +56,28 @@ class Plan:
         return self.folder / f"{plain}-seed{run.seed}"
 
 
-def make_plan(title: str, run: Run, attentions: Sequence[str], seeds: int, folder: Path) -> Plan:
-    """Every attention with every seed, seed by seed, so that a stopped comparison has all attentions of a seed."""
+def make_plan(
+    title: str, run: Run, attentions: Sequence[str], seeds: int, folder: Path, about: Mapping[str, str] | None = None
+) -> Plan:
+    """Every attention with every seed, seed by seed, so that a stopped comparison has all attentions of a seed.
+
+    Args:
+        title: of the report.
+        run: the settings that all share.
+        attentions: specs; ``A > B`` gives an encoder-decoder A in its encoder and B in its decoder.
+        seeds: how many.
+        folder: of everything.
+    """
     positive_int("seeds", seeds)
     if len(set(attentions)) != len(attentions):
         raise ValueError(f"attentions to compare must differ, got {', '.join(attentions)}.")
-    runs = [replace(run, attention=x, seed=run.seed + i) for i in range(seeds) for x in attentions]
-    return Plan(title, runs, folder)
+    runs = [replace(run, **_attention(x), seed=run.seed + i) for i in range(seeds) for x in attentions]
+    return Plan(title, runs, folder, about or {})
+
+
+def _attention(spec: str) -> dict[str, Any]:
+    first, sign, second = (x.strip() for x in spec.partition(BETWEEN))
+    return {"attention": first, "decoder_attention": second} if sign else {"attention": spec, "decoder_attention": None}
 
 
 def check(plan: Plan, resume: bool) -> None:
@@ -138,12 +161,14 @@ def _train(run: Run, folder: Path, threads: int, command: str, tell: Callable[[s
 
 def report(plan: Plan) -> Comparison:
     """Write the report of what is in the folders."""
-    task = TASKS[plan.runs[0].task]
+    first = plan.runs[0]
+    task = make_task(first.task, **first.task_options)
     records = [replace(read_run(plan.place(run)), label=run.label) for run in plan.runs]
     found = Comparison(plan.title, task.metric, task.higher_is_better, task.about, records)
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_report(found, plan.folder / REPORT, samples=_samples(plan))
-    write_json(plan.folder / FIGURES, _figures(found))
+    about = {**plan.about, "task": task.name, "about": task.about, "baselines": task.baselines("validation")}
+    write_json(plan.folder / FIGURES, {**_figures(found), **about})
     return found
 
 
@@ -154,14 +179,15 @@ def _figures(found: Comparison) -> dict[str, Any]:
             "label": run.label,
             "seed": run.seed,
             "settings": run.settings,
-            "evaluation": [[p.step, p.seconds, p.values.get(found.metric)] for p in run.evaluation],
+            "evaluation": [[p.step, p.seconds, p.values.get(found.curve)] for p in run.evaluation],
             "result": None if run.result is None else asdict(run.result),
         }
         for run in found.runs
     ]
     first = found.runs[0]
-    head = {"title": found.title, "metric": found.metric, "command": first.command, "environment": first.environment}
-    return {**head, "runs": runs}
+    head = {"title": found.title, "metric": found.metric, "higher_is_better": found.higher_is_better}
+    told = {"curve": found.curve, "date": first.started, "command": first.command, "environment": first.environment}
+    return {**head, **told, "runs": runs}
 
 
 def _samples(plan: Plan) -> dict[str, str]:

@@ -8,9 +8,38 @@ from typing import Any
 from kernelformer.errors import choice, unknown
 from kernelformer.tasks.base import SPLITS, Task
 from kernelformer.tasks.bytes import Bytes
+from kernelformer.tasks.grey import Grey
+from kernelformer.tasks.images import Images
 from kernelformer.tasks.listops import ListOps
+from kernelformer.tasks.masked import Masked
+from kernelformer.tasks.pathfinder import Pathfinder
+from kernelformer.tasks.pixels import Pixels
+from kernelformer.tasks.proteins import MaskedProteins, Proteins
+from kernelformer.tasks.retrieval import Retrieval
+from kernelformer.tasks.sentences import Sentences
+from kernelformer.tasks.sparsity import Sparsity
+from kernelformer.tasks.text import Text
+from kernelformer.tasks.translation import Translation
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Bytes, ListOps)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task
+    for task in (
+        Bytes,
+        Grey,
+        Images,
+        ListOps,
+        Masked,
+        MaskedProteins,
+        Pathfinder,
+        Pixels,
+        Proteins,
+        Retrieval,
+        Sentences,
+        Sparsity,
+        Text,
+        Translation,
+    )
+}
 
 __all__ = ["SPLITS", "TASKS", "Task", "make_task", "task_options"]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +20,23 @@ from kernelformer.files import replacing
 SPLITS = ("train", "validation", "test")
 Sample = dict[str, Any]
 Data = TypeVar("Data")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What evaluation has seen of a split.
+
+    Args:
+        loss: mean over all labels, in nats; of a regression the mean squared error.
+        right: share of the labels that were the model's likeliest class or token; nan in regression.
+        predictions: (N) classes or numbers, of models with one answer per sample.
+        labels: (N), of the same.
+    """
+
+    loss: float
+    right: float = math.nan
+    predictions: NDArray[Any] | None = None
+    labels: NDArray[Any] | None = None
 
 
 class Task(ABC):
@@ -67,30 +86,15 @@ class Task(ABC):
         """A batch: input_ids (B, L) int64, labels, and where it is padded attention_mask (B, L), 1 = real."""
 
     @abstractmethod
-    def score(
-        self, loss: float, predictions: NDArray[Any] | None = None, labels: NDArray[Any] | None = None
-    ) -> dict[str, float]:
-        """The metric by its name, from the mean loss of a split, and from predictions where it needs them."""
+    def score(self, found: Outcome) -> dict[str, float]:
+        """The metric by its name, and whatever else says something; without it where `judge` gives the metric."""
 
+    def baselines(self, split: str) -> dict[str, dict[str, float]]:
+        """Scores, by name, of what needs no model, such as guessing by frequency."""
+        return {}
 
-def accuracy(predictions: NDArray[Any] | None, labels: NDArray[Any] | None) -> float:
-    """Share of right answers.
-
-    Args:
-        predictions: (N, C) logits, or (N) classes.
-        labels: (N).
-    """
-    if predictions is None or labels is None:
-        missing = "predictions" if predictions is None else "labels"
-        raise ValueError(f"accuracy needs predictions and labels, got {missing}=None; keep them during evaluation.")
-    predictions, labels = np.asarray(predictions), np.asarray(labels)
-    answers = predictions.argmax(-1) if predictions.ndim == labels.ndim + 1 else predictions
-    if answers.shape != labels.shape or not labels.size:
-        raise ValueError(
-            f"predictions must be (N, classes) or (N) for labels (N) with N of at least 1, "
-            f"got shapes {predictions.shape} and {labels.shape}."
-        )
-    return float((answers == labels).mean())
+    def save_extra(self, folder: Path) -> None:  # noqa: B027  (most tasks have nothing to write)
+        """Write what a saved model needs of the task beside it, such as a vocabulary."""
 
 
 def cache_folder() -> Path:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, positive_int
-from kernelformer.tasks.base import SPLITS, Sample, Task
+from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
 from kernelformer.tasks.sources import check_shares, spread
 
 Text = NDArray[np.uint8]
@@ -185,11 +185,9 @@ class Bytes(Task):
         ids = torch.stack([sample["input_ids"] for sample in samples])
         return {"input_ids": ids, "labels": ids}
 
-    def score(
-        self, loss: float, predictions: NDArray[Any] | None = None, labels: NDArray[Any] | None = None
-    ) -> dict[str, float]:
+    def score(self, found: Outcome) -> dict[str, float]:
         """Bits per byte: the loss in bits instead of nats."""
-        return {self.metric: loss / math.log(2)}
+        return {self.metric: found.loss / math.log(2)}
 
     def _text(self, split: str) -> Text:
         if not self.path.is_dir():

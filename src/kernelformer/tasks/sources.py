@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import io
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernelformer.errors import choice, flag, integer, number
 from kernelformer.tasks.base import SPLITS
+from kernelformer.tasks.readers import EXTENSIONS as EXTENSIONS
+from kernelformer.tasks.readers import Row as Row
+from kernelformer.tasks.readers import brief as brief
+from kernelformer.tasks.readers import hash_files as hash_files
+from kernelformer.tasks.readers import not_utf8 as not_utf8
+from kernelformer.tasks.readers import read_bytes as read_bytes
+from kernelformer.tasks.readers import read_file_rows as read_file_rows
+from kernelformer.tasks.readers import read_lines as read_lines
+from kernelformer.tasks.readers import read_texts as read_texts
+from kernelformer.tasks.readers import said_names, unreadable
 
 HUB = "hub:"
-EXTENSIONS = (".jsonl", ".csv", ".tsv")
 # Names that splits have elsewhere; the first that is there counts.
 ALIASES = {
     "train": ("train", "training"),
@@ -29,7 +34,6 @@ ALIASES = {
 }
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
-Row = dict[str, Any]
 Rows = dict[str, list[Any]]
 Check = Callable[[object], Any]  # a value of a row, as it is to be used; ValueError says what is wrong with it
 
@@ -65,24 +69,45 @@ class Sieve:
 
 
 def text_value(value: object) -> str:
-    """A text that is not empty."""
+    """A text that is not empty and can be written as UTF-8."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"must be a text that is not empty, got {value!r}")
+        raise ValueError(f"must be a text that is not empty, got {brief(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as problem:  # JSON can name half of a character, as \ud83d
+        raise ValueError(
+            f"is not UTF-8: {value[problem.start]!r} at character {problem.start} is half of one"
+        ) from None
     return value
 
 
-def label_value(labels: int | list[str]) -> Check:
-    """A check for labels: integers from 0 to ``labels`` - 1, or one of these names; gives the integer."""
-    names = labels if isinstance(labels, list) else []
-    count = len(names) or integer("labels", labels, at_least=1)
+def label_names(labels: int | Sequence[str], at_least: int = 1) -> tuple[int, list[str]]:
+    """How many labels there are, and their names if they have some."""
+    if isinstance(labels, str) or not isinstance(labels, Sequence):
+        return integer("labels", labels, at_least=at_least), []
+    names = list(labels)
+    if not all(isinstance(x, str) and x for x in names) or len(set(names)) < max(len(names), at_least):
+        raise ValueError(f"labels must be a number or at least {at_least} different names, got {labels!r}.")
+    return len(names), names
+
+
+def label_value(labels: int | Sequence[str]) -> Check:
+    """A check for labels: one of these names, or an integer from 0 to their number - 1; gives the integer.
+
+    A number may also be a text, as all values of tables are, or a float without a fraction. Names that look like
+    numbers are names: with ``["1", "2"]`` the label 1 is the first.
+    """
+    count, names = label_names(labels)
 
     def check(value: object) -> int:
-        if isinstance(value, str) and value in names:
-            return names.index(value)
-        found = int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,9}", value) else value
+        if isinstance(value, str | int) and str(value) in names:
+            return names.index(str(value))
+        found = float(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,9}(\.0*)?", value) else value
+        if isinstance(found, float) and found.is_integer():
+            found = int(found)
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < count:
             known = f"one of {', '.join(names)} or " if names else ""
-            raise ValueError(f"must be {known}an integer from 0 to {count - 1}, got {value!r}")
+            raise ValueError(f"must be {known}an integer from 0 to {count - 1}, got {brief(value)}")
         return found
 
     return check
@@ -93,7 +118,7 @@ def number_value(value: object) -> float:
     try:
         return number("it", float(value) if isinstance(value, str) else value)
     except ValueError:
-        raise ValueError(f"must be a finite number, got {value!r}") from None
+        raise ValueError(f"must be a finite number, got {brief(value)}") from None
 
 
 class Source:
@@ -136,6 +161,7 @@ class Source:
         self.place = find_place(data, layout)
         self.remarks: list[str] = []  # about what was read so far
         self._read: dict[str, Rows] = {}
+        self._sets: Mapping[str, Any] | None = None
 
     def rows(self, split: str) -> Rows:
         """The columns of a split, by name; read once."""
@@ -144,11 +170,17 @@ class Source:
             self._read[split] = self._split(split)
         return self._read[split]
 
+    def take(self, split: str) -> Rows:
+        """The columns of a split, for whoever makes something else of them: here they are forgotten, not kept twice."""
+        rows = self.rows(split)
+        del self._read[split]
+        return rows
+
     def fingerprint(self) -> str:
         """Names and hash of all files, or what ``datasets`` calls the same rows."""
         if isinstance(self.place, str):
-            found = hub(self.place)
-            return f"{self.place}: " + ", ".join(f"{k} {len(v)} {v._fingerprint}" for k, v in sorted(found.items()))
+            sets = sorted(self._hub().items())
+            return f"{self.place}: " + ", ".join(f"{name} {len(x)} {x._fingerprint}" for name, x in sets)
         return hash_files(self.files() if self.found.is_dir() else [self.found])
 
     @property
@@ -161,51 +193,69 @@ class Source:
 
     def files(self) -> list[Path]:
         """All files of a folder that are a split."""
+        try:
+            everything = sorted(self.found.iterdir())
+        except OSError as problem:
+            unreadable(self.found, problem)
         stems = set(chain(*ALIASES.values()))
-        there = sorted(x for x in self.found.iterdir() if x.suffix in EXTENSIONS and x.stem in stems)
+        there = [x for x in everything if x.suffix in EXTENSIONS and x.stem in stems]
         if not there:
-            names = ", ".join(sorted(x.name for x in self.found.iterdir())[:10]) or "nothing"
+            names = ", ".join(x.name for x in everything[:10]) or "nothing"
             raise ValueError(
                 f"the folder {self.found} has no train{'|'.join(EXTENSIONS)}, found {names}; it must hold a file with "
                 f"{self.layout} for each split."
             )
         return there
 
+    def _hub(self) -> Mapping[str, Any]:
+        if self._sets is None:
+            assert isinstance(self.place, str)
+            self._sets = hub(self.place)
+        return self._sets
+
     def _split(self, split: str) -> Rows:
         if isinstance(self.place, str):
-            sets = {name: lambda x=x: self._of_hub(x) for name, x in hub(self.place).items()}
+            sets = {name: lambda x=x: self._of_hub(x) for name, x in self._hub().items()}
         elif self.found.is_dir():
-            sets = {}
-            for path in self.files():
-                if path.stem in sets:
-                    twice = ", ".join(x.name for x in self.files() if x.stem == path.stem)
-                    raise ValueError(f"the folder {self.found} has {twice}; keep one file for each split.")
-                sets[path.stem] = lambda path=path: self._of_file(path)
+            files = self.files()
+            for names in ALIASES.values():
+                same = [x.name for x in files if x.stem in names]
+                if len(same) > 1:
+                    raise ValueError(f"the folder {self.found} has {' and '.join(same)}; keep one file for each split.")
+            sets = {x.stem: lambda x=x: self._of_file(x) for x in files}
         else:
-            rows = self._of_file(self.found)
-            return self._taken(rows, split, divide(_count(rows), self.shares, self.seed)[split])
+            return self._divided(self._of_file(self.found), split, SPLITS)
         named = {s: next((x for x in names if x in sets), None) for s, names in ALIASES.items()}
-        if named["validation"] is None and split != "test":
-            wanted = named["train"]
-            if wanted is not None:
-                rows = sets[wanted]()
-                shares = {"validation": self.shares["validation"], "test": 0.0}
-                return self._taken(rows, split, divide(_count(rows), shares, self.seed)[split])
+        if named["validation"] is None and split != "test" and named["train"] is not None:
+            return self._divided(sets[named["train"]](), split, ("train", "validation"))
         name = named[split]
         if name is None:
             raise ValueError(
                 f"{self.place} has no {split} split, found {', '.join(sorted(sets))}; add one, or evaluate another."
             )
-        rows = sets[name]()
-        return self._taken(rows, split, np.arange(_count(rows)))
+        return self._full(sets[name](), split)
 
-    def _taken(self, rows: Rows, split: str, chosen: NDArray[np.int64]) -> Rows:
-        if not len(chosen):
-            share = "" if split == "train" else f", or give a larger {split}_share than {self.shares[split]}"
+    def _divided(self, rows: Rows, split: str, among: Sequence[str]) -> Rows:
+        """A part of rows that have no splits of their own; the other parts are kept too, as all have been read."""
+        count = _count(rows)
+        chosen = divide(count, {name: x if name in among else 0.0 for name, x in self.shares.items()}, self.seed)
+        for name in among:
+            part = {column: [values[i] for i in chosen[name]] for column, values in rows.items()}
+            if name == split:
+                wanted = self._full(part, split, count)
+            elif len(chosen[name]):
+                self._read[name] = part
+        return wanted
+
+    def _full(self, rows: Rows, split: str, of: int = 0) -> Rows:
+        """The rows, if there are any."""
+        if not _count(rows):
+            share = f", or give a larger {split}_share than {self.shares[split]}" if of and split != "train" else ""
+            said = "".join(f" ({x})" for x in self.remarks)
             raise ValueError(
-                f"the {split} split of {self.place} is empty: {_count(rows)} good rows in all; add rows{share}."
+                f"the {split} split of {self.place} is empty: {of} good rows in all{said}; add rows{share}."
             )
-        return {name: [column[i] for i in chosen] for name, column in rows.items()}
+        return rows
 
     def _of_file(self, path: Path) -> Rows:
         return self._good(read_file_rows(path), path)
@@ -214,7 +264,8 @@ class Source:
         lacking = [x for x in self.fields if x not in found.column_names]
         if lacking:
             raise wrong_columns(self.place, lacking, found.column_names, self.layout)
-        return self._good(((f"row {i}", row) for i, row in enumerate(found)), self.place)
+        rows = found.select_columns(list(self.fields))  # what is not read is not decoded
+        return self._good(((f"row {i}", row) for i, row in enumerate(rows)), self.place)
 
     def _good(self, rows: Iterator[tuple[str, Row | str]], where: object) -> Rows:
         """Columns of the rows that pass the checks."""
@@ -229,7 +280,7 @@ class Source:
             if lacking and not index:  # the first row: not a bad row, but another kind of file
                 raise wrong_columns(where, lacking, row, self.layout)
             if lacking:
-                sieve.bad(place, f"it has no {', '.join(lacking)}, found {', '.join(map(str, row)) or 'nothing'}")
+                sieve.bad(place, f"it has no {', '.join(lacking)}, found {said_names(row)}")
                 continue
             name = ""
             try:
@@ -249,11 +300,10 @@ def _count(rows: Rows) -> int:
     return len(next(iter(rows.values())))
 
 
-def wrong_columns(where: object, lacking: list[str], found: object, layout: str) -> ValueError:
+def wrong_columns(where: object, lacking: Sequence[str], found: Iterable[object], layout: str) -> ValueError:
     """Columns that do not fit, with those that are there."""
-    there = ", ".join(map(str, found)) if isinstance(found, list | tuple | dict) else str(found)
     return ValueError(
-        f"{where} has no column {' and no '.join(map(repr, lacking))}, found {there or 'none'}; a row must have "
+        f"{where} has no column {' and no '.join(map(repr, lacking))}, found {said_names(found)}; a row must have "
         f"{layout}, and the task's options name the columns."
     )
 
@@ -331,123 +381,3 @@ def spread(indices: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
     bits = mixed(mixed(np.array([seed], np.uint64)) + indices.astype(np.uint64)) >> np.uint64(11)
     numbers: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return numbers
-
-
-def hash_files(paths: list[Path]) -> str:
-    """Names, sizes and a hash of all bytes; 0.2 seconds for 100 million."""
-    digest, size = hashlib.blake2b(digest_size=16), 0
-    for path in paths:
-        content = read_bytes(path)
-        size += len(content)
-        digest.update(f"{path.name}\0{len(content)}\0".encode(errors="surrogateescape"))
-        digest.update(content)
-    names = ", ".join(x.name for x in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    return f"{names}: {len(paths)} files, {size} bytes, blake2b {digest.hexdigest()}"
-
-
-def read_bytes(path: Path) -> bytes:
-    """All of a file."""
-    try:
-        return path.read_bytes()
-    except OSError as problem:
-        _unreadable(path, problem)
-
-
-def _unreadable(path: Path, problem: OSError) -> NoReturn:
-    raise ValueError(f"{path} cannot be read: {problem.strerror}; give a readable file.") from None
-
-
-def read_lines(path: Path) -> Iterator[tuple[str, str | UnicodeDecodeError]]:
-    """Lines of a text file with their places, ``line 1`` and so on; blank ones are left out.
-
-    A line that is not UTF-8 comes as the error that says so; `not_utf8` words it.
-    """
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    text: str | UnicodeDecodeError = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                except UnicodeDecodeError as problem:
-                    text = problem
-                if not isinstance(text, str) or text.strip():
-                    yield f"line {number}", text
-    except OSError as problem:
-        _unreadable(path, problem)
-
-
-def not_utf8(problem: UnicodeDecodeError) -> str:
-    """Why a text is not UTF-8."""
-    return f"not UTF-8: {problem.reason} at byte {problem.start} of the line"
-
-
-def read_file_rows(path: Path) -> Iterator[tuple[str, Row | str]]:
-    """Rows of a ``.jsonl``, ``.csv`` or ``.tsv`` file with their places; a bad one comes as the reason why it is."""
-    if path.suffix not in EXTENSIONS:
-        raise ValueError(f"{path} must end in {', '.join(EXTENSIONS)}, got {path.suffix or 'nothing'!r}.")
-    return _json_rows(path) if path.suffix == ".jsonl" else _table_rows(path, "," if path.suffix == ".csv" else "\t")
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Row | str]]:
-    for place, line in read_lines(path):
-        if not isinstance(line, str):
-            yield place, not_utf8(line)
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as problem:
-            yield place, f"not JSON ({getattr(problem, 'msg', 'too deep')})"
-            continue
-        yield place, row if isinstance(row, dict) else f"not an object but {type(row).__name__}"
-
-
-def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row | str]]:
-    try:
-        text = read_bytes(path).decode("utf-8-sig")
-    except UnicodeDecodeError as problem:
-        line = problem.object[: problem.start].count(b"\n") + 1
-        raise ValueError(f"{path}, line {line}: not UTF-8: {problem.reason}; save it as UTF-8.") from None
-    reader = csv.reader(
-        io.StringIO(text, newline=""),
-        delimiter=separator,
-        strict=separator == ",",
-        quoting=csv.QUOTE_MINIMAL if separator == "," else csv.QUOTE_NONE,
-    )
-    head: list[str] | None = None
-    while True:
-        try:
-            values = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as problem:
-            yield f"line {reader.line_num}", f"not a row of a table ({problem})"
-            continue
-        if not any(values):
-            continue
-        if head is None:
-            head = values
-        elif len(values) != len(head):
-            yield f"line {reader.line_num}", f"it has {len(values)} values, the head line has {len(head)}"
-        else:
-            yield f"line {reader.line_num}", dict(zip(head, values, strict=True))
-
-
-def read_texts(path: Path, field: str = "text") -> Iterator[str]:
-    """The texts of a file, one after the other; blank lines are skipped.
-
-    Args:
-        path: ``.jsonl`` with ``field`` in each line, or any other text file, one text a line; UTF-8.
-        field: of a ``.jsonl`` file.
-    """
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}; give a .jsonl file with {field!r} in each line, or a .txt file.")
-    for place, row in _json_rows(path) if path.suffix == ".jsonl" else read_lines(path):
-        if isinstance(row, UnicodeDecodeError):
-            row = not_utf8(row)
-        elif isinstance(row, str) and path.suffix != ".jsonl":
-            yield row
-            continue
-        elif isinstance(row, dict) and isinstance(row.get(field), str):
-            yield row[field]
-            continue
-        reason = row if isinstance(row, str) else f"no text in field {field!r}, found {sorted(row)}"
-        raise ValueError(f"{path}, {place}: {reason}.")

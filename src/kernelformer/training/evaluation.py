@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
@@ -23,6 +23,7 @@ from kernelformer.errors import choice, positive_int
 from kernelformer.models import MODELS, KernelformerForCausalLM, KernelformerPreTrainedModel
 from kernelformer.records import MODEL, RESULT, RUN
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
+from kernelformer.tasks.base import Outcome
 from kernelformer.training.checkpoints import reason
 from kernelformer.training.inspection import DAMAGE, saved_run
 from kernelformer.training.meter import scores
@@ -32,22 +33,27 @@ from kernelformer.training.silence import silent_libraries
 IGNORED = -100
 
 
-def contributions(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
-    """What each sample adds to the mean loss of a split, whatever the batches: sum and number of its labels.
+def contributions(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What each sample adds to the mean loss and to the right answers of a split, whatever the batches.
 
     Args:
-        logits: (B, classes) or (B, L, classes).
+        logits: (B, classes) or (B, L, classes); (B, 1) with labels in floating point is a regression.
         labels: (B) or (B, L), -100 = not counted.
         shifted: whether logits at i are for label i + 1.
 
     Returns:
-        (B) float64 and (B) int64.
+        Sums of losses (B) float64, labels that count (B) int64, and those that are the likeliest class (B) int64.
     """
+    if labels.is_floating_point():
+        each = (logits.squeeze(-1).double() - labels.double()) ** 2
+        return each, torch.ones_like(each, dtype=torch.int64), torch.zeros_like(each, dtype=torch.int64)
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
     each = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
     size = labels.shape[0]
-    return each.double().view(size, -1).sum(1), (labels != IGNORED).view(size, -1).sum(1)
+    counted = (labels != IGNORED).view(size, -1)
+    right = (logits.argmax(-1) == labels).view(size, -1) & counted
+    return each.double().view(size, -1).sum(1), counted.sum(1), right.sum(1)
 
 
 class TaskTrainer(Trainer):
@@ -78,15 +84,19 @@ class TaskTrainer(Trainer):
         """Of a batch, what `_score` needs."""
         logits = logits[0] if isinstance(logits, tuple) else logits
         parts = contributions(logits, labels, self._loss_shifts_labels)
-        return (*parts, logits.argmax(-1)) if logits.dim() == 2 else parts  # one answer per sample, or one per token
+        if logits.dim() > 2:
+            return parts
+        return (*parts, logits.squeeze(-1) if labels.is_floating_point() else logits.argmax(-1))  # one per sample
 
     def _score(self, found: EvalPrediction) -> dict[str, float]:
         parts: Any = found.predictions  # of `_reduce`, over all samples
-        sums, counts, *answers = parts
-        loss = float(np.sum(sums) / np.sum(counts))
-        predictions: NDArray[Any] | None = answers[0] if answers else None
+        sums, counts, hits, *answers = parts
+        total = float(np.sum(counts))
         labels = np.asarray(found.label_ids) if answers else None
-        return {**self.task.score(loss, predictions, labels), "exact_loss": loss}
+        numbers = labels is not None and np.issubdtype(labels.dtype, np.floating)
+        right = math.nan if numbers else float(np.sum(hits)) / total
+        outcome = Outcome(float(np.sum(sums)) / total, right, answers[0] if answers else None, labels)
+        return {**self.task.score(outcome), "exact_loss": outcome.loss}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """The trainer's, with the mean over all labels for a loss."""
@@ -190,10 +200,22 @@ def evaluate(
         )
         training = model.training
         try:
-            found = TaskTrainer(task, model, args).evaluate(_some(task.split(split), samples))  # type: ignore[arg-type]
+            data = _some(task.split(split), samples)
+            found = TaskTrainer(task, model, args).evaluate(data)  # type: ignore[arg-type]
+            found |= judged(task, model, data, batch_size)
         finally:
             model.train(training)
     return {name.removeprefix("eval_"): value for name, value in scores(found).items()}
+
+
+def judged(task: Task, model: nn.Module, data: Dataset[Any], batch_size: int) -> dict[str, float]:
+    """What the task says of what the model writes, with the names of evaluation; the model's mode stays."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            return {f"eval_{name}": value for name, value in task.judge(model.eval(), data, batch_size).items()}
+    finally:
+        model.train(training)
 
 
 def _some(data: Dataset[Any], count: int | None) -> Dataset[Any]:

@@ -33,6 +33,7 @@ class Meter(TrainerCallback, ExportableState):
     def __init__(self, device: torch.device, forwards: int = 1) -> None:
         self.device, self.forwards = device, forwards
         self.seconds, self.tokens, self.peak = 0.0, 0, 0
+        self.waited = 0.0  # seconds, of all, for the next batch
         self.loss, self.since = 0.0, 0  # sum of the losses that were not logged yet, and the last step that was
         self._started: float | None = None
         self._before = self._reset()
@@ -40,7 +41,7 @@ class Meter(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """For the checkpoint."""
         self._take()
-        names = ("seconds", "tokens", "peak", "loss", "since", "forwards")
+        names = ("seconds", "waited", "tokens", "peak", "loss", "since", "forwards")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
     def on_train_begin(
@@ -70,6 +71,13 @@ class Meter(TrainerCallback, ExportableState):
         """Seconds and tokens so far."""
         self._take()
         return {"seconds": round(self.seconds, 6), "tokens": self.tokens}
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time in here is training's, spent on getting a batch."""
+        start = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -20,8 +20,14 @@ SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt",
 }
 PRECISIONS = ("float32", "bf16")
-OWN = ("attention", "seed", "model_type")  # settings of a model that the run itself has, or that are fixed
-FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every")  # another value gives the same result
+BETWEEN = ">"  # the encoder's attention and the decoder's, in a label and in `compare`
+OWN = (
+    "attention",
+    "decoder_attention",
+    "seed",
+    "model_type",
+)  # settings of a model that the run itself has, or that are fixed
+FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "workers")  # another value gives the same result
 
 Problem = TypeVar("Problem", bound=Exception)
 
@@ -46,9 +52,12 @@ class Run:
 
     Args:
         task: a name of `tasks.TASKS`.
-        attention: ``method:option=value:...``, or a list with one for each block.
+        attention: ``method:option=value:...``, or a list with one for each block; of an encoder-decoder the encoder's.
+        decoder_attention: of an encoder-decoder's decoder, with its cross-attention; None: as the encoder's.
         task_options: of the task.
         model: further settings of `KernelformerConfig`; they win over those the task asks for.
+        start: folder of a saved model, or of a finished run, whose weights are the first ones where names and shapes
+            agree; None: all weights are new. A head for another task always is.
         steps: updates of the weights.
         batch_size: samples of one update, over all processes and micro-batches.
         micro_batch: samples that go through the model at once on one process; None: the process's whole share.
@@ -72,12 +81,16 @@ class Run:
         save_every: updates between checkpoints; None: only at the end.
         keep: how many checkpoints stay.
         log_every: updates between lines of ``metrics.jsonl``.
+        workers: processes that get batches ready beside training; 0: training itself does, which is enough unless
+            images are decoded on the way.
     """
 
     task: str
     attention: str | list[str]
+    decoder_attention: str | list[str] | None = None
     task_options: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    start: str | None = None
     steps: int = 1000
     batch_size: int = 32
     micro_batch: int | None = None
@@ -101,6 +114,7 @@ class Run:
     save_every: int | None = None
     keep: int = 2
     log_every: int = 10
+    workers: int = 0
 
     def __post_init__(self) -> None:
         def take(name: str, value: object) -> None:  # as a plain number: it may have been one of another library
@@ -125,6 +139,7 @@ class Run:
                 f"warmup_steps must be at most steps, got {self.warmup_steps} and {self.steps}: the learning rate "
                 f"would never be reached."
             )
+        take("workers", integer("workers", self.workers, at_least=0))
         take("seed", integer("seed", self.seed, at_least=0))
         if self.seed >= 1 << 32:
             raise ValueError(f"seed must be below 2^32, which is what numpy takes, got {self.seed}.")
@@ -144,28 +159,35 @@ class Run:
         for name in self.task_options:
             if name not in known:
                 raise unknown(f"option for task {self.task!r},", name, known)
-        if not isinstance(self.attention, str):
-            if not isinstance(self.attention, list | tuple) or not self.attention:
-                raise ValueError(f"attention must be a spec or a list with one for each block, got {self.attention!r}.")
-            object.__setattr__(self, "attention", list(self.attention))
+        for name in ("attention", "decoder_attention"):
+            given = getattr(self, name)
+            if not isinstance(given, str) and (name == "attention" or given is not None):
+                if not isinstance(given, list | tuple) or not given:
+                    raise ValueError(f"{name} must be a spec or a list with one for each block, got {given!r}.")
+                object.__setattr__(self, name, list(given))
+        if self.decoder_attention is not None and TASKS[self.task].model != "seq2seq":
+            raise ValueError(
+                f"decoder_attention is for encoder-decoders, got {self.decoder_attention!r} and task {self.task!r}; "
+                f"leave it out."
+            )
         for spec in self.specs:
             parse_attention(spec)
+        if self.start is not None and not isinstance(self.start, str):
+            raise ValueError(f"start must be the path of a folder, got {self.start!r}.")
         for name in OWN:
             if name in self.model:
                 raise ValueError(f"{name} is not a setting of model, got {self.model[name]!r}; give it to the run.")
 
     @property
     def specs(self) -> list[str]:
-        """The attentions, one for all blocks or one for each."""
-        return [self.attention] if isinstance(self.attention, str) else self.attention
+        """The attentions, one for all blocks or one for each; then the decoder's."""
+        return [*_listed(self.attention), *_listed(self.decoder_attention)]
 
     @property
     def label(self) -> str:
-        """The attention as people say it: ``favor+:num_features=64``, or ``2 x softmax, 4 x favor+``."""
-        if isinstance(self.attention, str):
-            return self.attention
-        runs = [(spec, len(list(same))) for spec, same in groupby(self.attention)]
-        return ", ".join(f"{count} x {spec}" for spec, count in runs)
+        """The attention as people say it: ``favor+:num_features=64``, ``2 x softmax, 4 x elu``, ``softmax > elu``."""
+        given = [x for x in (self.attention, self.decoder_attention) if x is not None]
+        return f" {BETWEEN} ".join(_label(x) for x in given)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -191,6 +213,16 @@ class Run:
             for name in mine
             if name not in FREE and mine[name] != theirs[name]
         ]
+
+
+def _listed(specs: str | list[str] | None) -> list[str]:
+    return [] if specs is None else [specs] if isinstance(specs, str) else specs
+
+
+def _label(specs: str | list[str]) -> str:
+    if isinstance(specs, str):
+        return specs
+    return ", ".join(f"{len(list(same))} x {spec}" for spec, same in groupby(specs))
 
 
 def _plain(what: str, value: object) -> dict[str, Any]:

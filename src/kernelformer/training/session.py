@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -36,10 +37,12 @@ from kernelformer.training.checkpoints import (
     publish,
     writing,
 )
+from kernelformer.training.evaluation import judged
 from kernelformer.training.inspection import examine
 from kernelformer.training.meter import Meter, Recorder, Tell
 from kernelformer.training.run import Run, StoppedError, everywhere
 from kernelformer.training.silence import silent_libraries
+from kernelformer.training.start import start_from
 from kernelformer.training.trainer import RunTrainer, training_arguments
 
 
@@ -94,8 +97,12 @@ def train(
             say(f"going on from step {step}" if checkpoint else "there is no checkpoint yet: starting from step 0")
         task = make_task(run.task, **run.task_options)
         splits = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
+        for remark in task.remarks():
+            say(remark)
         meter = Meter(args.device, args.gradient_accumulation_steps)
         model = build_model(run, task)
+        if run.start is not None and checkpoint is None:
+            say(start_from(model, Path(run.start)))
         main_does(main, folder, lambda: _begin(run, folder, step, command, args.world_size, data()))
         recorder = Recorder(folder if main else None, meter, say, each=not bar)
         stack.callback(recorder.close)
@@ -132,6 +139,8 @@ def build_model(run: Run, task: Task) -> PreTrainedModel:
     """The model with its first weights, a function of the run alone."""
     set_seed(run.seed)
     settings = {**task.settings(), **run.model}
+    if run.decoder_attention is not None:
+        settings["decoder_attention"] = run.decoder_attention
     return MODELS[task.model](KernelformerConfig(**settings, attention=run.attention, seed=run.seed))
 
 
@@ -154,7 +163,11 @@ def _begin(run: Run, folder: Path, step: int, command: str, processes: int, data
     """Leave only what the run can go on from; the record of a resumed run tells of its start and of what came later."""
     clear(folder)
     cut_metrics(folder, step)
-    here = {"environment": {**environment(torch.get_num_threads()), "processes": processes}, "command": command}
+    here: dict[str, Any] = {
+        "environment": {**environment(torch.get_num_threads()), "processes": processes},
+        "command": command,
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
     record: dict[str, Any] = {"run": run.as_json(), **here, "data": data}
     if step:
         before = read_head(folder)
@@ -165,13 +178,21 @@ def _begin(run: Run, folder: Path, step: int, command: str, processes: int, data
 
 def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, say: Tell) -> Result:
     recorder, meter = trainer.recorder, trainer.meter
+    value, scores = math.nan, {}
+    if not recorder.diverged:
+        data: Any = trainer.eval_dataset
+        found = recorder.evaluation | judged(task, trainer.network, data, trainer.args.per_device_eval_batch_size)
+        scores = {name.removeprefix("eval_"): x for name, x in found.items() if name.startswith("eval_")}
+        value = scores.pop(task.metric)
     result = Result(
         metric=task.metric,
-        value=math.nan if recorder.diverged else recorder.evaluation[f"eval_{task.metric}"],
+        value=value,
+        scores=scores,
         tokens_per_second=speed(metrics(folder)),
         peak_bytes=meter.peak,
         parameters=trainer.network.num_parameters(),
         seconds=round(meter.seconds, 6),
+        input_seconds=round(meter.waited, 6),
         steps=trainer.state.global_step,
         loss=math.nan if recorder.diverged else recorder.evaluation["eval_loss"],
         diverged=recorder.diverged,
@@ -183,6 +204,7 @@ def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, say: Tell) 
         )
     else:
         trainer.network.save_pretrained(folder / STAGE / MODEL)
+        task.save_extra(folder / STAGE / MODEL)
         publish(folder / STAGE / MODEL, folder / MODEL)
         say(f"finished: {task.metric} {result.value:.4f} after {result.steps} steps, {result.seconds:.0f} s")
     write_json(folder / RESULT, result.as_json())

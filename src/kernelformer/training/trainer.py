@@ -68,6 +68,7 @@ def training_arguments(run: Run, folder: Path) -> TrainingArguments:
         log_level_replica="error",
         use_cpu=not gpu,
         dataloader_pin_memory=gpu,
+        dataloader_num_workers=run.workers,
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # draws are functions of (seed, number), the same on every process
@@ -178,6 +179,11 @@ class RunTrainer(TaskTrainer):
         self._tr_loss += self.meter.loss
         self._globalstep_last_logged = self.meter.since
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's; the meter knows how long it takes."""
+        with self.meter.waiting():
+            return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """The trainer's; it counts tokens without padding, and images."""

@@ -1,0 +1,296 @@
+"""Stable, fast and accurate: kernelized attention with relative positional encoding; Sec. 4, App. A, Table 5.
+
+One table of relative positions for all layers (Sec. 3.1). What the paper leaves open of its encoder-decoder is that of
+fairseq for IWSLT, which has its other sizes: a feed-forward part of 1024 with ReLU, norms after each part, decay 1e-4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernelformer.recipes.papers.base import CAUSAL, FEATURES, IMAGES, Recipe, network, pair, steps_of
+from kernelformer.recipes.papers.glue import SAMPLES, START, TITLES
+from kernelformer.tasks.sentences import GLUE
+from kernelformer.training.run import Run
+
+PAPER = "Kernelized attention with relative positional encoding"
+SHORT: dict[str, Any] = {
+    "schedule": "cosine",
+    "max_grad_norm": 1.0,
+    "precision": "float32",
+    "redraw": 100,
+    "save_every": None,
+}
+SHARED = {"share_bias": True}
+OWN = {"share_bias": False, "dropout": 0.0}
+
+
+def _bias(features: int, relative: str = "1d") -> str:
+    return f"nprf:num_features={features}:relative={relative}"
+
+
+TABLE_5: dict[str, Any] = {
+    "max_grad_norm": 1.0,
+    "weight_decay": 0.01,
+    "schedule": "linear",
+    "beta1": 0.9,
+    "eps": 1e-6,
+    "precision": "bf16",
+    "save_every": 10_000,
+}
+BASE = network(12, 12, 768, 3072, dropout=0.1, hidden_act="gelu", norm_first=False, **SHARED)
+SHORT_SENTENCES = network(2, 4, 96, 192, norm_first=True, **OWN)
+VOCABULARY = {"length": 512, "kind": "bpe", "lowercase": True, "vocab_size": 30_522}
+UNSAID = (
+    "The number of features of pre-trained models is not said: 64, as many as a head is wide; nor the vocabulary's."
+)
+
+PRETRAIN = pair(
+    "masked language modelling of 160 GB of text with BERT-base",
+    f"{PAPER}, Sec. 4.1 and Table 5",
+    full=Run(
+        task="masked",
+        attention=_bias(64),
+        task_options={**VOCABULARY, "mask_share": 0.15},
+        model=BASE,
+        steps=1_000_000,
+        batch_size=2048,
+        learning_rate=2e-4,
+        warmup_steps=20_000,
+        beta2=0.999,
+        eval_every=10_000,
+        **TABLE_5,
+    ),
+    compared=("softmax", _bias(64)),
+    cpu={
+        **SHORT,
+        "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 128},
+        "model": SHORT_SENTENCES,
+        "steps": 500,
+        "batch_size": 16,
+        "learning_rate": 3e-3,
+        "bias_lr": 3e-2,
+        "warmup_steps": 50,
+        "eval_every": 100,
+    },
+    note=f"{UNSAID} Half precision is bfloat16. cpu: 4,000 tokens, windows of 128, 2 layers of width 96, norms first.",
+)
+
+
+def _fine_tuning(name: str) -> Recipe:
+    epochs = 5 if name in ("mnli", "qqp", "qnli") else 10
+    steps = steps_of(epochs, SAMPLES[name], 32)
+    return pair(
+        f"GLUE: {TITLES[name]}",
+        f"{PAPER}, Table 1 and Table 5",
+        full=Run(
+            task="sentences",
+            attention=_bias(64),
+            task_options={**GLUE[name], **VOCABULARY, **({"glue": "accuracy"} if name in ("mrpc", "qqp") else {})},
+            model={**BASE, "pooling": "cls", "classifier_act": "tanh"},
+            steps=steps,
+            batch_size=32,
+            learning_rate=2e-5,
+            warmup_steps=round(0.06 * steps),
+            beta2=0.98,
+            eval_every=1000,
+            **TABLE_5,
+        ),
+        compared=("softmax", _bias(64)),
+        cpu={
+            **SHORT,
+            "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 1000},
+            "model": SHORT_SENTENCES,
+            "steps": 500,
+            "batch_size": 16,
+            "learning_rate": 1e-3,
+            "bias_lr": 1e-2,
+            "warmup_steps": 50,
+            "eval_every": 100,
+        },
+        note=(
+            f"The paper tries the learning rates 5e-6, 1e-5, 2e-5, 3e-5, 4e-5 and batches of 16 and 32. {epochs} "
+            f"epochs of {SAMPLES[name]:,} samples. {START} cpu: 2 layers of width 96, as rpe-pretrain."
+        ),
+    )
+
+
+WIKITEXT = pair(
+    "language model of WikiText-103",
+    f"{PAPER}, Sec. 4.2 and Table 2",
+    full=Run(
+        task="bytes",
+        attention=_bias(64),
+        task_options={"length": 512},
+        model=network(6, 8, 512, 2048, dropout=0.1, **SHARED),
+        steps=150_000,
+        batch_size=64,
+        learning_rate=2e-3,
+        warmup_steps=6000,
+        schedule="inverse_sqrt",
+        beta1=0.9,
+        beta2=0.98,
+        eps=1e-6,
+        weight_decay=0.01,
+        eval_every=1000,
+        save_every=1000,
+    ),
+    compared=("softmax", "elu", "rfa:num_features=64", "rfa-gate:num_features=64", _bias(64)),
+    cpu={
+        **SHORT,
+        "task_options": {"length": 512, "validation_samples": 64},
+        "model": network(3, 4, 96, 384, **OWN),
+        "steps": 300,
+        "batch_size": 4,
+        "learning_rate": 5e-3,
+        "bias_lr": 5e-2,
+        "warmup_steps": 30,
+        "eval_every": 50,
+    },
+    small=(*CAUSAL, f"rfa:num_features={FEATURES}", f"rfa-gate:num_features={FEATURES}"),
+    note="By bytes, the paper by words; without --data Python's sources. cpu: 3 layers of width 96.",
+)
+
+ENCODER, DECODER = 16, 24
+TRANSLATION = pair(
+    "translation of IWSLT14, German to English",
+    f"{PAPER}, Table 3 and App. A.3",
+    full=Run(
+        task="translation",
+        attention=_bias(ENCODER),
+        decoder_attention=_bias(DECODER),
+        task_options={
+            "source": "de",
+            "target": "en",
+            "vocab_size": 10_000,
+            "kind": "bpe",
+            "beams": 5,
+            "length_penalty": 1.2,
+        },
+        model=network(6, 4, 512, 1024, dropout=0.3, norm_first=False, hidden_act="relu", **SHARED),
+        steps=50_000,
+        batch_size=256,
+        learning_rate=5e-4,
+        warmup_steps=4000,
+        schedule="inverse_sqrt",
+        label_smoothing=0.1,
+        beta1=0.9,
+        beta2=0.98,
+        weight_decay=1e-4,
+        max_grad_norm=None,
+        eval_every=1000,
+        save_every=1000,
+    ),
+    compared=(
+        "softmax",
+        f"softmax > favor+:num_features={DECODER}",
+        f"favor+:num_features={ENCODER} > favor+:num_features={DECODER}",
+        f"{_bias(ENCODER)} > {_bias(DECODER)}",
+    ),
+    cpu={
+        **SHORT,
+        "task_options": {"length": 64, "vocab_size": 4000, "bleu_samples": 50, "beams": 1},
+        "model": network(2, 4, 128, 256, norm_first=True, **OWN),
+        "steps": 300,
+        "batch_size": 32,
+        "learning_rate": 2e-3,
+        "bias_lr": 2e-2,
+        "warmup_steps": 30,
+        "eval_every": 100,
+    },
+    small=CAUSAL,
+    note=(
+        "Batches of 256 sentences, about the paper's 8,192 tokens. The other directions: --set task.source=en --set "
+        "task.target=de. BLEU is of plain text, the paper's of tokens. cpu: 2 + 2 layers of width 128, 4,000 tokens, "
+        "sentences of up to 64; 50 are translated, greedily."
+    ),
+)
+
+IMAGES_IN_AN_EPOCH = 1_281_167
+IMAGENET = pair(
+    "ImageNet-1K with DeiT-base",
+    f"{PAPER}, Table 4 and App. A.4",
+    full=Run(
+        task="images",
+        attention=_bias(32, "2d"),
+        task_options={"size": 224, "classes": 1000, "augment": "crop", "resize": True},
+        model=network(12, 12, 768, 3072, patch_size=16, pooling="mean", **SHARED),
+        steps=steps_of(450, IMAGES_IN_AN_EPOCH, 1024),
+        batch_size=1024,
+        learning_rate=1e-5,
+        warmup_steps=steps_of(20, IMAGES_IN_AN_EPOCH, 1024),
+        schedule="cosine",
+        label_smoothing=0.1,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.05,
+        eval_every=1251,
+        save_every=1251,
+    ),
+    compared=("softmax", "nprf:num_features=32", _bias(32, "2d")),
+    cpu={
+        **SHORT,
+        "task_options": {"size": 32, "classes": 10, "augment": "flip", "resize": False, "validation_samples": 1000},
+        "model": network(3, 4, 96, 192, patch_size=4, **OWN),
+        "steps": 400,
+        "batch_size": 32,
+        "learning_rate": 2e-3,
+        "bias_lr": 2e-2,
+        "warmup_steps": 40,
+        "eval_every": 100,
+    },
+    small=IMAGES,
+    note=(
+        f"450 epochs of {IMAGES_IN_AN_EPOCH:,} images, 20 of warm-up. Of DeiT's augmentation and regularization there "
+        "are crops and flips; the classifier has a hidden layer. cpu: CIFAR-10, 64 patches, 3 layers of width 96."
+    ),
+)
+
+IMAGENET32 = pair(
+    "next value of 32 x 32 images in colour, 3072 tokens",
+    f"{PAPER}, Table 6 and App. A.5",
+    full=Run(
+        task="pixels",
+        attention=_bias(32),
+        task_options={"size": 32},
+        model=network(6, 8, 512, 2048, dropout=0.1, **SHARED),
+        steps=150_000,
+        batch_size=64,
+        learning_rate=5e-4,
+        warmup_steps=6000,
+        schedule="inverse_sqrt",
+        beta1=0.9,
+        beta2=0.98,
+        eps=1e-6,
+        weight_decay=0.01,
+        eval_every=1000,
+        save_every=1000,
+    ),
+    compared=("favor+:num_features=32", _bias(32)),
+    cpu={
+        **SHORT,
+        "task_options": {"size": 16, "resize": True, "validation_samples": 64},
+        "model": network(3, 4, 96, 384, **OWN),
+        "steps": 300,
+        "batch_size": 4,
+        "learning_rate": 3e-3,
+        "bias_lr": 3e-2,
+        "warmup_steps": 30,
+        "eval_every": 50,
+    },
+    small=CAUSAL,
+    note=(
+        "Steps, schedule and the feed-forward part's width are not said: those of Sec. 4.2. cpu: images made 16 x 16, "
+        "768 tokens; 3 layers of width 96."
+    ),
+)
+
+KERNELIZED_RPE: dict[str, Recipe] = {
+    "rpe-pretrain": PRETRAIN,
+    **{f"rpe-glue-{x}": _fine_tuning(x) for x in ("cola", "rte", "mrpc", "stsb", "sst2", "qnli", "qqp", "mnli")},
+    "rpe-wikitext": WIKITEXT,
+    "rpe-translation": TRANSLATION,
+    "rpe-imagenet": IMAGENET,
+    "rpe-imagenet32": IMAGENET32,
+}

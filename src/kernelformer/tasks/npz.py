@@ -1,0 +1,84 @@
+"""Arrays of npz files, looked at before they are read, and mapped where they are large; nothing in a file is run."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernelformer.files import replacing
+from kernelformer.tasks.decoding import Uint8, mapped, writing
+
+MEMORY = 1 << 30  # bytes of an array that are held in memory
+
+
+class Head(NamedTuple):
+    """What an array is."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError) as problem:
+        raise ValueError(f"{path} cannot be read as npz ({problem}); write it again by numpy.savez.") from None
+
+
+def heads(path: Path) -> dict[str, Head]:
+    """All arrays of a file by name, without their values."""
+    found = {}
+    with _reading(path), zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.endswith(".npy"):
+                with archive.open(name) as stream:
+                    old = np.lib.format.read_magic(stream)[0] == 1
+                    read = np.lib.format.read_array_header_1_0 if old else np.lib.format.read_array_header_2_0
+                    shape, _, dtype = read(stream)
+                found[name.removesuffix(".npy")] = Head(shape, dtype)
+    return found
+
+
+def array(path: Path, name: str) -> NDArray[Any]:
+    """One array, in memory."""
+    with _reading(path), np.load(path, allow_pickle=False) as file:
+        found: NDArray[Any] = file[name]
+    return found
+
+
+def _blocks(path: Path, name: str) -> Iterator[bytes]:
+    """An array as it would be in a file of its own."""
+    with _reading(path), zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as stream:
+        while block := stream.read(1 << 20):
+            yield block
+
+
+def pixels(path: Path, name: str, head: Head, cache: Path) -> Uint8:
+    """An array of uint8: in memory up to `MEMORY` bytes, beyond that unpacked into the cache, once, and mapped."""
+    if np.prod(head.shape, dtype=np.float64) <= MEMORY:
+        return array(path, name)
+    found = path.stat()
+    key = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {name}"
+    place = cache / f"images-{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:24]}.npy"
+    if not place.exists():
+        with writing(place), replacing(place) as part, part.open("wb") as out:
+            for block in _blocks(path, name):
+                out.write(block)
+    try:
+        return mapped(place, head.shape)
+    except (OSError, ValueError) as problem:
+        raise ValueError(
+            f"the cache file {place} cannot be used ({problem}); delete it, and it will be made again."
+        ) from None

@@ -1,0 +1,359 @@
+"""Sub-word vocabularies: trained and kept, a user's own, or plain bytes; texts as one array of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernelformer.errors import choice, flag, integer
+from kernelformer.files import write_json, write_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<mask>", "<sep>", "<unk>")  # tokens 0 to 5
+PAD, BOS, EOS, MASK, SEP, UNK = range(len(SPECIAL))
+KINDS = {
+    "bpe": "byte-level byte pair encoding: nothing is unknown, and decoding gives the text back",
+    "wordpiece": "words and their parts, longest first; rare characters are unknown",
+    "bytes": "a token a byte, nothing to train",
+}
+BYTES = len(SPECIAL) + 256  # what every vocabulary here has room for
+DEFAULT_SIZE = 8000
+TOKENIZER = "tokenizer.json"
+# What these tokens are called in well-known vocabularies; the first that is there counts.
+_USUAL = {
+    "pad": ("<pad>", "[PAD]", "<|pad|>"),
+    "bos": ("<bos>", "[CLS]", "<s>", "[BOS]", "<|startoftext|>", "<|endoftext|>"),
+    "eos": ("<eos>", "[SEP]", "</s>", "[EOS]", "<|endoftext|>"),
+    "mask": ("<mask>", "[MASK]", "<|mask|>"),
+    "sep": ("<sep>", "[SEP]", "</s>"),
+}
+_FORMAT = 1  # of the cache; to be raised when the same texts come to mean another vocabulary
+_ROUND = 1 << 22  # characters encoded at once: what the library gives for a token is a hundred times as large
+_FIRST = "\u2581"  # in front of a word while word pieces are trained
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+class Special(NamedTuple):
+    """The tokens with a meaning of their own."""
+
+    pad: int = PAD
+    bos: int = BOS
+    eos: int = EOS
+    mask: int | None = MASK  # a user's vocabulary may have none
+    sep: int = SEP
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Texts to tokens and back.
+
+    Args:
+        tokenizer: of the library `tokenizers`; None: bytes.
+        size: tokens are from 0 to size - 1.
+        pad, bos, eos, mask, sep: special tokens, which no text gives.
+    """
+
+    tokenizer: Tokenizer | None
+    size: int
+    pad: int = PAD
+    bos: int = BOS
+    eos: int = EOS
+    mask: int | None = MASK
+    sep: int = SEP
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Int32, Int64]:
+        """Tokens of many texts, without special ones.
+
+        Returns:
+            (T) int32 tokens of all texts one after the other, and (N + 1) int64 offsets: text i has the tokens from
+            offsets[i] to offsets[i + 1] - 1.
+        """
+        if self.tokenizer is None:
+            raw = [text.encode() for text in texts]
+            flat = np.frombuffer(b"".join(raw), np.uint8).astype(np.int32) + np.int32(len(SPECIAL))
+            return flat, _offsets([len(x) for x in raw])
+        parts: list[Int32] = [np.empty(0, np.int32)]
+        for some in _rounds(texts):
+            found = self.tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            parts += [np.array(x.ids, np.int32) for x in found]
+        return np.concatenate(parts), _offsets([len(x) for x in parts[1:]])
+
+    def encode(self, text: str) -> Int32:
+        """Tokens of one text, without special ones."""
+        return self.encode_batch([text])[0]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens; special ones have none. Bytes that are not UTF-8 become U+FFFD."""
+        found = [int(x) for x in ids]
+        if self.tokenizer is None:
+            plain = bytes(x - len(SPECIAL) for x in found if len(SPECIAL) <= x < BYTES)
+            return plain.decode(errors="replace")
+        text: str = self.tokenizer.decode(found, skip_special_tokens=True)
+        return text
+
+    def ordinary(self) -> Int32:
+        """All tokens that are not special."""
+        if self.tokenizer is None:
+            return np.arange(len(SPECIAL), BYTES, dtype=np.int32)
+        added = self.tokenizer.get_added_tokens_decoder()
+        names = self.tokenizer.get_vocab(with_added_tokens=True)
+        apart = {self.pad, self.bos, self.eos, self.mask, self.sep} | {x for x, token in added.items() if token.special}
+        return np.array(sorted(set(names.values()) - apart), np.int32)
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json``, which other libraries read too; bytes need none."""
+        if self.tokenizer is not None:
+            write_text(folder / TOKENIZER, self.tokenizer.to_str(pretty=True))
+
+
+def vocabulary(
+    texts: Iterable[str],
+    *,
+    tokenizer: str | None = None,
+    kind: str = "bpe",
+    vocab_size: int | None = None,
+    lowercase: bool = False,
+    cache: Path,
+    record: str,
+) -> Vocabulary:
+    """The vocabulary that options ask for; see `vocabulary_size` and `special` for what is known of it before.
+
+    Args:
+        texts: to train on; not touched where there is nothing to train.
+        tokenizer: a ``tokenizer.json`` of the user's, or a folder with one; then the others do not matter.
+        kind: of `KINDS`.
+        vocab_size: at most so many tokens; little text gives fewer.
+        lowercase: whether capital letters become small.
+        cache: folder for what was trained.
+        record: all that the texts depend on; the same record, the same vocabulary.
+    """
+    limit = vocabulary_size(tokenizer=tokenizer, kind=kind, vocab_size=vocab_size, lowercase=lowercase)
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer)
+    if kind == "bytes":
+        return Vocabulary(None, BYTES)
+    made = make_tokenizer(texts, kind=kind, vocab_size=limit, lowercase=lowercase, cache=cache, record=record)
+    return Vocabulary(made, made.get_vocab_size())
+
+
+def vocabulary_size(
+    *, tokenizer: str | None = None, kind: str = "bpe", vocab_size: int | None = None, lowercase: bool = False
+) -> int:
+    """How many tokens a model must know, from the options alone, which are checked.
+
+    ``vocab_size`` None means `DEFAULT_SIZE`, or what a user's vocabulary or that of bytes has.
+    """
+    choice("kind of vocabulary", kind, KINDS)
+    flag("lowercase", lowercase)
+    if vocab_size is not None:
+        integer("vocab_size", vocab_size, at_least=BYTES)
+    fixed = tokenizer is not None or kind == "bytes"
+    if fixed and lowercase:
+        raise ValueError(f"lowercase is for a vocabulary that is trained, got tokenizer={tokenizer!r}, kind={kind!r}.")
+    if not fixed:
+        return vocab_size or DEFAULT_SIZE
+    size = BYTES if tokenizer is None else load_tokenizer(tokenizer).size
+    if vocab_size is not None and vocab_size < size:
+        raise ValueError(f"{tokenizer} has {size} tokens, more than vocab_size={vocab_size}; leave vocab_size out.")
+    if tokenizer is None and vocab_size not in (None, size):
+        raise ValueError(f"vocab_size is {size} for kind='bytes', got {vocab_size}; leave it out.")
+    return vocab_size or size
+
+
+def special(tokenizer: str | None = None) -> Special:
+    """The special tokens, which need no data: those of `SPECIAL`, or a user's."""
+    if tokenizer is None:
+        return Special()
+    found = load_tokenizer(tokenizer)
+    return Special(found.pad, found.bos, found.eos, found.mask, found.sep)
+
+
+def make_tokenizer(
+    texts: Iterable[str],
+    *,
+    kind: str = "bpe",
+    vocab_size: int,
+    lowercase: bool = False,
+    cache: Path,
+    record: str,
+) -> Tokenizer:
+    """Train a vocabulary, or take it from the cache; arguments as in `vocabulary`, `SPECIAL` are the first tokens.
+
+    Cost: about ten seconds for 30 million characters, on two cores.
+    """
+    from tokenizers import Tokenizer
+
+    options = {"format": _FORMAT, "kind": kind, "vocab_size": vocab_size, "lowercase": lowercase, "of": record}
+    whole = json.dumps(options, sort_keys=True)
+    path = cache / f"vocabulary-{hashlib.sha256(whole.encode()).hexdigest()[:16]}.json"
+    if path.exists():
+        text = _kept(path, whole)
+    else:
+        train = _byte_pairs if kind == "bpe" else _word_pieces
+        text = train(texts, integer("vocab_size", vocab_size, at_least=BYTES), lowercase).to_str()
+        _keep(path, whole, text)
+    found = Tokenizer.from_str(text)
+    found.encode_special_tokens = True  # a text that says <eos> does not end there
+    return found
+
+
+def load_tokenizer(place: str) -> Vocabulary:
+    """A user's ``tokenizer.json``, or that of a folder; read again only when it has changed.
+
+    Special tokens are found by their usual names: "[PAD]", "<pad>", "[CLS]", "<s>", "</s>" and so on. Where there is no
+    token for the beginning, padding stands for it, as in T5; where none separates, the end does.
+    """
+    path = tokenizer_file(place)
+    state = path.stat()
+    return _load(path, state.st_mtime_ns, state.st_size)
+
+
+def tokenizer_file(place: str) -> Path:
+    """The file that is meant, for `sources.hash_files` too."""
+    path = Path(str(place)).expanduser()
+    path = path / TOKENIZER if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; tokenizer must be a tokenizer.json, or a folder with one.")
+    return path
+
+
+@lru_cache(maxsize=2)
+def _load(path: Path, changed: int, size: int) -> Vocabulary:
+    from tokenizers import Tokenizer
+
+    try:
+        found = Tokenizer.from_file(str(path))
+    except Exception as problem:  # the library raises plain Exceptions
+        raise ValueError(f"{path} is not a tokenizer.json ({problem}); save it by Tokenizer.save.") from None
+    found.no_truncation()  # tasks cut, and say so
+    found.no_padding()
+    found.encode_special_tokens = True
+    tokens = found.get_vocab(with_added_tokens=True)
+    roles = {role: next((tokens[x] for x in names if x in tokens), None) for role, names in _USUAL.items()}
+    pad, eos, bos, sep = roles["pad"], roles["eos"], roles["bos"], roles["sep"]
+    if pad is None or eos is None:
+        role = "pad" if pad is None else "eos"
+        raise ValueError(f"{path} has no token for {role!r}; add one of {', '.join(_USUAL[role])} to it.")
+    return Vocabulary(
+        found,
+        max(tokens.values()) + 1,
+        pad=pad,
+        bos=pad if bos is None else bos,
+        eos=eos,
+        mask=roles["mask"],
+        sep=eos if sep is None else sep,
+    )
+
+
+def _byte_pairs(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    found = Tokenizer(models.BPE())
+    if lowercase:
+        found.normalizer = normalizers.Lowercase()
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    found.train_from_iterator(texts, trainer)
+    return found
+
+
+def _word_pieces(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokenizer:
+    """Word pieces from byte pair encoding of words with a mark in front.
+
+    The library's own training numbers the pieces inside of words in an order that differs from process to process, and
+    with them what wins a tie. A pair with the mark begins a word, one without is inside.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    texts = list(texts)
+    clean = normalizers.BertNormalizer(lowercase=lowercase)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(clean.normalize_str(text))
+    usual = sorted((x for x in counts if not x.isspace() and x != _FIRST), key=lambda x: (-counts[x], x))
+    alphabet = sorted(usual[: (vocab_size - len(SPECIAL)) // 4])  # each may begin a word or be inside, and half is left
+    pairs = Tokenizer(models.BPE())
+    pairs.normalizer = clean
+    pairs.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.BertPreTokenizer(), pre_tokenizers.Metaspace(_FIRST, prepend_scheme="always", split=False)]
+    )
+    left = vocab_size - len(SPECIAL) - 2 * len(alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=left + len(alphabet) + 1,
+        initial_alphabet=[_FIRST, *alphabet],
+        limit_alphabet=len(alphabet) + 1,
+        show_progress=False,
+    )
+    pairs.train_from_iterator(texts, trainer)
+    merged = sorted(pairs.get_vocab().items(), key=lambda x: x[1])
+    words = [x.removeprefix(_FIRST) if x.startswith(_FIRST) else f"##{x}" for x, _ in merged if x != _FIRST]
+    pieces = dict.fromkeys([*SPECIAL, *alphabet, *(f"##{x}" for x in alphabet), *words])
+    found = Tokenizer(models.WordPiece({x: i for i, x in enumerate(pieces)}, unk_token=SPECIAL[UNK]))
+    found.normalizer = clean
+    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    found.decoder = decoders.WordPiece()
+    found.add_special_tokens(list(SPECIAL))
+    return found
+
+
+def _keep(path: Path, record: str, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"record": record, "sha256": hashlib.sha256(text.encode()).hexdigest(), "tokenizer": text})
+    except OSError as problem:
+        raise ValueError(
+            f"{path} cannot be written: {problem.strerror}; give another folder as cache, or set XDG_CACHE_HOME."
+        ) from None
+
+
+def _kept(path: Path, record: str) -> str:
+    try:
+        found: Any = json.loads(path.read_bytes())
+        text: str = found["tokenizer"]
+        if found["record"] != record:
+            raise ValueError("it was made of other data or options")
+        if found["sha256"] != hashlib.sha256(text.encode()).hexdigest():
+            raise ValueError("it was changed")
+    except Exception as problem:  # a damaged file raises all kinds
+        raise ValueError(
+            f"the cache file {path} cannot be used ({problem}); delete it, and it will be made again."
+        ) from problem
+    return text
+
+
+def _rounds(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts in order, a limited number of characters at once."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if size >= _ROUND:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _offsets(lengths: list[int]) -> Int64:
+    found: Int64 = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
+    return found
