@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-WORDS = "the cat sat on a mat and then it went home to sleep in its warm bed while rain fell".split()
+WORDS = re.findall(r"\w+", "the cat sat on a mat and then it went home to sleep in its warm bed while rain fell")
 ACIDS = list("ACDEFGHIKLMNPQRSTVWY")
 ROWS = {"train": 24, "validation": 6, "test": 6}
 
@@ -58,7 +59,7 @@ def few_samples(task: str, folder: Path, options: Mapping[str, Any]) -> dict[str
         return {**made, **cache}
     if task == "sparsity":
         return made
-    if task in ("bytes", "masked"):
+    if task in ("bytes", "masked", "words"):
         found = {"data": str(write_text(folder / "text.txt")), "length": 32, "validation_samples": 4}
         return found if task == "bytes" else {**found, **cache, "vocab_size": 300}
     if task in ("proteins", "proteins-masked"):

@@ -291,7 +291,7 @@ def test_settings_of_a_recipe_change_by_name():
     other = change(run, {"steps": 5, "model.hidden_size": 32, "task.length": 64, "attention": "elu"})
     assert (other.steps, other.warmup_steps, other.model["hidden_size"], other.task_options["length"]) == (5, 0, 32, 64)
     assert run.model["hidden_size"] != 32
-    assert all(recipe.run.attention for recipe in RECIPES.values())
+    assert all(recipe.run().attention for recipe in RECIPES.values())
 
 
 def test_values_of_the_command_line_are_read_as_people_write_them():

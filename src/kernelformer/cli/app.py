@@ -16,10 +16,14 @@ from kernelformer.recipes.papers import Recipe
 from kernelformer.tasks import TASKS, task_options
 
 app = typer.Typer(help="Linear-time attention by kernels.", no_args_is_help=True, add_completion=False)
-for command in (training.train, training.evaluate, training.compare, training.generate, translating.translate):
-    app.command()(command)
-for command in (training.demo, results.results, benchmark.bench):
-    app.command()(command)
+app.command()(training.train)
+app.command()(training.evaluate)
+app.command()(training.compare)
+app.command()(training.generate)
+app.command()(translating.translate)
+app.command()(training.demo)
+app.command()(results.results)
+app.command()(benchmark.bench)
 app.add_typer(studies.app, name="study")
 
 

@@ -20,6 +20,7 @@ from kernelformer.tasks.sentences import Sentences
 from kernelformer.tasks.sparsity import Sparsity
 from kernelformer.tasks.text import Text
 from kernelformer.tasks.translation import Translation
+from kernelformer.tasks.words import Words
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
@@ -38,6 +39,7 @@ TASKS: dict[str, type[Task]] = {
         Sparsity,
         Text,
         Translation,
+        Words,
     )
 }
 

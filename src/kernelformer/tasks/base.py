@@ -50,7 +50,7 @@ class Task(ABC):
     name: ClassVar[str]
     about: ClassVar[str]  # one line
     model: ClassVar[str]  # kind of model: "causal-lm", "classifier", ...
-    metric: ClassVar[str]
+    metric: str  # of the class, or of a task whose options choose it
     higher_is_better: ClassVar[bool]
 
     @abstractmethod

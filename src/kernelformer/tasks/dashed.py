@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.random import Generator, SeedSequence, default_rng
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 from kernelformer.errors import integer, number
 
 LEVELS = 15  # grey values are multiples of 255 / 15, so that two of them fit into a byte
 GREY = np.uint8(255 // LEVELS)
-_PATIENCE = 1 << 15  # drawings in a row that bring nothing new
 _THICK = 0.5  # half the width of a dash
 _FAINT = 0.15  # what covers less of a pixel is not drawn
+_SMALLEST = 1.25  # radius of a disc with a pixel that it covers all of, wherever it is
 _LINK = 1.5  # ink of consecutive dashes is never further apart than the gap and this: end to pixel, pixel to end
 _OWN = 4 / 3  # dashes of a path which do not follow each other are at least so many pitches apart
 _PROPOSALS = 600  # dashes tried for one path
-_TAIL = 64  # the last share of the drawings is given up: steps of a few cost nearly as much as steps of all
+_TAIL = 32  # the last share of the drawings is given up: steps of a few cost nearly as much as steps of all
 _VAIN, _BACK = 6, 3  # after so many in vain so many dashes are taken back
-_FIRST = 512  # drawings begun in the first round; each has twice as many as the one before, up to a limit
-_PAIRS = np.array([(0, 1), (2, 3), (0, 2), (0, 3), (1, 2), (1, 3)])  # of the four ends
-_SINGLE = 2  # so many pairs are of one path
-# Pairs look alike if these differ by no more: distance, as a share of the length of a path; distance of their middle
-# from the image's, as a share of its size; sum of the cosines of the directions in which the paths leave.
-_FAR, _OFF, _TOWARDS = 0.06, 0.125, 1.0
+_PAIRS = np.array([(0, 1), (2, 3), (0, 2), (0, 3), (1, 2), (1, 3)])  # of the four ends; the first two are of one path
+_ONE, _TWO = np.repeat([0, 1], 4), np.tile([2, 3, 4, 5], 2)  # a pair of one path and a pair of two
+# They look alike if these differ by no more: distance, as a share of the length of a path; distance of the middle from
+# the image's, as a share of its size; sum of the cosines of the directions in which the paths leave.
+_FAR, _OFF, _TOWARDS = 0.075, 0.15, 1.2
 
 Bool = NDArray[np.bool_]
 Uint8 = NDArray[np.uint8]
@@ -59,7 +57,7 @@ class Rules:
         integer("distractor_dashes", self.distractor_dashes, at_least=1)
         number("dash_length", self.dash_length, at_least=2 * _THICK)
         number("gap", self.gap, at_least=0)
-        number("marker_radius", self.marker_radius, at_least=1)
+        number("marker_radius", self.marker_radius, at_least=_SMALLEST)
         if not 0 < number("bend", self.bend) <= math.pi / 2:
             raise ValueError(f"bend must be above 0 and at most pi/2 = 1.57, in radians, got {self.bend}.")
         if not 0 < number("contrast", self.contrast) <= 0.9:
@@ -104,19 +102,24 @@ class Rules:
         return max(math.ceil(self.half) + math.ceil(widest), math.ceil(self.reach))
 
     @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, borders included."""
+        return self.rows + 2 * self.border, self.columns + 2 * self.border
+
+    @cached_property
     def width(self) -> int:
-        """Cells of a row, borders included."""
-        return self.columns + 2 * self.border
+        """Cells of a row."""
+        return self.shape[1]
 
     @cached_property
     def cells(self) -> int:
-        """Of an image, borders included."""
-        return (self.rows + 2 * self.border) * self.width
+        """Of an image."""
+        return math.prod(self.shape)
 
     @cached_property
     def attempts(self) -> int:
         """Drawings begun at once, at most: few enough for the memory, however large they are."""
-        return min(max((1 << 24) // self.cells, 64), 8192)
+        return min(max((1 << 25) // self.cells, 64), 16384)
 
 
 class Drawings(NamedTuple):
@@ -267,6 +270,12 @@ def _around(rules: Rules, ink: Bool) -> Bool:
     return wide
 
 
+def _inner(rules: Rules, sheets: NDArray[Any]) -> NDArray[Any]:
+    """Images (N, rows, columns) of sheets (N, cells): a view without the borders."""
+    edge = rules.border
+    return sheets.reshape(len(sheets), *rules.shape)[:, edge:-edge, edge:-edge]
+
+
 class _Sheets:
     """N drawings on which paths are put, one after the other; those without room for one are given up.
 
@@ -278,10 +287,9 @@ class _Sheets:
 
     def __init__(self, rng: Generator, rules: Rules, count: int) -> None:
         self.rng, self.rules = rng, rules
-        edge, shape = rules.border, (count, -1, rules.width)
         self.ink = np.zeros((count, rules.cells), np.uint8)
         self.blocked = np.ones((count, rules.cells), np.bool_)
-        self.blocked.reshape(shape)[:, edge:-edge, edge:-edge] = False
+        _inner(rules, self.blocked)[:] = False
 
     def keep(self, kept: Ints) -> None:
         """Go on with some of them."""
@@ -334,20 +342,18 @@ def _choose(rng: Generator, rules: Rules, ends: Points, inward: Points) -> tuple
     far[far < rules.apart] = np.nan  # like nothing else
     limits = _FAR * rules.dashes * rules.pitch, _OFF * min(rules.rows, rules.columns), _TOWARDS, 0
     looks = far, np.abs((first + second) / 2 - centre), one.real + two.real, np.sign(one.imag * two.imag)
-    fits = np.ones((len(ends), _SINGLE, len(_PAIRS) - _SINGLE), np.bool_)
+    fits = np.ones((len(ends), len(_ONE)), np.bool_)
     for look, limit in zip(looks, limits, strict=True):
-        fits &= np.abs(look[:, :_SINGLE, None] - look[:, None, _SINGLE:]) <= limit
-    fits = fits.reshape(len(ends), fits[0].size)
+        fits &= np.abs(look[:, _ONE] - look[:, _TWO]) <= limit
     kept = np.flatnonzero(fits.any(1))
-    chosen = np.where(fits[kept], rng.random((len(kept), fits.shape[1])), -1).argmax(1)
+    chosen = np.where(fits[kept], rng.random((len(kept), len(_ONE))), -1).argmax(1)
     labels = rng.integers(0, 2, len(kept), dtype=np.uint8)
-    single, double = np.divmod(chosen, len(_PAIRS) - _SINGLE)
-    pair = _PAIRS[np.where(labels == 1, single, _SINGLE + double)]
+    pair = _PAIRS[np.where(labels == 1, _ONE[chosen], _TWO[chosen])]
     return kept, ends[kept[:, None], pair], labels
 
 
-def _round(rng: Generator, rules: Rules, count: int) -> Drawings:
-    """What is kept of so many drawings: two paths, markers on two of their ends, distractors."""
+def draw(rng: Generator, rules: Rules, count: int) -> Drawings:
+    """Begin so many drawings, of two paths, markers on two of their ends, and distractors; those that succeed."""
     sheets = _Sheets(rng, rules, count)
     _, first = sheets.grow(rules.dashes, marked=True)
     sheets.draw(first, marked=True)
@@ -361,47 +367,4 @@ def _round(rng: Generator, rules: Rules, count: int) -> Drawings:
         sheets.draw(path, marked=False)
         markers, labels = markers[kept], labels[kept]
     sheets.discs(sheets.ink, markers)
-    edge = rules.border
-    inner = sheets.ink.reshape(len(labels), rules.rows + 2 * edge, rules.width)[:, edge:-edge, edge:-edge]
-    return Drawings(inner * GREY, labels)
-
-
-def _fresh(found: Drawings, seen: set[bytes], limit: int) -> Drawings:
-    """The first so many of those that were not seen before; from now on they are."""
-    new: list[int] = []
-    for i, image in enumerate(found.images):
-        digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
-        if len(new) < limit and digest not in seen:
-            seen.add(digest)
-            new.append(i)
-    return Drawings(found.images[new], found.labels[new])
-
-
-def generate(count: int, *, rules: Rules | None = None, seed: int = 0) -> Drawings:
-    """Make so many different images.
-
-    Args:
-        count: N; fewer are the first ones of more.
-        rules: which images; default Long Range Arena's.
-        seed: same seed (and rules), same images.
-
-    Cost: vectorized over drawings; with the defaults four are begun for one that is kept.
-    """
-    rules = rules or Rules()
-    seen: set[bytes] = set()
-    parts: list[Drawings] = []
-    vain = 0
-    for turn in itertools.count():
-        rng = default_rng(SeedSequence(seed, spawn_key=(turn,)))
-        begun = min(_FIRST << min(turn, 16), rules.attempts)
-        part = _fresh(_round(rng, rules, begun), seen, count - len(seen))
-        parts.append(part)
-        if len(seen) == count:
-            break
-        vain = 0 if len(part.labels) else vain + begun
-        if vain >= _PATIENCE:
-            raise ValueError(
-                f"found only {len(seen)} of {count} different images, and no more in {vain} drawings, with {rules}; "
-                f"give a larger size, or fewer or shorter paths."
-            )
-    return Drawings(np.concatenate([x.images for x in parts]), np.concatenate([x.labels for x in parts]))
+    return Drawings(_inner(rules, sheets.ink) * GREY, labels)

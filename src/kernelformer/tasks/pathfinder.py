@@ -14,16 +14,60 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import SeedSequence, default_rng
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernelformer.errors import choice, integer, positive_int
+from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder, load_arrays, save_arrays
-from kernelformer.tasks.dashed import GREY, Drawings, Rules, generate
+from kernelformer.tasks.dashed import GREY, Drawings, Rules, draw
 from kernelformer.tasks.pictures import Album, Pictures, guess, image_size
 
 CLASSES = 2
 _FORMAT = 1  # of the cache; to be raised when the same options come to mean other images
+_PATIENCE = 1 << 15  # drawings in a row that bring nothing new
+_FIRST = 512  # drawings begun in the first round; each has twice as many as the one before, up to a limit
+
+
+def _fresh(found: Drawings, seen: set[bytes], limit: int) -> Drawings:
+    """The first so many of those that were not seen before; from now on they are."""
+    new: list[int] = []
+    for i, image in enumerate(found.images):
+        digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
+        if len(new) < limit and digest not in seen:
+            seen.add(digest)
+            new.append(i)
+    return Drawings(found.images[new], found.labels[new])
+
+
+def generate(count: int, *, rules: Rules | None = None, seed: int = 0) -> Drawings:
+    """Make so many different images.
+
+    Args:
+        count: N; fewer are the first ones of more.
+        rules: which images; default Long Range Arena's.
+        seed: same seed (and rules), same images.
+
+    Cost: vectorized over drawings; with the defaults four are begun for one that is kept.
+    """
+    rules = rules or Rules()
+    seen: set[bytes] = set()
+    parts: list[Drawings] = []
+    vain = 0
+    for turn in itertools.count():
+        rng = default_rng(SeedSequence(seed, spawn_key=(turn,)))
+        begun = min(_FIRST << min(turn, 16), rules.attempts)
+        part = _fresh(draw(rng, rules, begun), seen, count - len(seen))
+        parts.append(part)
+        if len(seen) == count:
+            break
+        vain = 0 if len(part.labels) else vain + begun
+        if vain >= _PATIENCE:
+            raise ValueError(
+                f"found only {len(seen)} of {count} different images, and no more in {vain} drawings, with {rules}; "
+                f"give a larger size, or fewer or shorter paths."
+            )
+    return Drawings(np.concatenate([x.images for x in parts]), np.concatenate([x.labels for x in parts]))
 
 
 def _pack(made: Drawings) -> dict[str, NDArray[Any]]:
@@ -50,7 +94,8 @@ class Pathfinder(Task):
     An image has two long dashed paths, shorter ones that distract, and two markers. Label 1: the markers are on both
     ends of one long path, the other has none. Label 0: each long path has one. A path is a walk of dashes which turns
     by up to ``bend`` radians in each gap. Long paths are drawn first, then each distractor where there is room, and a
-    drawing without room is given up. Both classes are made of the same drawings: see `dashed`.
+    drawing without room is given up. Both classes are made of the same drawings, and
+    markers that look alike in distance, place and directions (`dashed._choose`).
 
     The label can be seen: pixels of one path are joined by steps of at most gap + 1.5 pixels, pixels of different
     paths are further apart. Markers alone have the value 255.
@@ -116,8 +161,17 @@ class Pathfinder(Task):
             positive_int(f"{split}_samples", count)
         short = max(positive_int("dashes", dashes) // 3, 1) if distractor_dashes is None else distractor_dashes
         many = 20 // positive_int("distractor_dashes", short) if distractors is None else distractors
-        form = (dash_length, gap, bend, marker_radius, contrast)
-        self.rules = Rules(*image_size(size), dashes, many, short, *form)
+        self.rules = Rules(
+            *image_size(size),
+            dashes=dashes,
+            distractors=many,
+            distractor_dashes=short,
+            dash_length=number("dash_length", dash_length),  # as float: 2 and 2.0 are the same
+            gap=number("gap", gap),
+            bend=number("bend", bend),
+            marker_radius=number("marker_radius", marker_radius),
+            contrast=number("contrast", contrast),
+        )
         self.seed = integer("seed", seed, at_least=0)
         self.cache = cache_folder() if cache is None else Path(str(cache)).expanduser()
         self.pictures = Pictures(
@@ -164,7 +218,7 @@ class Pathfinder(Task):
         ]
 
     def split(self, name: str) -> Album:
-        """Images of data; or from the cache; or made now for all splits: a minute or two for 200,000."""
+        """Images of data; or from the cache; or made now for all splits: about two minutes for 200,000."""
         choice("split", name, SPLITS)
         if self.pictures.place is not None:
             return self.pictures.split(name)

@@ -160,7 +160,7 @@ class Sentences(Task):
         self.classes, self.names = label_names(labels)
         self.regression = self.classes == 1
         # Of the options, not of the class: GLUE's tasks have different ones.
-        self.metric = _metric(glue, self.classes)  # type: ignore[misc]
+        self.metric = _metric(glue, self.classes)
         self.length = integer("length", length, at_least=2 + len(self.columns) + (other is not None))
         self.words: dict[str, Any] = {
             "tokenizer": tokenizer,

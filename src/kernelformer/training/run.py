@@ -21,13 +21,10 @@ SCHEDULES = {
 }
 PRECISIONS = ("float32", "bf16")
 BETWEEN = ">"  # the encoder's attention and the decoder's, in a label and in `compare`
-OWN = (
-    "attention",
-    "decoder_attention",
-    "seed",
-    "model_type",
-)  # settings of a model that the run itself has, or that are fixed
-FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "workers")  # another value gives the same result
+# Settings of a model that the run itself has, or that are fixed.
+OWN = ("attention", "decoder_attention", "seed", "model_type")
+# Another value gives the same result.
+FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "workers")
 
 Problem = TypeVar("Problem", bound=Exception)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from transformers.utils import logging
 
 @contextmanager
 def silent_libraries() -> Iterator[None]:
-    """No chatter and no bars of transformers and its tokenizers in here; what was set before comes back."""
+    """No chatter and no bars of transformers in here; what was set before comes back."""
 
     def hook(found: threading.ExceptHookArgs) -> None:
         # TensorBoard writes in a thread. If the disk is full `Board` hears of it, and need not be shown the thread.
@@ -24,7 +23,6 @@ def silent_libraries() -> Iterator[None]:
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         with warnings.catch_warnings():
             # torch's new name for it would send the buffers of the first process around once, and is no better here.

@@ -1,0 +1,125 @@
+"""Language modelling of text by sub-words, with scores per word that vocabularies can be compared by."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernelformer.tasks.base import Outcome, Sample, load_arrays, save_arrays
+from kernelformer.tasks.bytes import Windows
+from kernelformer.tasks.corpus import Corpus, exp
+
+
+class Sizes(NamedTuple):
+    """How much text a split has.
+
+    Args:
+        words: separated by white space, in the text as it was before it was tokenized.
+        size: bytes of the same text in UTF-8.
+    """
+
+    words: int
+    size: int
+
+
+class Words(Corpus):
+    """Predict the next token; scored by perplexity, over the predicted tokens.
+
+    A window of n tokens predicts its last n - 1: none sees what is before it (kernelized-rpe, App. A.2).
+
+    A perplexity per token says little of another vocabulary's. Therefore also, of the whole split that is scored
+    (performer, App. A.1.1),
+
+        word_perplexity = exp(loss * tokens / words)
+        bits_per_byte = loss * tokens / bytes / ln 2
+
+    with tokens: all of the split, each document's <eos> included; words: what white space separates in the original
+    text, where neither <eos> nor the end of a line is one; bytes: of the original text in UTF-8. The loss may be of
+    fewer windows, the ratios never are. Where a vocabulary loses something (``lowercase``, "wordpiece"), both are of
+    what is left, which is easier.
+
+    Data, and what it costs: see `tasks.corpus.Corpus`. Rows without text, such as the blank lines of WikiText-103
+    (``hub:Salesforce/wikitext:wikitext-103-raw-v1``), are passed over.
+
+    Departures: training windows are at random places instead of one after the other; PG-19's vocabulary is by byte
+    pairs, the paper's by unigrams, unless ``tokenizer`` brings one. Perplexities of WikiText-103 are usually published
+    for a vocabulary of whole words, in which the end of a line is one more.
+
+    Args: those of `Corpus`; ``length`` is at least 2.
+    """
+
+    name = "words"
+    about = "language modelling by sub-words; --data is a text file, a folder of .txt, rows with texts, or hub:NAME"
+    model = "causal-lm"
+    shortest = 2  # one token alone predicts none
+    blank = True
+
+    _scored: str | None = None  # the split asked for last
+
+    @cached_property
+    def _sizes(self) -> dict[str, Sizes]:
+        return {}
+
+    def split(self, name: str) -> Windows:
+        """Windows of the split's tokens; `score` is of the split that was asked for last."""
+        windows = self.windows(name)
+        if name != "train":
+            self.sizes(name)  # now, and not in the midst of a training; nobody asks for those of a large training split
+        self._scored = name
+        return windows
+
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """input_ids (B, L) and labels, which are the same: the model shifts them."""
+        ids = torch.stack([sample["input_ids"] for sample in samples])
+        return {"input_ids": ids, "labels": ids}
+
+    def score(self, found: Outcome) -> dict[str, float]:
+        """Perplexity, accuracy, bits per token; per word and byte once a split was asked for, with its ratios."""
+        return self._score(found, self._scored)
+
+    def baselines(self, split: str) -> dict[str, dict[str, float]]:
+        """What comes of guessing by frequency in the training split, each token counted once more."""
+        data, size = self.windows(split), self.vocabulary().size
+        share = np.bincount(self.tokens("train"), minlength=size) + 1.0
+        share /= share.sum()
+        labels = np.zeros(size)
+        for first in range(0, len(data), 256):
+            places = data.places(np.arange(first, min(first + 256, len(data))))
+            some = data.text[places[:, None] + np.arange(1, self.length)]
+            labels += np.bincount(some.ravel(), minlength=size)
+        labels /= labels.sum()
+        found = Outcome(-float(labels @ np.log(share)), float(labels[share.argmax()]))
+        return {"frequency of tokens": self._score(found, split)}
+
+    def sizes(self, split: str) -> Sizes:
+        """Words and bytes of a split; from the cache, or counted now."""
+        if split not in self._sizes:
+            record = self.record_of(split)
+            path = self.cache / f"sizes-{hashlib.sha256(record.encode()).hexdigest()[:16]}.npz"
+            if not path.exists():
+                save_arrays(path, record, {"sizes": np.array(self._counted(split), np.int64)})
+            self._sizes[split] = load_arrays(path, record, lambda found: Sizes(*map(int, found["sizes"])))
+        return self._sizes[split]
+
+    def _counted(self, split: str) -> Sizes:
+        words = size = 0
+        inside = False  # of a word that began in the piece before
+        for text, ends in self.pieces(split):
+            words += len(text.split()) - (inside and not text[0].isspace())
+            size += len(text.encode())
+            inside = not ends and not text[-1].isspace()
+        return Sizes(words, size)
+
+    def _score(self, found: Outcome, split: str | None) -> dict[str, float]:
+        scores = super().score(found)
+        if split is None:
+            return scores
+        total, sizes = found.loss * len(self.tokens(split)), self.sizes(split)
+        per_word = exp(total / sizes.words) if sizes.words else math.inf
+        return {**scores, "word_perplexity": per_word, "bits_per_byte": total / sizes.size / math.log(2)}
