@@ -260,3 +260,11 @@ def test_list_shows_one_part_or_one_recipe():
     wrong = call("list", "recipe")
     assert wrong.exit_code == 2
     assert "did you mean 'recipes'" in wrong.output
+
+
+def test_tokens_of_the_sparsity_task_add_up_to_their_label():
+    task = make_task("sparsity", train_samples=90, validation_samples=9, test_samples=9, length=12, relevance=0.5)
+    batch = task.collate(task.split("train").__getitems__(range(90)))
+    ids = batch["input_ids"]
+    value, relevant = 2 * (ids // 2) - 1, ids % 2
+    assert torch.equal((value * relevant).sum(1) + 4, batch["labels"])

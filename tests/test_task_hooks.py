@@ -1,4 +1,4 @@
-"""What training asks of a task beyond batches: judging, remarks, files beside the model; and where weights come from."""
+"""What training asks of a task beyond batches: judging, remarks, files beside the model; and weights to start from."""
 
 from __future__ import annotations
 
@@ -187,3 +187,29 @@ def test_heads_may_be_wider_or_narrower_than_their_share():
     assert model.model.stack.blocks[0].attention.head_dim == 8
     with pytest.raises(ValueError, match="unknown classifier_act 'than'"):
         KernelformerConfig(classifier_act="than")
+
+
+@pytest.mark.parametrize("task", ["sentences", "words", "masked"])
+def test_a_saved_model_is_read_with_its_own_vocabulary_whatever_became_of_the_data(task, tmp_path):
+    words = ["sun", "moon", "star", "sea", "hill", "tree", "road", "bird"]
+    rows = [{"text": " ".join(words[(i * k) % 8] for k in range(1, 9)), "label": i % 2} for i in range(40)]
+
+    def write(change):
+        for split in ("train", "validation"):
+            lines = [json.dumps({**row, "text": change(row["text"])}) for row in rows]
+            (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+
+    write(str)
+    options = {"data": str(tmp_path), "vocab_size": 300, "length": 16, "cache": str(tmp_path / "cache")}
+    more = {} if task == "sentences" else {"validation_samples": 8}
+    train(Run(task, "elu", model=MODEL, task_options=options | more, **SHORT), tmp_path / "run", quiet=True)
+    before = evaluate(tmp_path / "run")
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"text": "zz top " * 9, "label": 0}) for _ in rows))
+    assert evaluate(tmp_path / "run") == pytest.approx(before)
+    other, saved = make_task(task, **options), make_task(task, **options)
+    saved.load_extra(tmp_path / "run" / "model")
+    assert [len(x.vocabulary().encode("moon")) for x in (other, saved)] == [4, 1]
+    (tmp_path / "run" / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"model has no tokenizer.json, without which its model cannot be used"):
+        evaluate(tmp_path / "run")
+

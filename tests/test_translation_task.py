@@ -485,3 +485,5 @@ def test_a_vocabulary_of_the_users_own_is_used_and_goes_with_the_model(folder, t
     assert os.listdir(tmp_path / "bytes") == []
     plain.load_extra(tmp_path / "bytes")
     assert plain.vocabulary().tokenizer is None
+    plain.load_extra(tmp_path / "model")
+    assert plain.vocabulary().size == own.size

@@ -96,6 +96,9 @@ class Task(ABC):
     def save_extra(self, folder: Path) -> None:  # noqa: B027  (most tasks have nothing to write)
         """Write what a saved model needs of the task beside it, such as a vocabulary."""
 
+    def load_extra(self, folder: Path) -> None:  # noqa: B027
+        """Take over what `save_extra` wrote, so that a saved model is never read with another vocabulary."""
+
 
 def cache_folder() -> Path:
     """Where made data is kept: kernelformer in XDG_CACHE_HOME, or else in ~/.cache."""

@@ -20,7 +20,14 @@ from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
 from kernelformer.tasks.bytes import Bytes, ConsecutiveWindows, RandomWindows, Text, Windows
 from kernelformer.tasks.sources import ALIASES, EXTENSIONS, Check, Source, find_place, hash_files, text_value
-from kernelformer.tasks.tokenization import Vocabulary, special, tokenizer_file, vocabulary, vocabulary_size
+from kernelformer.tasks.tokenization import (
+    Vocabulary,
+    saved_options,
+    special,
+    tokenizer_file,
+    vocabulary,
+    vocabulary_size,
+)
 from kernelformer.tasks.tokens import Tokens, kept_tokens
 
 _FORMAT = 1  # of the cache; to be raised when the same options come to mean other tokens
@@ -187,6 +194,10 @@ class Corpus(Task):
     def save_extra(self, folder: Path) -> None:
         """The vocabulary."""
         self.vocabulary().save(folder)
+
+    def load_extra(self, folder: Path) -> None:
+        """Use the vocabulary of a saved model."""
+        self.subwords, self._vocabulary, self._tokens = saved_options(self.subwords, folder), None, {}
 
     def pieces(self, split: str) -> Iterator[Piece]:
         """The text of a split."""

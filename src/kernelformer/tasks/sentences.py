@@ -21,7 +21,14 @@ from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
 from kernelformer.tasks.metrics import METRICS, OF_NUMBERS, f1, matthews, pearson, spearman
 from kernelformer.tasks.sources import Rows, Source, hash_files, label_names, label_value, number_value, text_value
-from kernelformer.tasks.tokenization import Vocabulary, special, tokenizer_file, vocabulary, vocabulary_size
+from kernelformer.tasks.tokenization import (
+    Vocabulary,
+    saved_options,
+    special,
+    tokenizer_file,
+    vocabulary,
+    vocabulary_size,
+)
 from kernelformer.tasks.tokens import Tokens, kept_tokens
 
 _ROUND = 16  # batches have a multiple of this length, so that there are few different shapes
@@ -218,6 +225,10 @@ class Sentences(Task):
     def save_extra(self, folder: Path) -> None:
         """The vocabulary."""
         self.vocabulary().save(folder)
+
+    def load_extra(self, folder: Path) -> None:
+        """Use the vocabulary of a saved model."""
+        self.words, self._vocabulary, self._splits = saved_options(self.words, folder), None, {}
 
     def split(self, name: str) -> Split:
         """Samples of a split, read and tokenized once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -171,6 +171,15 @@ def vocabulary_size(
     if tokenizer is None and vocab_size not in (None, size):
         raise ValueError(f"vocab_size is {size} for kind='bytes', got {vocab_size}; leave it out.")
     return vocab_size or size
+
+
+def saved_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Options of `vocabulary` which give that of a saved model; bytes have no file and stay as they are."""
+    if not (folder / TOKENIZER).is_file():
+        if options["kind"] == "bytes" and options["tokenizer"] is None:
+            return dict(options)
+        raise ValueError(f"{folder} has no {TOKENIZER}, without which its model cannot be used; train it anew.")
+    return {**options, "tokenizer": str(folder), "lowercase": False}  # the file knows what it does to letters
 
 
 def special(tokenizer: str | None = None) -> Special:

@@ -189,9 +189,9 @@ class Translation(Task):
 
     def load_extra(self, folder: Path) -> None:
         """Use the vocabulary of a saved model; neither the training data nor the cache need be there."""
-        if self.words["tokenizer"] is None and self.words["kind"] == "bytes":
-            return
         if not (folder / TOKENIZER).is_file():
+            if self.words["kind"] == "bytes":  # which need no file
+                return
             raise ValueError(f"{folder} has no {TOKENIZER}, without which its model cannot be used; train it anew.")
         found = load_tokenizer(str(folder))
         self._vocabulary, self._splits = found, {}

@@ -227,13 +227,15 @@ def _some(data: Dataset[Any], count: int | None) -> Dataset[Any]:
 
 
 def _open(folder: Path, task: Task | None) -> tuple[nn.Module, Task]:
-    if (folder / RUN).exists():
-        run, model = load_run(folder)
-        return model, task or make_task(run.task, **run.task_options)
-    home = folder.parent / RUN  # of a run's model/
+    """A saved model, and the task that is given, or that of its run with what was saved beside the model."""
+    home = folder if (folder / RUN).exists() else folder.parent  # of a run's model/
     if task is None:
-        if not home.exists():
+        if not (home / RUN).exists():
             raise ValueError(f"{folder} is not the folder of a run, got task=None; say on what to evaluate it.")
-        run, _ = saved_run(home.parent)
+        run, _ = saved_run(home)
         task = make_task(run.task, **run.task_options)
+        if (home / MODEL).is_dir():
+            task.load_extra(home / MODEL)
+    if (folder / RUN).exists():
+        return load_run(folder)[1], task
     return load_model(task.model, folder), task

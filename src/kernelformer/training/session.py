@@ -97,7 +97,8 @@ def train(
             say(f"going on from step {step}" if checkpoint else "there is no checkpoint yet: starting from step 0")
         task = make_task(run.task, **run.task_options)
         splits = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
-        for remark in task.remarks():
+        told = task.remarks()
+        for remark in told:
             say(remark)
         meter = Meter(args.device, args.gradient_accumulation_steps)
         model = build_model(run, task)
@@ -114,7 +115,7 @@ def train(
             others.append(stack.enter_context(Bar(console, recorder, run.label)))
         trainer = RunTrainer(run, task, model, args, meter=meter, recorder=recorder, callbacks=others, **splits)
         _learn(run, folder, trainer, checkpoint, say)
-        return main_does(main, folder, lambda: _finish(run, folder, task, trainer, say))
+        return main_does(main, folder, lambda: _finish(run, folder, task, trainer, told, say))
 
 
 def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None, say: Tell) -> None:
@@ -176,12 +177,15 @@ def _begin(run: Run, folder: Path, step: int, command: str, processes: int, data
     write_json(folder / RUN, record)
 
 
-def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, say: Tell) -> Result:
+def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, told: list[str], say: Tell) -> Result:
     recorder, meter = trainer.recorder, trainer.meter
     value, scores = math.nan, {}
     if not recorder.diverged:
         data: Any = trainer.eval_dataset
         found = recorder.evaluation | judged(task, trainer.network, data, trainer.args.per_device_eval_batch_size)
+        for remark in task.remarks():
+            if remark not in told:
+                say(remark)
         scores = {name.removeprefix("eval_"): x for name, x in found.items() if name.startswith("eval_")}
         value = scores.pop(task.metric)
     result = Result(
