@@ -249,6 +249,18 @@ def test_one_run_by_train(tmp_path):
             "attention is given by --attention and by --set, relu and 'elu'; give it once",
         ),
         (["compare", "bytes", "--set", "attention=elu"], "got --set attention=elu; give --attention"),
+        (
+            ["compare", "rpe-translation", "--set", "decoder_attention=elu"],
+            "got --set decoder_attention=elu; give --attention 'A > B'",
+        ),
+        (
+            ["train", "rpe-translation", "--set", "decoder_attention=elu", "--attention", "relu > elu"],
+            "decoder_attention is given by --attention and by --set, elu and 'elu'; give it once",
+        ),
+        (
+            ["train", "rpe-translation", "--attention", "elu >"],
+            "the encoder's attention and the decoder's, got 'elu >'",
+        ),
         (["compare", "bytes", "--attention", "elu,skyformer"], "is_causal=True was asked for"),
         (["compare", "bytes", "--data", "no/such/file"], "no/such/file"),
         (
@@ -315,6 +327,47 @@ def test_data_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert _settings(None, data=Path("a/../b"))["task.data"] == str(tmp_path / "b")
     assert _settings(["task.data=b"])["task.data"] == str(tmp_path / "b")
+
+
+def test_other_places_are_found_from_anywhere_too_and_names_of_the_hub_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local").mkdir()
+    names = ("task.test_file", "task.cache", "task.tokenizer", "start")
+    assert _settings([f"{x}=b" for x in names]) == dict.fromkeys(names, str(tmp_path / "b"))
+    for local in ("hub:./local", "hub:local"):
+        assert _settings(None, data=local)["task.data"] == f"hub:{tmp_path / 'local'}"
+    assert _settings(None, data="hub:nyu-mll/glue:rte")["task.data"] == "hub:nyu-mll/glue:rte"
+
+
+@pytest.mark.parametrize(
+    ("options", "both"),
+    [
+        ([], ("nprf:num_features=16:relative=1d", "nprf:num_features=24:relative=1d")),
+        (["--attention", "softmax"], ("softmax", None)),  # nothing of the recipe's is left in the decoder
+        (["--attention", "softmax > elu"], ("softmax", "elu")),
+        (["--attention", "softmax,elu > relu,elu"], (["softmax", "elu"], ["relu", "elu"])),
+        (["--attention", "softmax", "--set", "decoder_attention=elu"], ("softmax", "elu")),
+    ],
+)
+def test_one_run_has_its_attentions_said_as_in_a_comparison(options, both, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("kernelformer.training.session.train", lambda run, *_, **__: seen.append(run))
+    result = call("train", "rpe-translation", "--size", "full", *options, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert [(x.attention, x.decoder_attention) for x in seen] == [both]
+
+
+def test_evaluation_says_what_is_to_be_known_of_the_data(compared, tmp_path):
+    run = shutil.copytree(folders(compared[0])[0], tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    record["data"] = "something else [1]"
+    (run / "run.json").write_text(json.dumps(record))
+    result = call("evaluate", run, "--threads", "1")
+    assert result.exit_code == 0, result.output
+    said = re.sub(r"\s+", " ", result.stdout)
+    assert "the data is not that of training: argparse.py" in said
+    assert "in training something else [1]; the validation split may hold rows that were trained on" in said
+    assert "not that of training" not in call("evaluate", folders(compared[0])[0], "--threads", "1").output
 
 
 def test_places_of_runs_are_different_and_plain(tmp_path):

@@ -233,6 +233,17 @@ def test_other_names_of_splits_are_known_and_a_file_alone_is_divided(data):
         assert np.array_equal(shown(alone, split), pictures(20)[chosen])
 
 
+def test_two_names_of_one_split_are_refused(data):
+    written(data, train=20, val=7, validation=5)
+    for name in TASKS:
+        with pytest.raises(ValueError, match=r"has val\.npz and validation\.npz; keep one file for each split"):
+            make_task(name, data=data, **SMALL).split("train")
+    (data / "val.npz").unlink()
+    saved(data, pictures(1), ["training/a/0.png"])
+    with pytest.raises(ValueError, match=r"has train\.npz and training; keep one file for each split"):
+        make_task("pixels", data=data, **SMALL).split("validation")
+
+
 def test_limits_take_images_that_are_spread_evenly(data):
     written(data, train=100, validation=10, test=10)
     task = make_task("images", data=data, train_samples=4, validation_samples=10, test_samples=99, **SMALL)
@@ -342,6 +353,43 @@ def test_images_are_made_to_fit_only_when_asked(data):
     np.savez(data / "npz" / "train.npz", images=images, labels=labels(4))
     again = make_task("images", **options | {"data": data / "npz", "classes": 10}, resize=True)
     assert np.array_equal(shown(again), found[:4])
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 6, 1), (8, 12, 1)])
+def test_grey_arrays_become_colour_where_images_are_made_to_fit(data, shape):
+    images = pictures(4, shape=shape)
+    np.savez(data / "train.npz", images=images, labels=labels(4))
+    options = {"data": data, "validation_share": 0.0, **SMALL}
+    with pytest.raises(ValueError, match=r"give size and channels as they are, or resize=True"):
+        make_task("images", **options).split("train")
+    task = make_task("images", **options, resize=True)
+    names = [f"files/train/{i}/0.png" for i in range(4)]
+    saved(data, images.reshape(4, *shape[:2]), names)
+    files = make_task("images", **options | {"data": data / "files", "classes": 4}, resize=True)
+    assert np.array_equal(shown(task), shown(files))
+    assert any("made 4 of 4 images of" in x for x in task.remarks())
+    if shape[0] == 4:
+        assert np.array_equal(shown(task), np.repeat(images.reshape(4, 4, 6, 1), 3, -1))
+
+
+def test_resizing_is_no_advice_for_what_is_no_image(data):
+    np.savez(data / "train.npz", images=pictures(4, shape=(4, 6, 2)), labels=labels(4))
+    for resize in (False, True):
+        with pytest.raises(ValueError, match=r"got uint8 \(4, 4, 6, 2\); change the array\."):
+            make_task("images", data=data, resize=resize, **SMALL).split("train")
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 4\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_formats_that_run_programs_are_not_opened(data, hub_cache, monkeypatch):
+    class_folders(data, 40)
+    assert Image.open(io.BytesIO(EPS)).format == "EPS"
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("it was run"))
+    sorted((data / "train").rglob("*.png"))[3].write_bytes(EPS)
+    for place in (data, f"hub:{data}"):
+        with pytest.raises(ValueError, match=r"it is no whole image \(cannot identify image file"):
+            make_task("images", data=place, classes=4, resize=True, **SMALL).split("train")
 
 
 @pytest.fixture
@@ -468,6 +516,47 @@ def test_files_that_are_no_archives_are_refused(data):
         make_task("images", data=data, **SMALL).split("train")
 
 
+def head_of(shape, descr="|u1"):
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": shape})
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("shape", "pixels"),
+    [((1 << 40, 4, 6, 3), 72), ((4, 4, 6, 3), 287), ((4, 4, 6, 3), 289), ((-4, 4, 6, 3), 288), ((3, 4, 6, 3), 288)],
+)
+def test_a_head_that_promises_other_than_the_file_has_is_refused_before_it_is_read(data, monkeypatch, shape, pixels):
+    with zipfile.ZipFile(data / "train.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("images.npy", head_of(shape) + bytes(pixels))
+        archive.writestr("labels.npy", head_of((4,), "<i8") + bytes(32))
+    monkeypatch.setattr(np, "load", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match=rf"npz \(images says uint8 \({shape[0]}, .* bytes, but has .*write it again"):
+        make_task("pixels", data=data, **SMALL).split("train")
+
+
+def test_encrypted_archives_and_too_little_memory_are_refused(data, monkeypatch):
+    path = written(data, train=20) / "train.npz"
+    whole = path.read_bytes()
+    locked = bytearray(whole)
+    for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        place = locked.find(mark)
+        while place >= 0:
+            locked[place + flags] |= 1
+            place = locked.find(mark, place + 4)
+    path.write_bytes(locked)
+    with pytest.raises(ValueError, match=r"cannot be read as npz \(.*is encrypted"):
+        make_task("images", data=data, **SMALL).split("train")
+    path.write_bytes(whole)
+
+    def short(*_, **__):
+        raise MemoryError("Unable to allocate")
+
+    monkeypatch.setattr(np, "load", short)
+    with pytest.raises(ValueError, match=r"cannot be read as npz \(Unable to allocate"):
+        make_task("images", data=data, **SMALL).split("train")
+
+
 def test_places_without_the_layout_are_refused(data):
     with pytest.raises(ValueError, match=r"has no train split, found nothing; it must hold images and labels in train"):
         make_task("grey", data=data).split("train")
@@ -480,7 +569,7 @@ def test_places_without_the_layout_are_refused(data):
         make_task("pixels", data=data / "nowhere")
     class_folders(data, 4)
     written(data, train=3)
-    with pytest.raises(ValueError, match=r"has train, train.npz; keep one for each split"):
+    with pytest.raises(ValueError, match=r"has train and train.npz; keep one file for each split"):
         make_task("images", data=data).split("train")
 
 

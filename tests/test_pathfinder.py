@@ -301,12 +301,36 @@ def test_images_of_others_are_taken_as_they_are(tmp_path):
     assert np.array_equal(batch["input_ids"].numpy(), arrays["images"].reshape(12, 256))
     assert batch["labels"].tolist() == [0, 1] * 6
     assert len(task.split("test")) == 5
-    assert any("options of the drawing do not count" in x for x in task.remarks())
+    assert task.remarks() == [f"the images are those of {tmp_path}"]
     assert make_task("pathfinder").remarks() == []
     before = task.fingerprint()
     write_data(tmp_path, count=14)
     assert make_task("pathfinder", data=tmp_path, size=16).fingerprint() != before
     assert not (tmp_path / "xdg").exists()
+
+
+def test_by_default_all_images_of_others_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(pathfinder, "SAMPLES", {"test": 2, "validation": 3, "train": 4})
+    write_data(tmp_path)
+    task = make_task("pathfinder", data=tmp_path, size=16)
+    assert [len(task.split(x)) for x in ("train", "validation", "test")] == [12, 12, 12]
+    made = make_task("pathfinder", **{k: v for k, v in TINY.items() if not k.endswith("_samples")})
+    assert [len(made.split(x)) for x in ("train", "validation", "test")] == [4, 3, 2]
+
+
+def test_long_range_arena_has_so_many_images():
+    assert make_task("pathfinder").samples == {"test": 20_000, "validation": 20_000, "train": 160_000}
+
+
+def test_options_of_the_drawing_are_refused_with_data(tmp_path):
+    write_data(tmp_path)
+    options = {"dashes": 9, "distractors": 2, "distractor_dashes": 4, "dash_length": 3, "gap": 2, "bend": 0.5}
+    options |= {"marker_radius": 2, "contrast": 0.5}
+    for name, value in options.items():
+        with pytest.raises(ValueError, match=rf"nothing is drawn, got {name}={value}; leave out the options of"):
+            make_task("pathfinder", data=tmp_path, size=16, **{name: value})
+    with pytest.raises(ValueError, match=r"nothing is drawn, got dashes=6, gap=2; leave out"):
+        make_task("pathfinder", data=tmp_path, size=16, dashes=6, gap=2)
 
 
 @pytest.mark.parametrize(

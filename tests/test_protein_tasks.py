@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.proteins import AMINO_ACIDS, BOS, CHOSEN, EOS, FIRST, MASK, MASKINGS, PAD, TOKENS
+from kernelformer.tasks.proteins import BOS, CHOSEN, EOS, FIRST, MASK, MASKINGS, PAD, TOKENS
+from kernelformer.tasks.sequences import AMINO_ACIDS
 from kernelformer.tasks.sources import divide
 from sampling import SIGMAS
 
@@ -206,6 +207,21 @@ def test_another_file_for_the_test_leaves_training_and_validation_alone(tmp_path
     assert texts(no_share, "test") == others
     with pytest.raises(ValueError, match=r"there is no file .*nowhere\.fa; test_file must be one"):
         make_task("proteins", data=path, test_file=tmp_path / "nowhere.fa")
+
+
+def test_limits_take_sequences_that_are_spread_evenly(tmp_path):
+    for split, count in zip(SPLITS, (20, 6, 3), strict=True):
+        written(tmp_path / f"{split}.txt", made(count, seed=count))
+    limits = {"train_samples": 4, "validation_samples": 4, "test_samples": 9}
+    task = make_task("proteins", data=tmp_path, **limits)
+    wanted = [[made(20, 20)[i] for i in (0, 5, 10, 15)], [made(6, 6)[i] for i in (0, 1, 3, 4)], made(3, 3)]
+    assert [texts(task, split) for split in SPLITS] == wanted
+    assert len(make_task("proteins-masked", data=tmp_path, **limits).split("train")) == 4 * MASKINGS
+    chain = make_task("proteins", data=tmp_path, **limits, concatenate=True, length=2)
+    tokens = sum(len(x) + 1 for x in wanted[0])  # with an end each
+    assert len(chain.split("train")) == tokens // 2
+    written(tmp_path / "train.txt", made(3, 3) + made(20, 20))  # those of the test do not count
+    assert texts(make_task("proteins", data=tmp_path, **limits), "train") == wanted[0]
 
 
 def test_a_fingerprint_tells_data_apart(tmp_path):
@@ -403,6 +419,7 @@ def test_models_are_described_without_data():
     ("options", "message"),
     [
         ({"length": 1}, "length must be an integer of at least 2, got 1"),
+        ({"train_samples": 0}, "train_samples must be an integer of at least 1, got 0"),
         ({"length": 2.5}, "length must be an integer of at least 2, got 2.5"),
         ({"concatenate": "yes"}, "concatenate must be True or False, got 'yes'"),
         ({"deduplicate": 1}, "deduplicate must be True or False, got 1"),

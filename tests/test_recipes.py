@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
+from kernelformer.models.blocks import Block
 from kernelformer.modules.build import parse_attention
 from kernelformer.recipes.catalogue import RECIPES, change, find_recipe
 from kernelformer.recipes.compare import make_plan
@@ -189,6 +190,15 @@ def test_the_schedule_is_that_of_long_range_arena(base, warmup, steps):
             assert rate == pytest.approx(base * min(1, i / warmup) / math.sqrt(max(i, warmup)))
 
 
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_full_size_can_be_built(name):
+    run = find_recipe(name).run("full")
+    model = meta(run)
+    sides = 1 if run.task != "translation" else 2
+    blocks = [x for x in model.modules() if isinstance(x, Block)]
+    assert len(blocks) == sides * run.model["num_hidden_layers"]
+
+
 @pytest.mark.parametrize("name", [x for x in PAPERS if "-glue-" not in x or x in ("kl-glue-mnli", "rpe-glue-stsb")])
 def test_every_attention_of_a_paper_can_be_built(name, tmp_path):
     recipe = find_recipe(name)
@@ -237,15 +247,42 @@ def test_a_size_that_a_recipe_has_not_is_refused():
         find_recipe("kl-texts")
 
 
+@pytest.mark.parametrize(("first", "second"), [("rpe-pretrain", "rpe-glue-stsb"), ("kl-wikitext", "kl-glue-rte")])
+def test_fine_tuning_follows_pre_training_as_its_note_says(first, second, tmp_path):
+    """At the full size's attention, pooling, length and vocabulary; a smaller model."""
+    small = {"model.hidden_size": 16, "model.num_hidden_layers": 2, "model.num_attention_heads": 2}
+    small |= {"model.intermediate_size": 16, "steps": 2, "warmup_steps": 1, "batch_size": 2, "eval_batch_size": 2}
+    small |= {"eval_every": None, "save_every": None, "precision": "float32"}
+    heard = []
+    for name in (first, second):
+        run = find_recipe(name).run("full")
+        (tmp_path / run.task).mkdir()
+        options = few_samples(run.task, tmp_path / run.task, run.task_options) | {"length": 32}
+        more = {"start": str(tmp_path / first), "task.tokenizer": str(tmp_path / first)} if name == second else {}
+        task = {f"task.{x}": y for x, y in options.items()}
+        result = train(change(run, {**small, **task, **more}), tmp_path / name, tell=heard.append)
+        assert math.isfinite(result.loss)
+    words = [(tmp_path / name / "model" / "tokenizer.json").read_text() for name in (first, second)]
+    assert words[0] == words[1]
+    (said,) = (x for x in heard if x.startswith("starting from"))
+    assert "new: model.first.vector, head." in said
+    if first == "rpe-pretrain":
+        assert "positions.weight from 63 to 65 distances" in said
+
+
 def call(*words):
     return CliRunner().invoke(app, list(words))
 
 
 def test_list_names_all_recipes_with_their_papers():
     output = call("list", "recipes").output
-    for name, recipe in RECIPES.items():
-        assert f" {name} " in output
-        assert recipe.source.split()[0] in output
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if line.startswith("│")]
+    rows: dict[str, list[str]] = {}
+    name = ""
+    for first, *rest in lines:  # a name is never broken; other cells go on in lines without one
+        name = first or name
+        rows[name] = [f"{x} {y}".strip() for x, y in zip(rows.get(name, [""] * len(rest)), rest, strict=True)]
+    assert rows == {name: [x.about, x.source, x.run().task] for name, x in RECIPES.items()}
     assert "favor+hyperbolic" not in output
     assert max(map(len, output.splitlines())) <= 140
 

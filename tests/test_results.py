@@ -163,6 +163,32 @@ def test_a_section_tells_what_was_done_and_how_far_it_is_from_the_paper(tmp_path
     assert ("a", "href", "./2026-03-04-proteins.json") in page.attributes
 
 
+def test_time_spent_on_batches_is_said_where_it_was_measured(tmp_path):
+    """Runs from before it was measured have NaN in their comparison, and go on record all the same."""
+    folders = [compared(tmp_path, name, TWO) for name in ("old", "new")]
+    for folder, waited in zip(folders, ((math.nan,) * 4, (0.5, 1.0, 0.25, math.nan)), strict=True):
+        found = json.loads((folder / "comparison.json").read_text())
+        for one, seconds in zip(found["runs"], waited, strict=True):
+            one["result"]["input_seconds"] = seconds
+        (folder / "comparison.json").write_text(json.dumps(found))
+    write_results(tmp_path / "results", folders)
+    _, page = shown(tmp_path / "results")
+    assert "Of that time runs waited for their next batch at most: new 4.0%." in page.text
+    assert all(math.isnan(x.result.input_seconds) for x in read_results(tmp_path / "results")[1].comparison.runs)
+    write_results(tmp_path / "other", folders[:1])
+    assert "waited for their next batch" not in shown(tmp_path / "other")[1].text
+
+
+def test_sections_of_names_that_look_alike_have_places_of_their_own(tmp_path):
+    names = ("A", "A-2", "A-1", "a", "a+1")
+    write_results(tmp_path / "results", [compared(tmp_path, name, {"elu": (0.5,)}) for name in names])
+    _, page = shown(tmp_path / "results")
+    places = [value for tag, name, value in page.attributes if (tag, name) == ("section", "id")]
+    assert sorted(places) == ["a", "a-1", "a-1-1", "a-2", "a-3"]
+    links = [value[1:] for tag, name, value in page.attributes if (tag, name) == ("a", "href") and value[0] == "#"]
+    assert set(links) == set(places)
+
+
 def test_encoders_and_decoders_that_differ_make_a_table_of_two_sides(tmp_path):
     values = {"softmax": (0.3,), "softmax > elu": (0.5,), "elu > softmax": (0.1,), "elu": (0.4,)}
     write_results(tmp_path / "results", [compared(tmp_path, "translation", values, metric="bleu", curve="loss")])

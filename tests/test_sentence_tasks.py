@@ -11,10 +11,11 @@ import re
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kernelformer.models import MODELS, KernelformerConfig
-from kernelformer.tasks import make_task, tokenization
+from kernelformer.tasks import make_task, sources, tokenization
 from kernelformer.tasks.base import Outcome
 from kernelformer.tasks.masked import IGNORED
 from kernelformer.tasks.metrics import f1, matthews, pearson, ranks, spearman
@@ -175,8 +176,8 @@ def test_vocabularies_that_cannot_be_used_are_refused(tmp_path):
     place = own_tokenizer(tmp_path / "c.json", ["<pad>", "</s>", *(f"<{i}>" for i in range(300))])
     with pytest.raises(ValueError, match="has 306 tokens, more than vocab_size=300; leave vocab_size out"):
         make_task("sentences", tokenizer=place, vocab_size=300)
-    with pytest.raises(ValueError, match="lowercase is for a vocabulary that is trained"):
-        make_task("sentences", tokenizer=place, lowercase=True)
+    with pytest.raises(ValueError, match="lowercase is for a vocabulary of sub-words, got kind='bytes'"):
+        make_task("sentences", kind="bytes", lowercase=True)
     with pytest.raises(ValueError, match="no token for what is hidden; add <mask>"):
         make_task("masked", tokenizer=place)
     with pytest.raises(ValueError, match="vocab_size is 262 for kind='bytes', got 8000"):
@@ -326,6 +327,71 @@ def test_a_users_vocabulary_serves_sentences_and_counts_as_data(tmp_path):
     assert again.split("train")[0]["input_ids"].tolist() == [1, 5, 7, 2]
     task.save_extra(tmp_path)
     assert load_tokenizer(str(tmp_path)).size == 8
+
+
+def test_the_folder_of_a_run_is_a_vocabulary_whatever_a_recipe_says_of_letters(tmp_path):
+    task = sentences(tmp_path, lowercase=True)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    task.save_extra(tmp_path / "run" / "model")
+    for place in (tmp_path / "run", tmp_path / "run" / "model"):
+        for lowercase in (True, False):
+            again = sentences(tmp_path, tokenizer=str(place), lowercase=lowercase)
+            assert again.vocabulary().fingerprint() == task.vocabulary().fingerprint()
+            assert again.split("train")[0]["input_ids"].tolist() == task.split("train")[0]["input_ids"].tolist()
+    assert "run" not in again.fingerprint()
+
+
+def test_tokens_of_sentences_are_kept_for_the_vocabulary_itself(tmp_path, monkeypatch):
+    first = sentences(tmp_path).split("train")[0]["input_ids"].tolist()
+    for file in (tmp_path / "xdg").rglob("vocabulary-*"):
+        file.unlink()
+    monkeypatch.setattr(tokenization, "_FORMAT", 99)
+    pairs = tokenization._byte_pairs
+    monkeypatch.setattr(tokenization, "_byte_pairs", lambda texts, size, low: pairs(["xyz"] * 9, size, low))
+    again = sentences(tmp_path)
+    text = again.source.rows("train")["text"][0]
+    assert again.split("train")[0]["input_ids"][1:-1].tolist() == again.vocabulary().encode(text)[:62].tolist()
+    assert again.split("train")[0]["input_ids"].tolist() != first
+
+
+def test_a_second_sentence_may_be_blank_and_the_first_may_not(tmp_path):
+    rows = sentence_rows(40)
+    rows[0] = {**rows[0], "other": ""}
+    task = sentences(tmp_path, rows, other="other", validation_share=0, test_share=0)
+    words = task.vocabulary()
+    want = [words.bos, *words.encode(rows[0]["text"]), words.sep, words.eos]
+    assert task.split("train")[0]["input_ids"].tolist() == want
+    assert task.remarks() == []
+    for bad in ({**rows[0], "text": ""}, {**rows[0], "other": None}):
+        with pytest.raises(ValueError, match=r"line 41: (text|other) must be a text that is not empty"):
+            sentences(tmp_path, [*rows, bad], other="other").split("train")
+
+
+def test_another_split_can_be_the_validation_split(tmp_path, monkeypatch):
+    splits = ("train", "validation_matched", "validation_mismatched")
+    rows = {split: [{"text": split, "label": i % 2} for i in range(20)] for split in splits}
+    for split in splits:
+        write_rows(tmp_path / "d" / f"{split}.jsonl", rows[split])
+    monkeypatch.setattr(sources, "hub", lambda _: {split: Dataset.from_list(rows[split]) for split in splits})
+    for place in (tmp_path / "d", "hub:nyu-mll/glue:mnli"):
+        for chosen, want in ((None, "matched"), ("validation_mismatched", "mismatched")):
+            found = make_task("sentences", data=place, kind="bytes", validation_split=chosen)
+            assert set(found.source.rows("train")["text"]) == {"train"}
+            assert len(found.split("train")) == 20
+            assert set(found.source.rows("validation")["text"]) == {f"validation_{want}"}
+        with pytest.raises(ValueError, match=r"has no 'validation_x', found .*; name another split"):
+            make_task("sentences", data=place, kind="bytes", validation_split="validation_x").split("train")
+    with pytest.raises(ValueError, match=r"validation_split is a split of a folder or data set, got 'x' and the file"):
+        sentences(tmp_path, validation_split="x")
+
+
+def test_numbers_that_single_precision_cannot_hold_are_bad(tmp_path):
+    rows = [{"text": "ka lo", "label": x} for x in (0.5, -3e38, 1e300, "-1e39")]
+    with pytest.raises(ValueError, match=r"line 3: label must be a number that single precision can hold, got 1e\+300"):
+        sentences(tmp_path, rows, labels=1).split("train")
+    task = sentences(tmp_path, rows, labels=1, skip_bad=True, validation_share=0, test_share=0)
+    assert np.isfinite(task.split("train").labels).all()
+    assert "left out 2 of 4 rows" in task.remarks()[0]
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,10 @@ def test_a_bad_row_is_named_with_file_line_and_reason_or_left_out_and_counted(tm
         ("a.tsv", b"caf\xe9\t1", "not UTF-8: invalid continuation byte at byte 3 of the line"),
         ("a.csv", b"a,b,1", "it has 3 values, the head line has 2"),
         ("a.tsv", b"a", "it has 1 values, the head line has 2"),
+        ("a.csv", b",", "text must be a text that is not empty, got ''"),
+        ("a.csv", b",,", "it has 3 values, the head line has 2"),
+        ("a.tsv", b"\t", "text must be a text that is not empty, got ''"),
+        ("a.tsv", b"\t\t", "it has 3 values, the head line has 2"),
         ("a.csv", b'"a"b,1', r"not a row of a table \(',' expected after '\"'\)"),
         ("a.csv", b"a,x", "label must be an integer from 0 to 1, got 'x'"),
     ],
@@ -226,9 +230,20 @@ def test_bad_rows_of_tables_are_treated_the_same(tmp_path, name, line, reason):
 
 def test_a_quote_that_is_never_closed_is_named_where_it_opens(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text('text,label\ngood,1\n"bad,1\n' + "fine,0\n" * 50)
-    with pytest.raises(ValueError, match=r"line 3: not a row of a table \(unexpected end of data\)"):
-        source(path).rows("train")
+    for row, line in [('"bad,1\n', 3), ('"two\nlines","bad\n', 4), ('"a\r\nb\r\nc",1\n"d\n\n', 6), ('a,"', 3)]:
+        path.write_text(f"text,label\ngood,1\n{row}" + "fine,0\n" * 50, newline="")
+        for skip in (False, True):  # all rows after it would be left out, and counted as one
+            with pytest.raises(ValueError, match=rf"a\.csv, line {line}: the quote that opens here is never closed"):
+                source(path, skip_bad=skip).rows("train")
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_blank_lines_of_tables_are_skipped(tmp_path, kind):
+    path = table(tmp_path / f"a.{kind}", ROWS[:3], delimiter="," if kind == "csv" else "\t")
+    path.write_bytes(b"\n" + path.read_bytes().replace(b"\r\n", b"\r\n\r\n\n"))
+    found = source(path, validation_share=0, test_share=0)
+    assert numbers(found.rows("train")) == [0, 1, 2]
+    assert not found.remarks
 
 
 @pytest.mark.parametrize(
@@ -263,13 +278,24 @@ def test_labels_may_be_names_or_numbers_and_names_win():
             ValueError, match=re.escape(f"must be one of no, yes or an integer from 0 to 1, got {wrong!r}")
         ):
             check(wrong)
-    assert [label_value(["1", "2"])(x) for x in (1, "1", 2, "2")] == [0, 0, 1, 1]
     for wrong in (["a", "a"], ["a", 1], ["", "b"], []):
         with pytest.raises(ValueError, match="different names"):
             label_value(wrong)
     for wrong in (0, "two", 2.0):
         with pytest.raises(ValueError, match="labels must be an integer of at least 1"):
             label_value(wrong)
+
+
+def test_where_a_name_is_a_number_labels_are_names_alone():
+    check = label_value(["1", "2"])
+    assert [check(x) for x in (1, "1", 2, "2", 1.0, "2.0")] == [0, 0, 1, 1, 0, 1]
+    for wrong in (0, "0", 3, True, 1.5, None):  # 0 must not be the first: 1 is
+        with pytest.raises(ValueError, match=re.escape(f"must be one of 1, 2, got {wrong!r}")):
+            check(wrong)
+    mixed = label_value(["none", "1"])
+    assert [mixed(x) for x in ("none", 1)] == [0, 1]
+    with pytest.raises(ValueError, match="must be one of none, 1, got 0"):
+        mixed(0)
 
 
 def test_numbers_are_finite():

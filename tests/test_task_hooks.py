@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,7 +77,9 @@ def test_numbers_are_learned_by_their_squared_error_and_a_task_has_the_last_word
     result = train(Run("sums", "elu", model=MODEL, **SHORT), tmp_path / "run", tell=heard.append)
     assert "2 of 14 rows were left out" in heard
     assert (tmp_path / "run" / "model" / "words.txt").read_text() == "a b"
-    found = evaluate(tmp_path / "run", batch_size=3)
+    heard.clear()
+    found = evaluate(tmp_path / "run", batch_size=3, tell=heard.append)
+    assert heard == ["2 of 14 rows were left out"]
     assert found["told"] == pytest.approx(result.value, abs=1e-6)
     assert found["size"] == 3
     assert 0 < result.input_seconds < result.seconds
@@ -138,6 +142,45 @@ def test_another_attention_keeps_its_own_draws(trained):
             assert torch.equal(after[name], saved[name])
 
 
+@pytest.mark.parametrize("method", ["softmax:relative=1d", "nprf:num_features=8:relative=1d"])
+def test_a_table_of_relative_positions_of_another_length_is_taken_by_distance(method, tmp_path):
+    from kernelformer.training.start import start_from
+
+    def encoder(length, **more):
+        model = {**MODEL, "share_bias": True, "num_hidden_layers": 2, **more}
+        settings = KernelformerConfig(vocab_size=9, max_position_embeddings=length, attention=method, **model)
+        return KernelformerForSequenceClassification(settings).eval()
+
+    saved = encoder(8)
+    table = saved.model.stack.blocks[0].attention.positions
+    torch.nn.init.normal_(table.weight)
+    saved.save_pretrained(tmp_path)
+    ids = torch.randint(9, (2, 8), generator=torch.Generator().manual_seed(0))
+    for length, more in ((12, {}), (8, {"pooling": "cls"}), (6, {})):
+        other = encoder(length, **more)
+        said = start_from(other, tmp_path)
+        own = other.model.stack.blocks[0].attention.positions
+        assert "of another length: model.stack.blocks.0.attention.positions.weight from 15 to" in said
+        reach = torch.arange(-own.weight.shape[1] // 2 + 1, own.weight.shape[1] // 2 + 1)
+        assert torch.equal(own.entries(reach), table.entries(reach.clamp(-7, 7)))  # the farthest stands for what is new
+        if not more:
+            with torch.no_grad():
+                assert torch.equal(other(ids[:, :length]).logits, saved(ids[:, :length]).logits)
+    with pytest.raises(TrainingError, match=r"build it with the same sizes"):
+        start_from(encoder(9, num_attention_heads=4), tmp_path)
+
+
+def test_tables_of_decoders_and_those_with_an_end_are_taken_where_distances_mean_the_same():
+    from kernelformer.training.start import _stretched
+
+    saved = torch.randn(2, 5)
+    causal = _stretched(kf.RelativePositions(2, max_length=7, causal=True), saved)
+    assert torch.equal(causal, saved[:, [0, 1, 2, 3, 4, 4, 4]])
+    ended = _stretched(kf.RelativePositions(2, max_distance=1), saved)
+    assert ended is saved  # its last entry stands for many
+    assert _stretched(kf.RelativePositions(2, scheme="t5"), saved) is saved
+
+
 def test_what_cannot_start_a_run_is_named(trained, tmp_path):
     (tmp_path / "empty").mkdir()
     for start, message in [
@@ -151,6 +194,29 @@ def test_what_cannot_start_a_run_is_named(trained, tmp_path):
         train(Run("sums", "softmax", model=wide, start=str(trained), **SHORT), tmp_path / "b", quiet=True)
     with pytest.raises(ValueError, match="start must be the path of a folder, got 3"):
         Run("sums", "elu", start=3)
+
+
+def test_a_run_without_a_checkpoint_does_not_go_on_from_other_weights(trained, tmp_path):
+    folder, run = tmp_path / "second", Run("sums", "elu", model=MODEL, start=str(trained), **SHORT)
+    train(run, folder, quiet=True)
+    assert "model.safetensors" in json.loads((folder / "run.json").read_text())["start"]
+    train(replace(run, seed=7), trained.parent / "other", quiet=True)
+    weights = (trained.parent / "other" / "model" / "model.safetensors").read_bytes()
+    (trained / "model" / "model.safetensors").write_bytes(weights)
+    (folder / "result.json").unlink()
+    train(run, folder, quiet=True, resume=True)  # a checkpoint has all that it needs
+    for part in folder.glob("checkpoint-*"):
+        shutil.rmtree(part)
+    (folder / "result.json").unlink()
+    with pytest.raises(TrainingError, match=r"started from other weights than .*first has: model.safetensors.*, now "):
+        train(run, folder, quiet=True, resume=True)
+
+
+def test_smoothed_labels_are_for_classes():
+    run = Run("sums", "elu", model=MODEL, label_smoothing=0.1, **SHORT)
+    with pytest.raises(ValueError, match=r"label_smoothing is for classes, got 0.1 and task 'sums' with num_labels=1"):
+        build_model(run, make_task("sums"))
+    build_model(run, make_task("sums", classes=3))
 
 
 def test_encoder_and_decoder_may_have_attentions_of_their_own(tmp_path):
@@ -203,9 +269,14 @@ def test_a_saved_model_is_read_with_its_own_vocabulary_whatever_became_of_the_da
     options = {"data": str(tmp_path), "vocab_size": 300, "length": 16, "cache": str(tmp_path / "cache")}
     more = {} if task == "sentences" else {"validation_samples": 8}
     train(Run(task, "elu", model=MODEL, task_options=options | more, **SHORT), tmp_path / "run", quiet=True)
-    before = evaluate(tmp_path / "run")
+    heard = []
+    before = evaluate(tmp_path / "run", tell=heard.append)
+    assert not any("not that of training" in x for x in heard)
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"text": "zz top " * 9, "label": 0}) for _ in rows))
-    assert evaluate(tmp_path / "run") == pytest.approx(before)
+    assert evaluate(tmp_path / "run", tell=heard.append) == pytest.approx(before)
+    told = [x for x in heard if x.startswith("the data is not that of training: train.jsonl, validation.jsonl: ")]
+    assert len(told) == 1
+    assert told[0].endswith("the validation split may hold rows that were trained on")
     other, saved = make_task(task, **options), make_task(task, **options)
     saved.load_extra(tmp_path / "run" / "model")
     assert [len(x.vocabulary().encode("moon")) for x in (other, saved)] == [4, 1]
@@ -213,3 +284,36 @@ def test_a_saved_model_is_read_with_its_own_vocabulary_whatever_became_of_the_da
     with pytest.raises(ValueError, match=r"model has no tokenizer.json, without which its model cannot be used"):
         evaluate(tmp_path / "run")
 
+
+def test_embeddings_do_not_go_to_the_tokens_of_another_vocabulary(tmp_path):
+    def rows(folder, words):
+        folder.mkdir()
+        texts = [" ".join(words[(i * k) % len(words)] for k in range(1, 9)) for i in range(40)]
+        for split in ("train", "validation"):
+            lines = [json.dumps({"text": text, "label": i % 2}) for i, text in enumerate(texts)]
+            (folder / f"{split}.jsonl").write_text("\n".join(lines))
+        return {"data": str(folder), "vocab_size": 280, "length": 16, "cache": str(tmp_path / "cache")}
+
+    before = rows(tmp_path / "a", ["sun", "moon", "star", "sea"])
+    train(Run("sentences", "elu", model=MODEL, task_options=before, **SHORT), tmp_path / "first", quiet=True)
+    options = rows(tmp_path / "b", ["hill", "tree", "road", "bird"])
+    for more, own in (({}, "another one, of 278 tokens"), ({"kind": "bytes", "vocab_size": None}, "one of bytes")):
+        run = Run("sentences", "elu", model=MODEL, task_options=options | more, start=str(tmp_path / "first"), **SHORT)
+        message = rf"tokenizer.json is the vocabulary .* of 277 tokens; task 'sentences' has {own}\. .*--set task.tok"
+        with pytest.raises(TrainingError, match=message):
+            train(run, tmp_path / "second", quiet=True)
+    train(replace(run, task_options=before), tmp_path / "second", quiet=True)  # made again, it is the same
+    options["tokenizer"] = str(tmp_path / "first")
+    train(replace(run, task_options=options), tmp_path / "third", quiet=True)
+
+
+def test_no_draw_comes_when_the_learning_rate_is_nearly_gone(tmp_path):
+    """Cosine from step 0: below a quarter from two thirds of the steps on."""
+    spec, given = "favor+:num_features=8", {"batch_size": 4, "redraw": 3, "seed": 1, "model": MODEL}
+    draws = {}
+    for schedule in ("cosine", "constant"):
+        run = Run("sums", spec, steps=30, schedule=schedule, **given)
+        train(run, tmp_path / schedule, quiet=True)
+        weights = load_file(tmp_path / schedule / "model" / "model.safetensors")
+        draws[schedule] = {int(x) for name, x in weights.items() if name.endswith(".draw")}
+    assert draws == {"cosine": {6}, "constant": {9}}  # before forwards 4, 7, ..., 19 or 28

@@ -76,7 +76,7 @@ def test_a_sample_is_both_texts_as_tokens_with_their_ends(folder):
             assert words.decode(sample["labels"][:-1]) == row["de"] == sample["reference"]
             assert not {PAD, BOS, EOS} & {*sample["input_ids"][:-1].tolist(), *sample["labels"][:-1].tolist()}
     assert task.remarks() == []
-    with pytest.raises(IndexError, match="from 0 to 11, got 12"):
+    with pytest.raises(IndexError, match=r"from 0 to 11, got \[12\]"):
         task.split("test")[12]
 
 
@@ -198,6 +198,25 @@ def test_long_pairs_are_left_out_of_training_and_cut_elsewhere(folder):
         make_task("translation", data=folder, vocab_size=300, length=2).split("train")
 
 
+def test_limits_take_pairs_that_are_spread_evenly_also_for_vocabulary_and_baseline(folder):
+    rows = pairs(60)
+    limits = {"train_samples": 4, "validation_samples": 99, "test_samples": 5}
+    task = make_task("translation", data=folder, **limits, **TINY)
+    assert [x["reference"] for x in task.split("train")] == [rows[i]["de"] for i in (0, 15, 30, 45)]
+    assert [x["reference"] for x in task.split("test")] == [pairs(12, 2)[i]["de"] for i in (0, 2, 4, 7, 9)]
+    assert len(task.split("validation")) == 8
+    write_rows(folder.parent / "few" / "train.jsonl", [rows[i] for i in (0, 15, 30, 45)])
+    few = make_task("translation", data=folder.parent / "few", validation_share=0, **TINY)
+    every = make_task("translation", data=folder, **TINY)
+    mine, theirs, full = (x.vocabulary().tokenizer.to_str() for x in (task, few, every))  # also with one cache
+    assert mine == theirs != full
+    task.baselines("test")
+    assert task.remarks()[0].startswith("BLEU by sacrebleu of 5 sentences")
+    alone = make_task("translation", data=folder / "train.jsonl", **limits, **TINY)
+    kept = make_task("translation", data=folder / "train.jsonl", **TINY).pairs.rows("test")["de"]
+    assert {x["reference"] for x in alone.split("test")} <= set(kept)  # limits come after the division
+
+
 def test_a_length_is_that_of_the_text_and_its_end(tmp_path):
     write_rows(tmp_path / "d" / "train.jsonl", [{"en": "abcd", "de": "abc"}, {"en": "abc", "de": "abc"}] * 20)
     task = make_task("translation", data=tmp_path / "d", kind="bytes", length=4, validation_share=0)
@@ -249,6 +268,7 @@ def test_settings_need_no_data():
         ({"length": 1}, "length must be an integer of at least 2, got 1"),
         ({"vocab_size": 100}, "vocab_size must be an integer of at least 262, got 100"),
         ({"kind": "words"}, "unknown kind of vocabulary 'words'; .*choose from bpe, bytes, wordpiece"),
+        ({"test_samples": 0}, "test_samples must be an integer of at least 1, got 0"),
         ({"beams": 0}, "beams must be an integer of at least 1, got 0"),
         ({"length_penalty": 0}, "length_penalty must be a finite number above 0, got 0"),
         ({"bleu_samples": 0}, "bleu_samples must be an integer of at least 1, got 0"),

@@ -6,17 +6,22 @@ import inspect
 import json
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import TrainingArguments
 
 from kernelformer.models import MODELS, KernelformerConfig
-from kernelformer.tasks import TASKS, make_task
+from kernelformer.tasks import TASKS, make_task, tokenization
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.tokenization import Vocabulary, load_tokenizer
+from kernelformer.tasks.corpus import Corpus
+from kernelformer.tasks.tokenization import SPECIAL, Vocabulary, load_tokenizer
 from kernelformer.tasks.words import Words
 from kernelformer.training import evaluate
+from kernelformer.training.evaluation import TaskTrainer
 
 LEXICON = ["ka", "lomi", "Nesu", "tarivo", "mika", "lo", "suri", "neta.", "été", "x1"]
 MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -105,16 +110,17 @@ def test_scores_without_a_split_are_per_token():
     )
 
 
-def test_scores_per_word_and_byte_are_of_the_whole_split_asked_for_last(tmp_path):
+def test_scores_per_word_and_byte_are_of_the_whole_split_that_the_outcome_names(tmp_path):
     texts = {"train": prose(300), "validation": [*prose(40, 1), "a  b\n\tc "], "test": ["long" * 30 + " x"] * 20}
     task = make_task("words", data=folder(tmp_path, **texts), length=16, vocab_size=300, validation_samples=2)
     loss, ratios = 0.7, []
-    for split, rows in texts.items():
+    for split in texts:
         task.split(split)
+    for split, rows in texts.items():
         tokens = sum(len(task.vocabulary().encode(x)) + 1 for x in rows)  # each ends with <eos>
         count, size = sum(len(re.findall(r"\S+", x)) for x in rows), sum(len(x.encode()) for x in rows)
         ratios.append(tokens / count)
-        assert task.score(Outcome(loss, 0.5)) == pytest.approx(
+        assert task.score(Outcome(loss, 0.5, split=split)) == pytest.approx(
             {
                 "perplexity": math.exp(loss),
                 "accuracy": 0.5,
@@ -124,7 +130,20 @@ def test_scores_per_word_and_byte_are_of_the_whole_split_asked_for_last(tmp_path
             }
         )
     assert ratios[2] > 5 * ratios[1]  # another split's would be far off
-    assert task.score(Outcome(1e4, 0.0))["word_perplexity"] == math.inf
+    assert task.score(Outcome(1e4, 0.0, split="test"))["word_perplexity"] == math.inf
+    assert "word_perplexity" not in task.score(Outcome(loss, 0.5))
+
+
+def test_a_run_scores_its_validation_split_whatever_was_asked_for_before(tmp_path):
+    texts = {"train": prose(100), "validation": prose(40, 1), "test": ["long" * 30 + " x"] * 20}
+    task = make_task("words", data=folder(tmp_path, **texts), length=16, vocab_size=300)
+    model = MODELS[task.model](KernelformerConfig(attention="elu", **task.settings(), **MODEL))
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True, remove_unused_columns=False)
+    trainer = TaskTrainer(task, model, args, eval_dataset=task.split("validation"))
+    task.split("test")
+    found = trainer.evaluate()
+    ratio = len(task.tokens("validation")) / sum(len(x.split()) for x in texts["validation"])
+    assert math.log(found["eval_word_perplexity"]) == pytest.approx(found["eval_loss"] * ratio)
 
 
 def test_evaluation_scores_the_split_it_was_told(tmp_path):
@@ -150,8 +169,7 @@ def test_words_that_pieces_divide_are_counted_once(tmp_path, text):
 
 def test_bytes_have_as_many_bits_per_byte_as_per_token(tmp_path):
     task = words(tmp_path, kind="bytes", vocab_size=None)
-    task.split("validation")
-    found = task.score(Outcome(1.3, 0.5))
+    found = task.score(Outcome(1.3, 0.5, split="validation"))
     assert found["bits_per_byte"] == pytest.approx(found["bits_per_token"])
 
 
@@ -165,19 +183,14 @@ def test_documents_of_a_folder_do_not_share_words(tmp_path):
     assert (task.tokens("train") == task.vocabulary().eos).sum() == 5
 
 
-def test_guessing_by_frequency_is_the_baseline_and_changes_no_score(tmp_path):
+def test_guessing_by_frequency_is_the_baseline(tmp_path):
     task = words(tmp_path, validation_share=0.1)
-    task.split("test")
-    before = task.score(Outcome(1.0, 0.5))
     data = words(tmp_path, validation_share=0.1).split("validation")
     labels = torch.cat([x["labels"][1:] for x in data.__getitems__(range(len(data)))]).numpy()  # the first is not told
     counts = np.bincount(task.tokens("train"), minlength=task.vocabulary().size) + 1
     loss = -np.mean(np.log(counts[labels] / counts.sum()))
-    other = words(tmp_path, validation_share=0.1)
-    other.split("validation")
-    want = other.score(Outcome(loss, (labels == counts.argmax()).mean()))
+    want = task.score(Outcome(loss, (labels == counts.argmax()).mean(), split="validation"))
     assert task.baselines("validation") == {"frequency of tokens": pytest.approx(want)}
-    assert task.score(Outcome(1.0, 0.5)) == before
 
 
 # What is kept
@@ -188,17 +201,17 @@ def test_tokens_and_counts_are_kept_and_told_apart(tmp_path, monkeypatch):
     first.split("train")
     first.split("validation")
     assert not list((tmp_path / "xdg").rglob("sizes-*"))[1:]  # training text is not counted without need
-    want, known = first.score(Outcome(1.0, 0.5)), first.fingerprint()
+    found = Outcome(1.0, 0.5, split="validation")
+    want, known = first.score(found), first.fingerprint()
     monkeypatch.setattr(Vocabulary, "encode_batch", lambda *_: pytest.fail("encoded again"))
     monkeypatch.setattr(Words, "_counted", lambda *_: pytest.fail("counted again"))
     again = words(tmp_path, length=16, seed=3)
     again.split("validation")
-    assert again.score(Outcome(1.0, 0.5)) == want
+    assert again.score(found) == want
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     other = words(tmp_path, "\n".join(prose(1500, 5)))
-    other.split("validation")
-    assert other.score(Outcome(1.0, 0.5)) != want
+    assert other.score(found) != want
     assert other.fingerprint() != known
     for file in (tmp_path / "xdg").rglob("sizes-*"):
         file.write_bytes(b"PK")
@@ -212,26 +225,153 @@ def test_the_vocabulary_is_saved_beside_the_model(tmp_path):
     assert load_tokenizer(str(tmp_path)).encode("ka lomi").tolist() == task.vocabulary().encode("ka lomi").tolist()
 
 
+def test_tokens_are_kept_for_the_vocabulary_itself(tmp_path, monkeypatch):
+    task = words(tmp_path)
+    before = task.tokens("train").tolist()
+    task.save_extra(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Vocabulary, "encode_batch", lambda *_: pytest.fail("encoded again"))
+        assert words(tmp_path, tokenizer=str(tmp_path)).tokens("train").tolist() == before  # the same, from elsewhere
+    for file in (tmp_path / "xdg").rglob("vocabulary-*"):
+        file.unlink()
+    monkeypatch.setattr(tokenization, "_byte_pairs", lambda texts, size, low: _single_letters(texts))
+    other = words(tmp_path)  # the same data and options, but they come to mean another vocabulary
+    assert (
+        other.tokens("train").tolist()
+        == other.vocabulary().encode("".join(x for x, _ in other.pieces("train"))).tolist()
+    )
+    assert other.tokens("train").tolist() != before
+
+
+def _single_letters(texts):
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    letters = sorted({x for text in texts for x in text})
+    found.train_from_iterator([], trainers.BpeTrainer(special_tokens=list(SPECIAL), initial_alphabet=letters))
+    return found
+
+
+# Folders
+
+
+def write(place, **texts):
+    for name, text in texts.items():
+        path = place / f"{name.replace('_', '/')}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return place
+
+
+def in_splits(task, splits=("train", "validation", "test")):
+    return {split: "|".join(text for text, _ in task.pieces(split)) for split in splits}
+
+
+CORPORA = sorted(name for name, task in TASKS.items() if issubclass(task, Corpus))
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_folders_and_files_named_as_splits_are_the_splits(tmp_path, name):
+    many = {f"train_{i}": f"train {i}" for i in range(20)} | {"valid_0": "held", "test_0": "out", "test_1": "side"}
+    make = partial(make_task, name, vocab_size=300, length=2)
+    task = make(data=write(tmp_path / "pg19", **many))
+    found = in_splits(task)
+    assert sorted(found["train"].split("|")) == sorted(x for x in many.values() if x.startswith("train"))
+    assert (found["validation"], found["test"], task.remarks()) == ("held", "out|side", [])
+    assert (task.tokens("test") == task.vocabulary().eos).sum() == 2
+    single = write(tmp_path / "single", train="learn", validation="held", test="out", readme="of it all")
+    task = make(data=single)
+    assert in_splits(task) == {"train": "learn", "validation": "held", "test": "out"}
+    for task in (make(data=single), make(data=single)):  # made, and kept
+        task.split("train")
+        assert task.remarks() == [f"left out 1 of 4 files of {single}: splits are test.txt, train.txt, validation.txt"]
+    before = task.fingerprint()
+    (single / "readme.txt").write_text("of nothing")
+    assert task.fingerprint() == before
+    (single / "test.txt").write_text("another")
+    assert task.fingerprint() != before
+
+
+def test_training_files_are_validated_on_where_no_others_are_for_it(tmp_path):
+    many = write(tmp_path / "many", **{f"train_{i}": f"<{i}>" for i in range(60)}, test="out")
+    task = make_task("words", data=many, validation_share=0.3, test_share=0.4)
+    found = in_splits(task)
+    parts = [set(found[x].split("|")) for x in ("train", "validation")]
+    assert parts[0] | parts[1] == {f"<{i}>" for i in range(60)}
+    assert not parts[0] & parts[1]
+    assert 5 <= len(parts[1]) <= 32
+    assert found["test"] == "out"
+    one = write(tmp_path / "one", train="é" * 50 + "k" * 100, test="out")
+    task = make_task("words", data=one, validation_share=0.25)
+    assert in_splits(task) == {"train": "é" * 50 + "k" * 50, "validation": "k" * 50, "test": "out"}
+    assert [[end for _, end in task.pieces(x)] for x in ("train", "validation")] == [[False], [True]]
+    (one / "test.txt").unlink()
+    with pytest.raises(ValueError, match=r"one has no test split, found train\.txt; add one, evaluate another"):
+        task.split("test")
+
+
+def test_two_names_for_a_split_are_refused(tmp_path):
+    place = write(tmp_path / "two", train="a", dev="b", valid_1="c")
+    with pytest.raises(ValueError, match=r"two has dev\.txt and valid; keep one for each split"):
+        make_task("words", data=place).split("train")
+    chosen = make_task("words", data=place, pattern="*.txt")
+    assert in_splits(chosen, ("train", "validation")) == {"train": "a", "validation": "b"}
+
+
+def test_bytes_of_named_splits_are_told_apart_too(tmp_path):
+    place = write(tmp_path / "named", train_1="abc", train_2="def", validation_1="ghi", test="jkl", notes="zzz")
+    task = make_task("bytes", data=place, length=2)
+    assert [bytes(task.split(x).text) for x in ("train", "validation", "test")] == [b"abcdef", b"ghi", b"jkl"]
+    assert task.remarks() == [f"left out 1 of 5 files of {place}: splits are test.txt, train, validation"]
+    (place / "validation" / "1.txt").unlink()
+    (place / "train" / "2.txt").unlink()
+    task = make_task("bytes", data=place, length=1 + 1, validation_share=0.67)
+    assert [bytes(task._text(x)) for x in ("train", "validation", "test")] == [b"a", b"bc", b"jkl"]
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_bad_files_of_a_folder_are_left_out_with_a_count(tmp_path, name):
+    place = write(tmp_path / "bad", train_0="ka lo", train_1="mi", train_3="su", validation="held", test="out")
+    (place / "train" / "2.txt").write_bytes(b"ab \xff")
+    (place / "train" / "4.txt").write_bytes(b"ab \0")
+    options = {"data": place, "length": 2, "vocab_size": 300}
+    with pytest.raises(ValueError, match=r"2\.txt is not UTF-8: invalid start byte at byte 3"):
+        make_task(name, **options).split("train")
+    for _ in range(2):  # made, and kept
+        task = make_task(name, skip_bad=True, **options)
+        task.split("train")
+        [said] = task.remarks()
+        first = f"{place / 'train' / '2.txt'} is not UTF-8"
+        assert f"left out 2 of 5 files of the train split of {place} as bad; the first: {first}" in said
+        assert (task.tokens("train") == task.vocabulary().eos).sum() == 3
+    with pytest.raises(
+        ValueError, match=r"skip_bad leaves out rows, or files of a folder, and .*test\.txt is one text"
+    ):
+        make_task(name, data=place / "test.txt", skip_bad=True)
+
+
 # Bad input
 
 
-def test_rows_without_text_are_passed_over_and_other_bad_ones_are_not(tmp_path):
+@pytest.mark.parametrize("name", CORPORA)
+def test_rows_without_text_are_passed_over_and_other_bad_ones_are_not(tmp_path, name):
     rows = prose(100)
-    blank = [x for text in rows for x in (text, "", " \n")]
-    plain = make_task("words", data=folder(tmp_path, train=rows, validation=rows), length=16, vocab_size=300)
+    blank = ["", *(x for text in rows for x in (text, "", " \n"))]
+    plain = make_task(name, data=folder(tmp_path, train=rows, validation=rows), length=16, vocab_size=300)
     want = plain.tokens("train").tolist()
-    task = make_task("words", data=folder(tmp_path, train=blank, validation=blank), length=16, vocab_size=300)
+    task = make_task(name, data=folder(tmp_path, train=blank, validation=blank), length=16, vocab_size=300)
     assert task.tokens("train").tolist() == want
-    assert (task.sizes("validation"), task.remarks()) == (plain.sizes("validation"), [])
-    with pytest.raises(ValueError, match=r"train\.jsonl, line 2: text must be a text that is not empty"):
-        make_task("masked", data=tmp_path / "rows", length=16, vocab_size=300).split("train")
+    assert len(task.split("validation")) == len(plain.split("validation"))
+    assert task.remarks() == []
+    if name == "words":
+        assert task.sizes("validation") == plain.sizes("validation")
     for bad, reason in ((5, "must be a text"), (None, "must be a text"), ("\ud800", "is not UTF-8")):
         place = folder(tmp_path, train=[*rows, bad])
         with pytest.raises(ValueError, match=rf"train\.jsonl, line 101: text {reason}"):
-            make_task("words", data=place, vocab_size=300).split("train")
-        task = make_task("words", data=place, vocab_size=300, length=16, skip_bad=True)
-        task.split("train")
-        assert "left out 1 of 101 rows" in task.remarks()[0]
+            make_task(name, data=place, vocab_size=300).split("train")
+        for _ in range(2):  # made, and kept
+            task = make_task(name, data=place, vocab_size=300, length=16, skip_bad=True)
+            task.split("train")
+            assert "left out 1 of 101 rows" in task.remarks()[0]
 
 
 def test_bad_input_is_refused(tmp_path):

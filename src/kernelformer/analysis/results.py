@@ -203,8 +203,10 @@ def _points(rows: Any, curve: str) -> tuple[Point, ...]:
 
 
 def _result(record: dict[str, Any]) -> Result:
-    """Null is what JSON has for a number that is none."""
-    plain = {key: math.nan if key in ("value", "loss") and x is None else x for key, x in record.items()}
+    """Null is what JSON has for a number that is none; what else is null was not measured."""
+    plain = {key: x for key, x in record.items() if x is not None}
+    if "value" in record:
+        plain.setdefault("value", math.nan)
     scores = part({"scores": {}, **plain}, "scores", dict)
     return Result.from_json({**plain, "scores": {name: x for name, x in scores.items() if x is not None}})
 

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
@@ -105,7 +106,8 @@ def results_page(records: Sequence[Recorded]) -> str:
     anchors: dict[str, str] = {}
     for name in by_name:
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
-        anchors[name] = f"{slug}-{len(anchors)}" if slug in anchors.values() else slug
+        some = chain([slug], (f"{slug}-{i}" for i in count(1)))
+        anchors[name] = next(x for x in some if x not in anchors.values())
     newest = [some[-1] for some in by_name.values()]
     places = _places(records)
     shown = [_task(anchors[name], some, places) for name, some in by_name.items()]
@@ -186,7 +188,7 @@ def _overview(records: Sequence[Recorded], anchors: Mapping[str, str], places: M
     second = by_task("training time and peak memory by tasks", "cost", plain, costs)
     return (
         section("Attentions by tasks", first, KEY.format(more=LEFT_OUT if left else ""))
-        + section("Training time and peak memory", second, f'<p class="soft">{COST}</p>')
+        + section("Training time and peak memory", second, f'<p class="soft">{COST}{_waiting(records)}</p>')
         + section("How to read what follows", f"<p>{READING}</p>")
     )
 
@@ -207,6 +209,17 @@ def _cost(row: Summary) -> str:
     if row.seconds is None:
         return NONE
     return f"{safe(human_time(row.seconds))}<small>{safe(human_bytes(row.peak_bytes))}</small>"
+
+
+def _waiting(records: Sequence[Recorded]) -> str:
+    """The largest share of training time that a run of each task has spent on getting batches, where it is known."""
+    found = []
+    for record in records:
+        ends = [run.result for run in record.comparison.runs if run.result is not None and run.result.seconds]
+        shares = [x.input_seconds / x.seconds for x in ends if math.isfinite(x.input_seconds)]
+        if shares:
+            found.append(f"{record.name} {max(shares):.1%}")
+    return f" Of that time runs waited for their next batch at most: {safe(', '.join(found))}." if found else ""
 
 
 def _task(anchor: str, records: Sequence[Recorded], places: Mapping[str, int]) -> str:

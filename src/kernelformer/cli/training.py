@@ -18,6 +18,8 @@ import typer
 
 from kernelformer.cli.common import console, errors, names, plain_errors, progress_bar, say, thread_count
 from kernelformer.recipes.catalogue import change, find_recipe
+from kernelformer.tasks.sources import HUB
+from kernelformer.training.run import attention_settings
 from kernelformer.units import human_bytes, visible
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ Sets = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="default: all cores")]
+PATHS = ("task.data", "task.test_file", "task.tokenizer", "task.cache", "start")
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
 
@@ -69,13 +72,27 @@ def _settings(sets: Sequence[str] | None, **options: Any) -> dict[str, Any]:
     for option, value in options.items():
         name = f"task.{option}" if option in ("data", "length", "skip_bad") else option
         if value is not None and name in found:
-            raise ValueError(f"{name} is given by --{option} and by --set, {value} and {found[name]!r}; give it once.")
+            by = "attention" if option == "decoder_attention" else option  # which is said by A > B
+            raise ValueError(f"{name} is given by --{by} and by --set, {value} and {found[name]!r}; give it once.")
         if value is not None:
             found[name] = value
-    for name in ("task.data", "task.tokenizer", "start"):  # found from wherever the run is looked at later
-        if isinstance(found.get(name), str | Path) and not str(found[name]).startswith("hub:"):
-            found[name] = os.path.abspath(os.path.expanduser(found[name]))
+    for name in PATHS:
+        if isinstance(found.get(name), str | Path):
+            found[name] = _absolute(str(found[name]))
     return found
+
+
+def _absolute(place: str) -> str:
+    """A path that is found from wherever the run is looked at later; a name of the hub is none."""
+    hub, path = (HUB, place.removeprefix(HUB)) if place.startswith(HUB) else ("", place)
+    whole = os.path.abspath(os.path.expanduser(path))
+    return place if hub and not os.path.exists(whole) else hub + whole
+
+
+def _sides(text: str) -> dict[str, Any]:
+    """Attentions of one run; several separated by commas are a list."""
+    found = {name: names(x) for name, x in attention_settings(text).items() if x is not None}
+    return {name: some[0] if len(some) == 1 else some for name, some in found.items()}
 
 
 def _command() -> str:
@@ -85,7 +102,11 @@ def _command() -> str:
 def train(
     recipe: Annotated[str, typer.Argument(help="a name of `kernelformer list`")],
     attention: Annotated[
-        str, typer.Option(help="method:option=value:...; several separated by commas are one for each block")
+        str,
+        typer.Option(
+            help="method:option=value:...; several separated by commas are one for each block; of an encoder-decoder A "
+            "is for both sides, 'A > B' gives B to the decoder"
+        ),
     ] = "",
     steps: Steps = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of weights, draws and data order; default: 0")] = None,
@@ -103,10 +124,10 @@ def train(
 
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
-        specs = names(attention) if attention else [None]
-        spec = specs[0] if len(specs) == 1 else specs
-        own = {"attention": spec, "steps": steps, "seed": seed, "data": data, "length": length}
-        settings = _settings(sets, **own, skip_bad=skip_bad or None)
+        own = {"steps": steps, "seed": seed, "data": data, "length": length, "skip_bad": skip_bad or None}
+        settings = _settings(sets, **own, **(_sides(attention) if attention else {}))
+        if attention:  # A alone is for the decoder too, whatever the recipe has there
+            settings.setdefault("decoder_attention", None)
         run = change(find_recipe(recipe).run(size), settings)
         train_model(run, out or Path("out") / recipe, resume=resume, command=_command())
 
@@ -126,16 +147,25 @@ def evaluate(
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
         some = TRAINING_SAMPLES if samples is None and split == "train" else samples
-        for name, value in evaluate_model(folder, split=split, batch_size=batch, samples=some).items():
+        found = evaluate_model(folder, split=split, batch_size=batch, samples=some, tell=_remark)
+        for name, value in found.items():
             console.print(f"{split} {name.replace('_', ' ')}: {value:.4f}", highlight=False)
         if some is not None:
             console.print(f"at most {some:,} samples, spread evenly over the split", highlight=False)
 
 
+def _remark(text: str) -> None:
+    console.print(text, highlight=False, markup=False)
+
+
 def compare(
     recipe: Annotated[str, typer.Argument(help="a name of `kernelformer list`")],
     attention: Annotated[
-        str, typer.Option(help="method:option=value:..., separated by commas; default: the recipe's")
+        str,
+        typer.Option(
+            help="method:option=value:..., separated by commas; 'A > B' is A in an encoder and B in its decoder; "
+            "default: the recipe's"
+        ),
     ] = "",
     seeds: Annotated[int, typer.Option(min=1, help="runs of each")] = 1,
     steps: Steps = None,
@@ -153,10 +183,9 @@ def compare(
 
     with plain_errors():
         settings = _settings(sets, steps=steps, data=data, length=length, skip_bad=skip_bad or None)
-        if "attention" in settings:
-            raise ValueError(
-                f"compare takes several attentions, got --set attention={settings['attention']}; give --attention."
-            )
+        for name, way in (("attention", "--attention"), ("decoder_attention", "--attention 'A > B'")):
+            if name in settings:
+                raise ValueError(f"compare takes several attentions, got --set {name}={settings[name]}; give {way}.")
         found = find_recipe(recipe)
         run = change(found.run(size), settings)
         chosen = names(attention) if attention else found.attentions(size)

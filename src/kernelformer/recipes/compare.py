@@ -24,7 +24,7 @@ from kernelformer.recipes.worker import ERROR, STOPPED
 from kernelformer.records import RUN, SAMPLE
 from kernelformer.tasks import make_task
 from kernelformer.training.inspection import check_same
-from kernelformer.training.run import BETWEEN, Run, StoppedError, TrainingError
+from kernelformer.training.run import Run, StoppedError, TrainingError, attention_settings
 from kernelformer.training.session import build_model
 
 REPORT = "report.html"
@@ -71,13 +71,9 @@ def make_plan(
     positive_int("seeds", seeds)
     if len(set(attentions)) != len(attentions):
         raise ValueError(f"attentions to compare must differ, got {', '.join(attentions)}.")
-    runs = [replace(run, **_attention(x), seed=run.seed + i) for i in range(seeds) for x in attentions]
+    sides: dict[str, dict[str, Any]] = {x: attention_settings(x) for x in attentions}
+    runs = [replace(run, **sides[x], seed=run.seed + i) for i in range(seeds) for x in attentions]
     return Plan(title, runs, folder, about or {})
-
-
-def _attention(spec: str) -> dict[str, Any]:
-    first, sign, second = (x.strip() for x in spec.partition(BETWEEN))
-    return {"attention": first, "decoder_attention": second} if sign else {"attention": spec, "decoder_attention": None}
 
 
 def check(plan: Plan, resume: bool) -> None:

@@ -31,12 +31,14 @@ class Outcome:
         right: share of the labels that were the model's likeliest class or token; nan in regression.
         predictions: (N) classes or numbers, of models with one answer per sample.
         labels: (N), of the same.
+        split: its name; "" where nobody says.
     """
 
     loss: float
     right: float = math.nan
     predictions: NDArray[Any] | None = None
     labels: NDArray[Any] | None = None
+    split: str = ""
 
 
 class Task(ABC):

@@ -7,9 +7,10 @@ import math
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
-from kernelformer.tasks.sources import check_shares, spread
+from kernelformer.tasks.sources import ALIASES, EXTENSIONS, check_shares, spread
 
 Text = NDArray[np.uint8]
 Places = NDArray[np.int64]
@@ -27,6 +28,22 @@ Places = NDArray[np.int64]
 # What is installed beside the standard library, what tests it, and what programs have written: tables that are almost
 # copies of one another, in training and validation, and one file with more text than all others of its split.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+class Part(NamedTuple):
+    """What a split has of a file.
+
+    Args:
+        file: its path.
+        text: all of it.
+        start: where the part begins.
+        stop: where it ends.
+    """
+
+    file: Path
+    text: Text
+    start: int
+    stop: int
 
 
 class Windows(Dataset[Sample], ABC):
@@ -93,9 +110,14 @@ class Bytes(Task):
     A window of n bytes predicts its last n - 1: bits per byte at length n have contexts of 1 to n - 1 bytes.
 
     A file is taken as it is, whatever its bytes are, and split by position: training, validation, test. With the
-    default shares enwik8 has the usual 90, 5 and 5 million bytes. A folder is split by file, by a hash of its name
-    relative to the folder, so that no file is in two splits and none moves when others come; in a split files follow
-    one another by name, without a mark between them. Hidden files are not part of a folder.
+    default shares enwik8 has the usual 90, 5 and 5 million bytes.
+
+    Files of a folder are in the splits that their names say, where some do: ``train/*``, ``validation/*``, ``test/*``
+    or ``train.txt``, ``validation.txt``, ``test.txt``, also by the other names of `sources.ALIASES`. Others are left
+    out then, and where nothing is named for validation, it is a share of the training files, or the end of a single
+    one. Any other folder is split by a hash of names relative to it, so that no file is in two splits and none moves
+    when others come. In a split files follow one another by name, without a mark between them. Hidden files are not
+    part of a folder.
 
     Args:
         data: path of a file or folder; None takes the standard library of the running Python (without tests and
@@ -148,6 +170,7 @@ class Bytes(Task):
                 f"pattern chooses files of a folder, got pattern={pattern!r} and the file {self.path}; leave it out."
             )
         self.pattern = str(pattern) if pattern is not None else "**/*.py" if self.library else "**/*"
+        self._left = ""  # remark on files that are in no split
 
     def settings(self) -> dict[str, Any]:
         """A byte is a token, and no token is padding."""
@@ -160,13 +183,17 @@ class Bytes(Task):
             text = self._mapped()
             digest.update(text.data)
             return f"{self.path.name} with {len(text)} bytes, blake2b {digest.hexdigest()}"
-        names, size = self._files(), 0
+        (names, _), size = self._in_splits(), 0
         for name in names:
             content = self._content(name)
             size += len(content)
             digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape"))
             digest.update(content)
         return f"{self.path.name} with {len(names)} files, {size} bytes, blake2b {digest.hexdigest()}"
+
+    def remarks(self) -> list[str]:
+        """Files left out."""
+        return [self._left] if self._left else []
 
     def split(self, name: str) -> Windows:
         """Windows of the split's bytes."""
@@ -189,18 +216,61 @@ class Bytes(Task):
         """Bits per byte: the loss in bits instead of nats."""
         return {self.metric: found.loss / math.log(2)}
 
-    def _text(self, split: str) -> Text:
+    def parts(self, split: str) -> Iterator[Part]:
+        """All that a split has, file by file."""
         if not self.path.is_dir():
-            return self._part(split)
-        files = self._files()
-        mine = [file for file in files if self._split_of(file) == split]
+            text = self._mapped()
+            yield Part(self.path, text, *cuts(len(text), self.shares)[split])
+            return
+        files, shares = self._mine(split)
+        for file in files:
+            yield self._part(file, shares, split)
+
+    def _part(self, file: str, shares: Mapping[str, float] | None, split: str) -> Part:
+        """Of a file of the folder."""
+        text = self._read(file)
+        return Part(self.path / file, text, *((0, len(text)) if shares is None else cuts(len(text), shares)[split]))
+
+    def _text(self, split: str) -> Text:
+        found = [text[start:stop] for _, text, start, stop in self.parts(split)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _mine(self, split: str) -> tuple[list[str], dict[str, float] | None]:
+        """Files of a split of the folder, and the shares by which they are cut themselves, if they are."""
+        files, named = self._in_splits()
+        whose = {file: self._split_of(file) for file in files}
+        if named:
+            if split in named and (split != "train" or "validation" in named):
+                return named[split], None
+            if split == "test" or "train" not in named:
+                raise ValueError(
+                    f"{self.path} has no {split} split, found {_tops(files)}; add one, evaluate another, or choose "
+                    f"files with other names by pattern."
+                )
+            files = named["train"]
+            if len(files) == 1:
+                return files, {**self.shares, "test": 0.0}
+            whose = {file: "validation" if whose[file] == "validation" else "train" for file in files}
+        mine = [file for file in files if whose[file] == split]
         if not mine:
             raise ValueError(
                 f"none of the {len(files)} files of {self.path} falls into the {split} split, to which a file goes by "
                 f"a hash of its name; give more files, another {split if split != 'train' else 'validation'}_share, "
                 f"or a single file, which is split by position."
             )
-        return np.concatenate([self._read(file) for file in mine])
+        return mine, None
+
+    def _in_splits(self) -> tuple[list[str], dict[str, list[str]]]:
+        """Files that are in some split, and those of each where names say it."""
+        files = self._files()
+        named = named_splits(self.path, files)
+        if not named:
+            return files, named
+        mine = sorted(chain(*named.values()))
+        others = len(files) - len(mine)
+        if others:
+            self._left = f"left out {others:,} of {len(files):,} files of {self.path}: splits are {_tops(mine)}"
+        return mine, named
 
     def _mapped(self) -> Text:
         """All of a file."""
@@ -209,15 +279,6 @@ class Bytes(Task):
             return np.asarray(np.memmap(self.path, np.uint8, "r")) if size else np.empty(0, np.uint8)
         except OSError as problem:
             raise ValueError(f"{self.path} cannot be read: {problem.strerror}; data must be a readable file.") from None
-
-    def _part(self, split: str) -> Text:
-        """By position, of a file."""
-        text = self._mapped()
-        size = len(text)
-        test = size - round(size * self.shares["test"])
-        validation = test - round(size * self.shares["validation"])
-        start, stop = {"train": (0, validation), "validation": (validation, test), "test": (test, size)}[split]
-        return text[start:stop]
 
     def _files(self) -> list[str]:
         """Names relative to the folder, sorted."""
@@ -238,6 +299,7 @@ class Bytes(Task):
         return sorted(names)
 
     def _split_of(self, file: str) -> str:
+        """By a hash of its name."""
         place = int.from_bytes(hashlib.sha256(file.encode(errors="surrogateescape")).digest()[:6], "big") / 2**48
         validation = self.shares["validation"]
         return "validation" if place < validation else "test" if place < validation + self.shares["test"] else "train"
@@ -259,3 +321,36 @@ class Bytes(Task):
                 f"leave it out by pattern, which is {self.pattern!r}, for example '**/*.txt'."
             )
         return np.frombuffer(found, np.uint8)
+
+
+def _tops(files: Sequence[str]) -> str:
+    """What is in the folder itself, for messages."""
+    return ", ".join(sorted({x.partition("/")[0] for x in files}))
+
+
+def cuts(size: int, shares: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+    """Where splits begin and end in a text that is split by position."""
+    test = size - round(size * shares["test"])
+    validation = test - round(size * shares["validation"])
+    return {"train": (0, validation), "validation": (validation, test), "test": (test, size)}
+
+
+def named_splits(folder: Path, files: Sequence[str]) -> dict[str, list[str]]:
+    """Files of the splits that their names say; nothing where none does.
+
+    Args:
+        folder: for the message.
+        files: relative to it, such as ``train/a.txt`` or ``train.txt``.
+    """
+    tops: dict[str, list[str]] = {}
+    for file in files:
+        tops.setdefault(file.partition("/")[0], []).append(file)
+    found: dict[str, list[str]] = {}
+    for split, names in ALIASES.items():
+        called = {name + end for name in names for end in ("", ".txt", *EXTENSIONS)}
+        same = [top for top in tops if top in called]
+        if len(same) > 1:
+            raise ValueError(f"the folder {folder} has {' and '.join(same)}; keep one for each split.")
+        if same:
+            found[split] = tops[same[0]]
+    return found

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
+from kernelformer.tasks.batching import check_indices, check_limits, padded, spread_evenly
 from kernelformer.tasks.sources import Rows, Source, label_names, text_value
 
 VOCABULARY = 257  # padding is 0, byte b is b + 1
@@ -55,23 +54,6 @@ class Texts:
         return rows
 
 
-def padded(rows: Sequence[Tensor], longest: int, pad_to: int | None = None) -> tuple[Tensor, Tensor]:
-    """A batch of tokens of different lengths.
-
-    Args:
-        rows: B times (n_i) int64.
-        longest: no batch is longer.
-        pad_to: L; None: the longest row's length, rounded up to a multiple of 64.
-
-    Returns:
-        (B, L) int64 filled up with 0, and (B, L) int64 with 1 for real tokens.
-    """
-    lengths = torch.tensor([len(x) for x in rows])
-    width = pad_to or min(-(-int(lengths.max()) // _ROUND) * _ROUND, longest)
-    ids = pad_sequence(list(rows), batch_first=True)
-    return pad(ids, (0, width - ids.shape[1])), (torch.arange(width) < lengths[:, None]).long()
-
-
 class Samples(Dataset[Sample]):
     """Samples of one or more texts with a label.
 
@@ -90,9 +72,7 @@ class Samples(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = np.asarray(indices, np.int64)
-        if chosen.size and not (chosen.min() >= 0 and chosen.max() < len(self)):
-            raise IndexError(f"samples are numbered from 0 to {len(self) - 1}, got {list(indices)}.")
+        chosen = check_indices(indices, len(self))
         columns = [x.tokens(chosen) for x in self.columns.values()]
         labels = self.labels[chosen].tolist()
         return [
@@ -131,10 +111,7 @@ class ByteTask(Task):
         self.pad_to = pad_to
         if pad_to is not None and positive_int("pad_to", pad_to) < length:
             raise ValueError(f"pad_to must hold texts of length bytes, got pad_to={pad_to} and length={length}.")
-        self.limits = dict(limits)
-        for split, limit in limits.items():
-            if limit is not None:
-                positive_int(f"{split}_samples", limit)
+        self.limits = check_limits(limits)
         self._made: dict[str, Samples] = {}
 
     @abstractmethod
@@ -168,9 +145,7 @@ class ByteTask(Task):
         """Samples of a split, in the order of its rows; read once."""
         if choice("split", name, SPLITS) not in self._made:
             rows = self.source.take(name)
-            count = len(next(iter(rows.values())))
-            kept = min(self.limits[name] or count, count)
-            chosen = (np.arange(kept) * count // kept).tolist()
+            chosen = spread_evenly(len(next(iter(rows.values()))), self.limits[name]).tolist()
             texts, labels = self.arrange({column: [values[i] for i in chosen] for column, values in rows.items()})
             columns = {x: Texts(y, self.length) for x, y in zip(self.inputs, texts, strict=True)}
             self._made[name] = Samples(columns, labels)
@@ -180,7 +155,7 @@ class ByteTask(Task):
         """For each of `inputs` tokens (B, L) and a mask (B, L) with 1 for real ones; labels (B)."""
         batch: dict[str, Tensor] = {}
         for name in self.inputs:
-            ids, mask = padded([x[name] for x in samples], self.length, self.pad_to)
+            ids, mask = padded([x[name] for x in samples], multiple=_ROUND, longest=self.length, width=self.pad_to)
             batch |= {name: ids, name.replace("input_ids", "attention_mask"): mask}
         return batch | {"labels": torch.tensor([x["labels"] for x in samples])}
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -16,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from kernelformer.errors import choice, integer, positive_int
+from kernelformer.errors import choice, flag, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
-from kernelformer.tasks.bytes import Bytes, ConsecutiveWindows, RandomWindows, Text, Windows
-from kernelformer.tasks.sources import ALIASES, EXTENSIONS, Check, Source, find_place, hash_files, text_value
+from kernelformer.tasks.bytes import Bytes, ConsecutiveWindows, Part, RandomWindows, Text, Windows
+from kernelformer.tasks.sources import ALIASES, EXTENSIONS, Source, find_place, hash_files, text_value
 from kernelformer.tasks.tokenization import (
     Vocabulary,
     saved_options,
@@ -30,7 +31,7 @@ from kernelformer.tasks.tokenization import (
 )
 from kernelformer.tasks.tokens import Tokens, kept_tokens
 
-_FORMAT = 1  # of the cache; to be raised when the same options come to mean other tokens
+_FORMAT = 2  # of the cache; to be raised when the same options come to mean other texts
 _PIECE = 1 << 14  # bytes that are tokenized together, so that threads share a long text
 
 Piece = tuple[str, bool]  # a piece of a text, and whether a document ends with it
@@ -62,26 +63,54 @@ def pieces(content: bytes, where: object, start: int = 0) -> Iterator[str]:
 
 
 class Files(Bytes):
-    """Text of a file, split by position, or of the files of a folder, split by file: as "bytes" does it, in UTF-8."""
+    """Text of a file or of the files of a folder, in splits as "bytes" makes them, in UTF-8.
+
+    Args:
+        skip_bad: leave files of a folder out that are not text, and say how many, instead of raising at the first.
+        options: of `Bytes`.
+    """
+
+    def __init__(self, *, skip_bad: bool, **options: Any) -> None:
+        super().__init__(length=2, **options)
+        self.skip_bad = flag("skip_bad", skip_bad)
+        if skip_bad and not self.path.is_dir():
+            raise ValueError(
+                f"skip_bad leaves out rows, or files of a folder, and {self.path} is one text; mend it, or leave "
+                f"skip_bad out."
+            )
+        self._bad: dict[str, str] = {}  # remarks by split
+
+    def remarks(self) -> list[str]:
+        """Files left out."""
+        return [*super().remarks(), *self._bad.values()]
 
     def pieces(self, split: str) -> Iterator[Piece]:
         """Of a split; files of a folder are documents, a file alone is none."""
         if not self.path.is_dir():
-            yield from ((text, False) for text in self._characters(split))
+            yield from ((text, False) for part in self.parts(split) for text in _characters(part))
             return
-        files = [file for file in self._files() if self._split_of(file) == split]
-        if not files:
-            self._text(split)  # says which files there are
+        files, shares = self._mine(split)
+        bad: list[str] = []
         for file in files:
-            found = list(pieces(self._read(file).tobytes(), self.path / file))
-            yield from ((text, i == len(found)) for i, text in enumerate(found, 1))
+            try:
+                part = self._part(file, shares, split)
+                found = list(_characters(part))
+            except ValueError as problem:
+                if not self.skip_bad:
+                    raise
+                bad.append(str(problem).rstrip("."))
+                continue
+            whole = part.stop == len(part.text)
+            yield from ((text, whole and i == len(found)) for i, text in enumerate(found, 1))
+        if bad:
+            of = f"{len(bad):,} of {len(files):,} files of the {split} split of {self.path}"
+            self._bad[split] = f"left out {of} as bad; the first: {bad[0]}"
 
-    def _characters(self, split: str) -> Iterator[str]:
-        """Of a part of a file; a character on the border of two parts is in the first."""
-        text, sizes = self._mapped(), [len(self._part(x)) for x in SPLITS]
-        borders = [0, *(_border(text, int(x)) for x in np.cumsum(sizes))]
-        start, stop = borders[SPLITS.index(split)], borders[SPLITS.index(split) + 1]
-        yield from pieces(text[start:stop].tobytes(), self.path, start)
+
+def _characters(part: Part) -> Iterator[str]:
+    """Of a part of a file; a character on the border of two parts is in the first."""
+    start, stop = (_border(part.text, x) if x else 0 for x in (part.start, part.stop))
+    return pieces(part.text[start:stop].tobytes(), part.file, start)
 
 
 def _border(text: Text, place: int) -> int:
@@ -96,9 +125,11 @@ class Corpus(Task):
     Data, in UTF-8:
 
     - a plain text file (any ending but .jsonl, .csv and .tsv), split by position: training, validation, test;
-    - a folder of ``.txt`` files, split by file, by a hash of its name;
+    - a folder of ``.txt`` files: ``train/``, ``validation/`` and ``test/``, the layout of PG-19, or ``train.txt`` and
+      so on are the splits; any other is split by a hash of the files' names; see `tasks.bytes.Bytes`;
     - rows with a column of texts: a ``.jsonl``, ``.csv`` or ``.tsv`` file, a folder with ``train``, ``validation`` and
-      ``test`` of these, or ``hub:NAME[:CONFIGURATION]``; see `tasks.sources.Source`.
+      ``test`` of these, or ``hub:NAME[:CONFIGURATION]``; see `tasks.sources.Source`. Rows of blanks, as WikiText-103
+      has them, are passed over.
 
     Texts of rows and files of a folder end with <eos>.
 
@@ -112,11 +143,11 @@ class Corpus(Task):
         test_samples: the same for the test.
         vocab_size: of the vocabulary at most; None: 8000, 262 for bytes, or what ``tokenizer`` has.
         kind: "bpe", "wordpiece" or "bytes".
-        lowercase: whether capital letters become small.
-        tokenizer: a ``tokenizer.json`` of the user's, or a folder with one.
+        lowercase: whether capital letters become small, in a vocabulary that is trained.
+        tokenizer: a ``tokenizer.json`` of the user's, or a folder with one, such as that of a run.
         validation_share: of the bytes of a file, of the files of a folder, or of rows without splits.
         test_share: the same for the test.
-        skip_bad: leave bad rows out, and say how many, instead of raising at the first.
+        skip_bad: leave bad rows, or bad files of a folder, out, and say how many, instead of raising at the first.
         seed: of places and the division of rows.
         cache: folder for vocabularies and tokens; None: kernelformer in XDG_CACHE_HOME, or else in ~/.cache.
 
@@ -126,7 +157,6 @@ class Corpus(Task):
     metric = "perplexity"
     higher_is_better = False
     shortest: ClassVar[int] = 1  # window from which something can be learnt
-    blank: ClassVar[bool] = False  # whether rows may have a text of nothing, which is passed over
 
     def __init__(
         self,
@@ -161,7 +191,8 @@ class Corpus(Task):
         self.options: dict[str, Any] = {"validation_share": validation_share, "test_share": test_share}
         self.text, self.pattern = text, pattern
         self.cache = cache_folder() if cache is None else Path(os.fspath(cache)).expanduser()
-        self.origin = self._origin(data, skip_bad)
+        self.skip_bad = flag("skip_bad", skip_bad)
+        self.origin = self._origin(data)
         self._vocabulary: Vocabulary | None = None
         self._tokens: dict[str, NDArray[Any]] = {}
 
@@ -179,15 +210,15 @@ class Corpus(Task):
         return self.origin.fingerprint() + ("" if place is None else f"; {hash_files([tokenizer_file(place)])}")
 
     def remarks(self) -> list[str]:
-        """Rows left out."""
-        return self.origin.remarks if isinstance(self.origin, Source) else []
+        """Rows and files left out."""
+        return self.origin.remarks if isinstance(self.origin, Source) else self.origin.remarks()
 
     def vocabulary(self) -> Vocabulary:
         """From the cache, or trained now on the training split."""
         if self._vocabulary is None:
             texts = (text for text, _ in self.pieces("train"))
             trained = self.subwords["tokenizer"] is None and self.subwords["kind"] != "bytes"
-            record = self._record() if trained else ""
+            record = self.record() if trained else ""
             self._vocabulary = vocabulary(texts, **self.subwords, cache=self.cache, record=record)
         return self._vocabulary
 
@@ -213,8 +244,10 @@ class Corpus(Task):
             if words.tokenizer is None:
                 self._tokens[split] = self._encoded(split)[0].astype(np.uint16)  # nearly as fast as a file
             else:
-                make, record = partial(self._encoded, split), self.record_of(split)
+                make, record = partial(self._encoded, split), json.dumps([split, words.fingerprint(), self.record()])
                 self._tokens[split] = kept_tokens(make, size=words.size, cache=self.cache, record=record)[0]
+                if self.skip_bad:
+                    deque(self.pieces(split), maxlen=0)  # kept tokens do not tell what was left out of them
         return self._tokens[split]
 
     def windows(self, split: str) -> Windows:
@@ -235,38 +268,30 @@ class Corpus(Task):
         """Perplexity, exp(loss); accuracy; bits per token."""
         return {self.metric: exp(found.loss), "accuracy": found.right, "bits_per_token": found.loss / math.log(2)}
 
-    def record_of(self, split: str) -> str:
-        """What the tokens of a split depend on."""
-        options = {name: x for name, x in self.subwords.items() if name != "tokenizer"}  # which is in the fingerprint
-        return json.dumps([split, options, self._record()], sort_keys=True)
+    def record(self) -> str:
+        """What the texts of splits depend on."""
+        of = {"text": self.text, "pattern": self.pattern, **self.options, "of": self.origin.fingerprint()}
+        seed = self.seed if isinstance(self.origin, Source) else None  # of the division of rows alone
+        return json.dumps({"format": _FORMAT, "skip_bad": self.skip_bad, "seed": seed, **of}, sort_keys=True)
 
-    def _origin(self, data: str | os.PathLike[str] | None, skip_bad: bool) -> Files | Source:
+    def _origin(self, data: str | os.PathLike[str] | None) -> Files | Source:
         """Of the texts: plain files, or rows."""
         layout = f'"{self.text}" in each row, or plain text'
         place = find_place(data, layout)
-        shares, pattern = self.options, self.pattern
+        options, pattern = {**self.options, "skip_bad": self.skip_bad}, self.pattern
         if isinstance(place, Path):
             splits = {stem + end for stem in chain(*ALIASES.values()) for end in EXTENSIONS}
             folder = place.is_dir()
             if folder and (pattern is not None or not any((place / x).exists() for x in splits)):
-                return Files(data=place, pattern=pattern or "**/*.txt", length=2, **shares)
+                return Files(data=place, pattern=pattern or "**/*.txt", **options)
             if not folder and place.suffix not in EXTENSIONS:
-                return Files(data=place, pattern=pattern, length=2, **shares)
+                return Files(data=place, pattern=pattern, **options)
         if pattern is not None:
             raise ValueError(f"pattern chooses files of a folder, got pattern={pattern!r} and {place}; leave it out.")
-        fields: dict[str, Check] = {self.text: _perhaps_text if self.blank else text_value}
-        return Source(place, fields, layout=layout, skip_bad=skip_bad, seed=self.seed, **shares)
+        return Source(place, {self.text: perhaps_text}, layout=layout, seed=self.seed, **options)
 
     def _place(self) -> object:
         return self.origin.place if isinstance(self.origin, Source) else self.origin.path
-
-    def _record(self) -> str:
-        """What the tokens of splits depend on."""
-        rows: dict[str, Any] = {}
-        if isinstance(self.origin, Source):
-            rows = {"skip_bad": self.origin.skip_bad, "seed": self.seed, **({"blank": True} if self.blank else {})}
-        of = {"text": self.text, "pattern": self.pattern, **self.options, **rows, "of": self.fingerprint()}
-        return json.dumps({"format": _FORMAT, **of}, sort_keys=True)
 
     def _encoded(self, split: str) -> Tokens:
         words, found = self.vocabulary(), list(self.pieces(split))
@@ -281,6 +306,6 @@ def exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _perhaps_text(value: object) -> str:
+def perhaps_text(value: object) -> str:
     """A text, or nothing for one of blanks."""
     return "" if isinstance(value, str) and not value.strip() else text_value(value)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CACHED = 4 << 30  # bytes of decoded pixels of a split that are kept in the cache
 _FORMAT = 1  # of the cache; to be raised when the same images come to be decoded otherwise
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")  # PIL knows more: for EPS it would run another program
 _GREY = ("1", "L")  # PIL's modes that are grey, and those that are colour, without loss
 _COLOUR = ("P", "RGB")
 _WITH_LOSS = ("LA", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")  # converted where images are made to fit
@@ -117,6 +118,13 @@ class Encoded(Protocol):
         ...
 
 
+def _opened(file: Path | str | BinaryIO) -> Image:
+    """An image of `FORMATS`, whatever its name says."""
+    from PIL.Image import open as open_image
+
+    return open_image(file, formats=FORMATS)
+
+
 class Files:
     """Images of a folder.
 
@@ -150,9 +158,7 @@ class Files:
 
     def open(self, number: int) -> Image:
         """By PIL."""
-        from PIL.Image import open as open_image
-
-        return open_image(self.where / self.names[number])
+        return _opened(self.where / self.names[number])
 
 
 class Rows:
@@ -177,12 +183,10 @@ class Rows:
 
     def open(self, number: int) -> Image:
         """By PIL."""
-        from PIL.Image import open as open_image
-
         value = self.found[int(number)][self.column]
         if value is None:
             raise ValueError("the row has none")
-        return open_image(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"])
+        return _opened(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"])
 
 
 class Frames:

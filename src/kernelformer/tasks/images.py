@@ -13,8 +13,9 @@ from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.tasks.base import Outcome, Sample, Task
+from kernelformer.tasks.batching import check_indices
 from kernelformer.tasks.decoding import Int64, Uint8
-from kernelformer.tasks.pictures import Album, Pictures, check_indices, guess
+from kernelformer.tasks.pictures import Album, Pictures, guess
 from kernelformer.tasks.sources import spread
 
 AUGMENT = ("none", "flip", "crop")

@@ -16,12 +16,11 @@ import torch
 from numpy.random import Generator, SeedSequence, default_rng
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder, load_arrays, save_arrays
+from kernelformer.tasks.batching import padded
 
 TOKENS = ("<pad>", "[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
 CLASSES = 10
@@ -362,15 +361,10 @@ class ListOps(Task):
 
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """input_ids (B, L), attention_mask (B, L) with 1 for real tokens, labels (B)."""
-        ids = [sample["input_ids"] for sample in samples]
-        lengths = torch.tensor([len(x) for x in ids])
-        width = self.pad_to or min(-(-int(lengths.max()) // _ROUND) * _ROUND, self.rules.max_length)
-        padded = pad_sequence(ids, batch_first=True)
-        return {
-            "input_ids": pad(padded, (0, width - padded.shape[1])),
-            "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
-            "labels": torch.tensor([sample["labels"] for sample in samples]),
-        }
+        rows = [sample["input_ids"] for sample in samples]
+        ids, mask = padded(rows, multiple=_ROUND, longest=self.rules.max_length, width=self.pad_to)
+        labels = torch.tensor([sample["labels"] for sample in samples])
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def score(self, found: Outcome) -> dict[str, float]:
         """Share of right answers."""

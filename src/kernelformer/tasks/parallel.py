@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from kernelformer.tasks.base import Sample
+from kernelformer.tasks.batching import check_indices
 from kernelformer.tasks.sources import (
     ALIASES,
     EXTENSIONS,
@@ -176,10 +177,11 @@ class Pairs(Dataset[Sample]):
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"samples are numbered from 0 to {len(self) - 1}, got {index}.")
-        i = int(self.chosen[index])
-        return {"input_ids": self.source.text(i), "labels": self.target.text(i), "reference": self.references[i]}
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        return [self[i] for i in indices]
+        chosen = self.chosen[check_indices(indices, len(self))].tolist()
+        return [
+            {"input_ids": self.source.text(i), "labels": self.target.text(i), "reference": self.references[i]}
+            for i in chosen
+        ]

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder, load_arrays, save_arrays
+from kernelformer.tasks.batching import check_limits
 from kernelformer.tasks.dashed import GREY, Drawings, Rules, draw
 from kernelformer.tasks.pictures import Album, Pictures, guess, image_size
 
 CLASSES = 2
+SAMPLES = {"test": 20_000, "validation": 20_000, "train": 160_000}  # made by default
 _FORMAT = 1  # of the cache; to be raised when the same options come to mean other images
 _PATIENCE = 1 << 15  # drawings in a row that bring nothing new
 _FIRST = 512  # drawings begun in the first round; each has twice as many as the one before, up to a limit
@@ -88,6 +90,17 @@ def _unpack(arrays: dict[str, NDArray[Any]], shape: tuple[int, int, int]) -> Dra
     return Drawings(both.reshape(shape) * GREY, labels)
 
 
+def _refuse_drawing(data: object, **options: object) -> None:
+    """Options of the drawing have no effect on given images."""
+    defaults = asdict(Rules()) | {"distractors": None, "distractor_dashes": None}
+    given = [f"{name}={x!r}" for name, x in options.items() if x != defaults[name]]
+    if given:
+        raise ValueError(
+            f"with data={str(data)!r} nothing is drawn, got {', '.join(given)}; leave out the options of the drawing, "
+            f"or data."
+        )
+
+
 class Pathfinder(Task):
     """Say whether two discs mark the ends of one path; the image comes as grey values, a token each, row by row.
 
@@ -108,12 +121,13 @@ class Pathfinder(Task):
     No image occurs twice, in whichever split. The first ones are the test's, then come validation and training.
 
     Data: instead of made images, a folder with ``train.npz``, ``validation.npz`` and ``test.npz``, each ``images``
-    uint8 (N, rows, columns) and ``labels`` (N) of 0 and 1; `Pictures` has other ways. The options of the drawing have
-    then no effect, which a remark says.
+    uint8 (N, rows, columns) and ``labels`` (N) of 0 and 1; `Pictures` has other ways. The options of the drawing,
+    dashes to contrast, are then refused.
 
     Args:
         data: where the images are; None: they are made.
-        train_samples: how many; of data at most so many.
+        train_samples: how many, None: 160,000, and 20,000 of the others; of data at most so many, spread evenly, None:
+            all.
         validation_samples: the same for validation.
         test_samples: the same for the test.
         size: of the images, an integer or [rows, columns].
@@ -140,9 +154,9 @@ class Pathfinder(Task):
         self,
         *,
         data: str | os.PathLike[str] | None = None,
-        train_samples: int = 160_000,
-        validation_samples: int = 20_000,
-        test_samples: int = 20_000,
+        train_samples: int | None = None,
+        validation_samples: int | None = None,
+        test_samples: int | None = None,
         size: int | Sequence[int] = 32,
         dashes: int = Rules.dashes,
         distractors: int | None = None,
@@ -156,9 +170,8 @@ class Pathfinder(Task):
         seed: int = 0,
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.samples = {"test": test_samples, "validation": validation_samples, "train": train_samples}
-        for split, count in self.samples.items():
-            positive_int(f"{split}_samples", count)
+        limits = {"test": test_samples, "validation": validation_samples, "train": train_samples}
+        self.samples = {split: SAMPLES[split] if x is None else x for split, x in check_limits(limits).items()}
         short = max(positive_int("dashes", dashes) // 3, 1) if distractor_dashes is None else distractor_dashes
         many = 20 // positive_int("distractor_dashes", short) if distractors is None else distractors
         self.rules = Rules(
@@ -172,6 +185,18 @@ class Pathfinder(Task):
             marker_radius=number("marker_radius", marker_radius),
             contrast=number("contrast", contrast),
         )
+        if data is not None:
+            _refuse_drawing(
+                data,
+                dashes=dashes,
+                distractors=distractors,
+                distractor_dashes=distractor_dashes,
+                dash_length=dash_length,
+                gap=gap,
+                bend=bend,
+                marker_radius=marker_radius,
+                contrast=contrast,
+            )
         self.seed = integer("seed", seed, at_least=0)
         self.cache = cache_folder() if cache is None else Path(str(cache)).expanduser()
         self.pictures = Pictures(
@@ -180,7 +205,7 @@ class Pathfinder(Task):
             channels=1,
             classes=CLASSES,
             resize=False,
-            limits=self.samples,
+            limits=limits,
             skip_bad=skip_bad,
             validation_share=0.1,
             test_share=0.1,
@@ -209,13 +234,9 @@ class Pathfinder(Task):
         return f"format {_FORMAT}" if self.pictures.place is None else self.pictures.fingerprint()
 
     def remarks(self) -> list[str]:
-        """With data: what was left out, and that nothing was drawn."""
-        if self.pictures.place is None:
-            return []
-        return [
-            f"the images are those of {self.pictures.place}; options of the drawing do not count",
-            *self.pictures.remarks,
-        ]
+        """With data: that nothing was drawn, and what was left out."""
+        place = self.pictures.place
+        return [] if place is None else [f"the images are those of {place}", *self.pictures.remarks]
 
     def split(self, name: str) -> Album:
         """Images of data; or from the cache; or made now for all splits: about two minutes for 200,000."""

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from kernelformer.errors import choice, flag, integer, positive_int
 from kernelformer.tasks import npz
 from kernelformer.tasks.base import SPLITS, Sample, cache_folder
+from kernelformer.tasks.batching import check_indices, check_limits, spread_evenly
 from kernelformer.tasks.decoding import Encoded, Files, Form, Frames, Int64, Rows, Uint8, decode, grey
 from kernelformer.tasks.sources import (
     ALIASES,
@@ -25,6 +26,7 @@ from kernelformer.tasks.sources import (
     find_place,
     hub,
     missing_data,
+    one_each,
     wrong_columns,
 )
 
@@ -77,14 +79,6 @@ class Album(Dataset[Sample]):
             return [{"pixels": row} for row in rows]
         labels = self.labels[indices].tolist()
         return [{"pixels": row, "labels": label} for row, label in zip(rows, labels, strict=True)]
-
-
-def check_indices(indices: Sequence[int], count: int) -> Int64:
-    """As an array; IndexError outside of 0 to count - 1."""
-    chosen = np.asarray(indices, dtype=np.int64)
-    if chosen.size and not (chosen.min() >= 0 and chosen.max() < count):
-        raise IndexError(f"samples are numbered from 0 to {count - 1}, got {list(indices)}.")
-    return chosen
 
 
 def guess(train: Album, other: Album) -> float:
@@ -154,7 +148,7 @@ class Pictures:
             raise ValueError(f"channels must be 1 (grey) or 3 (red, green, blue), got {channels}.")
         self.form = Form(*image_size(size), channels, flag("resize", resize))
         self.classes = None if classes is None else integer("classes", classes, at_least=2)
-        self.limits = {x: None if n is None else positive_int(f"{x}_samples", n) for x, n in limits.items()}
+        self.limits = check_limits(limits)
         self.skip_bad = flag("skip_bad", skip_bad)
         self.shares = check_shares(validation_share, test_share)
         self.seed = integer("seed", seed, at_least=0)
@@ -205,9 +199,8 @@ class Pictures:
         stems = {x for names in ALIASES.values() for x in names}
         there = sorted(folder.iterdir())
         fits = [x for x in there if (x.is_dir() and x.name in stems) or (x.suffix == ".npz" and x.stem in stems)]
-        sets = {x.name if x.is_dir() else x.stem: x for x in fits}
-        if len(sets) < len(fits):
-            raise ValueError(f"the folder {folder} has {', '.join(x.name for x in fits)}; keep one for each split.")
+        one_each(folder, fits)
+        sets = {x.stem: x for x in fits}
         if not sets and self.classes is None and self._names(folder)[0]:
             return {"": folder}
         if not sets:
@@ -234,9 +227,7 @@ class Pictures:
         if not len(numbers):
             share = "" if split == "train" else f", or give a larger {split}_share than {self.shares[split]}"
             raise ValueError(f"the {split} split of {self.place} is empty: {len(good)} good images; add some{share}.")
-        limit = self.limits.get(split)
-        if limit is not None and limit < len(numbers):
-            numbers = numbers[np.arange(limit) * len(numbers) // limit]
+        numbers = numbers[spread_evenly(len(numbers), self.limits.get(split))]
         return Album(pixels, numbers, None if labels is None else labels[numbers], self.form.channels)
 
     def _all(self, found: Any) -> Read:
@@ -275,12 +266,13 @@ class Pictures:
         head = heads["images"]
         shape = head.shape if len(head.shape) == 4 else (*head.shape, 1)
         rows, columns, channels = self.form.shape
-        fits = shape[1:3] == (rows, columns)
-        right = head.dtype == np.uint8 and len(shape) == 4 and shape[3] in (channels, 3)
-        if not right or not (fits or self.form.resize):
+        images = head.dtype == np.uint8 and len(shape) == 4 and shape[3] in (1, 3)
+        fits = images and shape[1:3] == (rows, columns) and shape[3] in (channels, 3)
+        if not (fits or (images and self.form.resize)):
+            way = ", or give size and channels as they are, or resize=True" if images else ""
             raise ValueError(
                 f"images of {path} must be uint8 (N, rows, columns, channels) = (N, {rows}, {columns}, {channels}), "
-                f"got {head}; change the array, or give size and channels as they are, or resize=True."
+                f"got {head}; change the array{way}."
             )
         labels = None
         if self.classes is not None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,25 +11,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, flag, integer
 from kernelformer.tasks import sources
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
+from kernelformer.tasks.batching import check_indices, check_limits, padded, spread_evenly
+from kernelformer.tasks.sequences import AMINO_ACIDS, Sequences
 
-AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY" + "BOUXZ"  # the standard ones, and those that the paper calls anomalous
 TOKENS = ("<pad>", "<bos>", "<eos>", "<mask>", *AMINO_ACIDS)
 PAD, BOS, EOS, MASK, FIRST = range(5)
-FASTA = (".fasta", ".fa", ".faa")
-SUFFIXES = (".txt", *FASTA, *sources.EXTENSIONS)
-SAID = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1  # of the amino acids; of the chosen ones
 MASKINGS = 10  # of each training sample
 _IGNORED = -100
 _ROUND = 64  # batches have a multiple of this length, so that there are few different shapes
-_FOREIGN = re.compile(f"[^{AMINO_ACIDS}{AMINO_ACIDS.lower()}]")  # not IGNORECASE, to which the Kelvin sign is a K
 _START, _END = b"<", b">"  # stand for BOS and EOS until letters become tokens
 _TOKEN = np.zeros(256, np.uint8)
 _TOKEN[list(AMINO_ACIDS.encode() + _START + _END)] = [*range(FIRST, len(TOKENS)), BOS, EOS]
@@ -39,98 +32,6 @@ _TOKEN[list(AMINO_ACIDS.encode() + _START + _END)] = [*range(FIRST, len(TOKENS))
 Uint8 = NDArray[np.uint8]
 Int64 = NDArray[np.int64]
 Packed = tuple[Uint8, Int64]  # tokens of all samples (T), and offsets (N + 1): sample i is tokens[o[i] : o[i + 1]]
-
-
-def letters(value: object) -> bytes:
-    """A sequence in capitals, without the stop at its end; ValueError says what is wrong with it."""
-    found = sources.text_value(value).strip().removesuffix("*")
-    if foreign := _FOREIGN.search(found):
-        raise ValueError(
-            f"has the letter {foreign.group()!r} at position {foreign.start() + 1}, which is none of {AMINO_ACIDS}; "
-            f"X stands for an amino acid that is not known"
-        )
-    if not found:
-        raise ValueError("has a stop '*' but no amino acids")
-    return found.upper().encode()
-
-
-def _plain(path: Path, field: str) -> Iterator[tuple[str, sources.Row | str]]:
-    """One sequence a line, as rows."""
-    for place, line in sources.read_lines(path):
-        if not isinstance(line, str):
-            yield place, sources.not_utf8(line)
-        elif line.startswith(">"):
-            yield place, f"it is a header; a file with headers must end in {', '.join(FASTA)}"
-        else:
-            yield place, {field: line}
-
-
-def _fasta(path: Path, field: str) -> Iterator[tuple[str, sources.Row | str]]:
-    """Sequences on any number of lines, as rows; of the headers nothing is used."""
-    head, parts = "", list[str]()
-    for place, line in chain(sources.read_lines(path), [("", ">")]):
-        # Old files have names in other encodings; as letters of a sequence they are refused in any.
-        text = line if isinstance(line, str) else line.object.decode("latin-1")
-        if text.startswith(">"):
-            if head:
-                yield f"record at {head}", {field: "".join(parts)}
-            head, parts = place, []
-        elif head:
-            parts.append(text.strip())
-        else:
-            yield place, "a sequence without a header, a line that begins with '>', before it"
-
-
-class Sequences(sources.Source):
-    """A source that also reads ``.txt`` and fasta files, and takes of each file or split every sequence once."""
-
-    def __init__(self, data: str | os.PathLike[str] | None, field: str, deduplicate: bool, **options: Any) -> None:
-        super().__init__(data, {field: letters}, layout=f"one sequence a line, fasta, or {field!r}", **options)
-        self.field, self.deduplicate = field, flag("deduplicate", deduplicate)
-
-    def files(self) -> list[Path]:
-        """All files of a folder that are a split."""
-        stems = set(chain(*sources.ALIASES.values()))
-        everything = sorted(self.found.iterdir())
-        there = [x for x in everything if x.suffix in SUFFIXES and x.stem in stems]
-        if not there:
-            names = ", ".join(x.name for x in everything[:10]) or "nothing"
-            raise ValueError(f"{self.found} must hold train, validation and test as {SAID}, found {names}.")
-        return there
-
-    def has(self, split: str) -> bool:
-        """Whether there is such a split, in the place itself or by a share."""
-        if isinstance(self.place, Path) and not self.place.is_dir():
-            return True
-        names = set(self._hub()) if isinstance(self.place, str) else {x.stem for x in self.files()}
-        return not names.isdisjoint(sources.ALIASES[split]) or (split == "validation" and self.has("train"))
-
-    def read(self, path: Path) -> list[bytes]:
-        """All sequences of a file."""
-        found: list[bytes] = self._of_file(path)[self.field]
-        return found
-
-    def _of_file(self, path: Path) -> sources.Rows:
-        if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path} must end in {SAID}, got {path.suffix or 'nothing'!r}.")
-        if path.suffix in sources.EXTENSIONS:
-            return super()._of_file(path)
-        return self._good(_fasta(path, self.field) if path.suffix in FASTA else _plain(path, self.field), path)
-
-    def _good(self, rows: Iterator[tuple[str, sources.Row | str]], where: object) -> sources.Rows:
-        found = super()._good(rows, where)[self.field]
-        once = list(dict.fromkeys(found)) if self.deduplicate else found
-        self.remark(len(found) - len(once), len(found), f"of {where}, which has them more than once")
-        return {self.field: once}
-
-    def _full(self, rows: sources.Rows, split: str, of: int = 0) -> sources.Rows:
-        return rows  # also if there are none: they are read to be compared, and whoever needs some says so
-
-    def remark(self, count: int, total: int, where: str) -> None:
-        """Note how many sequences were left out, if any."""
-        text = f"left out {count:,} of {total:,} sequences {where}"
-        if count and text not in self.remarks:
-            self.remarks.append(text)
 
 
 def pack(sequences: list[bytes], length: int, *, concatenate: bool, start: bool) -> Packed:
@@ -157,10 +58,7 @@ class Split(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = np.asarray(indices, dtype=np.int64)
-        if chosen.size and not (chosen.min() >= 0 and chosen.max() < len(self)):
-            raise IndexError(f"samples are numbered from 0 to {len(self) - 1}, got {list(indices)}.")
-        ids, labels, sizes = self.gather(chosen)
+        ids, labels, sizes = self.gather(check_indices(indices, len(self)))
         rows = zip(*(torch.from_numpy(x).split(sizes.tolist()) for x in (ids, labels)), strict=True)
         return [{"input_ids": a, "labels": b} for a, b in rows]
 
@@ -246,6 +144,9 @@ class Proteins(Task):
         concatenate: windows of a chain instead of single sequences.
         deduplicate: use each sequence once, in whichever split: the first of a file; of several splits the test's, then
             the validation's. Sequences are compared whole, before they are cut.
+        train_samples: at most so many sequences, spread evenly over what is left of the split; None: all.
+        validation_samples: the same for the validation.
+        test_samples: the same for the test.
         skip_bad: leave bad sequences out, and say how many, instead of raising at the first.
         validation_share: of the sequences of one file, or of the training's.
         test_share: of the sequences of one file.
@@ -270,6 +171,9 @@ class Proteins(Task):
         length: int | None = None,
         concatenate: bool = False,
         deduplicate: bool = True,
+        train_samples: int | None = None,
+        validation_samples: int | None = None,
+        test_samples: int | None = None,
         skip_bad: bool = False,
         validation_share: float = 0.1,
         test_share: float = 0.1,
@@ -277,6 +181,7 @@ class Proteins(Task):
     ) -> None:
         self.concatenate = flag("concatenate", concatenate)
         self.length = integer("length", (8192 if concatenate else 1024) if length is None else length, at_least=2)
+        self.limits = check_limits({"train": train_samples, "validation": validation_samples, "test": test_samples})
         self.seed = integer("seed", seed, at_least=0)
         shares = {"validation_share": validation_share, "test_share": test_share}
         self.source = Sequences(data, str(field), deduplicate, skip_bad=skip_bad, seed=self.seed, **shares)
@@ -304,7 +209,9 @@ class Proteins(Task):
     def split(self, name: str) -> Split:
         """Samples; the other splits are read too, where sequences could be in both."""
         if choice("split", name, SPLITS) not in self._packed:
-            self._packed[name] = self._pack(name, self._sequences(name))
+            rows = self._sequences(name)
+            chosen = spread_evenly(len(rows), self.limits[name])
+            self._packed[name] = self._pack(name, [rows[i] for i in chosen])
         return self._samples(name)
 
     def _samples(self, name: str) -> Split:
@@ -343,14 +250,9 @@ class Proteins(Task):
         ids, labels = ([sample[name] for sample in samples] for name in ("input_ids", "labels"))
         if self.concatenate:
             return {"input_ids": torch.stack(ids), "labels": torch.stack(labels)}
-        sizes = torch.tensor([len(x) for x in ids])
-        width = min(-(-int(sizes.max()) // _ROUND) * _ROUND, self.length)
-        more = (0, width - int(sizes.max()))
-        return {
-            "input_ids": pad(pad_sequence(ids, batch_first=True, padding_value=PAD), more, value=PAD),
-            "attention_mask": (torch.arange(width) < sizes[:, None]).long(),
-            "labels": pad(pad_sequence(labels, batch_first=True, padding_value=_IGNORED), more, value=_IGNORED),
-        }
+        tokens, mask = padded(ids, multiple=_ROUND, longest=self.length, value=PAD)
+        wanted, _ = padded(labels, multiple=_ROUND, longest=self.length, value=_IGNORED)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": wanted}
 
     def score(self, found: Outcome) -> dict[str, float]:
         """exp(loss), and the share of labels that were likeliest."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,10 +53,14 @@ def unreadable(path: Path, problem: OSError) -> NoReturn:
     raise ValueError(f"{path} cannot be read: {problem.strerror}; give a readable file.") from None
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, str | UnicodeDecodeError]]:
+def read_lines(path: Path, separator: str = "") -> Iterator[tuple[str, str | UnicodeDecodeError]]:
     """Lines of a text file with their places, ``line 1`` and so on; blank ones are left out.
 
     A line that is not UTF-8 comes as the error that says so; `not_utf8` words it.
+
+    Args:
+        path: of the file.
+        separator: a line that has it is not blank, also if it has nothing else.
     """
     try:
         with path.open("rb") as lines:
@@ -63,7 +69,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str | UnicodeDecodeError]]:
                     text: str | UnicodeDecodeError = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 except UnicodeDecodeError as problem:
                     text = problem
-                if not isinstance(text, str) or text.strip():
+                if not isinstance(text, str) or text.strip() or (separator and separator in text):
                     yield f"line {number}", text
     except OSError as problem:
         unreadable(path, problem)
@@ -115,7 +121,7 @@ def _table_rows(path: Path, lines: Iterator[tuple[str, list[str] | str]]) -> Ite
 
 def _tsv_values(path: Path) -> Iterator[tuple[str, list[str] | str]]:
     """Values between tabs; quotes are as any other character, so a row is a line."""
-    for place, line in read_lines(path):
+    for place, line in read_lines(path, separator="\t"):
         yield place, line.split("\t") if isinstance(line, str) else not_utf8(line)
 
 
@@ -126,22 +132,35 @@ def _csv_values(path: Path) -> Iterator[tuple[str, list[str] | str]]:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
             reader = csv.reader(lines, strict=True)
             while True:
-                place = f"line {reader.line_num + 1}"
+                first = reader.line_num + 1
+                place = f"line {first}"
                 try:
                     values = next(reader)
                     "".join(values).encode()
                 except StopIteration:
                     return
                 except csv.Error as problem:
+                    if "unexpected end of data" in str(problem):  # not one bad row: it has swallowed all others
+                        raise ValueError(
+                            f"{path}, line {_opened(path, first)}: the quote that opens here is never closed, so that "
+                            f"no row after it can be told; close it, or quote the whole value, its own quotes twice."
+                        ) from None
                     yield place, f"not a row of a table ({problem})"
                     continue
                 except UnicodeEncodeError:
                     yield place, "not UTF-8"
                     continue
-                if any(values):
+                if values:
                     yield place, values
     except OSError as problem:
         unreadable(path, problem)
+
+
+def _opened(path: Path, first: int) -> int:
+    """The line where the last value of a row that begins in line ``first``, and never ends, begins."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        values = next(csv.reader(islice(lines, first - 1, None)))
+    return first + sum(len(re.findall(r"\r\n|\r|\n", x)) for x in values[:-1])
 
 
 def read_texts(path: Path, field: str = "text") -> Iterator[str]:

@@ -19,8 +19,19 @@ from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
+from kernelformer.tasks.corpus import perhaps_text
 from kernelformer.tasks.metrics import METRICS, OF_NUMBERS, f1, matthews, pearson, spearman
-from kernelformer.tasks.sources import Rows, Source, hash_files, label_names, label_value, number_value, text_value
+from kernelformer.tasks.sources import (
+    Check,
+    Rows,
+    Source,
+    brief,
+    hash_files,
+    label_names,
+    label_value,
+    number_value,
+    text_value,
+)
 from kernelformer.tasks.tokenization import (
     Vocabulary,
     saved_options,
@@ -41,7 +52,8 @@ def _glue(name: str, text: str, other: str | None, labels: int, metric: str) -> 
     return {"data": f"hub:nyu-mll/glue:{name}", "text": text, "other": other, "labels": labels, "glue": metric}
 
 
-# The nine tasks of GLUE as options of "sentences". Labels of its test splits are -1, which is to say secret.
+# The nine tasks of GLUE as options of "sentences". Labels of its test splits are -1, which is to say secret. MNLI is
+# validated on its matched half; the other by validation_split="validation_mismatched".
 GLUE: dict[str, dict[str, Any]] = {
     "cola": _glue("cola", "sentence", None, 2, "matthews"),
     "sst2": _glue("sst2", "sentence", None, 2, "accuracy"),
@@ -99,8 +111,8 @@ class Sentences(Task):
     """Classify a sentence or a pair, or give it a number; the tasks of GLUE are in the table `GLUE`.
 
     Data: a folder with ``train``, ``validation`` and ``test``, each ``.jsonl``, ``.csv`` or ``.tsv``, one such file, or
-    ``hub:NAME[:CONFIGURATION]``; a row has a text, maybe a second one, and a label: an integer from 0, a name, or a
-    number. See `tasks.sources.Source` for splits.
+    ``hub:NAME[:CONFIGURATION]``; a row has a text, maybe a second one, which may be blank, as in two rows of GLUE's
+    QQP, and a label: an integer from 0, a name, or a number. See `tasks.sources.Source` for splits.
 
     A sample is ``<bos> a <eos>`` or ``<bos> a <sep> b <eos>``; of a pair that is too long the longer side is cut. The
     vocabulary is trained on the training split, unless it is a user's own or that of bytes.
@@ -117,11 +129,13 @@ class Sentences(Task):
         length: tokens of a sample at most, special ones included.
         vocab_size: of the vocabulary at most; None: 8000, 262 for bytes, or what ``tokenizer`` has.
         kind: "bpe", "wordpiece" or "bytes".
-        lowercase: whether capital letters become small.
-        tokenizer: a ``tokenizer.json`` of the user's, or a folder with one.
+        lowercase: whether capital letters become small, in a vocabulary that is trained.
+        tokenizer: a ``tokenizer.json`` of the user's, or a folder with one, such as that of a run.
         train_samples: at most so many, spread evenly over the split; None: all.
         validation_samples: the same.
         test_samples: the same.
+        validation_split: name of the split to validate on, such as "validation_mismatched" of GLUE's MNLI; None: the
+            usual names.
         validation_share: of the training rows where there is no validation split, or of one file.
         test_share: of one file.
         skip_bad: leave bad rows out, and say how many, instead of raising at the first.
@@ -154,6 +168,7 @@ class Sentences(Task):
         train_samples: int | None = None,
         validation_samples: int | None = None,
         test_samples: int | None = None,
+        validation_split: str | None = None,
         validation_share: float = 0.1,
         test_share: float = 0.1,
         skip_bad: bool = False,
@@ -180,16 +195,23 @@ class Sentences(Task):
         for split, limit in self.limits.items():
             if limit is not None:
                 positive_int(f"{split}_samples", limit)
-        check = number_value if self.regression else label_value(self.names or self.classes)
+        check = _single_precision if self.regression else label_value(self.names or self.classes)
+        blank: dict[str, Check] = {} if other is None else {other: perhaps_text}
         self.source = Source(
             data,
-            {**dict.fromkeys(self.columns, text_value), label: check},
+            {text: text_value, **blank, label: check},
             layout=" and ".join(f'"{x}"' for x in (*self.columns, label)),
             skip_bad=skip_bad,
             validation_share=validation_share,
             test_share=test_share,
             seed=seed,
+            names=None if validation_split is None else {"validation": validation_split},
         )
+        if validation_split is not None and isinstance(self.source.place, Path) and not self.source.place.is_dir():
+            raise ValueError(
+                f"validation_split is a split of a folder or data set, got {validation_split!r} and the file "
+                f"{self.source.place}; leave it out."
+            )
         self.cache = cache_folder() if cache is None else Path(os.fspath(cache)).expanduser()
         self._vocabulary: Vocabulary | None = None
         self._splits: dict[str, Split] = {}
@@ -287,15 +309,15 @@ class Sentences(Task):
     def _record(self, **more: Any) -> str:
         """What texts depend on; which rows are good depends on their labels too."""
         source, labels = self.source, [self.label, self.names or self.classes]
-        division = [source.shares, source.seed, source.skip_bad, self.limits["train"]]
-        return json.dumps([self.columns, labels, division, self.fingerprint(), more], sort_keys=True)
+        division = [source.shares, source.seed, source.skip_bad, source.names, self.limits["train"]]
+        return json.dumps([self.columns, labels, division, source.fingerprint(), more], sort_keys=True)
 
     def _encoded(self, split: str, column: str) -> Tokens:
         words, texts = self.vocabulary(), self._rows(split)[column]
         if words.tokenizer is None:
             return words.encode_batch(texts)  # nearly as fast as a file
-        options = {name: x for name, x in self.words.items() if name != "tokenizer"}  # which is in the fingerprint
-        record = self._record(split=split, column=column, samples=self.limits[split], **options)
+        key = {"vocabulary": words.fingerprint(), "split": split, "column": column, "samples": self.limits[split]}
+        record = self._record(**key)
         return kept_tokens(lambda: words.encode_batch(texts), size=words.size, cache=self.cache, record=record)
 
     def _assembled(self, name: str, sides: list[Tokens]) -> tuple[Int32, Int64]:
@@ -322,6 +344,14 @@ class Sentences(Task):
             at += 1 + count
         out[at] = words.eos
         return out, offsets
+
+
+def _single_precision(value: object) -> float:
+    """A number that is finite also in float32, as labels are."""
+    found = number_value(value)
+    if abs(found) > float(np.finfo(np.float32).max):
+        raise ValueError(f"must be a number that single precision can hold, got {brief(value)}")
+    return found
 
 
 def _metric(name: str | None, classes: int) -> str:

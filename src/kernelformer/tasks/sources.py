@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,11 @@ from kernelformer.tasks.readers import read_file_rows as read_file_rows
 from kernelformer.tasks.readers import read_lines as read_lines
 from kernelformer.tasks.readers import read_texts as read_texts
 from kernelformer.tasks.readers import said_names, unreadable
+from kernelformer.tasks.values import Check as Check
+from kernelformer.tasks.values import label_names as label_names
+from kernelformer.tasks.values import label_value as label_value
+from kernelformer.tasks.values import number_value as number_value
+from kernelformer.tasks.values import text_value as text_value
 
 HUB = "hub:"
 # Names that splits have elsewhere; the first that is there counts.
@@ -35,7 +40,6 @@ ALIASES = {
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 Rows = dict[str, list[Any]]
-Check = Callable[[object], Any]  # a value of a row, as it is to be used; ValueError says what is wrong with it
 
 
 class Sieve:
@@ -68,59 +72,6 @@ class Sieve:
         return [f"left out {rows} of {self.where} as bad; the first: {self.first}"]
 
 
-def text_value(value: object) -> str:
-    """A text that is not empty and can be written as UTF-8."""
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"must be a text that is not empty, got {brief(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as problem:  # JSON can name half of a character, as \ud83d
-        raise ValueError(
-            f"is not UTF-8: {value[problem.start]!r} at character {problem.start} is half of one"
-        ) from None
-    return value
-
-
-def label_names(labels: int | Sequence[str], at_least: int = 1) -> tuple[int, list[str]]:
-    """How many labels there are, and their names if they have some."""
-    if isinstance(labels, str) or not isinstance(labels, Sequence):
-        return integer("labels", labels, at_least=at_least), []
-    names = list(labels)
-    if not all(isinstance(x, str) and x for x in names) or len(set(names)) < max(len(names), at_least):
-        raise ValueError(f"labels must be a number or at least {at_least} different names, got {labels!r}.")
-    return len(names), names
-
-
-def label_value(labels: int | Sequence[str]) -> Check:
-    """A check for labels: one of these names, or an integer from 0 to their number - 1; gives the integer.
-
-    A number may also be a text, as all values of tables are, or a float without a fraction. Names that look like
-    numbers are names: with ``["1", "2"]`` the label 1 is the first.
-    """
-    count, names = label_names(labels)
-
-    def check(value: object) -> int:
-        if isinstance(value, str | int) and str(value) in names:
-            return names.index(str(value))
-        found = float(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,9}(\.0*)?", value) else value
-        if isinstance(found, float) and found.is_integer():
-            found = int(found)
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < count:
-            known = f"one of {', '.join(names)} or " if names else ""
-            raise ValueError(f"must be {known}an integer from 0 to {count - 1}, got {brief(value)}")
-        return found
-
-    return check
-
-
-def number_value(value: object) -> float:
-    """A finite number, also as text."""
-    try:
-        return number("it", float(value) if isinstance(value, str) else value)
-    except ValueError:
-        raise ValueError(f"must be a finite number, got {brief(value)}") from None
-
-
 class Source:
     """Rows by split, from one of these places.
 
@@ -141,6 +92,7 @@ class Source:
         validation_share: of the training rows, or of the rows of one file.
         test_share: of the rows of one file.
         seed: of the division.
+        names: split -> the name it has there, where that is none of `ALIASES` or another is wanted.
     """
 
     def __init__(
@@ -153,8 +105,11 @@ class Source:
         validation_share: float = 0.1,
         test_share: float = 0.1,
         seed: int = 0,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.fields, self.layout = dict(fields), layout
+        self.names = dict(names or {})
+        self.known: dict[str, tuple[str, ...]] = {**ALIASES, **{split: (name,) for split, name in self.names.items()}}
         self.skip_bad = flag("skip_bad", skip_bad)
         self.shares = check_shares(validation_share, test_share)
         self.seed = integer("seed", seed, at_least=0)
@@ -197,7 +152,7 @@ class Source:
             everything = sorted(self.found.iterdir())
         except OSError as problem:
             unreadable(self.found, problem)
-        stems = set(chain(*ALIASES.values()))
+        stems = set(chain(*self.known.values()))
         there = [x for x in everything if x.suffix in EXTENSIONS and x.stem in stems]
         if not there:
             names = ", ".join(x.name for x in everything[:10]) or "nothing"
@@ -218,14 +173,13 @@ class Source:
             sets = {name: lambda x=x: self._of_hub(x) for name, x in self._hub().items()}
         elif self.found.is_dir():
             files = self.files()
-            for names in ALIASES.values():
-                same = [x.name for x in files if x.stem in names]
-                if len(same) > 1:
-                    raise ValueError(f"the folder {self.found} has {' and '.join(same)}; keep one file for each split.")
+            one_each(self.found, files, self.known)
             sets = {x.stem: lambda x=x: self._of_file(x) for x in files}
         else:
             return self._divided(self._of_file(self.found), split, SPLITS)
-        named = {s: next((x for x in names if x in sets), None) for s, names in ALIASES.items()}
+        for lacking in set(self.names.values()).difference(sets):
+            raise ValueError(f"{self.place} has no {lacking!r}, found {', '.join(sorted(sets))}; name another split.")
+        named = {s: next((x for x in names if x in sets), None) for s, names in self.known.items()}
         if named["validation"] is None and split != "test" and named["train"] is not None:
             return self._divided(sets[named["train"]](), split, ("train", "validation"))
         name = named[split]
@@ -298,6 +252,14 @@ class Source:
 
 def _count(rows: Rows) -> int:
     return len(next(iter(rows.values())))
+
+
+def one_each(folder: Path, found: Sequence[Path], known: Mapping[str, Sequence[str]] = ALIASES) -> None:
+    """Refuse two files or folders for one split, also by two of its names."""
+    for names in known.values():
+        same = [x.name for x in found if x.stem in names]
+        if len(same) > 1:
+            raise ValueError(f"the folder {folder} has {' and '.join(same)}; keep one file for each split.")
 
 
 def wrong_columns(where: object, lacking: Sequence[str], found: Iterable[object], layout: str) -> ValueError:

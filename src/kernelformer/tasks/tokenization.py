@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kernelformer.errors import choice, flag, integer
 from kernelformer.files import write_json, write_text
+from kernelformer.records import MODEL
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -118,6 +119,11 @@ class Vocabulary:
         if self.tokenizer is not None:
             write_text(folder / TOKENIZER, self.tokenizer.to_str(pretty=True))
 
+    def fingerprint(self) -> str:
+        """Hash of all that tokens depend on, wherever the vocabulary came from."""
+        text = "bytes" if self.tokenizer is None else self.tokenizer.to_str()
+        return hashlib.sha256(text.encode()).hexdigest()
+
 
 def vocabulary(
     texts: Iterable[str],
@@ -133,7 +139,8 @@ def vocabulary(
 
     Args:
         texts: to train on; not touched where there is nothing to train.
-        tokenizer: a ``tokenizer.json`` of the user's, or a folder with one; then the others do not matter.
+        tokenizer: a ``tokenizer.json`` of the user's, or a folder with one, such as that of a run; then the others do
+            not matter, not even ``lowercase``: the file knows what it does to letters.
         kind: of `KINDS`.
         vocab_size: at most so many tokens; little text gives fewer.
         lowercase: whether capital letters become small.
@@ -161,8 +168,8 @@ def vocabulary_size(
     if vocab_size is not None:
         integer("vocab_size", vocab_size, at_least=BYTES)
     fixed = tokenizer is not None or kind == "bytes"
-    if fixed and lowercase:
-        raise ValueError(f"lowercase is for a vocabulary that is trained, got tokenizer={tokenizer!r}, kind={kind!r}.")
+    if tokenizer is None and kind == "bytes" and lowercase:
+        raise ValueError(f"lowercase is for a vocabulary of sub-words, got kind={kind!r}; leave it out.")
     if not fixed:
         return vocab_size or DEFAULT_SIZE
     size = BYTES if tokenizer is None else load_tokenizer(tokenizer).size
@@ -179,7 +186,7 @@ def saved_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if options["kind"] == "bytes" and options["tokenizer"] is None:
             return dict(options)
         raise ValueError(f"{folder} has no {TOKENIZER}, without which its model cannot be used; train it anew.")
-    return {**options, "tokenizer": str(folder), "lowercase": False}  # the file knows what it does to letters
+    return {**options, "tokenizer": str(folder)}
 
 
 def special(tokenizer: str | None = None) -> Special:
@@ -231,9 +238,10 @@ def load_tokenizer(place: str) -> Vocabulary:
 
 
 def tokenizer_file(place: str) -> Path:
-    """The file that is meant, for `sources.hash_files` too."""
+    """The file that is meant, for `sources.hash_files` too: it, or that of a folder or of a run's final model."""
     path = Path(str(place)).expanduser()
-    path = path / TOKENIZER if path.is_dir() else path
+    if path.is_dir():
+        path = next((x for x in (path / TOKENIZER, path / MODEL / TOKENIZER) if x.is_file()), path / TOKENIZER)
     if not path.is_file():
         raise ValueError(f"there is no file {path}; tokenizer must be a tokenizer.json, or a folder with one.")
     return path

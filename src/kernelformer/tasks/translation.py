@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
+from kernelformer.tasks.batching import check_limits, padded, spread_evenly
 from kernelformer.tasks.parallel import Pairs, Parallel, Tokens
-from kernelformer.tasks.sources import hash_files
+from kernelformer.tasks.sources import Rows, hash_files
 from kernelformer.tasks.tokenization import (
     TOKENIZER,
     Special,
@@ -94,6 +93,9 @@ class Translation(Task):
         beams: of the search; 1 takes the likeliest token each time.
         length_penalty: above 0; larger ones prefer longer translations.
         bleu_samples: translate at most so many, spread evenly over the split; None: all.
+        train_samples: at most so many pairs, spread evenly over the split; None: all. The vocabulary is theirs too.
+        validation_samples: the same for the validation.
+        test_samples: the same for the test.
         skip_bad: leave bad rows out, and say how many, instead of raising at the first.
         validation_share: of the training pairs where there is no validation split.
         test_share: of the rows of one file.
@@ -121,6 +123,9 @@ class Translation(Task):
         beams: int = 5,
         length_penalty: float = 1.2,
         bleu_samples: int | None = None,
+        train_samples: int | None = None,
+        validation_samples: int | None = None,
+        test_samples: int | None = None,
         skip_bad: bool = False,
         validation_share: float = 0.1,
         test_share: float = 0.1,
@@ -145,6 +150,7 @@ class Translation(Task):
         self.length_penalty = number("length_penalty", length_penalty, above=0)
         if bleu_samples is not None:
             positive_int("bleu_samples", bleu_samples)
+        self.limits = check_limits({"train": train_samples, "validation": validation_samples, "test": test_samples})
         shares = {"validation_share": validation_share, "test_share": test_share}
         self.pairs = Parallel(data, source, target, skip_bad=skip_bad, seed=seed, **shares)
         self.cache = cache_folder() if cache is None else Path(os.fspath(cache)).expanduser()
@@ -176,10 +182,10 @@ class Translation(Task):
         """Of both languages: that of a saved model after `load_extra`, else trained on the training split, or kept."""
         if self._vocabulary is None:
             sides = sorted([self.source, self.target])  # both directions have the same
-            division = [self.pairs.shares, self.pairs.seed, self.pairs.skip_bad]
+            division = [self.pairs.shares, self.pairs.seed, self.pairs.skip_bad, self.limits["train"]]
             fixed = self.words["tokenizer"] is not None or self.words["kind"] == "bytes"
             record = "" if fixed else json.dumps(["translation", sides, division, self.fingerprint()])
-            texts = (x for side in sides for x in self.pairs.rows("train")[side])
+            texts = (x for side in sides for x in self._rows("train")[side])
             self._vocabulary = vocabulary(texts, **self.words, cache=self.cache, record=record)
         return self._vocabulary
 
@@ -206,7 +212,8 @@ class Translation(Task):
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """input_ids and attention_mask (B, S), labels (B, T) with -100 where there is none."""
         ids, labels = ([sample[name] for sample in samples] for name in ("input_ids", "labels"))
-        return {**self._batch(ids), "labels": self._padded(labels, _IGNORED)}
+        wanted, _ = padded(labels, multiple=_ROUND, longest=self.length, value=_IGNORED)
+        return {**self._batch(ids), "labels": wanted}
 
     def score(self, found: Outcome) -> dict[str, float]:
         """Of the next token, given the right ones before it; BLEU comes from `judge`."""
@@ -214,14 +221,14 @@ class Translation(Task):
 
     def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
         """BLEU and chrF of what beam search writes, both from 0 to 100."""
-        samples: list[Sample] = [data[i] for i in _spread(len(data), self.bleu_samples)]  # type: ignore[arg-type]
+        samples: list[Sample] = [data[i] for i in self._judged(data)]  # type: ignore[arg-type]
         written = self.write(model, [x["input_ids"] for x in samples], batch_size)
         return self._compared(written, [x["reference"] for x in samples])
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
         """The source as if it were its translation: names and numbers are often right."""
-        rows = self.pairs.rows(split)
-        chosen = _spread(len(rows[self.source]), self.bleu_samples)
+        rows = self._rows(split)
+        chosen = self._judged(rows[self.source])
         texts, wanted = ([rows[side][i] for i in chosen] for side in (self.source, self.target))
         return {"the source itself": self._compared(texts, wanted)}
 
@@ -289,8 +296,19 @@ class Translation(Task):
         cut.flat[cut.offsets[1:] - 1] = self.special.eos
         return cut
 
-    def _encoded(self, name: str) -> Pairs:
+    def _rows(self, name: str) -> Rows:
+        """As many as are wanted."""
         rows = self.pairs.rows(name)
+        chosen = spread_evenly(len(rows[self.source]), self.limits[name]).tolist()
+        return {side: [texts[i] for i in chosen] for side, texts in rows.items()}
+
+    def _judged(self, data: Sized) -> list[int]:
+        """Numbers of those that are translated."""
+        found: list[int] = spread_evenly(len(data), self.bleu_samples).tolist()
+        return found
+
+    def _encoded(self, name: str) -> Pairs:
+        rows = self._rows(name)
         source, target = self._tokens(rows[self.source]), self._tokens(rows[self.target])
         lengths = np.maximum(source.lengths, target.lengths)
         long = lengths > self.length
@@ -308,15 +326,9 @@ class Translation(Task):
             )
         return Pairs(self._cut_sources(source), target.cut(self.length), rows[self.target], chosen)
 
-    def _padded(self, rows: Sequence[Tensor], value: int) -> Tensor:
-        found = pad_sequence(list(rows), batch_first=True, padding_value=value)
-        width = min(-(-found.shape[1] // _ROUND) * _ROUND, max(self.length, found.shape[1]))
-        return pad(found, (0, width - found.shape[1]), value=value)
-
     def _batch(self, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-        ids = self._padded(sources, self.special.pad)
-        lengths = torch.tensor([len(x) for x in sources])
-        return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+        ids, mask = padded(sources, multiple=_ROUND, longest=self.length, value=self.special.pad)
+        return {"input_ids": ids, "attention_mask": mask}
 
     def _compared(self, written: list[str], wanted: list[str]) -> dict[str, float]:
         from sacrebleu.metrics.bleu import BLEU
@@ -328,9 +340,3 @@ class Translation(Task):
         for name, metric in metrics.items():
             self._remarks[name] = f"{name} by sacrebleu of {len(wanted):,} sentences: {metric.get_signature()}"
         return found
-
-
-def _spread(size: int, limit: int | None) -> list[int]:
-    """Numbers below size, all or so many, evenly."""
-    count = size if limit is None else min(limit, size)
-    return [i * size // count for i in range(count)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from functools import cached_property
 from typing import NamedTuple
@@ -58,20 +59,16 @@ class Words(Corpus):
     about = "language modelling by sub-words; --data is a text file, a folder of .txt, rows with texts, or hub:NAME"
     model = "causal-lm"
     shortest = 2  # one token alone predicts none
-    blank = True
-
-    _scored: str | None = None  # the split asked for last
 
     @cached_property
     def _sizes(self) -> dict[str, Sizes]:
         return {}
 
     def split(self, name: str) -> Windows:
-        """Windows of the split's tokens; `score` is of the split that was asked for last."""
+        """Windows of the split's tokens."""
         windows = self.windows(name)
         if name != "train":
             self.sizes(name)  # now, and not in the midst of a training; nobody asks for those of a large training split
-        self._scored = name
         return windows
 
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
@@ -80,8 +77,13 @@ class Words(Corpus):
         return {"input_ids": ids, "labels": ids}
 
     def score(self, found: Outcome) -> dict[str, float]:
-        """Perplexity, accuracy, bits per token; per word and byte once a split was asked for, with its ratios."""
-        return self._score(found, self._scored)
+        """Perplexity, accuracy, bits per token; per word and byte where the outcome says of which split it is."""
+        scores = super().score(found)
+        if not found.split:
+            return scores
+        total, sizes = found.loss * len(self.tokens(found.split)), self.sizes(found.split)
+        per_word = exp(total / sizes.words) if sizes.words else math.inf
+        return {**scores, "word_perplexity": per_word, "bits_per_byte": total / sizes.size / math.log(2)}
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
         """What comes of guessing by frequency in the training split, each token counted once more."""
@@ -94,13 +96,13 @@ class Words(Corpus):
             some = data.text[places[:, None] + np.arange(1, self.length)]
             labels += np.bincount(some.ravel(), minlength=size)
         labels /= labels.sum()
-        found = Outcome(-float(labels @ np.log(share)), float(labels[share.argmax()]))
-        return {"frequency of tokens": self._score(found, split)}
+        found = Outcome(-float(labels @ np.log(share)), float(labels[share.argmax()]), split=split)
+        return {"frequency of tokens": self.score(found)}
 
     def sizes(self, split: str) -> Sizes:
         """Words and bytes of a split; from the cache, or counted now."""
         if split not in self._sizes:
-            record = self.record_of(split)
+            record = json.dumps([split, self.record()])
             path = self.cache / f"sizes-{hashlib.sha256(record.encode()).hexdigest()[:16]}.npz"
             if not path.exists():
                 save_arrays(path, record, {"sizes": np.array(self._counted(split), np.int64)})
@@ -115,11 +117,3 @@ class Words(Corpus):
             size += len(text.encode())
             inside = not ends and not text[-1].isspace()
         return Sizes(words, size)
-
-    def _score(self, found: Outcome, split: str | None) -> dict[str, float]:
-        scores = super().score(found)
-        if split is None:
-            return scores
-        total, sizes = found.loss * len(self.tokens(split)), self.sizes(split)
-        per_word = exp(total / sizes.words) if sizes.words else math.inf
-        return {**scores, "word_perplexity": per_word, "bits_per_byte": total / sizes.size / math.log(2)}

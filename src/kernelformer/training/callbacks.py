@@ -14,10 +14,35 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from kernelformer.training.meter import Recorder, Tell
+
+
+class LastDraw(TrainerCallback):
+    """Ends the redraws once the learning rate has fallen to a quarter of its largest.
+
+    Weights are fitted to the draws that they have seen; one that comes when they hardly move any more stays foreign to
+    them, and it is the one that the model keeps.
+
+    Args:
+        schedule: of the redraws.
+    """
+
+    LATE = 0.25
+
+    def __init__(self, schedule: RemovableHandle) -> None:
+        self.schedule = schedule
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look at the rate; that of a resumed run is what it would have been."""
+        rate = kwargs["optimizer"].param_groups[0]["lr"]
+        if state.global_step >= args.get_warmup_steps(state.max_steps) and rate < self.LATE * args.learning_rate:
+            self.schedule.remove()
 
 
 class Stop(TrainerCallback):

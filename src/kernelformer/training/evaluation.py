@@ -26,7 +26,7 @@ from kernelformer.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer.tasks.base import Outcome
 from kernelformer.training.checkpoints import reason
 from kernelformer.training.inspection import DAMAGE, saved_run
-from kernelformer.training.meter import scores
+from kernelformer.training.meter import Tell, scores
 from kernelformer.training.run import Run, TrainingError
 from kernelformer.training.silence import silent_libraries
 
@@ -63,6 +63,8 @@ class TaskTrainer(Trainer):
     samples are added up, and those that only fill the last batch of several processes are left out.
     """
 
+    split_name = "validation"  # what is evaluated, which tasks may want to know
+
     def __init__(self, task: Task, model: PreTrainedModel, args: TrainingArguments, **rest: Any) -> None:
         cached = model.config.use_cache
         super().__init__(
@@ -95,7 +97,8 @@ class TaskTrainer(Trainer):
         labels = np.asarray(found.label_ids) if answers else None
         numbers = labels is not None and np.issubdtype(labels.dtype, np.floating)
         right = math.nan if numbers else float(np.sum(hits)) / total
-        outcome = Outcome(float(np.sum(sums)) / total, right, answers[0] if answers else None, labels)
+        loss, answer = float(np.sum(sums)) / total, answers[0] if answers else None
+        outcome = Outcome(loss, right, answer, labels, self.split_name)
         return {**self.task.score(outcome), "exact_loss": outcome.loss}
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -166,6 +169,7 @@ def evaluate(
     split: str = "validation",
     batch_size: int = 32,
     samples: int | None = None,
+    tell: Tell | None = None,
 ) -> dict[str, float]:
     """Loss and metric of a model on a split.
 
@@ -175,6 +179,7 @@ def evaluate(
         split: "validation", "test" or "train".
         batch_size: samples per forward; it changes the speed, not the result.
         samples: at most so many, spread evenly over the split; None: all.
+        tell: hears a sentence each on what was left out of the data or cut, and on data that is not that of the run.
 
     Returns:
         ``{"loss": ..., metric: ...}``.
@@ -185,7 +190,7 @@ def evaluate(
         positive_int("samples", samples)
     with silent_libraries(), tempfile.TemporaryDirectory() as nowhere:
         if not isinstance(model, nn.Module):
-            model, task = _open(Path(model), task)
+            model, task = _open(Path(model), task, tell)
         if task is None:
             raise ValueError("a model alone does not say what to evaluate it on, got task=None; give one.")
         args = TrainingArguments(
@@ -201,10 +206,15 @@ def evaluate(
         training = model.training
         try:
             data = _some(task.split(split), samples)
-            found = TaskTrainer(task, model, args).evaluate(data)  # type: ignore[arg-type]
+            trainer = TaskTrainer(task, model, args)  # type: ignore[arg-type]
+            trainer.split_name = split
+            found = trainer.evaluate(data)
             found |= judged(task, model, data, batch_size)
         finally:
             model.train(training)
+    if tell is not None:
+        for remark in task.remarks():
+            tell(remark)
     return {name.removeprefix("eval_"): value for name, value in scores(found).items()}
 
 
@@ -226,14 +236,26 @@ def _some(data: Dataset[Any], count: int | None) -> Dataset[Any]:
     return Subset(data, [i * size // count for i in range(count)])
 
 
-def _open(folder: Path, task: Task | None) -> tuple[nn.Module, Task]:
+def _compare_data(task: Task, before: str | None, tell: Tell) -> None:
+    """Say if the data of a run has changed; ``before`` is what ``run.json`` says of it, None in older ones."""
+    now = task.fingerprint()
+    if before not in (None, now):
+        tell(
+            f"the data is not that of training: {now}, in training {before}; the validation split may hold rows that "
+            f"were trained on"
+        )
+
+
+def _open(folder: Path, task: Task | None, tell: Tell | None = None) -> tuple[nn.Module, Task]:
     """A saved model, and the task that is given, or that of its run with what was saved beside the model."""
     home = folder if (folder / RUN).exists() else folder.parent  # of a run's model/
     if task is None:
         if not (home / RUN).exists():
             raise ValueError(f"{folder} is not the folder of a run, got task=None; say on what to evaluate it.")
-        run, _ = saved_run(home)
+        run, head = saved_run(home)
         task = make_task(run.task, **run.task_options)
+        if tell is not None:
+            _compare_data(task, head.get("data"), tell)
         if (home / MODEL).is_dir():
             task.load_extra(home / MODEL)
     if (folder / RUN).exists():

@@ -29,7 +29,13 @@ def saved_run(folder: Path) -> tuple[Run, dict[str, Any]]:
         return Run.from_json(head["run"]), head
 
 
-def examine(run: Run, folder: Path, resume: bool, data: Callable[[], str]) -> tuple[Result | None, Path | None, int]:
+def examine(
+    run: Run,
+    folder: Path,
+    resume: bool,
+    data: Callable[[], str],
+    start: Callable[[], str | None] = lambda: None,
+) -> tuple[Result | None, Path | None, int]:
     """What there is already: the result of a finished run, or the checkpoint to go on from and its step.
 
     Args:
@@ -37,6 +43,7 @@ def examine(run: Run, folder: Path, resume: bool, data: Callable[[], str]) -> tu
         folder: its place.
         resume: whether to go on with what is there.
         data: gives the fingerprint of the task, which a finished run does not need.
+        start: gives the hash of the weights to start from, which a run with a checkpoint does not need.
 
     Raises:
         TrainingError: there is a run, but nobody asked to resume it, or it is another one, or it is damaged.
@@ -55,6 +62,8 @@ def examine(run: Run, folder: Path, resume: bool, data: Callable[[], str]) -> tu
         return read_result(folder), checkpoint, step
     if checkpoint is not None:
         check_checkpoint(checkpoint, step)
+    else:
+        _check_start(run, folder, start())
     metrics(folder)
     return None, checkpoint, step
 
@@ -73,6 +82,16 @@ def check_same(run: Run, folder: Path, data: str | None) -> None:
         raise TrainingError(
             f"{folder} holds a run on other data of task {run.task!r}: {before}, now {data}. Bring the data back, or "
             f"take another folder."
+        )
+
+
+def _check_start(run: Run, folder: Path, now: str | None) -> None:
+    """Raise if the run in a folder has started from other weights than there are now."""
+    before = read_head(folder).get("start")  # older runs did not say
+    if before not in (None, now):
+        raise TrainingError(
+            f"{folder} holds a run that started from other weights than {run.start} has: {before}, now {now}. "
+            f"Bring them back, or take another folder."
         )
 
 

@@ -69,7 +69,8 @@ class Run:
         schedule: "linear" (to 0), "cosine" (to 0), "constant", "inverse_sqrt".
         max_grad_norm: gradients are shortened to it; None: never.
         label_smoothing: of the training loss; evaluation has none.
-        redraw: updates per draw of the random features, where the model has some; None: one draw for all.
+        redraw: updates per draw of the random features, where the model has some; None: one draw for all. The last draw
+            comes before the learning rate falls to a quarter of its largest: a later one could not be learned.
         precision: "float32", or "bf16" for autocast.
         gradient_checkpointing: recompute activations instead of keeping them.
         seed: of the first weights, of the draws, of dropout and of the order of the samples.
@@ -210,6 +211,14 @@ class Run:
             for name in mine
             if name not in FREE and mine[name] != theirs[name]
         ]
+
+
+def attention_settings(text: str) -> dict[str, str | None]:
+    """What ``A``, or ``A > B`` for an encoder by A and a decoder by B, says of a run; A alone is for both."""
+    first, sign, second = (x.strip() for x in text.partition(BETWEEN))
+    if sign and not (first and second):
+        raise ValueError(f"{BETWEEN} stands between the encoder's attention and the decoder's, got {text!r}.")
+    return {"attention": first, "decoder_attention": second if sign else None}
 
 
 def _listed(specs: str | list[str] | None) -> list[str]:

@@ -26,7 +26,7 @@ from kernelformer.modules import redraw
 from kernelformer.modules.redraw import random_maps
 from kernelformer.records import MODEL, RESULT, RUN, Result, read_head
 from kernelformer.tasks import Task, make_task
-from kernelformer.training.callbacks import Bar, Board, Stop
+from kernelformer.training.callbacks import Bar, Board, LastDraw, Stop
 from kernelformer.training.checkpoints import (
     STAGE,
     clear,
@@ -42,7 +42,7 @@ from kernelformer.training.inspection import examine
 from kernelformer.training.meter import Meter, Recorder, Tell
 from kernelformer.training.run import Run, StoppedError, everywhere
 from kernelformer.training.silence import silent_libraries
-from kernelformer.training.start import start_from
+from kernelformer.training.start import check_vocabulary, start_from, weights_hash
 from kernelformer.training.trainer import RunTrainer, training_arguments
 
 
@@ -58,10 +58,10 @@ def train(
 ) -> Result:
     """Train a model, evaluate it, and leave everything in a folder.
 
-    The folder gets ``run.json`` (settings, environment, command, data), ``metrics.jsonl`` (a line per interval and
-    evaluation), ``checkpoint-N/``, ``tensorboard/``, and at the end ``model/`` and ``result.json``. Every file is whole
-    or not there, whenever the process is killed. A resumed run gives the numbers it would have given without the
-    interruption, to the last bit on as many processes and threads.
+    The folder gets ``run.json`` (settings, environment, command, hashes of the data and of weights to start from),
+    ``metrics.jsonl`` (a line per interval and evaluation), ``checkpoint-N/``, ``tensorboard/``, and at the end
+    ``model/`` and ``result.json``. Every file is whole or not there, whenever the process is killed. A resumed run
+    gives the numbers it would have given without the interruption, to the last bit on as many processes and threads.
 
     Started by ``torchrun`` or ``accelerate launch``, the processes share the batch; they see one folder, and only the
     first writes and talks.
@@ -89,7 +89,8 @@ def train(
         say = _voice(console, tell) if main and not quiet else _nothing
         bar = main and not quiet and console.is_terminal
         data = functools.cache(lambda: make_task(run.task, **run.task_options).fingerprint())
-        finished, checkpoint, step = main_does(main, folder, lambda: _enter(run, folder, resume, data, stack))
+        start = functools.cache(lambda: None if run.start is None else weights_hash(Path(run.start)))
+        finished, checkpoint, step = main_does(main, folder, lambda: _enter(run, folder, resume, data, start, stack))
         if finished is not None:
             say(f"{folder} is finished; nothing is left to do")
             return finished
@@ -103,8 +104,9 @@ def train(
         meter = Meter(args.device, args.gradient_accumulation_steps)
         model = build_model(run, task)
         if run.start is not None and checkpoint is None:
+            check_vocabulary(task, Path(run.start))
             say(start_from(model, Path(run.start)))
-        main_does(main, folder, lambda: _begin(run, folder, step, command, args.world_size, data()))
+        main_does(main, folder, lambda: _begin(run, folder, step, command, args.world_size, data(), start))
         recorder = Recorder(folder if main else None, meter, say, each=not bar)
         stack.callback(recorder.close)
         others: list[TrainerCallback] = [meter, recorder, *callbacks]
@@ -122,7 +124,8 @@ def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None,
     """All steps, or those up to a signal or a loss that is not finite."""
     if run.redraw is not None and random_maps(trainer.network):
         # Hung on the model itself: its forward is called once per micro-batch, whatever it is wrapped in.
-        redraw(trainer.network, every=run.redraw * trainer.args.gradient_accumulation_steps)
+        schedule = redraw(trainer.network, every=run.redraw * trainer.args.gradient_accumulation_steps)
+        trainer.add_callback(LastDraw(schedule))
     set_seed(run.seed, device_specific=True)  # dropout differs between processes
     stop = Stop(say)
     trainer.add_callback(stop)
@@ -140,6 +143,11 @@ def build_model(run: Run, task: Task) -> PreTrainedModel:
     """The model with its first weights, a function of the run alone."""
     set_seed(run.seed)
     settings = {**task.settings(), **run.model}
+    if run.label_smoothing and settings.get("num_labels") == 1:
+        raise ValueError(
+            f"label_smoothing is for classes, got {run.label_smoothing:g} and task {task.name!r} with num_labels=1, "
+            f"which is a regression; leave it out."
+        )
     if run.decoder_attention is not None:
         settings["decoder_attention"] = run.decoder_attention
     return MODELS[task.model](KernelformerConfig(**settings, attention=run.attention, seed=run.seed))
@@ -154,13 +162,20 @@ def _voice(console: Console, tell: Tell | None) -> Tell:
 
 
 def _enter(
-    run: Run, folder: Path, resume: bool, data: Callable[[], str], stack: ExitStack
+    run: Run,
+    folder: Path,
+    resume: bool,
+    data: Callable[[], str],
+    start: Callable[[], str | None],
+    stack: ExitStack,
 ) -> tuple[Result | None, Path | None, int]:
     stack.enter_context(locked(folder))
-    return examine(run, folder, resume, data)
+    return examine(run, folder, resume, data, start)
 
 
-def _begin(run: Run, folder: Path, step: int, command: str, processes: int, data: str) -> None:
+def _begin(
+    run: Run, folder: Path, step: int, command: str, processes: int, data: str, start: Callable[[], str | None]
+) -> None:
     """Leave only what the run can go on from; the record of a resumed run tells of its start and of what came later."""
     clear(folder)
     cut_metrics(folder, step)
@@ -174,6 +189,8 @@ def _begin(run: Run, folder: Path, step: int, command: str, processes: int, data
         before = read_head(folder)
         resumed = [*before.get("resumed", []), {"step": step, **here}]
         record = {**record, **before, "run": run.as_json(), "resumed": resumed}
+    elif run.start is not None:
+        record["start"] = start()
     write_json(folder / RUN, record)
 
 

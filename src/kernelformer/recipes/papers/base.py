@@ -132,9 +132,8 @@ def pair(
         small: attentions of the size for a CPU.
         note: on both sizes.
     """
-    own = dict(cpu)
-    model, options = {**full.model, **own.pop("model", {})}, {**full.task_options, **own.pop("task_options", {})}
-    run = replace(
-        full, **own, attention=own.pop("attention", small[1]), decoder_attention=None, model=model, task_options=options
-    )
+    own = {"attention": small[1], "decoder_attention": None, **cpu}
+    own["model"] = {**full.model, **own.get("model", {})}
+    own["task_options"] = {**full.task_options, **own.get("task_options", {})}
+    run = replace(full, **own)
     return Recipe(about, source, {FULL: full, CPU: run}, {FULL: list(compared), CPU: list(small)}, note)

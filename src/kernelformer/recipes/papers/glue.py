@@ -26,7 +26,7 @@ TITLES = {
     "wnli": "does a sentence with a resolved pronoun follow from another?",
 }
 START = (
-    "Without --set start=FOLDER of a pre-training run (and --set task.tokenizer=FOLDER, its vocabulary) all weights "
-    "are new. The first token of the pooling is new in any case. Labels of GLUE's tests are secret: results are those "
-    "of validation."
+    "Without --set start=FOLDER of a pre-training run of the same size, and --set task.tokenizer=FOLDER for its "
+    "vocabulary, all weights are new. The first token of the pooling is new in any case. Labels of GLUE's tests are "
+    "secret: results are those of validation."
 )
