@@ -65,7 +65,7 @@ def test_two_processes_stop_together_resume_and_learn_what_one_learns_with_the_s
     train(settings(), tmp_path / "other", resume=True, quiet=True)  # one process goes on with twice the forwards a step
     assert launch(two, "resume")[-1].startswith("finished")
     want = buffers(tmp_path / "one")
-    assert {int(x) for name, x in want.items() if name.endswith(".draw")} == {5}
+    assert {int(x) for name, x in want.items() if name.endswith(".draw")} == {4}  # not a last one
     for folder in (two, tmp_path / "other"):
         close(losses(folder), losses(tmp_path / "one"))
         found = buffers(folder)
