@@ -65,13 +65,14 @@ SKYFORMER: dict[str, Recipe] = {
     "sky-text": _arena(
         "Text of Long Range Arena: reviews of IMDb, positive or negative, byte by byte",
         "text",
-        "cpu: the first 512 bytes.",
+        "cpu: the first 256 bytes, in batches of 32.",
         {"data": "hub:stanfordnlp/imdb", "length": 4000},
         {
-            "task_options": {"length": 512, "validation_samples": 500},
-            "steps": 400,
-            "learning_rate": 3e-3,
-            "warmup_steps": 40,
+            "task_options": {"length": 256, "validation_samples": 1000},
+            "batch_size": 32,
+            "steps": 500,
+            "learning_rate": 4e-3,
+            "warmup_steps": 50,
             "eval_every": 100,
         },
         batch_size=16,
@@ -150,7 +151,7 @@ SKYFORMER: dict[str, Recipe] = {
         {
             "task_options": {"validation_samples": 500},
             "batch_size": 8,
-            "steps": 250,
+            "steps": 300,
             "learning_rate": 2e-3,
             "warmup_steps": 25,
             "eval_every": 50,
