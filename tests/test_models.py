@@ -475,8 +475,8 @@ def test_wrong_configurations_say_what_to_change():
         ({"initializer_range": "abc"}, "initializer_range must be a finite number"),
         ({"hidden_act": "gelx"}, "unknown hidden_act 'gelx'; did you mean 'gel"),
         ({"temperature": 3.0}, "unknown setting of KernelformerConfig, 'temperature'"),
-        ({"num_labels": 1}, "num_labels must be at least 2, got 1"),
-        ({"problem_type": "regression"}, "classify by one label, got problem_type='regression'"),
+        ({"num_labels": 0}, "num_labels must be an integer of at least 1, got 0"),
+        ({"problem_type": "multi_label_classification"}, "or tell a number, got problem_type='multi_label_classification'"),
     ):
         with raises(message):
             KernelformerConfig(**settings)

@@ -92,9 +92,9 @@ def main(folder, how):
 
     RunTrainer.training_step = told
     try:
-        train(settings(), folder, resume=how == "resume", tell=print)
+        train(settings(), folder, resume=how == "resume", tell=lambda text: print(text, flush=True))
     except StoppedError:
-        print("stopped")
+        os.write(1, b"stopped\n")  # in one piece: both processes say it, at the same time
 
 
 if __name__ == "__main__":
