@@ -282,12 +282,13 @@ class Bytes(Task):
 
     def _files(self) -> list[str]:
         """Names relative to the folder, sorted."""
+        wrong = f"pattern must be a glob relative to the folder, such as '**/*.txt', got {self.pattern!r}"
+        if not self.pattern or Path(self.pattern).is_absolute():
+            raise ValueError(f"{wrong}.")
         try:
             found = [path for path in self.path.glob(self.pattern) if not path.is_dir()]
-        except (ValueError, NotImplementedError) as problem:  # what pathlib raises for '' and for absolute patterns
-            raise ValueError(
-                f"pattern must be a glob relative to the folder, such as '**/*.txt', got {self.pattern!r}: {problem}."
-            ) from None
+        except ValueError as problem:
+            raise ValueError(f"{wrong}: {problem}.") from None
         parts = [path.relative_to(self.path).parts for path in found]
         skipped = _NOT_LIBRARY if self.library else set()
         names = ["/".join(p) for p in parts if not any(x.startswith(".") for x in p) and skipped.isdisjoint(p)]

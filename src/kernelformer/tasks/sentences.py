@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
 from kernelformer.tasks.corpus import perhaps_text
+from kernelformer.tasks.batching import spread_evenly
 from kernelformer.tasks.metrics import METRICS, OF_NUMBERS, f1, matthews, pearson, spearman
 from kernelformer.tasks.sources import (
     Check,
@@ -303,7 +304,7 @@ class Sentences(Task):
         size = len(rows[self.label])
         if limit is None or limit >= size:
             return rows
-        chosen = [i * size // limit for i in range(limit)]
+        chosen = spread_evenly(size, limit).tolist()
         return {column: [values[i] for i in chosen] for column, values in rows.items()}
 
     def _record(self, **more: Any) -> str:

@@ -24,6 +24,7 @@ from kernelformer.models import MODELS, KernelformerForCausalLM, KernelformerPre
 from kernelformer.records import MODEL, RESULT, RUN
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer.tasks.base import Outcome
+from kernelformer.tasks.batching import spread_evenly
 from kernelformer.training.checkpoints import reason
 from kernelformer.training.inspection import DAMAGE, saved_run
 from kernelformer.training.meter import Tell, scores
@@ -233,7 +234,7 @@ def _some(data: Dataset[Any], count: int | None) -> Dataset[Any]:
     size = len(data)  # type: ignore[arg-type]
     if count is None or count >= size:
         return data
-    return Subset(data, [i * size // count for i in range(count)])
+    return Subset(data, spread_evenly(size, count).tolist())
 
 
 def _compare_data(task: Task, before: str | None, tell: Tell) -> None:
