@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
-from kernelformer.tasks.corpus import perhaps_text
 from kernelformer.tasks.batching import spread_evenly
+from kernelformer.tasks.corpus import perhaps_text
 from kernelformer.tasks.metrics import METRICS, OF_NUMBERS, f1, matthews, pearson, spearman
 from kernelformer.tasks.sources import (
     Check,
