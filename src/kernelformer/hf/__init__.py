@@ -1,5 +1,21 @@
-"""Kernel attention in Hugging Face models."""
+"""Kernel attention in Hugging Face models: registered as an implementation, or put into pretrained ones."""
 
 from kernelformer.hf.cache import StateCache
+from kernelformer.hf.convert import Conversion, conversion, convert, cores, new_cache, undo
+from kernelformer.hf.register import register
+from kernelformer.hf.saving import load, register_auto, save
 
-__all__ = ["StateCache"]
+register_auto()
+
+__all__ = [
+    "Conversion",
+    "StateCache",
+    "conversion",
+    "convert",
+    "cores",
+    "load",
+    "new_cache",
+    "register",
+    "save",
+    "undo",
+]

@@ -10,9 +10,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kernelformer.attention import State
 
+_OWNER = "_kernelformer_layer"  # attribute of keys on their way from the cache to the attention
+
 
 class StateLayer(CacheLayerMixin):
     """What one layer keeps between tokens.
+
+    A converted model hands its keys and values to `update`, which gives them back marked, so that the attention that
+    gets them finds this layer again (`cached_in`).
+
+    Args:
+        cross: whether the keys are those of a context that is there from the start, and not of the tokens so far.
 
     Attributes:
         state: of self-attention, None before the first token.
@@ -23,17 +31,40 @@ class StateLayer(CacheLayerMixin):
     is_croppable = False
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(self, cross: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.cross = cross
         self.state: State | None = None
         self.memory: State | None = None
+        self.waits = False  # for an attention to fetch what `update` marked
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the first token makes the state."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        """Keys and values do not come here."""
-        raise ValueError("a StateCache keeps states of kernelformer's layers, not keys and values; use a DynamicCache.")
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """These keys and values alone, marked as this layer's."""
+        self.check()
+        self.waits = True
+        return self._mark(key_states), value_states
+
+    def check(self) -> None:
+        """That what was marked before has reached an attention that knows the mark."""
+        if self.waits:
+            raise ValueError(
+                "a StateCache is for kernelformer's models and converted ones: the attention of this model did not "
+                "take its state. Use a DynamicCache, or convert the model."
+            )
+
+    def _mark(self, keys: Tensor) -> Tensor:
+        keys = keys.view_as(keys)  # the mark must not stay on a tensor that somebody keeps
+        setattr(keys, _OWNER, self)
+        return keys
+
+    def remember(self, memory: State, keys: Tensor) -> None:
+        """A context in place of its keys; models that ask for them get empty ones."""
+        self.memory = memory
+        self.keys = self._mark(keys[:, :, :0])
+        self.values = self.keys
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of a mask over all tokens so far."""
@@ -41,7 +72,8 @@ class StateLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens taken in."""
-        return 0 if self.state is None else self.state.length
+        kept = self.memory if self.cross else self.state
+        return 0 if kept is None else kept.length
 
     def get_max_length(self) -> int:
         """-1: there is no limit."""
@@ -56,6 +88,7 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.state = self.memory = None
+        self.waits = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Samples by their index: what beam search does between steps."""
@@ -82,17 +115,37 @@ class StateLayer(CacheLayerMixin):
         )
 
 
+def cached_in(keys: Tensor) -> StateLayer | None:
+    """The layer of a cache that these keys come from; None where there is no `StateCache`."""
+    layer: StateLayer | None = getattr(keys, _OWNER, None)
+    if layer is not None:
+        layer.waits = False
+    return layer
+
+
 class StateCache(Cache):
     """The states of all layers of a model, as `generate` carries them from token to token.
 
     Args:
-        num_layers: of the decoder.
+        num_layers: of the decoder; None: as many as turn up.
+        cross: of cross-attention, in the second half of transformers' `EncoderDecoderCache`.
     """
 
     layers: list[StateLayer]  # type: ignore[assignment]
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[StateLayer() for _ in range(num_layers)])
+    def __init__(self, num_layers: int | None = None, *, cross: bool = False) -> None:
+        self.cross = cross
+        super().__init__(layers=[StateLayer(cross) for _ in range(num_layers or 0)])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Of a converted model: see `StateLayer.update`."""
+        for layer in self.layers:
+            layer.check()
+        while len(self.layers) <= layer_idx:
+            self.layers.append(StateLayer(self.cross))
+        return self.layers[layer_idx].update(key_states, value_states)
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.groups import parameter_groups
 from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.layer import KernelAttention
+from kernelformer.modules.mixed import MixedCore
 from kernelformer.modules.positions import RelativePositions
 from kernelformer.modules.redraw import redraw
 
@@ -14,6 +15,7 @@ __all__ = [
     "GaussianCore",
     "KernelAttention",
     "KernelCore",
+    "MixedCore",
     "RelativePositions",
     "SoftmaxCore",
     "build_attention",

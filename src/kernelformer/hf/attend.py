@@ -1,0 +1,303 @@
+"""How a core attends in place of a transformers model's attention: its masks, its cache, its keywords."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from kernelformer.errors import shape
+from kernelformer.hf.cache import StateLayer, cached_in
+from kernelformer.modules import AttentionCore
+
+CORE = "kernel"  # the name of the core among the children of an attention module
+# What transformers passes along and what changes nothing for attention.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "encoder_hidden_states",
+        "is_causal",
+        "layer_idx",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+_REFUSED = {
+    "softcap": "soft-capped logits",
+    "sliding_window": "a sliding window",
+    "s_aux": "attention sinks",
+    "cu_seq_lens_q": "packed sequences",
+    "cu_seq_lens_k": "packed sequences",
+    "max_length_q": "packed sequences",
+    "max_length_k": "packed sequences",
+    "seq_idx": "packed sequences",
+    "cache": "a paged cache",
+    "head_mask": "a mask of heads",
+}
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor:
+    """The mask of a model, as transformers' `AttentionMaskInterface` asks for it; never L x S numbers.
+
+    Returns:
+        bool, True = attend: (B, S) for causal attention, (B, 1, 1, S) for all others. Where nothing is hidden it is one
+        number, expanded.
+
+    Raises:
+        ValueError: a pattern that is neither causal nor without order: windows, chunks, packed sequences.
+    """
+    if mask_function not in (causal_mask_function, bidirectional_mask_function):
+        raise ValueError(
+            "this model asks for a mask that is neither causal nor bidirectional (a sliding window, chunks, blocks, or "
+            "sequences packed into one row); kernel attention sees all tokens. Give one sequence a row with an "
+            "attention_mask, or use a model without windows."
+        )
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -kv_length:]
+        if attention_mask.shape[1] != kv_length:
+            raise ValueError(
+                f"attention_mask covers {attention_mask.shape[1]} tokens, there are {kv_length} keys; give it a column "
+                f"for each token of the context."
+            )
+    if attention_mask is None or bool(attention_mask.all()):
+        attention_mask = torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch_size, kv_length)
+    return attention_mask if mask_function is causal_mask_function else attention_mask[:, None, None]
+
+
+def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
+    """What a mask hides of the keys, (B, S) bool or None for nothing, and whether attention is causal.
+
+    Args:
+        mask: of `make_mask`; or (B, 1, 1 or L, S) of the caller's own, bool or added to the logits, as long as it hides
+            whole keys, or keys and the future.
+        query: (B, H, L, D).
+        key: (B, G, S, D).
+        is_causal: where there is no mask to say it.
+    """
+    if mask is None:
+        return None, is_causal
+    L, S = query.shape[2], key.shape[2]
+    if mask.dim() == 2:
+        return _keys(mask), True
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise ValueError(
+            f"a mask must be (batch, 1, 1 or queries, keys), one for all heads, got {shape(mask)}; kernel attention "
+            f"hides keys, not pairs of a query and a key."
+        )
+    if mask.dtype != torch.bool:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((hidden | (mask == 0)).all()):
+            raise ValueError(
+                "a mask that is added to the logits must be 0 or the smallest number, got others; a relative bias goes "
+                "by position_bias."
+            )
+        mask = ~hidden
+    if mask.shape[2] == 1:
+        return _keys(mask[:, 0, 0]), is_causal and L == 1  # the same for all queries: no order among them
+    keys = mask[:, 0].any(1)
+    future = torch.ones(L, S, dtype=torch.bool, device=mask.device).tril(S - L)
+    for causal, seen in ((False, keys[:, None]), (True, keys[:, None] & future)):
+        if bool((mask[:, 0] == seen).all()):
+            return _keys(keys), causal
+    raise ValueError(
+        f"this mask of {L} x {S} is neither one of keys nor a causal one; kernel attention cannot hide single pairs. "
+        f"Give an attention_mask (batch, keys)."
+    )
+
+
+def _keys(mask: Tensor) -> Tensor | None:
+    """(B, S), or None where it is one number that hides nothing."""
+    expanded = mask.numel() > 0 and mask.stride() == (0, 0)
+    return None if expanded or bool(mask.all()) else mask.bool()
+
+
+def check_keywords(keywords: dict[str, Any], method: str) -> None:
+    """Nothing that would have to change the weights, and nothing unknown that is set."""
+    for name, value in keywords.items():
+        if value is None or name in _HARMLESS:
+            continue
+        if name in _REFUSED:
+            raise ValueError(
+                f"this model's attention asks for {_REFUSED[name]} ({name}={value!r:.40}), which {method!r} cannot "
+                f"honour; keep these layers as they are, or use a model without."
+            )
+        if value is not False:
+            raise ValueError(f"this model's attention gets {name}={value!r:.40}, which {method!r} does not know.")
+
+
+def bias_table(position_bias: Tensor | None) -> Tensor | None:
+    """A relative bias (1, H, L, S), as T5 adds it to the logits, as (H, L + S - 1) over j - i; None where it is 0.
+
+    A table (1, H, n), as converted layers make it, is one already.
+    """
+    if position_bias is None:
+        return None
+    if position_bias.dim() == 3:
+        return position_bias[0]
+    if not position_bias.requires_grad and not bool(position_bias.any()):
+        return None
+    if position_bias.dim() != 4 or not bool((position_bias == position_bias[:1]).all()):
+        raise ValueError(
+            f"position_bias must be (1, heads, queries, keys), the same for all samples, got {shape(position_bias)}."
+        )
+    values = position_bias[0]
+    if not torch.equal(values[:, 1:, 1:], values[:, :-1, :-1]):
+        raise ValueError("position_bias depends on more than the distance of query and key; kernel attention cannot.")
+    return torch.cat([values[:, 1:, 0].flip(1), values[:, 0]], 1)
+
+
+def attend(
+    core: AttentionCore,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with a core, as transformers' `AttentionInterface` asks for it.
+
+    Attention dropout is left out, since there are no weights to drop: a warning says so once.
+
+    Args:
+        core: for this module.
+        module: the attention module.
+        query: (B, H, L, D).
+        key: (B, G, S, D), after the cache.
+        value: (B, G, S, E).
+        attention_mask: see `read_mask`.
+        dropout: of the weights.
+        scaling: of the product q . k; the core was built with it.
+        is_causal: default: what the module says.
+        position_bias: see `bias_table`.
+        keywords: checked by `check_keywords`.
+
+    Returns:
+        (B, L, H, E), and the weights (B, H, L, S) where ``output_attentions`` asks for them.
+    """
+    check_keywords(keywords, core.method)
+    if dropout:
+        warnings.warn(
+            f"{type(module).__name__} asks for attention dropout of {dropout:g}, which kernel attention leaves out: "
+            f"there are no weights to drop.",
+            stacklevel=2,
+        )
+    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
+    key_mask, causal = read_mask(attention_mask, query, key, causal)
+    table = bias_table(position_bias)
+    reach = getattr(module, "relative_attention_max_distance", None)
+    extra: dict[str, Any] = {} if table is None else {"bias": table, "max_distance": reach}
+    layer = cached_in(key)
+    if layer is not None and layer.cross:
+        out = _recall(core, layer, query, key, value, key_mask, table)
+    elif layer is not None:
+        if not causal:
+            raise ValueError("a StateCache is for causal attention; call this model without past_key_values.")
+        out = _stream(core, layer, query, key, value, key_mask, extra)
+    elif causal and key.shape[2] != query.shape[2]:
+        out = _after_kept(core, query, key, value, key_mask, extra)
+    else:
+        out = core(query, key, value, is_causal=causal, key_mask=key_mask, **extra)
+    weights = None
+    if keywords.get("output_attentions"):
+        if layer is not None or key.shape[2] != query.shape[2] and causal:
+            raise ValueError("output_attentions needs all keys at once; call the model without a cache.")
+        weights = core.attention_matrix(query, key, is_causal=causal, key_mask=key_mask, **extra)
+    return out.transpose(1, 2), weights
+
+
+def _stream(
+    core: AttentionCore,
+    layer: StateLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    extra: dict[str, Any],
+) -> Tensor:
+    """These tokens after those that the cache has seen."""
+    L = query.shape[2]
+    if key_mask is not None:
+        key_mask = _keys(key_mask[:, -L:])
+    if L == 1 and layer.state is not None:
+        bias = extra.get("bias")
+        near = None if bias is None else bias.flip(1)
+        out, layer.state = core.step(query, key, value, layer.state, bias=near, key_mask=key_mask)
+        return out
+    out, layer.state = core(
+        query, key, value, is_causal=True, key_mask=key_mask, state=layer.state, return_state=True, **extra
+    )
+    return out  # type: ignore[no-any-return]
+
+
+def _recall(
+    core: AttentionCore,
+    layer: StateLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    table: Tensor | None,
+) -> Tensor:
+    """Attend to a context that is taken in once and kept as a memory."""
+    if table is not None:
+        raise ValueError("cross-attention with a relative bias cannot be cached; call the model with use_cache=False.")
+    if layer.memory is None:
+        layer.remember(core.remember(key, value, key_mask=key_mask), key)
+    assert layer.memory is not None
+    return core.recall(query, layer.memory)
+
+
+def _after_kept(
+    core: AttentionCore,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    extra: dict[str, Any],
+) -> Tensor:
+    """The last L tokens of S, with a cache that keeps all keys: the first S - L are what a state would be of."""
+    L, past = query.shape[2], key.shape[2] - query.shape[2]
+    if past < 0:
+        raise ValueError(f"causal attention of {L} queries over {past + L} keys: there is a key for each query.")
+    if L == 1:
+        return core(query, key, value, key_mask=key_mask, **extra)  # type: ignore[no-any-return]
+    if extra:
+        raise ValueError(
+            f"{L} tokens after {past} others with a relative bias need a StateCache; generate() makes one, or give all "
+            f"tokens at once."
+        )
+    first, last = slice(None, past), slice(past, None)
+    masks = (None, None) if key_mask is None else (key_mask[:, first], key_mask[:, last])
+    nobody = query.new_zeros(*query.shape[:2], past, query.shape[3])
+    _, state = core(nobody, key[:, :, first], value[:, :, first], is_causal=True, key_mask=masks[0], return_state=True)
+    return core(  # type: ignore[no-any-return]
+        query, key[:, :, last], value[:, :, last], is_causal=True, key_mask=masks[1], state=state
+    )

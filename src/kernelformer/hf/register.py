@@ -1,0 +1,127 @@
+"""Every method as an attention implementation of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kernelformer.hf.attend import CORE, attend, make_mask
+from kernelformer.modules import AttentionCore, build_attention, list_methods, method_options
+
+CONVERTED = "kernelformer"  # the implementation of converted models, whose modules have their cores
+
+
+def build_core(
+    method: str, *, num_heads: int, head_dim: int, scale: float, layer: int = 0, **options: Any
+) -> AttentionCore:
+    """The core for an attention of a model: its scale, and draws of its own in each layer.
+
+    Args:
+        method: a name from `list_methods`.
+        num_heads: H.
+        head_dim: D.
+        scale: the model's; methods that have one of their own (unit vectors, elu) keep it.
+        layer: counts the attentions of a model; added to the seed.
+        options: of the method.
+    """
+    known = method_options(method)
+    own_scale = method in ("elu", "nprf", "rfa", "rfa-gate") or bool(options.get("normalize_qk"))
+    settings = dict(options)
+    if not own_scale:
+        settings.setdefault("scale", scale)
+    if "seed" in known:
+        settings["seed"] = int(settings.get("seed", 0)) + layer
+    if "own_gate" in known:
+        settings.setdefault("own_gate", True)
+    return build_attention(method, head_dim=head_dim, num_heads=num_heads, **settings)
+
+
+def kernel_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a converted model: its module has a core."""
+    core = module._modules.get(CORE)
+    if not isinstance(core, AttentionCore):
+        raise ValueError(
+            f"{type(module).__name__} has no core; the implementation {CONVERTED!r} is set by kernelformer.hf.convert, "
+            f"not by hand."
+        )
+    return attend(core, module, query, key, value, attention_mask, **options)
+
+
+class Registered:
+    """Attention by a method, with a core that is built when a module first attends.
+
+    The core becomes a child of the module, so that it is saved and trained with it. A method that learns should be
+    there before an optimizer is: use `convert`.
+    """
+
+    def __init__(self, method: str, options: dict[str, Any]) -> None:
+        self.method, self.options = method, options
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As transformers calls it."""
+        core = module._modules.get(CORE)
+        if not isinstance(core, AttentionCore) or core.method != self.method:
+            scale = given.get("scaling")
+            core = build_core(
+                self.method,
+                num_heads=query.shape[1],
+                head_dim=query.shape[3],
+                scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+                layer=int(getattr(module, "layer_idx", None) or 0),
+                **self._options(module),
+            ).to(query.device)
+            core.train(module.training)
+            module.add_module(CORE, core)
+        return attend(core, module, query, key, value, attention_mask, **given)
+
+    def _options(self, module: nn.Module) -> dict[str, Any]:
+        known = method_options(self.method)
+        options = {name: x for name, x in self.options.items() if name in known}
+        longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        if "max_length" in known and longest is not None:
+            options.setdefault("max_length", longest)
+        return options
+
+
+def register(**options: Any) -> list[str]:
+    """Make every method of `list_methods` an attention implementation of transformers, under its own name.
+
+        AutoModel.from_pretrained(name, attn_implementation="favor+")
+
+    Both halves are registered: the attention, and the mask function without which a model would get no mask at all and
+    lose its causality. Padding leaves numerator and denominator; what cannot be honoured (soft-capping, sliding
+    windows, sinks, packed sequences) raises. Attention dropout is left out, with a warning. Calling it again changes
+    the options.
+
+    Args:
+        options: of the methods, ``num_features=128`` for example; each takes those that it knows.
+
+    Returns:
+        The names.
+
+    Raises:
+        ValueError: an option that no method knows.
+    """
+    from kernelformer.errors import unknown
+
+    names = list(list_methods())
+    known = {x for name in names for x in method_options(name)}
+    for option in options:
+        if option not in known:
+            raise unknown("option of the methods,", option, known)
+    for name in names:
+        AttentionInterface.register(name, Registered(name, options))
+        AttentionMaskInterface.register(name, make_mask)
+    return names
+
+
+def register_converted() -> None:
+    """The implementation of converted models."""
+    AttentionInterface.register(CONVERTED, kernel_attention)
+    AttentionMaskInterface.register(CONVERTED, make_mask)
