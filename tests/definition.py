@@ -90,6 +90,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "rfa shared": ("rfa", {"num_features": 9, "draw": "iid", "per_head": False}),
     "rfa-gate": ("rfa-gate", {"num_features": M}),
     "rfa-gate shared": ("rfa-gate", {"num_features": 9, "per_head": False}),
+    "loglinear free keys": ("loglinear", {"num_features": M, "unit_keys": False}),
     "loglinear unnormalized": ("loglinear", {"num_features": M, "per_head": False, "normalize": False}),
 }
 # Landmarks from the whole sequence: not causal.
@@ -184,7 +185,8 @@ def phi(core, x: torch.Tensor, role: str) -> torch.Tensor:
     if core.method == "loglinear":
         w, b = (fm.w_q, fm.b_q) if role == "query" else (fm.w_k, fm.b_k)
         w, b = w.to(x.dtype).expand(heads, -1, -1), b.to(x.dtype).expand(heads, -1)
-        return torch.exp(torch.einsum("bhld,hmd->bhlm", x, w) + b[:, None])
+        logs = torch.einsum("bhld,hmd->bhlm", x, w) + b[:, None]
+        return logs.softmax(-1) if role == "key" and options.get("unit_keys", True) else torch.exp(logs)
     projects = core.method != "elu" and options.get("projection", True)
     omega = frequencies(core, x.dtype) if projects else None  # (1 or H, M, D)
     m = omega.shape[-2] if projects else x.shape[-1]

@@ -50,7 +50,7 @@ def test_every_listed_option_is_taken(method):
         "activation": "sigmoid", "projection": True, "eps": 0.1, "components": 4, "tied": True, "mean_std": 0.0,
         "covariance": "full", "smoothing": 0.5, "learn": "S", "sigma": 2.0, "transform": "fwht", "width": 7, "depth": 1,
         "num_landmarks": 6, "gamma": 0.1, "inverse": "iterative", "landmarks": "segments", "rounds": 3, "conv": 3,
-        "max_length": 20, "rank": 5, "own_gate": True, "align": False,
+        "max_length": 20, "rank": 5, "own_gate": True, "align": False, "unit_keys": False,
     }  # fmt: skip
     options = {name: values[name] for name in kf.method_options(method) if name not in ("hyperbolic", "regularized")}
     if method.startswith("fastfood"):
