@@ -70,7 +70,7 @@ class Toeplitz:
         heads = bias.shape[0]
         if is_causal:
             bias = layout.hide_future(bias)
-        flat = bias.reshape(heads, -1)
+        flat = bias.reshape(heads, -1).contiguous()  # tiles are views into it by stride
         peak = flat.detach().amax(1) if flat.shape[1] else flat.new_zeros(heads)
         if layout.prefix:
             peak = peak.clamp_min(0)
