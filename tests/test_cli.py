@@ -123,6 +123,9 @@ STUDIES = {
     "encoder": ([], "kernelformer.recipes.encoder.run"),
     "overhead": ([], "kernelformer.recipes.overhead.run"),
     "tour": ([], "kernelformer.recipes.tour.take_tour"),
+    "normalized": ([], "kernelformer.recipes.normalized.run"),
+    "lengths": (["x"], "kernelformer.recipes.lengths.run"),
+    "conversion": (["x", "--text", "y", "--held-out", "z"], "kernelformer.recipes.conversion_study.run"),
 }
 
 

@@ -644,3 +644,22 @@ def test_long_streams_stay_small_and_right_in_float32(scheme):
                 sizes.add(state.nbytes)
     close(torch.cat(parts, 1), want, 1e-4)
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all keys", "padded"])
+@pytest.mark.parametrize("method", ["softmax", "favor+"])
+def test_a_transposed_table_is_the_same_table(method, masked):
+    L, mask = 37, padding(2, 37) if masked else None
+    core = kf.build_attention(method, head_dim=8, num_heads=H, **({"num_features": 16} if method == "favor+" else {}))
+    own = torch.randn(2 * L - 1, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    transposed = own.T.requires_grad_()  # as an embedding of distances gives it
+    assert not transposed.is_contiguous()
+    for causal in (False, True):
+        found, want = (
+            core.double()(*inputs(L), bias=x, is_causal=causal, key_mask=mask) for x in (transposed, own.T.contiguous())
+        )
+        close(found, want)
+        weights = core.attention_matrix(*inputs(L)[:2], bias=own.T, is_causal=causal, key_mask=mask)
+        close(weights @ inputs(L)[2], found)
+        found.sum().backward()
+    assert torch.isfinite(transposed.grad).all()

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from kernelformer import list_methods, method_options
-from kernelformer.cli import benchmark, results, studies, training, translating
+from kernelformer.cli import benchmark, converting, pictures, results, studies, training, translating
 from kernelformer.cli.common import console, plain_errors
 from kernelformer.errors import choice
 from kernelformer.recipes.catalogue import RECIPES
@@ -21,9 +21,11 @@ app.command()(training.evaluate)
 app.command()(training.compare)
 app.command()(training.generate)
 app.command()(translating.translate)
+app.command()(converting.convert)
 app.command()(training.demo)
 app.command()(results.results)
 app.command()(benchmark.bench)
+app.command()(pictures.attention)
 app.add_typer(studies.app, name="study")
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from kernelformer.cli import converting_studies, pictures
 from kernelformer.cli.common import console, names, plain_errors, progress_bar, say, target, thread_count
 from kernelformer.environment import environment
 from kernelformer.errors import positive_int
@@ -19,6 +20,9 @@ from kernelformer.recipes.catalogue import find_recipe
 from kernelformer.recipes.sparsity import Setting
 
 app = typer.Typer(help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
+app.command()(converting_studies.conversion)
+app.command()(converting_studies.normalized)
+app.command()(pictures.lengths)
 
 
 @app.command()

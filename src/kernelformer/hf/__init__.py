@@ -1,8 +1,8 @@
 """Kernel attention in Hugging Face models: registered as an implementation, or put into pretrained ones."""
 
 from kernelformer.hf.cache import StateCache
-from kernelformer.hf.convert import Conversion, conversion, convert, cores, new_cache, undo
-from kernelformer.hf.register import register
+from kernelformer.hf.converting import Conversion, conversion, convert, cores, new_cache, undo
+from kernelformer.hf.registering import register
 from kernelformer.hf.saving import load, register_auto, save
 
 register_auto()

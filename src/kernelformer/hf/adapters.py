@@ -60,14 +60,18 @@ class Adapter:
     forward: type[nn.Module]
     sizes: Callable[[Any], tuple[int, int]]
 
-    def apply(self, module: nn.Module, interface: Interface) -> None:
-        """From now on the module attends through ``interface``."""
-        if not isinstance(module, self.forward):
-            _derive(module, self.forward)
+    def apply(self, module: nn.Module, interface: Interface) -> Interface | None:
+        """From now on the module attends through ``interface``; returns the one before."""
+        before: Interface | None = vars(module).get(_INTERFACE)
+        _derive(module, self.forward)
         setattr(module, _INTERFACE, interface)
+        return before
 
-    def undo(self, module: nn.Module) -> None:
+    def undo(self, module: nn.Module, before: Interface | None = None) -> None:
         """The module as it was."""
+        if before is not None:
+            setattr(module, _INTERFACE, before)
+            return
         delattr(module, _INTERFACE)
         _underive(module)
 
@@ -95,12 +99,14 @@ class TableT5(nn.Module):
             low = -reach
         weight: Any = table.weight
         buckets: Any = self._relative_position_bucket
-        places = buckets(
-            torch.arange(low, high + 1, device=weight.device),
-            bidirectional=not self.is_decoder,
-            num_buckets=self.relative_attention_num_buckets,
-            max_distance=reach,
-        )
+        settings = {
+            "bidirectional": not self.is_decoder,
+            "num_buckets": self.relative_attention_num_buckets,
+            "max_distance": reach,
+        }
+        if "bidirectional" not in inspect.signature(buckets).parameters:  # UMT5's looks them up itself
+            settings = {}
+        places = buckets(torch.arange(low, high + 1, device=weight.device), **settings)
         return table(places).T.unsqueeze(0)  # type: ignore[no-any-return]
 
 
@@ -127,7 +133,7 @@ def tabulate_bias(model: nn.Module) -> None:
         kind = type(module)
         if kind.__name__ == "MPNetEncoder":
             _derive(module, TableMPNet)
-        elif kind.__name__ == "MPNetSelfAttention" or isinstance(module, AdaptedMPNet):
+        elif isinstance(module, AdaptedMPNet):
             module.relative_attention_max_distance = MPNET_DISTANCE  # type: ignore[assignment]
         elif hasattr(kind, "compute_bias") and hasattr(kind, "_relative_position_bucket"):
             own = list(inspect.signature(kind.compute_bias).parameters)
@@ -144,6 +150,8 @@ def untabulate_bias(model: nn.Module) -> None:
             _underive(module)
         elif isinstance(module, TableMPNet):
             _underive(module)
+        elif isinstance(module, AdaptedMPNet):
+            del module.relative_attention_max_distance
 
 
 def _derive(module: nn.Module, first: type[nn.Module]) -> None:

@@ -7,14 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.utils.output_capturing import _active_collector
 
 from kernelformer.errors import shape
 from kernelformer.hf.cache import StateLayer, cached_in
 from kernelformer.modules import AttentionCore
 
 CORE = "kernel"  # the name of the core among the children of an attention module
+CROSS = "looks_across"  # attribute of cores whose keys are those of other tokens than their queries
 # What transformers passes along and what changes nothing for attention.
 _HARMLESS = frozenset(
     {
@@ -66,7 +69,8 @@ def make_mask(
         number, expanded.
 
     Raises:
-        ValueError: a pattern that is neither causal nor without order: windows, chunks, packed sequences.
+        ValueError: a pattern that is neither causal nor without order: windows, chunks, packed sequences; keys that are
+            not those of the tokens so far: a cache of fixed length.
     """
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         raise ValueError(
@@ -74,16 +78,20 @@ def make_mask(
             "sequences packed into one row); kernel attention sees all tokens. Give one sequence a row with an "
             "attention_mask, or use a model without windows."
         )
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, -kv_length:]
-        if attention_mask.shape[1] != kv_length:
-            raise ValueError(
-                f"attention_mask covers {attention_mask.shape[1]} tokens, there are {kv_length} keys; give it a column "
-                f"for each token of the context."
-            )
+    causal = mask_function is causal_mask_function
+    if causal and int(q_offset) + q_length != kv_offset + kv_length:
+        raise ValueError(
+            f"causal attention of {q_length} tokens after {int(q_offset)} others over {kv_length} keys: there is a key "
+            f"for each token so far. A cache of fixed length is not covered; use a DynamicCache or a StateCache."
+        )
+    if attention_mask is not None and attention_mask.shape[1] != kv_length:
+        raise ValueError(
+            f"attention_mask covers {attention_mask.shape[1]} tokens, there are {kv_length} keys; give it a column for "
+            f"each token of the context."
+        )
     if attention_mask is None or bool(attention_mask.all()):
         attention_mask = torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch_size, kv_length)
-    return attention_mask if mask_function is causal_mask_function else attention_mask[:, None, None]
+    return attention_mask if causal else attention_mask[:, None, None]
 
 
 def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
@@ -128,9 +136,9 @@ def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) 
 
 
 def _keys(mask: Tensor) -> Tensor | None:
-    """(B, S), or None where it is one number that hides nothing."""
-    expanded = mask.numel() > 0 and mask.stride() == (0, 0)
-    return None if expanded or bool(mask.all()) else mask.bool()
+    """(B, S), or None where it hides nothing."""
+    look = mask[:1, :1] if mask.stride() == (0, 0) else mask  # one number, expanded
+    return None if bool(look.all()) else mask.bool()
 
 
 def check_keywords(keywords: dict[str, Any], method: str) -> None:
@@ -156,8 +164,8 @@ def bias_table(position_bias: Tensor | None) -> Tensor | None:
         return None
     if position_bias.dim() == 3:
         return position_bias[0]
-    if not position_bias.requires_grad and not bool(position_bias.any()):
-        return None
+    if position_bias.grad_fn is None and not bool(position_bias.any()):
+        return None  # zeros, not a table that has to learn
     if position_bias.dim() != 4 or not bool((position_bias == position_bias[:1]).all()):
         raise ValueError(
             f"position_bias must be (1, heads, queries, keys), the same for all samples, got {shape(position_bias)}."
@@ -184,7 +192,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with a core, as transformers' `AttentionInterface` asks for it.
 
-    Attention dropout is left out, since there are no weights to drop: a warning says so once.
+    Attention dropout is left out, since there are no weights to drop. A warning says so; Python shows it once for each
+    kind of module, not at every step, unless its filters say otherwise.
 
     Args:
         core: for this module.
@@ -214,23 +223,33 @@ def attend(
     table = bias_table(position_bias)
     reach = getattr(module, "relative_attention_max_distance", None)
     extra: dict[str, Any] = {} if table is None else {"bias": table, "max_distance": reach}
-    layer = cached_in(key)
+    if getattr(core, CROSS, False):  # else a mask of the keys would be taken for one of the queries
+        extra["query_mask"] = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool)
+    layer, after = cached_in(key), causal and key.shape[2] != query.shape[2]
+    weights = None
+    if _wants_weights(keywords):
+        if layer is not None or after:
+            raise ValueError("output_attentions needs all keys at once; call the model with use_cache=False.")
+        weights = core.attention_matrix(query, key, is_causal=causal, key_mask=key_mask, **extra)
     if layer is not None and layer.cross:
         out = _recall(core, layer, query, key, value, key_mask, table)
     elif layer is not None:
         if not causal:
             raise ValueError("a StateCache is for causal attention; call this model without past_key_values.")
+        if position_bias is not None and position_bias.dim() == 4 and table is not None:
+            raise ValueError("a StateCache with a relative bias is for converted models; use a DynamicCache.")
         out = _stream(core, layer, query, key, value, key_mask, extra)
-    elif causal and key.shape[2] != query.shape[2]:
+    elif after:
         out = _after_kept(core, query, key, value, key_mask, extra)
     else:
         out = core(query, key, value, is_causal=causal, key_mask=key_mask, **extra)
-    weights = None
-    if keywords.get("output_attentions"):
-        if layer is not None or key.shape[2] != query.shape[2] and causal:
-            raise ValueError("output_attentions needs all keys at once; call the model without a cache.")
-        weights = core.attention_matrix(query, key, is_causal=causal, key_mask=key_mask, **extra)
     return out.transpose(1, 2), weights
+
+
+def _wants_weights(keywords: dict[str, Any]) -> bool:
+    """Whether the caller of the model asked for attentions; some models keep this keyword from their attention."""
+    collected = _active_collector.get() or {}
+    return bool(keywords.get("output_attentions")) or any(x.endswith("attentions") for x in collected)
 
 
 def _stream(
@@ -287,17 +306,21 @@ def _after_kept(
     L, past = query.shape[2], key.shape[2] - query.shape[2]
     if past < 0:
         raise ValueError(f"causal attention of {L} queries over {past + L} keys: there is a key for each query.")
-    if L == 1:
-        return core(query, key, value, key_mask=key_mask, **extra)  # type: ignore[no-any-return]
-    if extra:
-        raise ValueError(
-            f"{L} tokens after {past} others with a relative bias need a StateCache; generate() makes one, or give all "
-            f"tokens at once."
-        )
+    table = extra.get("bias")
+    if L == 1 and core.refusal(False) is None:
+        # The token sees all keys. Distances of the table end at 0, where a call without order has its first key: the
+        # keys find their entries, but max_distance would be measured from the wrong end.
+        alone = {} if table is None else {"bias": table}
+        return core(query, key, value, key_mask=key_mask, **alone)  # type: ignore[no-any-return]
+    before = dict(extra)
+    if table is not None:  # of the first tokens; what lies in the future of a token is not looked at
+        before["bias"] = F.pad(table[:, L : L + past], (0, past - 1))
     first, last = slice(None, past), slice(past, None)
     masks = (None, None) if key_mask is None else (key_mask[:, first], key_mask[:, last])
     nobody = query.new_zeros(*query.shape[:2], past, query.shape[3])
-    _, state = core(nobody, key[:, :, first], value[:, :, first], is_causal=True, key_mask=masks[0], return_state=True)
+    _, state = core(
+        nobody, key[:, :, first], value[:, :, first], is_causal=True, key_mask=masks[0], return_state=True, **before
+    )
     return core(  # type: ignore[no-any-return]
-        query, key[:, :, last], value[:, :, last], is_causal=True, key_mask=masks[1], state=state
+        query, key[:, :, last], value[:, :, last], is_causal=True, key_mask=masks[1], state=state, **extra
     )

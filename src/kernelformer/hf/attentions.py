@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 from kernelformer.hf.adapters import ADAPTERS
+from kernelformer.hf.attend import read_mask
 from kernelformer.hf.multihead import KernelMultiheadAttention
 
 PROBE = "kernelformer_probe"
@@ -35,6 +36,7 @@ class Attention:
         scale: of the product q . k.
         causal: whether it was causal when the model was tried.
         calls: in one pass; several where layers share their weights, 0 where nobody has tried.
+        cross: whether its keys were those of other tokens than its queries.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Attention:
     scale: float
     causal: bool
     calls: int = 0
+    cross: bool = False
 
 
 @dataclass
@@ -52,6 +55,7 @@ class _Seen:
     dim: int
     scale: float
     causal: bool
+    cross: bool
     calls: int = 1
 
 
@@ -69,35 +73,52 @@ class Probe:
         if before is not None:
             before.calls += 1
         else:
-            scale = options.get("scaling")
-            given = options.get("is_causal")
+            scale, given = options.get("scaling"), options.get("is_causal")
             causal = bool(getattr(module, "is_causal", False) if given is None else given)
-            causal = causal and getattr(getattr(module, "config", None), "is_causal", True)
             self.seen[id(module)] = _Seen(
-                query.shape[1], query.shape[3], query.shape[3] ** -0.5 if scale is None else float(scale), causal
+                query.shape[1],
+                query.shape[3],
+                query.shape[3] ** -0.5 if scale is None else float(scale),
+                read_mask(mask, query, key, causal)[1],
+                query.shape[2] != key.shape[2],
             )
         return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    def calls(self, module: nn.Module) -> int:
+        """How often it was called."""
+        seen = self.seen.get(id(module))
+        return 0 if seen is None else seen.calls
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that look like an attention: so named, with projections of their own; by name."""
-    found = {}
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention | KernelMultiheadAttention):
+        kind = type(module).__name__.lower()
+        if isinstance(module, nn.MultiheadAttention):
             found[name] = module
-        elif "Attention" in type(module).__name__:
-            own = sum(isinstance(x, nn.Linear | Conv1D | nn.Conv1d) for x in module.children())
-            own += sum(x is not None for x in module._parameters.values())
-            if own >= 2:
+        elif "attention" in kind or "attn" in kind:
+            linear = any(isinstance(x, nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d) for x in module.children())
+            if linear or sum(x is not None for x in module._parameters.values()) > 1:
                 found[name] = module
     return found
+
+
+def held_configs(model: nn.Module) -> list[tuple[nn.Module, str, PretrainedConfig]]:
+    """Every module that holds a configuration, under which attribute, and the configuration."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PretrainedConfig)
+    ]
 
 
 @torch.no_grad()
 def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> list[Attention]:
     """All attentions of a model, in the order of its modules.
 
-    A model of transformers is run once on a few tokens, with its own exact attention, to see which of them it calls and
+    A model of transformers is run once on a few tokens, with exact attention, to see which of its modules attend and
     with what; a plain PyTorch model is run where ``inputs`` are given.
 
     Args:
@@ -107,59 +128,79 @@ def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -
     Raises:
         ValueError: there is no attention, one is not covered, or one is not called.
     """
-    found = candidates(model)
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no attention: nothing in it to convert.")
-    if any(isinstance(x, KernelMultiheadAttention) or "kernel" in x._modules for x in found.values()):
-        raise ValueError(f"{type(model).__name__} is converted already; load the original again to convert it anew.")
-    probe = Probe()
-    if isinstance(model, PreTrainedModel):
-        with probing(model, probe):
-            run(model, inputs)
-    elif inputs is not None:
-        with _counting(found, probe):
+    if any("conversion" in vars(x) or isinstance(x, KernelMultiheadAttention) for x in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is converted already, or a part of it is; load the original again, or use "
+            f"kernelformer.hf.undo, to convert it anew."
+        )
+    found, probe = candidates(model), Probe()
+    tried = isinstance(model, PreTrainedModel) or inputs is not None
+    if tried:
+        with _watching(model, probe):
             run(model, inputs)
     attentions, uncovered = [], []
-    for name, module in found.items():
-        seen = probe.seen.get(id(module))
-        kind = type(module).__name__
-        if isinstance(module, nn.MultiheadAttention):
-            dim = module.embed_dim // module.num_heads
-            calls = 0 if seen is None else seen.calls
-            attentions.append(Attention(name, "multihead", module.num_heads, dim, dim**-0.5, False, calls))
-        elif kind in ADAPTERS:
-            heads, dim = ADAPTERS[kind].sizes(module)
-            attentions.append(
-                Attention(name, "adapter", heads, dim, dim**-0.5, False, 0 if seen is None else seen.calls)
-            )
-        elif seen is not None:
-            attentions.append(Attention(name, "interface", seen.heads, seen.dim, seen.scale, seen.causal, seen.calls))
-        else:
-            uncovered.append(f"{name} ({kind})")
+    for name, module in model.named_modules():
+        attention = _describe(name, module, probe)
+        if attention is not None:
+            attentions.append(attention)
+        elif name in found:
+            uncovered.append(name)
+    names = [x.name for x in attentions]
+    # Around an attention, or inside of one, a name says nothing more.
+    uncovered = [x for x in uncovered if not any(_within(x, y) or _within(y, x) for y in names)]
+    idle = [x for x in attentions if tried and not x.calls]
+    _refuse(model, [f"{x} ({type(found[x]).__name__})" for x in uncovered], idle)
+    if not attentions:
+        raise ValueError(f"{type(model).__name__} has no attention: nothing in it to convert.")
+    return attentions
+
+
+def _within(inner: str, outer: str) -> bool:
+    return not outer or inner == outer or inner.startswith(f"{outer}.")
+
+
+def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
+    """What is known of a module if it is an attention that can be replaced."""
+    kind, seen = type(module).__name__, probe.seen.get(id(module))
+    if type(module) is nn.MultiheadAttention:
+        dim = module.head_dim
+        return Attention(name, "multihead", module.num_heads, dim, dim**-0.5, False, probe.calls(module))
+    if kind in ADAPTERS:
+        heads, dim = ADAPTERS[kind].sizes(module)
+        return Attention(name, "adapter", heads, dim, dim**-0.5, False, probe.calls(module))
+    if seen is None:
+        return None
+    return Attention(name, "interface", seen.heads, seen.dim, seen.scale, seen.causal, seen.calls, seen.cross)
+
+
+def _refuse(model: nn.Module, uncovered: list[str], idle: list[Attention]) -> None:
+    kind = type(model).__name__
     if uncovered:
+        inside = not isinstance(model, PreTrainedModel) and any(isinstance(x, PreTrainedModel) for x in model.modules())
         raise ValueError(
-            f"{type(model).__name__} has attention that is not covered, or that was not called when it was tried: "
-            f"{', '.join(uncovered[:4])}{' ...' if len(uncovered) > 4 else ''}. Nothing was converted. Covered are "
-            f"models that attend through transformers' AttentionInterface, {', '.join(sorted(ADAPTERS))}, and "
-            f"torch.nn.MultiheadAttention; a model that needs other inputs gets them by inputs=."
+            f"{kind} has attention that is not covered, or that was not called when it was tried: "
+            f"{_few(uncovered)}. Nothing was converted. Covered are models that attend through transformers' "
+            f"AttentionInterface, {', '.join(sorted(ADAPTERS))}, and torch.nn.MultiheadAttention; "
+            + ("convert the model of transformers inside." if inside else "other inputs to try it with go by inputs=.")
         )
-    tried = isinstance(model, PreTrainedModel) or inputs is not None
-    idle = [x.name for x in attentions if tried and x.calls == 0]
     if idle:
         raise ValueError(
-            f"{type(model).__name__} did not call {', '.join(idle[:4])}{' ...' if len(idle) > 4 else ''} when it was "
-            f"tried, so that a conversion would change nothing there. Nothing was converted; give inputs= that reach "
-            f"them, or leave them out by layers=."
+            f"{kind} did not call {_few([x.name for x in idle])} when it was tried, so that a conversion would change "
+            f"nothing there. Nothing was converted; give inputs= that reach them."
         )
-    return attentions
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
 
 
 def run(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
     """One pass in evaluation mode, whatever mode each part is in."""
+    given = try_inputs(model) if inputs is None else inputs
     modes = {x: x.training for x in model.modules()}
     model.eval()
     try:
-        model(**(try_inputs(model) if inputs is None else inputs))
+        model(**given)
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -174,59 +215,72 @@ def try_inputs(model: nn.Module) -> dict[str, Tensor]:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{type(model).__name__} is not a model of transformers; say what to call it with by inputs=.")
     config, device, kind = model.config, model.device, model.main_input_name
-    text = config.get_text_config()
+    text, dtype = config.get_text_config(), next(model.parameters()).dtype
     if kind == "pixel_values":
         size = getattr(config, "image_size", None)
         if size is None:
             raise ValueError(f"the configuration of {type(model).__name__} has no image_size; give inputs=.")
         rows, columns = (size, size) if isinstance(size, int) else size
-        dtype = next(model.parameters()).dtype
         return {kind: torch.zeros(1, config.num_channels, rows, columns, device=device, dtype=dtype)}
     if kind != "input_ids":
         raise ValueError(f"{type(model).__name__} takes {kind!r}, which cannot be made up; give inputs=.")
     # Ids from the middle of the vocabulary: the first ones are special.
     tokens = (text.vocab_size // 2 + torch.arange(TOKENS, device=device)).remainder(text.vocab_size).unsqueeze(0)
     inputs = {kind: tokens, "attention_mask": torch.ones_like(tokens)}
+    # Contexts of another length than the tokens that look at them show which attention is across.
     if config.is_encoder_decoder:
-        if getattr(config, "eos_token_id", None) is not None and isinstance(config.eos_token_id, int):
+        inputs["decoder_input_ids"] = tokens[:, :-1].clone()
+        if isinstance(getattr(config, "eos_token_id", None), int):
             tokens[:, -1] = config.eos_token_id
-        inputs["decoder_input_ids"] = tokens.clone()
+    elif getattr(config, "add_cross_attention", False):
+        width = getattr(config, "cross_attention_hidden_size", None) or text.hidden_size
+        inputs["encoder_hidden_states"] = torch.zeros(1, TOKENS - 1, width, device=device, dtype=dtype)
     return inputs
 
 
 @contextmanager
-def probing(model: PreTrainedModel, probe: Any) -> Iterator[None]:
-    """A model whose attention goes through ``probe``, whichever way it goes."""
+def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterator[None]:
+    """A model whose attention goes through ``probe``, whichever way it goes.
+
+    Args:
+        model: of transformers.
+        probe: (module, query, key, value, mask, **options) -> (out (B, L, H, E), weights or None).
+        mask: a function for transformers' `AttentionMaskInterface`.
+    """
     AttentionInterface.register(PROBE, probe)
-    AttentionMaskInterface.register(PROBE, sdpa_mask)
-    configs = {id(x.config): x.config for x in model.modules() if isinstance(x, PreTrainedModel)}
+    AttentionMaskInterface.register(PROBE, mask)
+    configs = {id(x): x for _, _, x in held_configs(model)}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     adapted = [(x, ADAPTERS[type(x).__name__]) for x in model.modules() if type(x).__name__ in ADAPTERS]
+    own = [adapter.apply(module, probe) for module, adapter in adapted]
     for config in configs.values():
         config._attn_implementation_internal = PROBE
-    for module, adapter in adapted:
-        adapter.apply(module, probe)
     try:
         yield
     finally:
-        for module, adapter in adapted:
-            adapter.undo(module)
+        for (module, adapter), interface in zip(adapted, own, strict=True):
+            adapter.undo(module, interface)
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
         AttentionInterface.register(PROBE, sdpa_attention_forward)  # it is global: a probe would stay alive
 
 
+def _whole_mask(*args: Any, **options: Any) -> Any:
+    """A mask also where SDPA would do without: it shows whether attention is causal."""
+    return sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
+
+
 @contextmanager
-def _counting(found: Mapping[str, nn.Module], probe: Probe) -> Iterator[None]:
-    """Calls of modules, counted by hooks."""
+def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
+    """Let a probe see every attention that is covered."""
 
     def note(module: nn.Module, *_: Any) -> None:
-        seen = probe.seen.setdefault(id(module), _Seen(0, 0, 1.0, False, 0))
-        seen.calls += 1
+        probe.seen.setdefault(id(module), _Seen(0, 0, 1.0, False, False, 0)).calls += 1
 
-    handles = [x.register_forward_pre_hook(note) for x in found.values()]
+    handles = [x.register_forward_pre_hook(note) for x in model.modules() if type(x) is nn.MultiheadAttention]
     try:
-        yield
+        with probing(model, probe, _whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -21,8 +21,9 @@ from kernelformer.modules import AttentionCore, KernelCore, MixedCore
 
 Batches = Iterator[Mapping[str, Tensor]]
 Tell = Callable[[int, float], None]
-ROWS = 64  # of a text's queries that a step of transfer looks at: more texts teach more than more rows of one
+ROWS = 128  # of a text's queries that a step of transfer looks at: more texts teach more than more rows of one
 WARM_UP = 20
+POOLED = 5.0  # weight of the mean output: small beside the errors of single tokens, and what embeddings are made of
 TINY = 1e-30
 
 
@@ -50,7 +51,8 @@ class _Seen:
     ) -> Any:
         name = self.names.get(id(module))
         if name is not None:
-            self.calls.append((name, (query, key, value, mask, options.get("scaling"), options.get("position_bias"))))
+            wide = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (query, key, value)]
+            self.calls.append((name, (*wide, mask, options.get("scaling"), options.get("position_bias"))))
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
@@ -62,6 +64,7 @@ def transfer(
     steps: int,
     lr: float = 5e-2,
     seconds: float | None = None,
+    autocast: torch.dtype | None = None,
     tell: Tell | None = None,
 ) -> list[float]:
     """Attention transfer: fit the maps of a converted model to the original's attention; the backbone stays.
@@ -80,6 +83,7 @@ def transfer(
         steps: at most.
         lr: of Adam, at its peak; it falls to nothing by a cosine.
         seconds: at most, if given; the schedule then follows the clock.
+        autocast: the precision of the original's pass, such as ``torch.bfloat16``; maps are fitted in their own.
         tell: called after each step with its number and the mean loss of the layers.
 
     Returns:
@@ -104,7 +108,8 @@ def transfer(
         for step, share in _clock(steps, seconds):
             _set_rate(optimizer, share, step)
             seen = _Seen(names)
-            with torch.no_grad(), probing(teacher, seen):
+            quick = torch.autocast(teacher.device.type, dtype=autocast, enabled=autocast is not None)
+            with torch.no_grad(), probing(teacher, seen), quick:
                 teacher(**next(batches))
             optimizer.zero_grad()
             total = 0.0
@@ -235,7 +240,7 @@ def tune(
 ) -> list[float]:
     """Train everything but the embeddings of a converted model against the original's hidden states and outputs.
 
-        loss = mean over layers of |h - h'|^2 / |h' - mean|^2  +  KL(p' || p), or 1 - cosine of the mean outputs
+        loss = mean over layers of |h - h'|^2 / |h' - mean|^2  +  KL(p' || p), or 5 (1 - cosine of the mean outputs)
 
     Dropout is off, as it is in the original's pass.
 
@@ -304,7 +309,7 @@ def output_loss(found: Any, wanted: Any, mask: Tensor | None) -> Tensor:
     last = wanted["last_hidden_state"]
     real = mask if mask is not None and mask.shape[:2] == last.shape[:2] else None
     ours, theirs = (pooled(x.float(), real) for x in (found["last_hidden_state"], last))
-    return total + 1 - nn.functional.cosine_similarity(ours, theirs, dim=-1).mean()
+    return total + POOLED * (1 - nn.functional.cosine_similarity(ours, theirs, dim=-1).mean())
 
 
 def _relative(found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:

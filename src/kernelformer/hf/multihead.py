@@ -11,17 +11,28 @@ from torch import Tensor, nn
 from kernelformer.errors import shape
 from kernelformer.modules import AttentionCore
 
+_NESTED = "_nested_before"  # attribute of encoders of torch: what they did
+_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
+
 
 class KernelMultiheadAttention(nn.Module):
     """The projections of a `torch.nn.MultiheadAttention` around a core; its weights keep their names.
 
-    ``need_weights`` is torch's default, and asks for the L x S matrix: pass False to stay linear, as torch's own
+    Attention to the same tensor is self-attention, whose queries are padded where its keys are. ``need_weights`` is
+    torch's default, and asks for the L x S matrix: pass False to stay linear, as torch's own
     Transformer layers do. Dropout of the weights is left out, since there are none.
 
     Args:
         original: its parameters are taken over, not copied.
         core: how to attend.
     """
+
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+    q_proj_weight: nn.Parameter
+    k_proj_weight: nn.Parameter
+    v_proj_weight: nn.Parameter
+    calls: int  # so far
 
     def __init__(self, original: nn.MultiheadAttention, core: AttentionCore) -> None:
         super().__init__()
@@ -30,13 +41,22 @@ class KernelMultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.batch_first = original.embed_dim, original.num_heads, original.batch_first
         self.head_dim = original.head_dim
         self.dropout = original.dropout
-        for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"):
+        for name in _PROJECTIONS:
             self.register_parameter(name, getattr(original, name))
         self.out_proj = original.out_proj
         self.kernel = core
-        self.__dict__["original"] = original  # not a child: its weights are here already
+        self.calls = 0
+        vars(self)["original"] = original  # not a child: its weights are here already
         # nn.TransformerEncoderLayer would go around this module by a fused kernel where this is True.
         self._qkv_same_embed_dim = False
+
+    def restored(self) -> nn.MultiheadAttention:
+        """The original, with the weights as they are now."""
+        original: nn.MultiheadAttention = vars(self)["original"]
+        for name in _PROJECTIONS:
+            original.register_parameter(name, getattr(self, name))
+        original.out_proj = self.out_proj
+        return original.train(self.training)
 
     def _project(self, *inputs: Tensor) -> list[Tensor]:
         weights = (
@@ -71,7 +91,10 @@ class KernelMultiheadAttention(nn.Module):
             average_attn_weights: over the heads.
             is_causal: says that ``attn_mask`` is causal.
         """
-        single = query.dim() == 2
+        if query.is_nested:
+            raise ValueError("nested tensors are not covered; pad them, or build torch's encoder without them.")
+        self.calls += 1
+        single, across = query.dim() == 2, query is not key
         if single:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -81,6 +104,8 @@ class KernelMultiheadAttention(nn.Module):
         hidden = _hidden(key_padding_mask, "key_padding_mask")
         q, k, v = self._project(query, key, value)
         options: dict[str, Any] = {"is_causal": causal, "key_mask": None if hidden is None else ~hidden}
+        if across:  # else a mask of the keys would be taken for one of the queries
+            options["query_mask"] = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
         out: Tensor = self.out_proj(self.kernel(q, k, v, **options).transpose(1, 2).flatten(2))
         weights = None
         if need_weights:
@@ -111,6 +136,21 @@ class KernelMultiheadAttention(nn.Module):
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def pad_batches(model: nn.Module) -> None:
+    """Torch's encoders with padded batches: they would make nested tensors of them, for a fused kernel."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and _NESTED not in vars(module):
+            vars(module)[_NESTED] = module.use_nested_tensor
+            module.use_nested_tensor = False
+
+
+def unpad_batches(model: nn.Module) -> None:
+    """Torch's encoders as they were."""
+    for module in model.modules():
+        if _NESTED in vars(module):
+            module.use_nested_tensor = vars(module).pop(_NESTED)
 
 
 def _hidden(mask: Tensor | None, what: str) -> Tensor | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,18 +13,32 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto import modeling_auto
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from kernelformer.feature_maps import FeatureMap
-from kernelformer.files import write_json
-from kernelformer.hf.convert import Conversion, ConvertedModel, apply, conversion
+from kernelformer.files import PART, sync, write_json
+from kernelformer.hf.attend import CORE
+from kernelformer.hf.converting import Conversion, apply, conversion
 
 CONFIG = "config.json"
 KIND = "kernelformer-converted"  # model_type: whoever does not know it refuses the folder
 FORMAT = 1
+# Arguments of transformers' save_pretrained that ask for nothing where they have these values.
+_NOTHING: dict[str, Any] = {
+    "distributed_checkpoint": False,
+    "push_to_hub": False,
+    "safe_serialization": True,
+    "save_original_format": True,
+    "save_peft_format": True,
+    "variant": None,
+}
+_HUB = ("_commit_hash", "cache_dir", "code_revision", "local_files_only", "revision", "token", "use_safetensors")
+_WEIGHTS = ("model*.safetensors", f"{SAFE_WEIGHTS_NAME}*", GENERATION_CONFIG_NAME)  # what a save replaces
 
 
 class ConvertedConfig(PretrainedConfig):
@@ -56,9 +73,12 @@ def save(
     state_dict: Mapping[str, Tensor] | None = None,
     is_main_process: bool = True,
     max_shard_size: int | str = "5GB",
-    safe_serialization: bool = True,
+    **others: Any,
 ) -> None:
     """Write a converted model; `load` reads it.
+
+    The folder is whole or none: files are written beside it first, and its configuration, without which nobody loads
+    it, comes last. Other files in it, a tokenizer's for example, stay.
 
     Args:
         model: converted.
@@ -66,30 +86,88 @@ def save(
         state_dict: its weights, where they are spread over processes; default: the model's own.
         is_main_process: the others write nothing.
         max_shard_size: of a file of weights.
-        safe_serialization: there is no other way.
+        others: what transformers' own takes, where it asks for nothing (``token``, ``save_function``, defaults).
+
+    Raises:
+        ValueError: a folder with a model that is not a converted one, which would be lost; a model that could not be
+            loaded again.
     """
-    if not safe_serialization:
-        raise ValueError("a converted model is saved as safetensors; leave safe_serialization out.")
+    for name, value in others.items():
+        if name not in ("token", "save_function") and value != _NOTHING.get(name, ...):
+            raise ValueError(
+                f"a converted model is saved as safetensors in a folder, got {name}={value!r}; leave it out."
+            )
+    plan, folder = conversion(model), Path(folder)
+    kind = type(model).__bases__[1]
+    if not isinstance(model, PreTrainedModel) or getattr(transformers, kind.__name__, None) is not kind:
+        raise ValueError(
+            f"a folder is for models of transformers, got {type(model).__name__} of {type(model).__module__}; save its "
+            f"state_dict(), and convert the original in the same way before loading it."
+        )
     if not is_main_process:
         return
-    plan, folder = conversion(model), Path(folder)
+    _refuse_original(folder)
+    record = ConvertedConfig(model.config.to_dict(), kind.__name__, plan.as_json()).to_dict() | {"model_type": KIND}
+    weights = _each_by_itself(model.state_dict() if state_dict is None else state_dict, model.all_tied_weights_keys)
     folder.mkdir(parents=True, exist_ok=True)
-    source = model.config.to_dict()
-    record = ConvertedConfig(source, type(model).__bases__[1].__name__, plan.as_json()).to_dict()
-    weights = dict(model.state_dict() if state_dict is None else state_dict)
-    tied = [x for x in weights if x in (getattr(model, "all_tied_weights_keys", None) or {})]
-    save_torch_state_dict(
-        weights, folder, max_shard_size=max_shard_size, metadata={"format": "pt"}, shared_tensors_to_discard=tied
-    )
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)  # type: ignore[union-attr]
-    write_json(folder / CONFIG, record | {"model_type": KIND})
+    part = folder / f".{uuid.uuid4().hex}{PART}"
+    part.mkdir()
+    try:
+        save_torch_state_dict(weights, part, max_shard_size=max_shard_size)
+        if model.can_generate():
+            model.generation_config.save_pretrained(part)
+        for path in part.iterdir():
+            sync(path)
+        (folder / CONFIG).unlink(missing_ok=True)  # from here on it is no model until it is the new one
+        for path in {x for pattern in _WEIGHTS for x in folder.glob(pattern)}:
+            path.unlink()
+        for path in part.iterdir():
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    write_json(folder / CONFIG, record)
+
+
+def _each_by_itself(weights: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """Weights that safetensors can hold: of those that are one, only the one; others that share memory as copies."""
+    own: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, x in weights.items():
+        source = weights.get(tied.get(name, ""))
+        if source is not None and source.data_ptr() == x.data_ptr() and source.shape == x.shape:
+            continue
+        place = x.untyped_storage().data_ptr()
+        own[name] = x.clone() if place in seen else x
+        seen.add(place)
+    return own
+
+
+def _refuse_original(folder: Path) -> None:
+    """A folder whose model is not a converted one would lose it."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        record = None
+    found = record.get("model_type") if isinstance(record, dict) else None
+    if found != KIND:
+        raise ValueError(
+            f"{folder} holds a model of type {found!r}, which saving the converted one would overwrite; choose another "
+            f"folder."
+        )
 
 
 def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Any:
     """A converted model from its folder, in evaluation mode.
 
         model = kernelformer.hf.load("minilm-linear")
+
+    Args:
+        folder: written by `save`.
+        dtype: of the model; default: as it was saved. Cores stay in float32, or in float64 with the model.
+        device: where to; default: the CPU.
 
     Raises:
         ValueError: not a converted model, of another layout, or with weights that do not fit its configuration.
@@ -100,13 +178,15 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str | 
     if problem:
         raise ValueError(f"{folder / CONFIG}: {problem}")
     kind = getattr(transformers, record["architecture"])
-    source = dict(record["source"])
-    config = AutoConfig.for_model(source.pop("model_type"), **source)
-    model = kind(config)
-    apply(model, Conversion.from_json(record["conversion"]))
-    if dtype is not None:
-        model.to(dtype)
-    _load_weights(model, folder)
+    with no_init_weights():  # all come from the folder
+        model = kind(_source(record))
+    try:
+        apply(model, Conversion.from_json(record["conversion"]))
+    except (AttributeError, TypeError, ValueError) as reason:
+        raise ValueError(
+            f"{folder / CONFIG}: its attentions cannot be converted as it says ({reason}); convert the original again."
+        ) from None
+    _load_weights(model, folder, dtype)
     if model.can_generate() and (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     if device is not None:
@@ -146,50 +226,95 @@ def _misfit(record: dict[str, Any]) -> str | None:
         Conversion.from_json(record["conversion"])
     except (TypeError, KeyError) as reason:
         return f"its list of converted attentions is of another version ({reason}); convert the original again."
+    try:
+        _source(record)
+    except Exception as reason:  # whatever a configuration of another version raises
+        return f"transformers {transformers.__version__} does not take the original's configuration: {reason}"
     return None
 
 
-def _load_weights(model: PreTrainedModel, folder: Path) -> None:
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = {SAFE_WEIGHTS_NAME}
-    if index.is_file():
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    weights: dict[str, torch.Tensor] = {}
-    for name in sorted(names):
-        path = folder / Path(name).name
-        if not path.is_file():
-            raise ValueError(f"{folder} has no {name}; a converted model has its weights as safetensors.")
-        weights |= load_file(path)
+def _source(record: Mapping[str, Any]) -> Any:
+    """The configuration of the original."""
+    return CONFIG_MAPPING[record["source"]["model_type"]].from_dict(dict(record["source"]))
+
+
+def _load_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
+    weights = _read_weights(folder)
+    if dtype is not None:
+        cores = torch.float64 if dtype == torch.float64 else torch.float32
+        for name, x in weights.items():
+            if x.is_floating_point():
+                weights[name] = x.to(cores if CORE in name.split(".") else dtype)
     try:
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-    except RuntimeError as reason:
+        # Assigned and not copied, so that each keeps the precision that it was saved with.
+        missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    except (RuntimeError, ValueError) as reason:
         raise ValueError(f"the weights in {folder} do not fit its {CONFIG}: {reason}") from None
-    tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    missing = [x for x in missing if x not in tied]
-    if missing or unexpected:
+    lost = set(missing)
+    model.tie_weights(lost, recompute_mapping=False)  # takes those out that others stand for
+    if lost or unexpected:
         raise ValueError(
-            f"the weights in {folder} do not fit its {CONFIG}: missing {missing[:3]}, not known {unexpected[:3]}; "
-            f"convert the original again."
+            f"the weights in {folder} do not fit its {CONFIG}: missing {sorted(lost)[:3]}, not known "
+            f"{unexpected[:3]}; convert the original again."
         )
-    model.tie_weights()
-    for module in model.modules():
-        if isinstance(module, FeatureMap):
-            module.take_numbers()
 
 
-class _Loader(ConvertedModel):
-    """What transformers' Auto classes find for a converted folder."""
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    index, names = folder / SAFE_WEIGHTS_INDEX_NAME, {SAFE_WEIGHTS_NAME}
+    weights: dict[str, Tensor] = {}
+    try:
+        if index.is_file():
+            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        for name in sorted(names):
+            path = folder / Path(name).name
+            if not path.is_file():
+                raise ValueError(f"there is no {name}, and a converted model has its weights as safetensors")
+            weights |= load_file(path)
+    except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as reason:
+        raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
+    return weights
+
+
+class _Loader:
+    """What an Auto class of transformers finds for a converted folder."""
 
     config_class = ConvertedConfig
+    auto: Any  # the Auto class
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *_: Any, config: Any = None, **options: Any) -> Any:
-        """As `load`."""
-        return load(folder, dtype=options.get("dtype"))
+        """As `load`, where the Auto class is one for the original.
+
+        Raises:
+            ValueError: it is not, or an option that `load` does not have.
+        """
+        record = _read(Path(folder))
+        problem = _misfit(record)
+        if problem:
+            raise ValueError(f"{Path(folder) / CONFIG}: {problem}")
+        fitting = cls.auto._model_mapping.get(type(_source(record)), ())
+        names = [x.__name__ for x in (fitting if isinstance(fitting, tuple | list) else (fitting,))]
+        if record["architecture"] not in names:
+            raise ValueError(
+                f"{folder} holds a converted {record['architecture']}, {cls.auto.__name__} is for "
+                f"{' or '.join(names) or 'other models'}; use kernelformer.hf.load."
+            )
+        dtype = options.pop("dtype", options.pop("torch_dtype", None))
+        if isinstance(dtype, str):
+            dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
+        asked = [name for name, x in options.items() if name not in _HUB and x is not None and x is not False]
+        if asked:
+            raise ValueError(
+                f"a converted model is loaded with dtype= alone, got {asked[0]}={options[asked[0]]!r}; use "
+                f"kernelformer.hf.load(folder, dtype=..., device=...)."
+            )
+        return load(folder, dtype=dtype)
 
 
 def register_auto() -> None:
     """Converted folders load by transformers' Auto classes too, once kernelformer.hf is imported."""
     AutoConfig.register(KIND, ConvertedConfig, exist_ok=True)
-    for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"):
-        getattr(transformers, name).register(ConvertedConfig, _Loader, exist_ok=True)
+    for name in modeling_auto.__all__:
+        if name.startswith("AutoModel"):
+            auto = getattr(modeling_auto, name)
+            auto.register(ConvertedConfig, type(f"Converted{name}", (_Loader,), {"auto": auto}), exist_ok=True)

@@ -54,7 +54,10 @@ class MixedCore(AttentionCore):
         chosen = sorted(set(heads))
         if len(chosen) != exact.num_heads or not all(0 <= x < total for x in chosen):
             raise ValueError(f"exact heads must be {exact.num_heads} different numbers below {total}, got {heads}.")
-        super().__init__(f"{linear.method} with {len(chosen)} exact heads", head_dim=linear.head_dim, num_heads=total)
+        if exact.head_dim != linear.head_dim:
+            raise ValueError(f"both cores must have one head_dim, got {exact.head_dim} and {linear.head_dim}.")
+        name = f"{linear.method} with {len(chosen)} exact heads"
+        super().__init__(name, head_dim=linear.head_dim, num_heads=total, scale=exact.scale)
         self.exact, self.linear = exact, linear
         rest = [x for x in range(total) if x not in chosen]
         self.heads = (chosen, rest)
@@ -84,6 +87,18 @@ class MixedCore(AttentionCore):
     def refusal(self, causal: bool) -> ValueError | None:
         """What the linear core says."""
         return self.linear.refusal(causal)
+
+    def forward(self, *args: Any, scale: float | None = None, **options: Any) -> Any:
+        """Attend; see `AttentionCore.forward`."""
+        self._check_one_scale(scale)
+        return super().forward(*args, scale=scale, **options)
+
+    def _check_one_scale(self, scale: float | None) -> None:
+        if scale is not None and self.exact.scale != self.linear.scale:
+            raise ValueError(
+                f"the heads have scales of their own, {self.exact.scale:g} and {self.linear.scale:g}, got one for all "
+                f"of them, {scale!r}; leave it out."
+            )
 
     def _split(self, x: Tensor, which: int) -> Tensor:
         """The heads of one kind; of grouped keys, those that they look at, one for each query head."""
@@ -145,6 +160,9 @@ class MixedCore(AttentionCore):
         gate: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """One token; see `AttentionCore.step`."""
+        self._check_gate(gate)
+        self._check_one_scale(scale)
+        self._check_state(state)
         outs, states = [], []
         for which, core in enumerate(self.cores):
             out, after = core.step(
@@ -154,6 +172,7 @@ class MixedCore(AttentionCore):
                 state.parts[which] if isinstance(state, PairState) else None,
                 bias=None if bias is None else bias[self.heads[which]],
                 slope=None if slope is None else slope[self.heads[which]],
+                scale=scale,
                 key_mask=key_mask,
             )
             outs.append(out)
@@ -174,8 +193,20 @@ class MixedCore(AttentionCore):
             raise ValueError(f"recall needs what remember of this core returned, got {type(memory).__name__}.")
         return self._join([core.recall(self._split(query, i), memory.parts[i]) for i, core in enumerate(self.cores)])
 
-    def _check_streaming(self, *args: Any, **kwargs: Any) -> None:
-        """Each core checks its own half when it attends; here only what concerns the whole."""
-        state = kwargs.get("state", args[5] if len(args) > 5 else None)
+    def _check_streaming(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        scale: float,
+        state: State | None,
+        biased: bool = False,
+    ) -> None:
+        """Each core checks its own part when it attends; here only what concerns the whole."""
+        self._check_state(state)
+
+    @staticmethod
+    def _check_state(state: State | None) -> None:
         if state is not None and not isinstance(state, PairState):
             raise ValueError(f"state must be one of this core's, got {type(state).__name__}; start with state=None.")

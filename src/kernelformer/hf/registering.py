@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from kernelformer.errors import unknown
 from kernelformer.hf.attend import CORE, attend, make_mask
 from kernelformer.modules import AttentionCore, build_attention, list_methods, method_options
 
 CONVERTED = "kernelformer"  # the implementation of converted models, whose modules have their cores
+SETTINGS = "registered_as"  # attribute of cores that were built on the way: for whom
 
 
 def build_core(
@@ -38,6 +41,11 @@ def build_core(
     return build_attention(method, head_dim=head_dim, num_heads=num_heads, **settings)
 
 
+def place(core: AttentionCore, like: Tensor) -> AttentionCore:
+    """Move a core to where its inputs are; in half precision it stays in float32, which is what its sums are in."""
+    return core.to(like.device, torch.float64 if like.dtype == torch.float64 else None)
+
+
 def kernel_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -54,39 +62,41 @@ def kernel_attention(
 class Registered:
     """Attention by a method, with a core that is built when a module first attends.
 
-    The core becomes a child of the module, so that it is saved and trained with it. A method that learns should be
-    there before an optimizer is: use `convert`.
+    The core becomes a child of the module, with a draw of its own where modules know their number (``layer_idx``). A
+    method that learns should be there before an optimizer is, and when weights are loaded: use `convert`.
     """
 
     def __init__(self, method: str, options: dict[str, Any]) -> None:
-        self.method, self.options = method, options
+        known = method_options(method)
+        self.method, self.options = method, {name: x for name, x in options.items() if name in known}
+        self.takes_length = "max_length" in known
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
         """As transformers calls it."""
-        core = module._modules.get(CORE)
-        if not isinstance(core, AttentionCore) or core.method != self.method:
+        core, settings = module._modules.get(CORE), self._options(module)
+        if not isinstance(core, AttentionCore) or getattr(core, SETTINGS, None) != (self.method, settings):
             scale = given.get("scaling")
-            core = build_core(
-                self.method,
-                num_heads=query.shape[1],
-                head_dim=query.shape[3],
-                scale=query.shape[3] ** -0.5 if scale is None else float(scale),
-                layer=int(getattr(module, "layer_idx", None) or 0),
-                **self._options(module),
-            ).to(query.device)
+            with torch.inference_mode(False):  # its parameters may be trained later
+                core = build_core(
+                    self.method,
+                    num_heads=query.shape[1],
+                    head_dim=query.shape[3],
+                    scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+                    layer=int(getattr(module, "layer_idx", None) or 0),
+                    **settings,
+                )
+                place(core, query)
             core.train(module.training)
+            setattr(core, SETTINGS, (self.method, settings))
             module.add_module(CORE, core)
         return attend(core, module, query, key, value, attention_mask, **given)
 
     def _options(self, module: nn.Module) -> dict[str, Any]:
-        known = method_options(self.method)
-        options = {name: x for name, x in self.options.items() if name in known}
         longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-        if "max_length" in known and longest is not None:
-            options.setdefault("max_length", longest)
-        return options
+        more = {"max_length": longest} if self.takes_length and longest is not None else {}
+        return {**more, **self.options}
 
 
 def register(**options: Any) -> list[str]:
@@ -96,8 +106,11 @@ def register(**options: Any) -> list[str]:
 
     Both halves are registered: the attention, and the mask function without which a model would get no mask at all and
     lose its causality. Padding leaves numerator and denominator; what cannot be honoured (soft-capping, sliding
-    windows, sinks, packed sequences) raises. Attention dropout is left out, with a warning. Calling it again changes
-    the options.
+    windows, sinks, packed sequences) raises. Attention dropout is left out, with a warning (see `attend`). Calling it
+    again changes the options, also of models that are there.
+
+    A model that does not look at its ``attn_implementation`` goes on as it is, without a word: `convert` tells. What
+    maps learn is not read again by `from_pretrained`: `convert` saves and loads it.
 
     Args:
         options: of the methods, ``num_features=128`` for example; each takes those that it knows.
@@ -108,8 +121,6 @@ def register(**options: Any) -> list[str]:
     Raises:
         ValueError: an option that no method knows.
     """
-    from kernelformer.errors import unknown
-
     names = list(list_methods())
     known = {x for name in names for x in method_options(name)}
     for option in options:

@@ -1,0 +1,69 @@
+"""``kernelformer convert``.
+
+What converts is imported by the command: transformers takes seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from kernelformer.cli.common import console, plain_errors, progress_bar, say, thread_count
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="folder of transformers, or name on the hub")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="folder for the converted model")],
+    attention: Annotated[str, typer.Option(help="method, or method:option=value; default: loglinear")] = "",
+    features: Annotated[int | None, typer.Option(min=1, help="features, landmarks or rank; default: 128")] = None,
+    layers: Annotated[str, typer.Option(help="0-3,5 or patterns of names; default: all")] = "",
+    keep: Annotated[int, typer.Option(min=0, help="attentions with the largest errors that stay exact")] = 0,
+    keep_heads: Annotated[int, typer.Option(min=0, help="heads with the largest errors that stay exact")] = 0,
+    distill: Annotated[Path | None, typer.Option(help="texts to learn from: .jsonl with 'text', or one a line")] = None,
+    steps: Annotated[int | None, typer.Option(min=0, help="of attention transfer; default: 300 with --distill")] = None,
+    tune: Annotated[int, typer.Option(min=0, help="steps with all weights after that")] = 0,
+    text: Annotated[Path | None, typer.Option(help="texts to measure on; default: some of --distill")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="tokens of a text; default: 256")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="texts to measure on")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="texts at once")] = 4,
+    task: Annotated[str, typer.Option(help="auto, masked, causal, seq2seq or encoder")] = "auto",
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="read pickled weights of a trusted source")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace a converted model that is there")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="of draws and of the order of texts")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+) -> None:
+    """Make a pretrained model linear: convert its attention, measure, distill, and write it as a folder."""
+    torch.set_num_threads(thread_count(threads))
+    with plain_errors():
+        from kernelformer.recipes import conversion_report, converting
+
+        setting = converting.Setting(
+            attention=attention or converting.DEFAULT,
+            features=features,
+            layers=layers,
+            keep=keep,
+            keep_heads=keep_heads,
+            distill=distill,
+            steps=steps,
+            tune=tune,
+            text=text,
+            length=length,
+            samples=samples,
+            batch=batch,
+            task=task,
+            allow_pickle=allow_pickle,
+            seed=seed,
+        )
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=None)
+            found = converting.run(source, target, setting, force=force, tell=lambda x: say(progress, bar, x))
+        for table in conversion_report.tables(found):
+            console.print(table)
+        for remark in found.remarks:
+            console.print(f"note: {remark}", highlight=False, markup=False)
+        console.print(f"model: {target}   figures: {target / 'report.json'}", highlight=False, markup=False)

@@ -1,0 +1,93 @@
+"""Pictures of what conversion does: attention matrices, and the cost over the length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from kernelformer.cli.common import console, names, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.errors import integer, positive_int
+
+
+def attention(
+    original: Annotated[Path, typer.Argument(help="folder of a pretrained model")],
+    converted: Annotated[Path | None, typer.Argument(help="folder of the converted model; or give --attention")] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="convert a copy of the original here: name or name:option=value")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="a sentence")] = None,
+    sequence: Annotated[str | None, typer.Option(help="residues of a protein, instead of a text")] = None,
+    layer: Annotated[str, typer.Option(help="numbers from 0, separated by commas; default: a few")] = "",
+    head: Annotated[str, typer.Option(help="the same of heads; one layer and one head show the difference")] = "",
+    allow_pickle: Annotated[bool, typer.Option(help="read weights from a pickle, which can run code")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/attention.png"),
+) -> None:
+    """Attention matrices of a model and of its converted self, side by side (Performer, App. C.4)."""
+    torch.set_num_threads(thread_count(threads))
+    with plain_errors():
+        from kernelformer.recipes import attention_pictures as pictures
+
+        file = target(out)
+        layers, heads = _numbers("layer", layer), _numbers("head", head)
+        found = pictures.run(
+            original, converted, attention=attention, text=text, sequence=sequence, allow_pickle=allow_pickle
+        )
+        pictures.picture(found, file, layers, heads)
+        console.print(pictures.table(found))
+        console.print(f"picture: {file}", highlight=False)
+
+
+def _numbers(what: str, text: str) -> list[int] | None:
+    return [integer(what, int(x), at_least=0) for x in names(text)] if text else None
+
+
+def lengths(
+    model: Annotated[Path, typer.Argument(help="folder of a pretrained model; --random needs its config.json alone")],
+    attention: Annotated[
+        str, typer.Option(help="what it is converted to, separated by commas")
+    ] = "loglinear:num_features=128,favor+:num_features=128",
+    baselines: Annotated[str, typer.Option(help="of the original: sdpa, eager")] = "sdpa,eager",
+    lengths: Annotated[str, typer.Option(help="tokens")] = "256,512,1024,2048,4096,8192",
+    task: Annotated[str, typer.Option(help="encoder or causal; auto: what the model is")] = "auto",
+    random: Annotated[bool, typer.Option("--random", help="draw the weights")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="measure forward + backward too")] = False,
+    generate: Annotated[int, typer.Option(min=0, help="the longest context to generate after; 0: none")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="sequences of a pass")] = 1,
+    budget: Annotated[float, typer.Option(min=0.01, help="seconds for each length and pass")] = 10.0,
+    limit: Annotated[float, typer.Option(min=0.01, help="seconds of one pass beyond which it is not run")] = 60.0,
+    memory: Annotated[bool, typer.Option(help="measure peak memory too")] = True,
+    allow_pickle: Annotated[bool, typer.Option(help="read weights from a pickle, which can run code")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    out: Annotated[Path, typer.Option(help="folder for lengths.json and lengths.png")] = Path("out"),
+) -> None:
+    """From which length on a converted model is faster and leaner than the original; goes on where it was stopped."""
+    with plain_errors():
+        from kernelformer.recipes import lengths as study
+        from kernelformer.recipes import lengths_show as shown
+        from kernelformer.recipes.lengths_worker import Subject
+
+        file = target(out / study.KEPT)
+        setting = study.Setting(
+            subject=Subject(str(model), task, random, allow_pickle, batch),
+            attentions=tuple(names(attention)),
+            baselines=tuple(names(baselines)),
+            lengths=tuple(positive_int("length", int(x)) for x in names(lengths)),
+            backward=backward,
+            generate=generate,
+            threads=thread_count(threads),
+            budget=budget,
+            limit=limit,
+            memory=memory,
+        )
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=study.steps(setting))
+            found = study.run(setting, out, lambda x: say(progress, bar, x, advance=1))
+        for table in shown.tables(found):
+            console.print(table)
+        picture = file.with_suffix(".png")
+        shown.picture(found, picture)
+        console.print(f"figures: {file}   picture: {picture}", highlight=False)

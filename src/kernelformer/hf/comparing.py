@@ -1,0 +1,89 @@
+"""Hidden states and outputs of two models that should be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
+
+
+@dataclass
+class Mean:
+    """Of any number of values."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, values: Tensor) -> None:
+        """These too."""
+        self.total += float(values.sum(dtype=torch.float64))
+        self.count += values.numel()
+
+    @property
+    def value(self) -> float | None:
+        """None of none."""
+        return self.total / self.count if self.count else None
+
+
+class Depth:
+    """Errors of a model that runs by itself: after each layer, and of what comes out.
+
+    Args:
+        pools: compare mean-pooled last hidden states too.
+    """
+
+    def __init__(self, pools: bool) -> None:
+        self.pools = pools
+        self.hidden: dict[str, list[Mean]] = {}
+        self.output, self.agreement, self.cosine = Mean(), Mean(), Mean()
+        self.samples = self.tokens = 0
+
+    def add(self, batch: Mapping[str, Any], want: Any, got: Any) -> None:
+        """Outputs of both models for a batch."""
+        mask = batch.get("attention_mask")
+        masks = {"decoder": batch.get("decoder_attention_mask")}
+        for part in ("encoder", "decoder", "layers"):
+            name = "hidden_states" if part == "layers" else f"{part}_hidden_states"
+            wanted, found = getattr(want, name, None), getattr(got, name, None)
+            if wanted is None or found is None:
+                continue
+            means = self.hidden.setdefault(part, [Mean() for _ in wanted])
+            for mean, x, y in zip(means, wanted, found, strict=True):
+                mean.add(_relative(x, y, masks.get(part, mask)))
+            if self.pools and part == "layers":
+                self.cosine.add(torch.cosine_similarity(_pooled(wanted[-1], mask), _pooled(found[-1], mask)))
+        name = next((x for x in OUTPUTS if getattr(want, x, None) is not None), "")
+        if not name:
+            raise ValueError(f"the model returns none of {', '.join(OUTPUTS)}, so that there is nothing to compare.")
+        x, y = getattr(want, name), getattr(got, name)
+        over = masks["decoder"] if "decoder" in self.hidden else mask
+        self.output.add(_relative(x, y, over))
+        if "logits" in name:
+            self.agreement.add(_kept_tokens((x.argmax(-1) == y.argmax(-1)).double(), over))
+        inputs = next(iter(batch.values()))
+        self.samples += len(inputs)
+        self.tokens += int(mask.sum()) if mask is not None else inputs.numel() if inputs.dim() == 2 else 0
+
+
+def _kept_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Without padding, where there is a mask of that shape."""
+    return x if mask is None or x.shape[:2] != mask.shape else x[mask.bool()]
+
+
+def _relative(want: Tensor, got: Tensor, mask: Tensor | None) -> Tensor:
+    """Squared, for each real token."""
+    want, got = _kept_tokens(want, mask).double(), _kept_tokens(got, mask).double()
+    return (got - want).square().sum(-1) / want.square().sum(-1).clamp(min=1e-300)
+
+
+def _pooled(x: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, L, E) -> (B, E), the mean over real tokens."""
+    if mask is None or mask.shape != x.shape[:2]:
+        return x.mean(1)
+    weights = mask.unsqueeze(-1).to(x.dtype)
+    return (x * weights).sum(1) / weights.sum(1).clamp(min=1)

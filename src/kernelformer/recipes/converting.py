@@ -1,0 +1,383 @@
+"""A pretrained model made linear, from a folder to a folder: converted, measured, distilled, and described."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.analysis.labels import SIZES
+from kernelformer.environment import environment
+from kernelformer.errors import integer, positive_int
+from kernelformer.files import write_json, write_text
+from kernelformer.modules.build import method_options, parse_method
+from kernelformer.recipes.checkpoint import Checkpoint, appearing, check_target
+from kernelformer.recipes.pretrained import (
+    Source,
+    check_length,
+    check_readable,
+    inputs_for,
+    load_source,
+    made_up_inputs,
+    read_texts,
+    some_texts,
+)
+from kernelformer.tasks.readers import hash_files
+
+DEFAULT = "loglinear"
+FEATURES = 128
+STEPS = 300  # of attention transfer, where texts are given and nobody says
+Tell = Callable[[str], None]
+Batches = list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to convert.
+
+    Args:
+        attention: ``method:option=value:...``.
+        features: number of features, landmarks or the rank, whichever the method has; None: `FEATURES`.
+        layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
+        keep: so many attentions with the largest errors stay exact.
+        keep_heads: so many heads with the largest errors, of all other attentions, stay exact.
+        distill: texts to learn from.
+        steps: of attention transfer; None: `STEPS` if there are texts and the method learns.
+        tune: steps with all weights after that.
+        text: texts to measure on; None: some of ``distill`` that are left out there, or random tokens.
+        length: tokens of a text; None: 256, or what the model has.
+        samples: texts to measure on.
+        batch: texts of a step.
+        task: see `load_source`.
+        allow_pickle: see `load_source`.
+        seed: of draws and of the order of texts.
+    """
+
+    attention: str = DEFAULT
+    features: int | None = None
+    layers: str = ""
+    keep: int = 0
+    keep_heads: int = 0
+    distill: Path | None = None
+    steps: int | None = None
+    tune: int = 0
+    text: Path | None = None
+    length: int | None = None
+    samples: int = 8
+    batch: int = 4
+    task: str = "auto"
+    allow_pickle: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "keep_heads", "tune"):
+            integer(name, getattr(self, name), at_least=0)
+        for name in ("samples", "batch"):
+            positive_int(name, getattr(self, name))
+        if self.distill is None and (self.steps or self.tune):
+            raise ValueError(
+                f"steps={self.steps or 0} and tune={self.tune} need texts to learn from; give them by --distill."
+            )
+
+    def method(self) -> tuple[str, dict[str, Any]]:
+        """The method and all its options."""
+        method, options = parse_method(self.attention)
+        if method == "softmax":
+            raise ValueError("'softmax' is what the model has already; choose a linear method, such as 'loglinear'.")
+        known = method_options(method)
+        sizes = [x for x in SIZES if x in known]
+        given = [x for x in sizes if x in options]
+        if self.features is not None and not sizes:
+            raise ValueError(f"{method!r} has no number of features, got {self.features}; leave --features out.")
+        if self.features is not None and given:
+            raise ValueError(
+                f"--features {self.features} and {given[0]}={options[given[0]]} of {self.attention!r} say the same "
+                f"thing; leave one out."
+            )
+        if sizes and not given:
+            options[sizes[0]] = FEATURES if self.features is None else positive_int("features", self.features)
+        if self.seed and "seed" in known:
+            options.setdefault("seed", self.seed)
+        return method, options
+
+    def chosen(self) -> list[int | str] | None:
+        """What ``layers`` says; None: all."""
+        return parse_layers(self.layers) if self.layers else None
+
+
+def parse_layers(text: str) -> list[int | str]:
+    """``0-3,5`` or patterns of names, between commas: numbers and patterns."""
+    found: list[int | str] = []
+    for part in (x.strip() for x in text.split(",")):
+        limits = re.fullmatch(r"(\d+)-(\d+)", part)
+        if limits:
+            first, last = int(limits[1]), int(limits[2])
+            if last < first:
+                raise ValueError(f"layers {part!r} end before they begin; say {last}-{first}.")
+            found += range(first, last + 1)
+        elif part:
+            found.append(int(part) if re.fullmatch(r"-?\d+", part) else part)
+        else:
+            raise ValueError(f"layers are numbers, such as 0-3,5, or patterns of names, got {text!r}.")
+    return found
+
+
+@dataclass
+class Found:
+    """What a run did.
+
+    Args:
+        setting: as asked for.
+        source: name of the folder, or on the hub.
+        model: class of the original.
+        length: tokens of a text.
+        conversion: see `Conversion.as_json`.
+        reports: what was measured: ``all converted`` where some were kept afterwards, ``converted``, ``distilled``.
+        losses: by stage of the distillation, step by step.
+        texts: name and number of the texts, by what they were for.
+        remarks: what a user should know.
+        environment: versions and machine.
+    """
+
+    setting: Setting
+    source: str
+    model: str
+    length: int
+    conversion: list[dict[str, Any]] = field(default_factory=list)
+    reports: dict[str, Any] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    texts: dict[str, tuple[str, int]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; of files the names alone."""
+        setting = {name: x.name if isinstance(x, Path) else x for name, x in vars(self.setting).items()}
+        reports = {name: x.as_json() for name, x in self.reports.items()}
+        found: dict[str, Any] = _finite({**vars(self), "setting": setting, "reports": reports})
+        return found
+
+
+def _finite(value: Any) -> Any:
+    """None for what is no number: JSON has no word for it."""
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def run(
+    source: str | Path, target: Path, setting: Setting, *, force: bool = False, tell: Tell = lambda _: None
+) -> Found:
+    """Convert a model and write it: all of it or nothing; the original is never changed.
+
+    A distillation that is stopped leaves its state in ``target`` + ".partial", and the same call goes on with it.
+
+    Args:
+        source: see `load_source`.
+        target: folder for the model, its tokenizer, report.json, report.png and README.md.
+        setting: how.
+        force: replace a converted model that is there.
+        tell: called with what happens.
+    """
+    from kernelformer.hf import conversion, convert
+
+    check_target(source, target, force)
+    method, options = setting.method()
+    chosen = setting.chosen()
+    lessons, exams, texts = _texts(setting)
+    tell(f"reading {source}")
+    origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
+    name = Path(source).resolve().name if Path(source).is_dir() else str(source)
+    found = Found(setting, name, type(origin.model).__name__, check_length(origin, setting.length), texts=texts)
+    found.remarks = list(origin.remarks)
+    found.environment = environment(torch.get_num_threads())
+    inputs = _exam(origin, exams, found)
+    tell(f"converting to {method}")
+    student = convert(copy.deepcopy(origin.model), method, chosen, **options)
+    stages = _stages(student, setting) if lessons else {}
+    _measure(found, "converted", origin, student, inputs, tell)
+    if setting.keep or setting.keep_heads:
+        found.reports = {"all converted": found.reports["converted"]}
+        _keep(student, found, method, options)
+        _measure(found, "converted", origin, student, inputs, tell)
+    checkpoint = Checkpoint.of(target, _identity(source, setting, found), force)
+    if stages:
+        _distill(student, origin, lessons, stages, found, checkpoint, tell)
+        _measure(found, "distilled", origin, student, inputs, tell)
+    found.conversion = conversion(student).as_json()
+    tell(f"writing {target}")
+    _write(student, origin, target, found, inputs)
+    checkpoint.remove()
+    return found
+
+
+def _texts(setting: Setting) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
+    """Texts to learn from and to measure on, never the same ones, and their names and numbers."""
+    lessons = [] if setting.distill is None else read_texts(setting.distill)
+    exams = [] if setting.text is None else read_texts(setting.text)
+    if lessons and not exams:
+        if len(lessons) <= setting.samples:
+            raise ValueError(
+                f"{setting.distill} has {len(lessons)} texts, of which {setting.samples} are left out to measure on; "
+                f"give more, fewer --samples, or others by --text."
+            )
+        order = torch.randperm(len(lessons), generator=torch.Generator().manual_seed(setting.seed)).tolist()
+        exams = [lessons[i] for i in order[: setting.samples]]
+        lessons = [lessons[i] for i in sorted(order[setting.samples :])]
+    names: dict[str, tuple[str, int]] = {}
+    if exams:
+        path = setting.text or setting.distill
+        assert path is not None
+        names["measured on"] = (path.name, len(exams))
+    if lessons:
+        assert setting.distill is not None
+        names["learned from"] = (setting.distill.name, len(lessons))
+    return lessons, exams, names
+
+
+def _exam(origin: Source, texts: Sequence[str], found: Found) -> Batches:
+    """What is measured on, once and for all."""
+    setting, length = found.setting, found.length
+    rows = setting.samples
+    endless: Iterator[dict[str, Tensor]]
+    if texts:
+        check_readable(origin, texts)
+        chosen, rows = some_texts(origin, texts, length, rows, setting.seed)
+        endless = inputs_for(origin, chosen, length, setting.batch, setting.seed)
+        found.texts["measured on"] = (found.texts["measured on"][0], len(chosen))
+    else:
+        endless = made_up_inputs(origin, length, setting.batch, setting.seed)
+        found.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
+    batches = list(islice(endless, -(-rows // setting.batch)))
+    rest = rows - (len(batches) - 1) * setting.batch
+    batches[-1] = {name: x[:rest] for name, x in batches[-1].items()}
+    return batches
+
+
+def _measure(found: Found, label: str, origin: Source, student: Any, inputs: Batches, tell: Tell) -> None:
+    from kernelformer.hf.measuring import measure
+
+    tell(f"measuring: {label}")
+    found.reports[label] = measure(origin.model, student, inputs)
+
+
+def _keep(student: Any, found: Found, method: str, options: dict[str, Any]) -> None:
+    """Convert again, without the attentions and heads that went wrong most."""
+    from kernelformer.hf import conversion, convert, undo
+
+    report, setting = found.reports["all converted"], found.setting
+    replaced = conversion(student).replaced
+    kept = report.worst_layers(setting.keep) if setting.keep else []
+    rest = [x for x in replaced if x not in kept]
+    heads = report.worst_heads(setting.keep_heads, rest) if setting.keep_heads else {}
+    undo(student)
+    numbers = {x: list(y) for x, y in heads.items()}
+    convert(student, method, [_literal(x) for x in rest], exact_heads=numbers or None, **options)
+
+
+def _literal(name: str) -> str:
+    """A name as a pattern that fits it alone."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _identity(source: str | Path, setting: Setting, found: Found) -> dict[str, str]:
+    """What has to be the same for a distillation to go on."""
+    folder = Path(source)
+    files = sorted(x for x in folder.iterdir() if x.is_file()) if folder.is_dir() else []
+    parts = {name: str(x) for name, x in vars(setting).items() if name not in ("distill", "text", "allow_pickle")}
+    parts["source"] = ", ".join(f"{x.name} {x.stat().st_size}" for x in files) or str(source)
+    for name in ("distill", "text"):
+        path = getattr(setting, name)
+        parts[name] = hash_files([path]) if path else ""
+    return {**parts, "model": found.model, "length": str(found.length)}
+
+
+def _stages(student: Any, setting: Setting) -> dict[str, int]:
+    """Steps of each stage of the distillation."""
+    from kernelformer.hf.distilling import learns
+
+    steps = setting.steps
+    if steps is None:
+        steps = STEPS if learns(student) else 0
+    elif steps and not learns(student):
+        raise ValueError(f"{setting.attention!r} has nothing to learn by attention transfer; give --tune, not --steps.")
+    if not steps and not setting.tune:
+        raise ValueError(f"{setting.attention!r} learns nothing without --tune; give it, or leave --distill out.")
+    return {"transfer": steps, "tune": setting.tune}
+
+
+def _distill(
+    student: Any,
+    origin: Source,
+    texts: Sequence[str],
+    stages: dict[str, int],
+    found: Found,
+    checkpoint: Checkpoint,
+    tell: Tell,
+) -> None:
+    """Stage by stage, from where a checkpoint has left off."""
+    from kernelformer.hf.distilling import transfer, tune
+
+    setting, found.losses = found.setting, checkpoint.load(student)
+    learners: dict[str, Any] = {"transfer": transfer, "tune": tune}
+    for number, (stage, total) in enumerate(stages.items()):
+        losses = found.losses.setdefault(stage, [])
+        if len(losses) >= total:
+            continue
+        if losses:
+            found.remarks.append(f"{stage} went on after step {len(losses)}, where it was stopped")
+        order = setting.seed + 1 + number
+        inputs = inputs_for(origin, texts, found.length, setting.batch, order, skip=len(losses))
+
+        def told(_: int, loss: float, stage: str = stage, losses: list[float] = losses, total: int = total) -> None:
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"{stage} broke down: the loss of step {len(losses) + 1} is {loss}; use another method."
+                )
+            losses.append(loss)
+            if len(losses) % max(1, total // 20) == 0:
+                tell(f"{stage}: step {len(losses)} of {total}, loss {loss:.4g}")
+            checkpoint.save(student, found.losses)
+
+        torch.manual_seed(order * 1_000_003 + len(losses))
+        try:
+            learners[stage](student, origin.model, inputs, steps=total - len(losses), tell=told)
+        except KeyboardInterrupt:
+            checkpoint.save(student, found.losses, now=True)
+            raise
+        checkpoint.save(student, found.losses, now=True)
+
+
+def _write(student: Any, origin: Source, target: Path, found: Found, inputs: Batches) -> None:
+    from kernelformer.recipes.conversion_report import model_card, picture
+
+    with appearing(target) as part:
+        student.save_pretrained(part)
+        if origin.tokenizer is not None:
+            origin.tokenizer.save_pretrained(part)
+        write_json(part / "report.json", found.as_json())
+        write_text(part / "README.md", model_card(found, target.name))
+        picture(found, part / "report.png")
+        _check(student, part, inputs[0])
+
+
+@torch.no_grad()
+def _check(student: Any, folder: Path, inputs: dict[str, Tensor]) -> None:
+    """What was written gives the same numbers."""
+    from kernelformer.hf import load
+
+    student.eval()
+    written, own = load(folder)(**inputs)[0], student(**inputs)[0]
+    if not torch.allclose(written, own, rtol=1e-3, atol=1e-4 * float(own.abs().max())):
+        off = float((written - own).abs().max())
+        raise ValueError(f"the model as written differs by {off:.3g} from the one in memory; nothing was kept.")

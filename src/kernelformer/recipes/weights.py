@@ -1,0 +1,185 @@
+"""Models and tokenizers of folders, read so that no weight is random and no code of others runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernelformer.recipes.vocabulary import tokenizer_of_vocabulary
+
+TASKS = ("auto", "masked", "causal", "seq2seq", "encoder")
+SAFE, PICKLED = "*.safetensors", ("pytorch_model*.bin", "*.pt", "*.pth")
+# What transformers builds its tokenizers from; a folder that has only vocab.txt gets one of ours.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "merges.txt",
+    "source.spm",
+    "vocab.json",
+)
+_Load = Callable[[Any], tuple[Any, dict[str, Any]]]
+
+
+def auto(name: str) -> Any:
+    """From transformers, which takes seconds to import."""
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def attempt(path: object, make: Callable[[], Any], what: str = "model") -> Any:
+    """What transformers says of a folder it cannot read, in one line: it raises errors of all kinds."""
+    from kernelformer.training.silence import silent_libraries
+
+    try:
+        with silent_libraries():
+            return make()
+    except Exception as problem:
+        first = (str(problem).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"no {what} could be read from {path}: {first.rstrip('.') or type(problem).__name__}."
+        ) from None
+
+
+def check_folder(folder: Path) -> None:
+    """That a folder holds a model of transformers which was not converted yet."""
+    from kernelformer.hf.saving import KIND
+
+    path = folder / "config.json"
+    if not path.is_file():
+        names = ", ".join(sorted(x.name for x in folder.iterdir())[:6]) or "nothing"
+        raise ValueError(
+            f"{folder} is not the folder of a model: it has neither config.json nor a .gguf file, found {names}."
+        )
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except ValueError as reason:
+        raise ValueError(f"{path} is not JSON: {reason}.") from None
+    if not isinstance(record, dict) or "model_type" not in record:
+        raise ValueError(f"{path} has no model_type, so that nobody knows what model it is of.")
+    if record["model_type"] == KIND:
+        raise ValueError(
+            f"{folder} was converted already; kernelformer.hf.load loads it. To convert anew give the original."
+        )
+
+
+def has_safe_weights(folder: Path, allow_pickle: bool) -> bool:
+    """Whether the weights are safetensors; pickled ones are an error unless they are allowed."""
+    if any(folder.glob(SAFE)):
+        return True
+    pickled = sorted(x for pattern in PICKLED for x in folder.glob(pattern))
+    if not pickled:
+        raise ValueError(f"{folder} has a config.json but no weights; there should be a model.safetensors.")
+    if not allow_pickle:
+        raise ValueError(
+            f"the weights in {folder} are pickled ({pickled[0].name}), and a pickle can run code. If you trust its "
+            f"source give --allow-pickle (allow_pickle=True): torch then reads tensors and nothing else."
+        )
+    return False
+
+
+def load_gguf(folder: Path, packed: Sequence[Path], task: str) -> tuple[Any, list[str]]:
+    """The model of the one ``.gguf`` file of a folder, and remarks."""
+    if len(packed) > 1:
+        raise ValueError(
+            f"{folder} has {len(packed)} .gguf files ({packed[0].name}, {packed[1].name}, ...); give a folder with one."
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"{packed[0]} needs the package gguf, which is not installed: pip install gguf")
+    if task not in ("auto", "causal"):
+        raise ValueError(f"{packed[0].name} is of a causal language model, got task={task!r}; leave it out.")
+    model, info = attempt(
+        folder,
+        lambda: auto("AutoModelForCausalLM").from_pretrained(
+            folder, gguf_file=packed[0].name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        ),
+    )
+    lacking = _lacking(model, info)
+    if lacking:
+        raise ValueError(f"{packed[0]} lacks weights of {type(model).__name__}: {_some(lacking)}.")
+    return model.eval(), [f"weights of {packed[0].name} were unpacked to float32"]
+
+
+def classes(config: Any, task: str) -> list[Any]:
+    """Classes that the folder may be of, the best guess first."""
+    import transformers
+
+    maps = {
+        "masked": transformers.MODEL_FOR_MASKED_LM_MAPPING,
+        "causal": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "seq2seq": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "encoder": transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
+        if config.is_encoder_decoder
+        else transformers.MODEL_MAPPING,
+    }
+    known = {name: x[type(config)] for name, x in maps.items() if type(config) in x}
+    if task != "auto":
+        if task not in known:
+            raise ValueError(
+                f"a model of type {config.model_type!r} is not for the task {task!r}; it can be {', '.join(known)}."
+            )
+        return [known[task]]
+    declared = [getattr(transformers, x, None) for x in config.architectures or ()]
+    order = ("seq2seq", "encoder") if config.is_encoder_decoder else ("masked", "causal", "encoder")
+    # BERT's causal class has the same weights as its masked one; which it is the configuration says.
+    if getattr(config, "is_decoder", False):
+        order = ("causal", "encoder")
+    return list(dict.fromkeys([*filter(None, declared), *(known[x] for x in order if x in known)]))
+
+
+def fitting(path: object, kinds: Sequence[Any], load: _Load) -> tuple[Any, list[str]]:
+    """The first class for which no weight is left random, and what of the weights it does not use."""
+    misses = []
+    for kind in kinds:
+        model, info = load(kind)
+        lacking = _lacking(model, info)
+        if not lacking:
+            unused = sorted(info["unexpected_keys"])
+            remarks = [f"{kind.__name__} does not use these weights: {_some(unused)}"] if unused else []
+            if kind is not kinds[0]:
+                remarks.insert(0, f"its weights are those of {kind.__name__}, not of {kinds[0].__name__}")
+            return model, remarks
+        misses.append(f"{kind.__name__} lacks {_some(lacking)}")
+    raise ValueError(
+        f"{path} has not all weights of a model, so that some would be random: {'; '.join(misses) or 'no class fits'}. "
+        f"Give another --task (of {', '.join(TASKS)}), or mend the folder."
+    )
+
+
+def _lacking(model: Any, info: dict[str, Any]) -> list[str]:
+    """Weights that did not come from the files, and those that came in another shape."""
+    odd = [x[0] if isinstance(x, tuple) else x for x in info.get("mismatched_keys") or ()]
+    return sorted({*info["missing_keys"], *odd})
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def kind_of(model: Any) -> str:
+    """How inputs for a model are made."""
+    if model.config.is_encoder_decoder:
+        return "seq2seq"
+    if not model.can_generate():
+        return "masked" if "MaskedLM" in type(model).__name__ else "encoder"
+    return "causal"
+
+
+def load_tokenizer(path: str | Path, **options: Any) -> Any:
+    """None where there is none; one of ours where there is only a vocabulary."""
+    folder = Path(path)
+    vocabulary = folder / "vocab.txt"
+    whole = options or not folder.is_dir() or any((folder / x).is_file() for x in TOKENIZER_FILES)
+    if not whole:
+        # transformers would make one all the same: of special tokens alone, or one that knows no capitals.
+        return tokenizer_of_vocabulary(vocabulary) if vocabulary.is_file() else None
+    return attempt(
+        path, lambda: auto("AutoTokenizer").from_pretrained(path, trust_remote_code=False, **options), "tokenizer"
+    )
