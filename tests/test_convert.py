@@ -255,7 +255,7 @@ def test_attention_that_is_not_covered_is_named_and_nothing_is_converted():
         convert(nn.ModuleList([tiny("BertModel")]), "favor+")
 
 
-def test_models_with_windows_are_refused_when_they_are_tried():
+def test_windows_and_caps_are_refused_when_a_model_is_tried():
     config = transformers.MistralConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
                                         num_key_value_heads=2, intermediate_size=40, sliding_window=16)  # fmt: skip
     model = transformers.MistralForCausalLM(config).eval()
@@ -263,6 +263,13 @@ def test_models_with_windows_are_refused_when_they_are_tried():
     with pytest.raises(ValueError, match="sliding window"):
         convert(model, "favor+")
     same(model, before)
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=40, layer_types=["full_attention"])).eval()  # fmt: skip
+    before = snapshot(capped)
+    with pytest.raises(ValueError, match="soft-capped logits"):
+        convert(capped, "favor+")
+    same(capped, before)
     config.sliding_window = None
     convert(transformers.MistralForCausalLM(config), "favor+", num_features=16)
 

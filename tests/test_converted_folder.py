@@ -34,10 +34,9 @@ def change(folder, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-@pytest.mark.parametrize("method", ["loglinear", "favor+"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_model_comes_back(kind, method, tmp_path):
-    model = saved(tmp_path, kind, method, exact_heads={-1: [0]})
+def test_a_saved_model_comes_back(kind, tmp_path):
+    model = saved(tmp_path, kind, "favor+" if kind.startswith("Bert") else "loglinear", exact_heads={-1: [0]})
     other, given = load(tmp_path), inputs(model)
     assert not other.training
     assert type(other).__name__ == kind
@@ -96,7 +95,7 @@ def test_large_weights_come_in_shards_and_go_when_they_are_written_anew(tmp_path
 
 
 def test_precision_is_kept_or_chosen(tmp_path):
-    model = saved(tmp_path / "a", "LlamaForCausalLM", dtype=torch.bfloat16)
+    model = saved(tmp_path / "a", "GPT2LMHeadModel", dtype=torch.bfloat16)
     other = load(tmp_path / "a")
     assert other.dtype == torch.bfloat16
     assert torch.equal(outputs(other, input_ids=tokens()), outputs(model, input_ids=tokens()))

@@ -11,7 +11,8 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import kernelformer as kf
 from kernelformer.hf import convert, cores
-from kernelformer.hf.distilling import attention_loss, learned, learns, output_loss, pooled, transfer, tune
+from kernelformer.hf.distilling import learned, learns, transfer, tune
+from kernelformer.hf.losses import attention_loss, output_loss, pooled
 from kernelformer.modules import MixedCore
 
 SMALL = {

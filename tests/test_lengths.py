@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +92,15 @@ def test_positions_of_all_kinds_can_be_stretched(kind, options, room):
     longer, lines = worker.stretch(model, 33)
     assert len(lines) == (room is not None)
     assert longer(torch.full((1, 33), 7)).last_hidden_state.shape[1] == 33
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_no_weight_is_read_from_its_file_during_a_pass(encoder):
+    """Its pages would count as memory of the pass that touches them first."""
+    model, _ = Subject(str(encoder)).build(16)
+    gc.collect()
+    assert str(encoder / "model.safetensors") not in Path("/proc/self/maps").read_text()
+    assert model.embeddings.word_embeddings.weight.std() > 0
 
 
 def test_contenders_share_their_weights_and_nothing_else(encoder):

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 from kernelformer.hf.adapters import ADAPTERS
-from kernelformer.hf.attend import read_mask
+from kernelformer.hf.attend import ARGUMENTS, check_keywords, read_mask
 from kernelformer.hf.multihead import KernelMultiheadAttention
 
 PROBE = "kernelformer_probe"
@@ -69,6 +69,7 @@ class Probe:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
         """Attend exactly, and take notes."""
+        check_keywords({name: x for name, x in options.items() if name not in ARGUMENTS}, "kernel attention")
         before = self.seen.get(id(module))
         if before is not None:
             before.calls += 1

@@ -98,7 +98,7 @@ def save(
                 f"a converted model is saved as safetensors in a folder, got {name}={value!r}; leave it out."
             )
     plan, folder = conversion(model), Path(folder)
-    kind = type(model).__bases__[1]
+    kind = type(model).__bases__[-1]  # the original's; the first says how it is converted
     if not isinstance(model, PreTrainedModel) or getattr(transformers, kind.__name__, None) is not kind:
         raise ValueError(
             f"a folder is for models of transformers, got {type(model).__name__} of {type(model).__module__}; save its "
@@ -269,7 +269,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             path = folder / Path(name).name
             if not path.is_file():
                 raise ValueError(f"there is no {name}, and a converted model has its weights as safetensors")
-            weights |= load_file(path)
+            # Copies: a file's tensors lie anywhere in memory, and sums come out otherwise where they are not aligned.
+            weights |= {key: x.clone() for key, x in load_file(path).items()}
     except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as reason:
         raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
     return weights

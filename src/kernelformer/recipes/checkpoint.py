@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,24 +70,31 @@ class Checkpoint:
             return f"it has no readable {FILE}"
         return ", ".join(sorted(x for x in {*left, *self.identity} if left.get(x) != self.identity.get(x)))
 
-    def load(self, model: Any) -> dict[str, list[float]]:
-        """Put the weights so far into a model; the losses so far, by stage."""
+    def load(self, model: Any) -> tuple[dict[str, list[float]], Any]:
+        """Put the weights so far into a model; the losses so far, by stage, and the optimizer's state in the last."""
         if not (self.folder / FILE).is_file():
-            return {}
+            return {}, None
         kept = self._read()
         model.load_state_dict(kept["weights"])
-        losses: dict[str, list[float]] = kept["losses"]
-        return losses
+        return kept["losses"], kept["optimizer"]
 
-    def save(self, model: Any, losses: dict[str, list[float]], *, now: bool = False) -> None:
-        """Write all of it, if it is time and anything was learned."""
+    def save(
+        self,
+        model: Any,
+        losses: dict[str, list[float]],
+        optimizer: Callable[[], Any] = lambda: None,
+        *,
+        now: bool = False,
+    ) -> None:
+        """Write all of it, if it is time and anything was learned; ``optimizer`` gives the state of a stage."""
         begin = time.monotonic()
         early = begin - self.last < max(SECONDS, self.cost / SHARE)
         if not any(losses.values()) or (early and not now):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / FILE) as part:
-            torch.save({"identity": self.identity, "losses": losses, "weights": model.state_dict()}, part)
+            record = {"identity": self.identity, "losses": losses, "optimizer": optimizer()}
+            torch.save({**record, "weights": model.state_dict()}, part)
         self.last = time.monotonic()
         self.cost = self.last - begin
 

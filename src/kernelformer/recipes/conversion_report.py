@@ -15,6 +15,7 @@ from kernelformer.hf.measuring import Report, Row
 from kernelformer.recipes.converting import Found
 from kernelformer.units import visible
 
+STEEP = 8.0  # a relative error from which on an axis is logarithmic: a few tokens of decoders have huge states
 HOPELESS = 100.0  # a predicted error beyond which the number says nothing
 
 
@@ -126,6 +127,8 @@ def picture(found: Found, path: Path) -> None:
         axis.set_title("hidden states, errors added up" if part == "layers" else f"hidden states of the {part}")
         axis.set_xlabel("layers")
     for axis in axes[0]:
+        if axis.get_ylim()[1] > STEEP:
+            axis.set_yscale("symlog", linthresh=1)
         axis.set_ylim(bottom=0)
         axis.set_ylabel("relative error")
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -176,7 +179,10 @@ def model_card(found: Found, name: str) -> str:
                 f"kept exact: {plain(', '.join(kept)) if kept else 'none'}",
                 f"exact heads: {_heads(heads)}",
                 *_learning(found),
-                *(f"{what}: {plain(file)}, {count} texts" for what, (file, count) in found.texts.items()),
+                *(
+                    f"{what}: {plain(file)}, {count} text{'s' * (count > 1)}"
+                    for what, (file, count) in found.texts.items()
+                ),
                 f"length of texts: {found.length} tokens",
                 *(f"note: {plain(x)}" for x in found.remarks),
             )

@@ -232,7 +232,7 @@ class Judge:
         return kind(model)
 
     def _embed(self, model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
-        from kernelformer.hf.distilling import pooled
+        from kernelformer.hf.losses import pooled
 
         found = (pooled(model(**x)[0], x["attention_mask"]) for x in batches)
         return torch.cat([F.normalize(x, dim=-1) for x in found])

@@ -205,9 +205,9 @@ def run(
     tell(f"converting to {method}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
     stages = _stages(student, setting) if lessons else {}
-    _measure(found, "converted", origin, student, inputs, tell)
-    if setting.keep or setting.keep_heads:
-        found.reports = {"all converted": found.reports["converted"]}
+    keeps = bool(setting.keep or setting.keep_heads)
+    _measure(found, "all converted" if keeps else "converted", origin, student, inputs, tell)
+    if keeps:
         _keep(student, found, method, options)
         _measure(found, "converted", origin, student, inputs, tell)
     checkpoint = Checkpoint.of(target, _identity(source, setting, found), force)
@@ -326,10 +326,12 @@ def _distill(
     tell: Tell,
 ) -> None:
     """Stage by stage, from where a checkpoint has left off."""
-    from kernelformer.hf.distilling import transfer, tune
+    from kernelformer.hf.distilling import Progress, quick_dtype, transfer, tune
 
-    setting, found.losses = found.setting, checkpoint.load(student)
+    setting = found.setting
+    found.losses, saved = checkpoint.load(student)
     learners: dict[str, Any] = {"transfer": transfer, "tune": tune}
+    precision = quick_dtype(origin.model.device)
     for number, (stage, total) in enumerate(stages.items()):
         losses = found.losses.setdefault(stage, [])
         if len(losses) >= total:
@@ -338,22 +340,21 @@ def _distill(
             found.remarks.append(f"{stage} went on after step {len(losses)}, where it was stopped")
         order = setting.seed + 1 + number
         inputs = inputs_for(origin, texts, found.length, setting.batch, order, skip=len(losses))
+        progress = Progress(losses, saved if losses else None)
 
-        def told(_: int, loss: float, stage: str = stage, losses: list[float] = losses, total: int = total) -> None:
+        def told(step: int, loss: float, stage: str = stage, own: Progress = progress, total: int = total) -> None:
             if not math.isfinite(loss):
-                raise ValueError(
-                    f"{stage} broke down: the loss of step {len(losses) + 1} is {loss}; use another method."
-                )
-            losses.append(loss)
-            if len(losses) % max(1, total // 20) == 0:
-                tell(f"{stage}: step {len(losses)} of {total}, loss {loss:.4g}")
-            checkpoint.save(student, found.losses)
+                raise ValueError(f"{stage} broke down: the loss of step {step} is {loss}; use another method.")
+            if step % max(1, total // 20) == 0:
+                tell(f"{stage}: step {step} of {total}, loss {loss:.4g}")
+            checkpoint.save(student, found.losses, own.state)
 
-        torch.manual_seed(order * 1_000_003 + len(losses))
         try:
-            learners[stage](student, origin.model, inputs, steps=total - len(losses), tell=told)
+            learners[stage](
+                student, origin.model, inputs, steps=total, autocast=precision, progress=progress, tell=told
+            )
         except KeyboardInterrupt:
-            checkpoint.save(student, found.losses, now=True)
+            checkpoint.save(student, found.losses, progress.state, now=True)
             raise
         checkpoint.save(student, found.losses, now=True)
 

@@ -85,6 +85,10 @@ class Subject:
 
         task = "causal" if head else "auto"
         model = load_source(self.folder, task=task, allow_pickle=self.allow_pickle).model
+        for x in (*model.parameters(), *model.buffers()):
+            x.data = (
+                x.data.clone()
+            )  # safetensors maps the file: a pass would pay for the pages that it is first to read
         return model if head else model.base_model
 
     def tokens(self, model: Any, length: int, seed: int = 0) -> Tensor:
