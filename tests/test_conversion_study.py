@@ -51,7 +51,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def encoder(tmp_path):
-    return write_model(tmp_path / "encoder", BertModel(BertConfig(**SMALL)))
+    return write_model(tmp_path / "encoder", BertModel(BertConfig(**SMALL), add_pooling_layer=False))
 
 
 def test_methods_are_measured_before_and_after_and_not_twice(encoder, files, tmp_path):

@@ -209,7 +209,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
         ({"architecture": "AutoConfig"}, "has no model 'AutoConfig'"),
         ({"conversion": []}, "lacks conversion"),
         ({"source": {}}, "lacks source"),
-        ({"source": {"model_type": "berta"}}, "original's configuration: 'berta'"),
+        ({"source_type": "berta"}, "original's configuration: 'berta'"),
         ({"model_type": "bert"}, "of type 'bert', not of a converted one"),
     ],
 )
@@ -270,8 +270,10 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         load(tmp_path)
 
 
-def test_an_older_reader_refuses_the_folder(tmp_path):
+def test_a_folder_is_not_taken_for_one_of_the_original(tmp_path):
     saved(tmp_path)
+    with pytest.raises(RuntimeError, match="mismatch"):  # transformers finds no configuration of its own there
+        transformers.BertForMaskedLM.from_pretrained(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
     assert record["model_type"] == "kernelformer-converted"
     assert record["format"] == 1
@@ -284,3 +286,13 @@ def test_a_loaded_model_trains_on(tmp_path):
     assert all(x.requires_grad for x in model.parameters())
     model(**inputs(model)).logits.square().mean().backward()
     assert all(x.grad is not None for name, x in model.named_parameters() if ".kernel." in name)
+
+
+def test_a_model_without_a_pooler_comes_back_without(tmp_path):
+    config = tiny("BertModel", torch.float32).config
+    model = convert(transformers.BertModel(config, add_pooling_layer=False).eval(), "elu")
+    model.save_pretrained(tmp_path / "x")
+    again = load(tmp_path / "x")
+    ids = torch.tensor([[5, 6, 7]])
+    assert again.pooler is None
+    assert torch.equal(again(ids)[0], model(ids)[0])

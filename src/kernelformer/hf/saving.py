@@ -45,10 +45,14 @@ class ConvertedConfig(PretrainedConfig):
     """Configuration of a converted model: that of the original, and what was done to it.
 
     Args:
-        source: the original's configuration, as a dict with its model_type.
+        source: the original's configuration, as a dict.
+        source_type: its model_type; default: what ``source`` says. It stands apart because transformers takes any part
+            of a configuration that names the type of a class for that class's own, and would load the weights without
+            what was converted.
         architecture: name of the original's class in transformers.
         conversion: see `Conversion.as_json`.
         format: number of this layout.
+        pooler: False for one that was made without its pooling layer.
     """
 
     model_type = KIND
@@ -59,9 +63,10 @@ class ConvertedConfig(PretrainedConfig):
         architecture: str = "",
         conversion: list[dict[str, Any]] | None = None,
         format: int = FORMAT,
+        pooler: bool = True,
         **others: Any,
     ) -> None:
-        self.source, self.architecture = source or {}, architecture
+        self.source, self.architecture, self.pooler = source or {}, architecture, pooler
         self.conversion, self.format = conversion or [], format
         super().__init__(**others)
 
@@ -107,7 +112,9 @@ def save(
     if not is_main_process:
         return
     _refuse_original(folder)
-    record = ConvertedConfig(model.config.to_dict(), kind.__name__, plan.as_json()).to_dict() | {"model_type": KIND}
+    pooler = getattr(model, "pooler", model) is not None
+    config = ConvertedConfig(model.config.to_dict(), kind.__name__, plan.as_json(), pooler=pooler)
+    record = config.to_dict() | {"model_type": KIND}
     weights = _each_by_itself(model.state_dict() if state_dict is None else state_dict, model.all_tied_weights_keys)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{uuid.uuid4().hex}{PART}"
@@ -179,7 +186,7 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str | 
         raise ValueError(f"{folder / CONFIG}: {problem}")
     kind = getattr(transformers, record["architecture"])
     with no_init_weights():  # all come from the folder
-        model = kind(_source(record))
+        model = kind(_source(record), **({} if record.get("pooler", True) else {"add_pooling_layer": False}))
     try:
         apply(model, Conversion.from_json(record["conversion"]))
     except (AttributeError, TypeError, ValueError) as reason:
@@ -235,7 +242,9 @@ def _misfit(record: dict[str, Any]) -> str | None:
 
 def _source(record: Mapping[str, Any]) -> Any:
     """The configuration of the original."""
-    return CONFIG_MAPPING[record["source"]["model_type"]].from_dict(dict(record["source"]))
+    source = dict(record["source"])
+    kind = source.pop("model_type", record.get("source_type"))
+    return CONFIG_MAPPING[kind].from_dict(source)
 
 
 def _load_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:

@@ -78,9 +78,9 @@ def load_source(path: str | Path, *, task: str = "auto", allow_pickle: bool = Fa
     # Of a name on the hub nobody knows what it has: None is whichever there is.
     options["use_safetensors"] = safe if folder.is_dir() or not allow_pickle else None
 
-    def load(kind: Any) -> tuple[Any, dict[str, Any]]:
+    def load(kind: Any, **more: Any) -> tuple[Any, dict[str, Any]]:
         found: tuple[Any, dict[str, Any]] = attempt(
-            path, lambda: kind.from_pretrained(path, config=config, output_loading_info=True, **options)
+            path, lambda: kind.from_pretrained(path, config=config, output_loading_info=True, **options, **more)
         )
         return found
 

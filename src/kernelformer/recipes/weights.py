@@ -24,7 +24,8 @@ TOKENIZER_FILES = (
     "source.spm",
     "vocab.json",
 )
-_Load = Callable[[Any], tuple[Any, dict[str, Any]]]
+POOLER = "pooler."
+_Load = Callable[..., tuple[Any, dict[str, Any]]]
 
 
 def auto(name: str) -> Any:
@@ -140,6 +141,10 @@ def fitting(path: object, kinds: Sequence[Any], load: _Load) -> tuple[Any, list[
     for kind in kinds:
         model, info = load(kind)
         lacking = _lacking(model, info)
+        if lacking and all(x.startswith(POOLER) for x in lacking):
+            # Models of BERT's kin that were trained on masked tokens come without one, and embeddings do not need it.
+            model, info = load(kind, add_pooling_layer=False)
+            lacking = _lacking(model, info)
         if not lacking:
             unused = sorted(info["unexpected_keys"])
             remarks = [f"{kind.__name__} does not use these weights: {_some(unused)}"] if unused else []
