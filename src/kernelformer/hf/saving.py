@@ -46,13 +46,13 @@ class ConvertedConfig(PretrainedConfig):
 
     Args:
         source: the original's configuration, as a dict.
-        source_type: its model_type; default: what ``source`` says. It stands apart because transformers takes any part
-            of a configuration that names the type of a class for that class's own, and would load the weights without
-            what was converted.
         architecture: name of the original's class in transformers.
         conversion: see `Conversion.as_json`.
         format: number of this layout.
         pooler: False for one that was made without its pooling layer.
+        source_type: the original's model_type; default: what ``source`` says. It stands apart because transformers
+            takes any part of a configuration that names the type of a class for that class's own, and would load the
+            weights without what was converted.
     """
 
     model_type = KIND
@@ -64,9 +64,11 @@ class ConvertedConfig(PretrainedConfig):
         conversion: list[dict[str, Any]] | None = None,
         format: int = FORMAT,
         pooler: bool = True,
+        source_type: str = "",
         **others: Any,
     ) -> None:
-        self.source, self.architecture, self.pooler = source or {}, architecture, pooler
+        self.source, self.architecture, self.pooler = dict(source or {}), architecture, pooler
+        self.source_type = self.source.pop("model_type", source_type)
         self.conversion, self.format = conversion or [], format
         super().__init__(**others)
 

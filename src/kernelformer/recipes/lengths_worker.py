@@ -85,10 +85,9 @@ class Subject:
 
         task = "causal" if head else "auto"
         model = load_source(self.folder, task=task, allow_pickle=self.allow_pickle).model
+        # Weights are mapped from their file: a pass would pay for the pages that it is the first to read.
         for x in (*model.parameters(), *model.buffers()):
-            x.data = (
-                x.data.clone()
-            )  # safetensors maps the file: a pass would pay for the pages that it is first to read
+            x.data = x.data.clone()
         return model if head else model.base_model
 
     def tokens(self, model: Any, length: int, seed: int = 0) -> Tensor:
