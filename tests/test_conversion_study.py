@@ -10,6 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
+from kernelformer.recipes import conversion_show as show
 from kernelformer.recipes import conversion_study as study
 from kernelformer.recipes.pretrained import load_source
 
@@ -68,12 +69,17 @@ def test_methods_are_measured_before_and_after_and_not_twice(encoder, files, tmp
     assert set(by_name["elu"].steps) == {"tune"}
     assert learned.scores["distilled"]["cosine"] > learned.scores["converted"]["cosine"]
     assert (tmp_path / "saved" / "elu" / "model.safetensors").is_file()
+    fresh = study.run(str(encoder), *files, ["elu"], QUICK, tmp_path / "fresh.json")
+    late = study.run(str(encoder), *files, [*methods, "favor+:num_features=8"], QUICK, out)[-1]
+    assert fresh[1].scores["converted"] == by_name["elu"].scores["converted"]
+    assert late.scores["converted"]["cosine"] < 0.999  # to the original, also where a run goes on
+    rows = study.run(str(encoder), *files, methods, QUICK, out)
     told.clear()
     again = study.run(str(encoder), *files, methods, QUICK, out, tell=told.append)
     assert again == rows
     assert not told
-    assert study.table(rows).row_count == 4
-    study.picture(rows, tmp_path / "conversion.png")
+    assert show.table(rows).row_count == 5
+    show.picture(rows, tmp_path / "conversion.png")
     assert (tmp_path / "conversion.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -101,7 +107,7 @@ def test_a_method_that_cannot_is_a_row_with_the_reason(files, tmp_path):
         losses = [source.model(**x, labels=x["input_ids"]).loss for x in judge.batches]
     assert original.scores["original"]["perplexity"] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
     assert near.scores["converted"]["perplexity"] == pytest.approx(original.scores["original"]["perplexity"], rel=0.5)
-    assert study.table(rows).row_count == 3
+    assert show.table(rows).row_count == 3
 
 
 def test_masked_tokens_are_the_same_for_all_models(files, tmp_path):

@@ -176,3 +176,31 @@ def test_half_precision_generates():
     model = converted("LlamaForCausalLM").bfloat16()
     found = model.generate(tokens(), max_new_tokens=4, min_new_tokens=4, pad_token_id=0)
     assert found.shape == (2, tokens().shape[1] + 4)
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_samples_of_a_cache_are_chosen_and_repeated(kind):
+    model = converted(kind, "some heads exact")
+    given = inputs(model, *padded(tokens(2, 9), [9, 6]) if model.config.is_encoder_decoder else (tokens(2, 9), None))
+    ids = tokens(2, 5, seed=2)
+    order = torch.tensor([1, 0, 1])
+
+    def after(change, rows):
+        cache = new_cache(model)
+        step(model, cache, ids[:, :4], 0, given)
+        for half in (
+            [cache.self_attention_cache, cache.cross_attention_cache] if hasattr(cache, "is_updated") else [cache]
+        ):
+            change(half)
+        own = {
+            name: x[torch.zeros_like(rows)] for name, x in given.items()
+        }  # what the cache has seen is not read again
+        return step(model, cache, ids[rows, 4:], 4, own)
+
+    want = after(lambda cache: None, torch.arange(2))
+    torch.testing.assert_close(after(lambda cache: cache.reorder_cache(order), order), want[order])
+    torch.testing.assert_close(after(lambda cache: cache.batch_select_indices(order[:1]), order[:1]), want[order[:1]])
+    twice = torch.tensor([0, 0, 1, 1])
+    torch.testing.assert_close(after(lambda cache: cache.batch_repeat_interleave(2), twice), want[twice])
+    with pytest.raises(ValueError, match=r"the state has shape \(2, .* these inputs need \(3, "):
+        after(lambda cache: None, order)

@@ -8,9 +8,11 @@ import itertools
 import pytest
 import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kernelformer as kf
 from kernelformer.hf import convert, cores
+from kernelformer.hf.attentions import probing
 from kernelformer.hf.distilling import learned, learns, transfer, tune
 from kernelformer.hf.losses import attention_loss, output_loss, pooled
 from kernelformer.modules import MixedCore
@@ -74,15 +76,15 @@ def test_the_loss_of_transfer_is_the_divergence_of_the_rows(method, groups):
     core = kf.build_attention(method, head_dim=8, num_heads=4, num_features=16).double()
     real = torch.ones(2, 12, dtype=torch.bool)
     real[1, 9:] = False
-    for mask, rows in (
-        (None, torch.ones(2, 12, dtype=torch.bool)),
-        (real[:, None, None], real),
-        (torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12), torch.ones(2, 12, dtype=torch.bool)),
-    ):
-        seen = torch.ones(2, 1, 12, 12, dtype=torch.bool) if mask is None else mask.expand(2, 1, 12, 12)
+    for key_mask, causal in ((None, False), (real, False), (None, True), (real, True)):
+        seen = torch.ones(2, 1, 12, 12, dtype=torch.bool)
+        seen = seen.tril() if causal else seen
+        rows = torch.ones(2, 12, dtype=torch.bool)
+        if key_mask is not None:
+            seen, rows = seen & key_mask[:, None, None], key_mask
         terms = by_definition(core, q, k, seen, 0.3)
         want = terms[rows[:, None].expand_as(terms)].mean()
-        got = attention_loss(core, q, k, v, mask, 0.3)
+        got = attention_loss(core, q, k, v, key_mask, causal, 0.3)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
 
 
@@ -93,7 +95,9 @@ def test_a_relative_bias_belongs_to_both_sides():
     places = torch.arange(12)[None] - torch.arange(12)[:, None] + 11
     bias = table[:, places].unsqueeze(0)
     want = by_definition(core, q, k, torch.ones(2, 1, 12, 12, dtype=torch.bool), 0.3, bias).mean()
-    torch.testing.assert_close(attention_loss(core, q, k, v, None, 0.3, bias).double(), want, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        attention_loss(core, q, k, v, None, False, 0.3, bias).double(), want, rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -103,8 +107,7 @@ def test_signed_maps_are_fitted_to_the_outputs(causal):
     seen = torch.ones(12, 12, dtype=torch.bool).tril() if causal else torch.ones(12, 12, dtype=torch.bool)
     exact = (0.3 * q @ k.transpose(2, 3)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
     want = (core(q, k, v, is_causal=causal) - exact).square().sum() / exact.square().sum()
-    mask = seen.expand(2, 1, 12, 12) if causal else None
-    torch.testing.assert_close(attention_loss(core, q, k, v, mask, 0.3), want)
+    torch.testing.assert_close(attention_loss(core, q, k, v, None, causal, 0.3), want)
 
 
 def test_of_mixed_heads_the_linear_ones_are_fitted():
@@ -112,8 +115,8 @@ def test_of_mixed_heads_the_linear_ones_are_fitted():
     model = kf.build_attention("loglinear", head_dim=8, num_heads=3, num_features=12).double()
     core = MixedCore(kf.build_attention("softmax", head_dim=8, num_heads=1), model, [1])
     rest = [0, 2, 3]
-    want = attention_loss(model, q[:, rest], k[:, rest], v[:, rest], None, 0.3)
-    torch.testing.assert_close(attention_loss(core, q, k, v, None, 0.3), want)
+    want = attention_loss(model, q[:, rest], k[:, rest], v[:, rest], None, False, 0.3)
+    torch.testing.assert_close(attention_loss(core, q, k, v, None, False, 0.3), want)
 
 
 @pytest.mark.parametrize("make", [encoder, decoder])
@@ -131,6 +134,36 @@ def test_transfer_fits_the_maps_and_leaves_the_backbone(make):
         learns = name.rpartition(".")[2] in ("w_q", "w_k", "b_q", "b_k")
         assert torch.equal(x, before[name]) != learns, name
     assert not any(x.training for x in student.modules())
+
+
+@pytest.mark.parametrize(("make", "padded"), [(encoder, True), (encoder, False), (decoder, False), (decoder, True)])
+@pytest.mark.parametrize("method", ["loglinear", "gmm-rks"])
+def test_transfer_sees_the_attention_that_the_model_has(make, padded, method):
+    """Causal where the model is, without padding and with: the first loss is that of the definition."""
+    teacher = make()
+    student = convert(copy.deepcopy(teacher), method, num_features=16)
+    batch = next(endless(padded=padded))
+    (loss,) = transfer(student, teacher, iter([batch]), steps=1, lr=0.0)
+    own, seen = [], []
+
+    def look(module, q, k, v, mask, **options):
+        seen.append((q, k, v))
+        return sdpa_attention_forward(module, q, k, v, mask, **options)
+
+    with torch.no_grad(), probing(teacher, look):
+        teacher(**batch)
+    real = batch["attention_mask"].bool()
+    for core, (q, k, v) in zip(cores(student).values(), seen, strict=True):
+        k, v = (x.repeat_interleave(4 // x.shape[1], 1) for x in (k, v))
+        pairs = real[:, None, None] & torch.ones(20, 20, dtype=torch.bool).tril(0 if make is decoder else 20)
+        exact = (8**-0.5 * q @ k.transpose(2, 3)).masked_fill(~pairs, -torch.inf).softmax(-1)
+        rows = real[:, None, :].expand(-1, 4, -1)
+        if method == "loglinear":
+            own.append(by_definition(core, q, k, pairs, 8**-0.5)[rows].mean())
+        else:
+            off = core(q, k, v, is_causal=make is decoder, key_mask=real) - exact @ v
+            own.append(off[rows].square().sum() / (exact @ v)[rows].square().sum())
+    assert loss == pytest.approx(float(sum(own) / len(own)), rel=1e-4)
 
 
 def test_a_method_without_parameters_has_nothing_to_transfer():
@@ -161,7 +194,7 @@ def test_tuning_comes_nearer_to_the_original_and_leaves_the_embeddings(make, aut
         found = output_loss(
             student(**batch, output_hidden_states=True),
             teacher(**batch, output_hidden_states=True),
-            batch["attention_mask"],
+            batch,
         )
     assert float(found) < 1.2 * losses[-1]  # what was trained is what is there, in full precision too
 
@@ -174,8 +207,8 @@ def test_nothing_is_said_of_padding():
         found = copy.deepcopy(wanted)
         for x in (*found.hidden_states, found.last_hidden_state):
             x[0, -6:] += 5
-    assert float(output_loss(found, wanted, batch["attention_mask"])) < 1e-6
-    assert float(output_loss(found, wanted, None)) > 0.1
+    assert float(output_loss(found, wanted, batch)) < 1e-6
+    assert float(output_loss(found, wanted, {})) > 0.1
 
 
 def test_time_ends_distillation_too():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernelformer.errors import shape
 from kernelformer.hf import cores
-from kernelformer.hf.attentions import probing
+from kernelformer.hf.attentions import evaluating, probing
 from kernelformer.units import visible
 
 _CALL = ("is_causal", "key_mask", "scale", "query_mask", "bias", "max_distance", "slope", "num_prefix", "algorithm")
@@ -102,18 +101,6 @@ def attention_pairs(original: Any, converted: Any, inputs: Mapping[str, Any]) ->
     return pairs
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {x: x.training for x in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 def _exact_matrices(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """Name and weights of every call, through transformers' own attention, with its masks and biases."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -125,7 +112,7 @@ def _exact_matrices(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[t
         seen.append((names[id(module)], weights.transpose(1, 2)))
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
-    with _evaluating(model), probing(model, look):
+    with torch.no_grad(), evaluating(model), probing(model, look):
         model(**inputs)
     return seen
 
@@ -143,7 +130,7 @@ def _converted_matrices(model: PreTrainedModel, inputs: Mapping[str, Any]) -> li
 
     handles = [watch(name, core) for name, core in cores(model).items()]
     try:
-        with _evaluating(model):
+        with torch.no_grad(), evaluating(model):
             model(**inputs)
     finally:
         for handle in handles:

@@ -67,3 +67,32 @@ def convert(
         for remark in found.remarks:
             console.print(f"note: {remark}", highlight=False, markup=False)
         console.print(f"model: {target}   figures: {target / 'report.json'}", highlight=False, markup=False)
+
+
+def continue_(
+    folder: Annotated[Path, typer.Argument(help="of a converted decoder")],
+    text: Annotated[str, typer.Option(help="to go on with")],
+    tokens: Annotated[int, typer.Option(min=1, help="to write")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="likeliest tokens to draw from")] = 50,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+) -> None:
+    """Let a converted decoder go on with a text, in constant memory."""
+    torch.set_num_threads(thread_count(threads))
+    with plain_errors():
+        from kernelformer.recipes.continuing import write_on
+
+        options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+        with progress_bar() as progress:
+            bar = progress.add_task("writing", total=tokens)
+            found = write_on(folder, text, **options, tell=lambda _: progress.advance(bar))  # type: ignore[arg-type]
+        console.print(text + found.text, highlight=False, markup=False)
+        first, last = sorted(found.cache)[min(1, len(found.cache) - 1)], max(found.cache)
+        console.print(
+            f"{found.tokens} tokens, {found.tokens / found.seconds:.1f} a second; cache {found.cache[first]:,} bytes "
+            f"after {first} tokens and {found.cache[last]:,} after {last}"
+            + ("" if found.constant else " (exact attention keeps every key)"),
+            style="dim",
+            highlight=False,
+        )

@@ -77,7 +77,7 @@ def conversion(
     batch: Annotated[int, typer.Option(min=1, help="texts of a step")] = 4,
     samples: Annotated[int, typer.Option(min=1, help="held-out texts")] = 128,
     probe: Annotated[int, typer.Option(min=0, help="labelled texts for a linear probe; 0: none")] = 0,
-    layers: Annotated[str, typer.Option(help="numbers or patterns of attentions; default: all")] = "",
+    layers: Annotated[str, typer.Option(help="0-3,5 or patterns of names; default: all")] = "",
     task: Annotated[str, typer.Option(help="auto, encoder, masked or causal")] = "auto",
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="read pickled weights")] = False,
     save: Annotated[Path | None, typer.Option(help="folder that distilled models go to")] = None,
@@ -86,13 +86,15 @@ def conversion(
     out: Annotated[Path, typer.Option(help="folder for conversion.json and conversion.png")] = Path("out"),
 ) -> None:
     """Which method converts a pretrained model best, as it is and after distillation; goes on where it stopped."""
+    from kernelformer.recipes import conversion_show as show
     from kernelformer.recipes import conversion_study as study
+    from kernelformer.recipes.converting import parse_layers
 
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
         file = target(out / "conversion.json")
         chosen = names(methods) if methods else study.method_specs(features)
-        wanted = tuple(int(x) if x.lstrip("-").isdigit() else x for x in names(layers)) if layers else None
+        wanted = tuple(parse_layers(layers)) if layers else None
         setting = study.Setting(length, batch, seconds, samples, probe, wanted, seed)
         with progress_bar() as progress:
             bar = progress.add_task("", total=None)
@@ -108,7 +110,7 @@ def conversion(
                 save=save,
                 tell=lambda x: say(progress, bar, x),
             )
-        console.print(study.table(rows))
+        console.print(show.table(rows))
         picture = file.with_suffix(".png")
-        study.picture(rows, picture)
+        show.picture(rows, picture)
         console.print(f"figures: {file}   picture: {picture}", highlight=False)

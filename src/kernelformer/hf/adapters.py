@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Adapter:
     def apply(self, module: nn.Module, interface: Interface) -> Interface | None:
         """From now on the module attends through ``interface``; returns the one before."""
         before: Interface | None = vars(module).get(_INTERFACE)
-        _derive(module, self.forward)
+        derive(module, self.forward)
         setattr(module, _INTERFACE, interface)
         return before
 
@@ -73,7 +74,7 @@ class Adapter:
             setattr(module, _INTERFACE, before)
             return
         delattr(module, _INTERFACE)
-        _underive(module)
+        underive(module)
 
 
 ADAPTERS = {"MPNetSelfAttention": Adapter(AdaptedMPNet, lambda x: (x.num_attention_heads, x.attention_head_size))}
@@ -132,13 +133,13 @@ def tabulate_bias(model: nn.Module) -> None:
     for module in model.modules():
         kind = type(module)
         if kind.__name__ == "MPNetEncoder":
-            _derive(module, TableMPNet)
+            derive(module, TableMPNet)
         elif isinstance(module, AdaptedMPNet):
             module.relative_attention_max_distance = MPNET_DISTANCE  # type: ignore[assignment]
         elif hasattr(kind, "compute_bias") and hasattr(kind, "_relative_position_bucket"):
             own = list(inspect.signature(kind.compute_bias).parameters)
             if own == ["self", "query_length", "key_length", "device", "past_seen_tokens"]:
-                _derive(module, TableT5)
+                derive(module, TableT5)
                 module.has_relative_attention_bias = True  # type: ignore[assignment]  # else it makes L x S zeros
 
 
@@ -147,19 +148,43 @@ def untabulate_bias(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, TableT5):
             module.has_relative_attention_bias = "relative_attention_bias" in module._modules  # type: ignore[assignment]
-            _underive(module)
+            underive(module)
         elif isinstance(module, TableMPNet):
-            _underive(module)
+            underive(module)
         elif isinstance(module, AdaptedMPNet):
             del module.relative_attention_max_distance
 
 
-def _derive(module: nn.Module, first: type[nn.Module]) -> None:
+def derive(module: nn.Module, first: type) -> None:
     """A module of a class of the same name that looks into ``first`` before its own."""
-    kind = type(module)
+    kind: Any = type(module)
     if not issubclass(kind, first):
-        module.__class__ = type(kind.__name__, (first, kind), {"__module__": kind.__module__})
+        module.__class__ = _derived(first, kind)
 
 
-def _underive(module: nn.Module) -> None:
+def underive(module: nn.Module) -> None:
+    """The class before `derive` again."""
     module.__class__ = type(module).__bases__[1]
+
+
+@cache
+def _derived(first: type, kind: type) -> type:
+    return type(kind.__name__, (first, kind), {"__module__": kind.__module__, "__reduce_ex__": _reduce})
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """For pickle and copy: a derived class has the name of its original, so that nobody finds it by name."""
+    found: Any = object.__reduce_ex__(module, max(2, protocol))
+    kind: type = type(module)
+    firsts: list[type] = []
+    while vars(kind).get("__reduce_ex__") is _reduce:
+        first, kind = kind.__bases__
+        firsts.insert(0, first)
+    return _blank, (kind, *firsts), *found[2:]
+
+
+def _blank(kind: Any, *firsts: type) -> Any:
+    """A module of a class that is derived again, without its state."""
+    for first in firsts:
+        kind = _derived(first, kind)
+    return kind.__new__(kind)

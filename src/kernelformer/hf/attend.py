@@ -142,18 +142,19 @@ def _keys(mask: Tensor) -> Tensor | None:
     return None if bool(look.all()) else mask.bool()
 
 
-def check_keywords(keywords: dict[str, Any], method: str) -> None:
+def check_keywords(keywords: dict[str, Any], method: str, module: nn.Module) -> None:
     """Nothing that would have to change the weights, and nothing unknown that is set."""
+    kind = type(module).__name__
     for name, value in keywords.items():
         if value is None or name in _HARMLESS:
             continue
         if name in _REFUSED:
             raise ValueError(
-                f"this model's attention asks for {_REFUSED[name]} ({name}={value!r:.40}), which {method!r} cannot "
-                f"honour; keep these layers as they are, or use a model without."
+                f"{kind} asks for {_REFUSED[name]} ({name}={value!r:.40}), which {method!r} cannot honour; such models "
+                f"are not covered, with any choice of layers. Use a model without."
             )
         if value is not False:
-            raise ValueError(f"this model's attention gets {name}={value!r:.40}, which {method!r} does not know.")
+            raise ValueError(f"{kind} gets {name}={value!r:.40}, which {method!r} does not know.")
 
 
 def bias_table(position_bias: Tensor | None) -> Tensor | None:
@@ -212,7 +213,7 @@ def attend(
     Returns:
         (B, L, H, E), and the weights (B, H, L, S) where ``output_attentions`` asks for them.
     """
-    check_keywords(keywords, core.method)
+    check_keywords(keywords, core.method, module)
     if dropout:
         warnings.warn(
             f"{type(module).__name__} asks for attention dropout of {dropout:g}, which kernel attention leaves out: "

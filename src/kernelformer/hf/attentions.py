@@ -69,7 +69,7 @@ class Probe:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
         """Attend exactly, and take notes."""
-        check_keywords({name: x for name, x in options.items() if name not in ARGUMENTS}, "kernel attention")
+        check_keywords({name: x for name, x in options.items() if name not in ARGUMENTS}, "kernel attention", module)
         before = self.seen.get(id(module))
         if before is not None:
             before.calls += 1
@@ -198,12 +198,20 @@ def _few(names: list[str]) -> str:
 def run(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
     """One pass in evaluation mode, whatever mode each part is in."""
     given = try_inputs(model) if inputs is None else inputs
-    modes = {x: x.training for x in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         model(**given)
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Models in evaluation mode, each part afterwards as it was."""
+    modes = [(x, x.training) for model in models for x in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
     finally:
-        for module, mode in modes.items():
+        for module, mode in modes:
             module.training = mode
 
 

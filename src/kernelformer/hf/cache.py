@@ -63,7 +63,7 @@ class StateLayer(CacheLayerMixin):
     def remember(self, memory: State, keys: Tensor) -> None:
         """A context in place of its keys; models that ask for them get empty ones."""
         self.memory = memory
-        self.keys = self._mark(keys[:, :, :0])
+        self.keys = self._mark(keys.new_empty(*keys.shape[:2], 0, keys.shape[3]))  # a slice would keep all of them
         self.values = self.keys
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

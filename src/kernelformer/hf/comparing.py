@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernelformer.hf.losses import pooled
+
 OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
 
@@ -56,7 +58,8 @@ class Depth:
             for mean, x, y in zip(means, wanted, found, strict=True):
                 mean.add(_relative(x, y, masks.get(part, mask)))
             if self.pools and part == "layers":
-                self.cosine.add(torch.cosine_similarity(_pooled(wanted[-1], mask), _pooled(found[-1], mask)))
+                real = None if mask is None or mask.shape != wanted[-1].shape[:2] else mask
+                self.cosine.add(torch.cosine_similarity(pooled(wanted[-1], real), pooled(found[-1], real)))
         name = next((x for x in OUTPUTS if getattr(want, x, None) is not None), "")
         if not name:
             raise ValueError(f"the model returns none of {', '.join(OUTPUTS)}, so that there is nothing to compare.")
@@ -79,11 +82,3 @@ def _relative(want: Tensor, got: Tensor, mask: Tensor | None) -> Tensor:
     """Squared, for each real token."""
     want, got = _kept_tokens(want, mask).double(), _kept_tokens(got, mask).double()
     return (got - want).square().sum(-1) / want.square().sum(-1).clamp(min=1e-300)
-
-
-def _pooled(x: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, L, E) -> (B, E), the mean over real tokens."""
-    if mask is None or mask.shape != x.shape[:2]:
-        return x.mean(1)
-    weights = mask.unsqueeze(-1).to(x.dtype)
-    return (x * weights).sum(1) / weights.sum(1).clamp(min=1)

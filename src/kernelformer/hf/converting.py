@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
-from kernelformer.hf.adapters import ADAPTERS, tabulate_bias, untabulate_bias
+from kernelformer.hf.adapters import ADAPTERS, derive, tabulate_bias, underive, untabulate_bias
 from kernelformer.hf.attend import CORE, CROSS
 from kernelformer.hf.attentions import find_attentions, held_configs, run
 from kernelformer.hf.cache import StateCache
@@ -63,6 +63,11 @@ class ConvertedModel:
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = new_cache(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What a pickle kept; its process may not have converted anything before."""
+        register_converted()
+        super().__setstate__(state)  # type: ignore[misc]
+
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **options: Any) -> None:
         """A folder that `kernelformer.hf.load` loads: configuration, safetensors, what was converted."""
         from kernelformer.hf.saving import save
@@ -94,7 +99,7 @@ def cores(model: nn.Module) -> dict[str, AttentionCore]:
 def convert(
     model: Model,
     method: str,
-    layers: Sequence[int | str] | None = None,
+    layers: Sequence[int | str] | int | str | None = None,
     *,
     exact_heads: Mapping[int | str, Sequence[int]] | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -112,13 +117,14 @@ def convert(
     parameters are trained, moved and saved with the model.
 
     A converted decoder generates in constant memory. Relative biases (T5, MPNet) go on as relative biases, for methods
-    that take one. Attention dropout is left out.
+    that take one. Attention dropout is left out, with a warning (see `attend`). Windows, soft caps and sinks are
+    refused. The model gets configurations of its own, so that another model of the same configuration is left alone.
 
     Args:
         model: of transformers, or any module with `torch.nn.MultiheadAttention` inside.
         method: a name from `list_methods`; ``softmax`` changes nothing but the implementation.
         layers: which attentions, by their number in `model.conversion`, or by patterns of their names such as
-            ``"decoder.*"``; None: all. The others attend exactly.
+            ``"decoder.*"``, one or several; None: all. The others attend exactly.
         exact_heads: heads that stay exact, by attention (number or name).
         inputs: keyword arguments of a call to try the model with; default: made from its configuration. A plain PyTorch
             model without them is not tried; its first call then checks that every attention is reached.
@@ -155,7 +161,7 @@ def apply(model: nn.Module, plan: Conversion) -> None:
     register_converted()
     for layer, module, new in zip(plan.layers, modules, built, strict=True):
         if layer.way == "multihead":
-            _replace(model, layer.name, new)
+            _replace(model, module, new)
             continue
         module.add_module(CORE, new)
         if layer.way == "adapter":
@@ -164,8 +170,7 @@ def apply(model: nn.Module, plan: Conversion) -> None:
     pad_batches(model)
     if isinstance(model, PreTrainedModel):
         vars(model)[BEFORE] = _own_configs(model)
-        kind = type(model)
-        model.__class__ = type(kind.__name__, (ConvertedModel, kind), {"__module__": kind.__module__})
+        derive(model, ConvertedModel)
     model.conversion = plan  # type: ignore[assignment]
 
 
@@ -212,9 +217,11 @@ def _own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
     return before
 
 
-def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Wherever it is: layers that share an attention have it under several names."""
+    for parent in list(model.modules()):
+        for name in [name for name, child in parent._modules.items() if child is old]:
+            setattr(parent, name, new)
 
 
 def undo(model: nn.Module) -> None:
@@ -226,7 +233,7 @@ def undo(model: nn.Module) -> None:
     for layer in plan.layers:
         module = model.get_submodule(layer.name)
         if isinstance(module, KernelMultiheadAttention):
-            _replace(model, layer.name, module.restored())
+            _replace(model, module, module.restored())
             continue
         if layer.way == "adapter":
             ADAPTERS[type(module).__name__].undo(module)
@@ -234,7 +241,7 @@ def undo(model: nn.Module) -> None:
     if isinstance(model, PreTrainedModel):
         for config, implementation in vars(model).pop(BEFORE):
             config._attn_implementation_internal = implementation
-        model.__class__ = type(model).__bases__[1]
+        underive(model)
     del model.conversion
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from kernelformer.hf.attend import read_mask
 from kernelformer.hf.attentions import probing
 from kernelformer.hf.converting import conversion, cores
 from kernelformer.hf.losses import attention_loss, output_loss
@@ -72,7 +73,11 @@ class _Seen:
         name = self.names.get(id(module))
         if name is not None:
             wide = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (query, key, value)]
-            self.calls.append((name, (*wide, mask, options.get("scaling"), options.get("position_bias"))))
+            given = options.get("is_causal")
+            causal = bool(getattr(module, "is_causal", False) if given is None else given)
+            # Without padding the model leaves causality to the implementation and gives no mask at all.
+            seen = read_mask(mask, query, key, causal)
+            self.calls.append((name, (*wide, *seen, options.get("scaling"), options.get("position_bias"))))
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
@@ -136,12 +141,12 @@ def transfer(
             with torch.no_grad(), probing(teacher, seen), quick:
                 teacher(**next(batches))
             optimizer.zero_grad()
-            total = 0.0
+            total, count = 0.0, len(seen.calls)
             while seen.calls:  # one call at a time, so that one graph is alive at a time
                 name, call = seen.calls.pop()
                 loss = attention_loss(inside[name], *call, seed=step)
                 loss.backward()
-                total += float(loss.detach()) / len(own)
+                total += float(loss.detach()) / count
             optimizer.step()
             losses.append(total)
             if tell is not None:
@@ -163,7 +168,7 @@ def tune(
     progress: Progress | None = None,
     tell: Tell | None = None,
 ) -> list[float]:
-    """Train everything but the embeddings of a converted model against the original's hidden states and outputs.
+    """Train everything but the word embeddings of a converted model against the original's hidden states and outputs.
 
         loss = mean over layers of |h - h'|^2 / |h' - mean|^2  +  KL(p' || p), or 5 (1 - cosine of the mean outputs)
 
@@ -206,7 +211,7 @@ def tune(
                 with torch.no_grad():
                     wanted = teacher(**inputs, output_hidden_states=True)
                 found = student(**inputs, output_hidden_states=True)
-            loss = output_loss(found, wanted, inputs.get("attention_mask"))
+            loss = output_loss(found, wanted, inputs)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(trained, 1.0)

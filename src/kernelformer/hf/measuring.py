@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernelformer.hf.attend import attend, read_mask
-from kernelformer.hf.attentions import probing
+from kernelformer.hf.attentions import evaluating, probing
 from kernelformer.hf.comparing import Depth
 from kernelformer.hf.converting import EXACT, Layer, conversion, cores
 from kernelformer.hf.predicting import CEILING, predicted_error
@@ -151,7 +150,7 @@ def measure(
     layers = conversion(student).layers
     pools = not student.config.is_encoder_decoder and not any(x.causal for x in layers)
     watch, depth = _Watch(teacher, student, divergence), Depth(pools)
-    with _evaluating(teacher, student):
+    with evaluating(teacher, student):
         for batch in batches:
             watch.start()
             with probing(teacher, watch):
@@ -169,19 +168,6 @@ def measure(
         tokens=depth.tokens,
         unseen=tuple(x.name for x in layers if x.way == "multihead"),
     )
-
-
-@contextmanager
-def _evaluating(*models: nn.Module) -> Iterator[None]:
-    """Models in evaluation mode, each part afterwards as it was."""
-    modes = [(x, x.training) for model in models for x in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @dataclass

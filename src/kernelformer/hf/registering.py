@@ -77,6 +77,7 @@ class Registered:
         """As transformers calls it."""
         core, settings = module._modules.get(CORE), self._options(module)
         if not isinstance(core, AttentionCore) or getattr(core, SETTINGS, None) != (self.method, settings):
+            self._refuse_learned(module, core)
             scale = given.get("scaling")
             with torch.inference_mode(False):  # its parameters may be trained later
                 core = build_core(
@@ -93,6 +94,15 @@ class Registered:
             module.add_module(CORE, core)
         return attend(core, module, query, key, value, attention_mask, **given)
 
+    def _refuse_learned(self, module: nn.Module, core: nn.Module | None) -> None:
+        """What a core has learned must not be lost without a word; a draw can be."""
+        if core is not None and next(core.parameters(), None) is not None:
+            raise ValueError(
+                f"{type(module).__name__} has a core of {getattr(core, 'method', '?')!r} with parameters, which "
+                f"{self.method!r} with {self._options(module)} would replace; build the model anew, or use "
+                f"kernelformer.hf.convert."
+            )
+
     def _options(self, module: nn.Module) -> dict[str, Any]:
         longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
         more = {"max_length": longest} if self.takes_length and longest is not None else {}
@@ -107,7 +117,7 @@ def register(**options: Any) -> list[str]:
     Both halves are registered: the attention, and the mask function without which a model would get no mask at all and
     lose its causality. Padding leaves numerator and denominator; what cannot be honoured (soft-capping, sliding
     windows, sinks, packed sequences) raises. Attention dropout is left out, with a warning (see `attend`). Calling it
-    again changes the options, also of models that are there.
+    again changes the options, also of models that are there, unless their maps have parameters: those raise then.
 
     A model that does not look at its ``attn_implementation`` goes on as it is, without a word: `convert` tells. What
     maps learn is not read again by `from_pretrained`: `convert` saves and loads it.

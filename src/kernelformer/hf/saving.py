@@ -38,7 +38,7 @@ _NOTHING: dict[str, Any] = {
     "variant": None,
 }
 _HUB = ("_commit_hash", "cache_dir", "code_revision", "local_files_only", "revision", "token", "use_safetensors")
-_WEIGHTS = ("model*.safetensors", f"{SAFE_WEIGHTS_NAME}*", GENERATION_CONFIG_NAME)  # what a save replaces
+_WEIGHTS = ("model*.safetensors", f"{SAFE_WEIGHTS_NAME}*")  # what a save replaces
 
 
 class ConvertedConfig(PretrainedConfig):
@@ -128,7 +128,7 @@ def save(
         for path in part.iterdir():
             sync(path)
         (folder / CONFIG).unlink(missing_ok=True)  # from here on it is no model until it is the new one
-        for path in {x for pattern in _WEIGHTS for x in folder.glob(pattern)}:
+        for path in {x for pattern in (*_WEIGHTS, GENERATION_CONFIG_NAME) for x in folder.glob(pattern)}:
             path.unlink()
         for path in part.iterdir():
             os.replace(path, folder / path.name)
@@ -155,6 +155,12 @@ def _refuse_original(folder: Path) -> None:
     """A folder whose model is not a converted one would lose it."""
     path = folder / CONFIG
     if not path.is_file():
+        weights = sorted(x.name for pattern in _WEIGHTS for x in folder.glob(pattern))
+        if weights:
+            raise ValueError(
+                f"{folder} has {weights[0]} and no {CONFIG}: weights of another model, or of a save that was stopped. "
+                f"Saving would remove them; choose another folder, or remove them by hand."
+            )
         return
     try:
         record = json.loads(path.read_text("utf-8"))

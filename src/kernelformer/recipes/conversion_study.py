@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +13,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor
 
 from kernelformer.errors import positive_int
 from kernelformer.files import write_json
 from kernelformer.modules.build import parse_method
-from kernelformer.recipes.pretrained import Source, inputs_for, load_source, read_texts
+from kernelformer.recipes.pretrained import (
+    Source,
+    batches,
+    inputs_for,
+    load_source,
+    mask_tokens,
+    packed_rows,
+    read_texts,
+)
+from kernelformer.tasks.sources import hash_files
 
 # At equal features: of hyperbolic maps a frequency makes two, and elu has as many as a head has dimensions.
 METHODS = (
@@ -33,7 +42,6 @@ METHODS = (
 )
 TRANSFER = 0.6  # share of the time for attention transfer, where a map learns
 EVERY = 20  # steps between two words on progress
-MASKED = 0.15
 Tell = Callable[[str], None]
 
 
@@ -107,10 +115,18 @@ def run(
     """
     for method in methods:
         parse_method(method)
-    head = {"model": Path(path).name, "text": text.name, "held_out": held_out.name, "setting": _plain(asdict(setting))}
-    rows = _read(file, head)
     source = load_source(path, task=task, allow_pickle=allow_pickle)
     texts = read_texts(text)
+    head = {
+        "model": Path(path).name,
+        "config": hashlib.sha256(source.model.config.to_json_string().encode()).hexdigest()[:16],
+        "task": source.task,
+        "text": [text.name, hash_files([text])],
+        "held_out": [held_out.name, hash_files([held_out])],
+        "setting": _plain(asdict(setting)),
+        "threads": torch.get_num_threads(),  # time is what they share
+    }
+    rows = _read(file, head)
     judge = Judge(source, held_out, text, setting)
     if not any(x.method == "original" for x in rows):
         tell("original")
@@ -211,7 +227,8 @@ class Judge:
     def __init__(self, source: Source, held_out: Path, text: Path, setting: Setting) -> None:
         self.source, self.setting = source, setting
         self.batches = list(self._batches(read_texts(held_out), setting.samples))
-        self.reference: Tensor | None = None
+        with torch.no_grad():
+            self.reference = self._embed(source.model, self.batches) if source.task == "encoder" else None
         self.labelled = None
         if setting.probe:
             if source.task != "encoder":
@@ -219,13 +236,24 @@ class Judge:
             self.labelled = [_labelled(x, setting.probe, setting.seed) for x in (text, held_out)]
 
     def _batches(self, texts: Sequence[str], count: int) -> Iterator[dict[str, Tensor]]:
-        rows = inputs_for(self.source, texts, self.setting.length, self.setting.batch, self.setting.seed)
-        for _ in range(-(-count // self.setting.batch)):
-            yield next(rows)
+        """Each text once; of masked models again with other tokens hidden, where there are fewer than asked for."""
+        task, size = self.source.task, self.setting
+        inputs_for(self.source, texts, size.length, size.batch, size.seed)  # checks the tokenizer
+        if task == "causal":
+            rows = packed_rows(texts, self.source.tokenizer, size.length)
+            if len(rows[0]) < size.length:
+                raise ValueError(f"the held-out text has {len(rows[0])} tokens, length is {size.length}; give more.")
+            count = min(count, len(rows))
+        elif task == "encoder":
+            count = min(count, len(texts))
+        plain = "encoder" if task == "masked" else task
+        found = batches(texts, self.source.tokenizer, size.length, size.batch, size.seed, task=plain)
+        for first in range(0, count, size.batch):
+            yield {name: x[: count - first] for name, x in next(found).items()}
 
     @torch.no_grad()
     def __call__(self, model: Any) -> dict[str, float]:
-        """Scores by name; the first call must be with the original."""
+        """Scores by name."""
         kind = {"encoder": self._encoder, "masked": self._masked, "causal": self._causal}.get(self.source.task)
         if kind is None:
             raise ValueError(f"{self.source.path} is for {self.source.task!r}, which this study does not measure.")
@@ -238,10 +266,8 @@ class Judge:
         return torch.cat([F.normalize(x, dim=-1) for x in found])
 
     def _encoder(self, model: Any) -> dict[str, float]:
-        vectors = self._embed(model, self.batches)
-        if self.reference is None:
-            self.reference = vectors
-        cosines = (vectors * self.reference).sum(-1)
+        assert self.reference is not None
+        cosines = (self._embed(model, self.batches) * self.reference).sum(-1)
         scores = {"cosine": float(cosines.mean()), "least cosine": float(cosines.min())}
         if self.labelled is not None:
             scores["probe"] = self._probe(model)
@@ -264,18 +290,13 @@ class Judge:
         return probe_accuracy(both[0], both[1])
 
     def _masked(self, model: Any) -> dict[str, float]:
-        gen = torch.Generator().manual_seed(self.setting.seed)
-        token = self.source.tokenizer
         right = count = 0
         loss = 0.0
-        for batch in self.batches:
+        for number, batch in enumerate(self.batches):
             ids = batch["input_ids"]
-            plain = ~torch.isin(ids, torch.tensor(sorted(token.all_special_ids)))
-            chosen = plain & (torch.rand(ids.shape, generator=gen) < MASKED)
-            logits = model(
-                input_ids=ids.masked_fill(chosen, token.mask_token_id), attention_mask=batch["attention_mask"]
-            )
-            picked, wanted = logits.logits[chosen], ids[chosen]
+            hidden, chosen = mask_tokens(ids, self.source.tokenizer, self.setting.seed + number)
+            logits = model(input_ids=hidden, attention_mask=batch["attention_mask"]).logits
+            picked, wanted = logits[chosen], ids[chosen]
             right += int((picked.argmax(-1) == wanted).sum())
             loss += float(F.cross_entropy(picked, wanted, reduction="sum"))
             count += len(wanted)
@@ -329,60 +350,3 @@ def probe_accuracy(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], st
         optimizer.step(closure)
     with torch.no_grad():
         return float((logits(test[0]).argmax(-1) == test[1]).double().mean())
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """For the terminal."""
-    first = next(x for x in rows if x.method == "original")
-    names = list(first.scores["original"])
-    out = Table(title="Quality of converted models, held-out text: as converted, and distilled")
-    out.add_column("method", no_wrap=True)
-    for name in names:
-        for stage in ("converted", "distilled"):
-            out.add_column(f"{name}, {stage}", justify="right")
-    out.add_column("steps", justify="right")
-    out.add_row("original", *(f"{first.scores['original'][x]:.4f}" for x in names for _ in range(2)), "")
-    for row in rows:
-        if row is first:
-            continue
-        if row.problem:
-            out.add_row(row.method, row.problem[:60])
-            continue
-        cells = [
-            f"{row.scores[stage][x]:.4f}" if stage in row.scores else ""
-            for x in names
-            for stage in ("converted", "distilled")
-        ]
-        out.add_row(row.method, *cells, " + ".join(str(x) for x in row.steps.values()))
-    return out
-
-
-def picture(rows: Sequence[Row], path: Path) -> None:
-    """The first score of each method, as converted and distilled, against the original's."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    first = next(x for x in rows if x.method == "original")
-    name, best = next(iter(first.scores["original"].items()))
-    shown = [x for x in rows if x is not first and not x.problem]
-    figure, axis = plt.subplots(figsize=(7, 0.45 * len(shown) + 1.6), constrained_layout=True)
-    for place, row in enumerate(shown):
-        values = [row.scores[x][name] for x in ("converted", "distilled") if x in row.scores]
-        axis.plot(values, [place] * len(values), color="0.7", zorder=1)
-        for value, colour in zip(values, ("C1", "C0"), strict=False):
-            axis.scatter([value], [place], color=colour, zorder=2)
-    axis.axvline(best, color="0.4", linestyle=":")
-    for label, colour in (("as converted", "C1"), ("distilled", "C0")):
-        axis.scatter([], [], color=colour, label=label)
-    axis.plot([], [], color="0.4", linestyle=":", label="original")
-    axis.set_yticks(range(len(shown)), [x.method for x in shown])
-    axis.invert_yaxis()
-    if name == "perplexity":
-        axis.set_xscale("log")
-    axis.set_xlabel(name)
-    axis.grid(True, axis="x", alpha=0.2)
-    figure.legend(loc="outside upper center", ncols=3, fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -234,6 +234,11 @@ def _texts(setting: Setting) -> tuple[list[str], list[str], dict[str, tuple[str,
         order = torch.randperm(len(lessons), generator=torch.Generator().manual_seed(setting.seed)).tolist()
         exams = [lessons[i] for i in order[: setting.samples]]
         lessons = [lessons[i] for i in sorted(order[setting.samples :])]
+    seen = set(exams)
+    others = [x for x in lessons if x not in seen]  # the same words may stand in a file twice, or in both
+    if lessons and not others:
+        raise ValueError(f"all texts of {setting.distill} are among those to measure on; give others to learn from.")
+    lessons = others
     names: dict[str, tuple[str, int]] = {}
     if exams:
         path = setting.text or setting.distill
@@ -295,7 +300,7 @@ def _identity(source: str | Path, setting: Setting, found: Found) -> dict[str, s
     folder = Path(source)
     files = sorted(x for x in folder.iterdir() if x.is_file()) if folder.is_dir() else []
     parts = {name: str(x) for name, x in vars(setting).items() if name not in ("distill", "text", "allow_pickle")}
-    parts["source"] = ", ".join(f"{x.name} {x.stat().st_size}" for x in files) or str(source)
+    parts["source"] = ", ".join(f"{x.name} {x.stat().st_size} {x.stat().st_mtime_ns}" for x in files) or str(source)
     for name in ("distill", "text"):
         path = getattr(setting, name)
         parts[name] = hash_files([path]) if path else ""

@@ -71,14 +71,14 @@ class Subject:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
         try:
-            config = AutoConfig.from_pretrained(self.folder)
+            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
         except (OSError, ValueError) as problem:
             raise ValueError(f"no configuration could be read from {self.folder}: {problem}") from None
         if self.task == "causal" and hasattr(config, "is_decoder"):
             config.is_decoder = True  # BERT and its kin attend causally then
         torch.manual_seed(0)
         kind: Any = AutoModelForCausalLM if head else AutoModel
-        return kind.from_config(config)
+        return kind.from_config(config, trust_remote_code=False)
 
     def _loaded(self, head: bool) -> Any:
         from kernelformer.recipes.pretrained import load_source

@@ -26,6 +26,7 @@ from kernelformer.recipes.weights import (
 )
 from kernelformer.tasks.readers import read_texts as texts_of_file
 
+MASKED = 0.15  # of the tokens, for masked models
 LENGTH = 256  # tokens of a text, where nobody says
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -115,8 +116,9 @@ def batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Inputs of a model without end: texts in the order of a seed, in another one each time they come around.
 
-    Each text is a row of its own, cut at ``length`` and padded to the longest of its batch. For causal models texts are
-    joined, with the token that ends a text between them, and cut into rows of ``length``: there is no padding.
+    Each text is a row of its own, cut at ``length`` and padded to the longest of its batch; for masked models some of
+    its tokens are hidden, which is what they are made for. For causal models texts are joined, with the token that ends
+    a text between them, and cut into rows of ``length``: there is no padding.
 
     Args:
         texts: at least one.
@@ -130,7 +132,7 @@ def batches(
     """
     positive_int("length", length)
     positive_int("batch", batch)
-    rows: Sequence[Any] = _packed(texts, tokenizer, length) if task == "causal" else texts
+    rows: Sequence[Any] = packed_rows(texts, tokenizer, length) if task == "causal" else texts
     place = integer("skip", skip, at_least=0) * batch
     while True:
         chosen = [rows[i] for i in _places(place, batch, len(rows), seed)]
@@ -141,6 +143,8 @@ def batches(
             continue
         found = tokenizer(chosen, truncation=True, max_length=length, padding=True, return_tensors="pt")
         inputs = {x: found[x] for x in ("input_ids", "attention_mask")}
+        if task == "masked":
+            inputs["input_ids"] = mask_tokens(inputs["input_ids"], tokenizer, seed * 1_000_003 + place)[0]
         if task == "seq2seq":
             ids = inputs["input_ids"]
             first = torch.full_like(ids[:, :1], start)
@@ -170,7 +174,7 @@ def _tokens(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
             yield [*ids, *end]
 
 
-def _packed(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
+def packed_rows(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
     """Rows of ``length`` tokens; one shorter row where all texts together have less."""
     stream = [x for ids in _tokens(texts, tokenizer) for x in ids]
     if not stream:
@@ -178,6 +182,13 @@ def _packed(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
     whole = len(stream) // length
     rows = torch.tensor(stream[: whole * length] if whole else stream)
     return list(rows.view(max(1, whole), -1))
+
+
+def mask_tokens(ids: Tensor, tokenizer: Any, seed: int, share: float = MASKED) -> tuple[Tensor, Tensor]:
+    """Tokens with some of the plain ones hidden, and which (bool), by a seed."""
+    plain = ~torch.isin(ids, torch.tensor(sorted(tokenizer.all_special_ids)))
+    hidden = plain & (torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < share)
+    return ids.masked_fill(hidden, tokenizer.mask_token_id), hidden
 
 
 def _places(first: int, count: int, total: int, seed: int) -> list[int]:
