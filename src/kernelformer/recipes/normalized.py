@@ -307,6 +307,6 @@ def picture(found: Found, path: Path) -> None:
     axis.set_xticks(features)
     axis.xaxis.set_major_formatter("{x:.0f}")
     axis.grid(True, alpha=0.2)
-    axis.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(path, dpi=130)
     plt.close(figure)
