@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernelformer.hf.attend import read_mask
-from kernelformer.hf.attentions import probing
+from kernelformer.hf.attentions import evaluating, probing
 from kernelformer.hf.converting import conversion, cores
 from kernelformer.hf.losses import attention_loss, output_loss
 
@@ -133,7 +132,7 @@ def transfer(
     progress = progress or Progress()
     progress.start(optimizer)
     losses = progress.losses
-    with _modes(student, teacher):
+    with evaluating(student, teacher):
         for step, share in _clock(steps, seconds, len(losses)):
             _set_rate(optimizer, share, step)
             seen = _Seen(names)
@@ -202,7 +201,7 @@ def tune(
     progress = progress or Progress()
     progress.start(optimizer)
     losses = progress.losses
-    with _modes(student, teacher):
+    with evaluating(student, teacher):
         for step, share in _clock(steps, seconds, len(losses)):
             _set_rate(optimizer, share, step)
             inputs = dict(next(batches))
@@ -245,16 +244,3 @@ def _set_rate(optimizer: torch.optim.Optimizer, share: float, step: int) -> None
     for group in optimizer.param_groups:
         group.setdefault("peak", group["lr"])
         group["lr"] = group["peak"] * max(factor, 0.01)
-
-
-@contextmanager
-def _modes(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode: without dropout both see the same; as it was afterwards."""
-    before = [(x, x.training) for model in models for x in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
