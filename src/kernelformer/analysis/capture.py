@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAME = "kernelformer_capture"
-
 
 @torch.no_grad()
 def attention_inputs(model: Any, **inputs: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -18,9 +16,9 @@ def attention_inputs(model: Any, **inputs: Tensor) -> list[tuple[Tensor, Tensor,
         model: a model of transformers whose attention goes through `transformers.AttentionInterface`.
         inputs: of the model, ``input_ids`` and so on; all texts of one length.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
+
+    from kernelformer.hf.attentions import probing
 
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -28,15 +26,8 @@ def attention_inputs(model: Any, **inputs: Tensor) -> list[tuple[Tensor, Tensor,
         seen.append((query, key, value))
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
-    AttentionInterface.register(NAME, look)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
+    with probing(model, look):
         model(**inputs)
-    finally:
-        model.set_attn_implementation(before)
-        AttentionInterface.register(NAME, sdpa_attention_forward)  # it is global: `look` would keep all tensors alive
     if not seen:
         raise ValueError(
             f"{type(model).__name__} does not send its attention through transformers' AttentionInterface, so that its "
