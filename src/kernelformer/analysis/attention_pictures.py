@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernelformer.errors import shape
 from kernelformer.hf import cores
+from kernelformer.hf.attend import attend_exactly
 from kernelformer.hf.attentions import evaluating, probing
 from kernelformer.units import visible
 
@@ -108,9 +108,9 @@ def _exact_matrices(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[t
 
     def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
         unit = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
-        weights, _ = sdpa_attention_forward(module, query, key, unit, mask, **options)  # (B, L, H, S)
+        weights, _ = attend_exactly(module, query, key, unit, mask, **options)  # (B, L, H, S)
         seen.append((names[id(module)], weights.transpose(1, 2)))
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
+        return attend_exactly(module, query, key, value, mask, **options)
 
     with torch.no_grad(), evaluating(model), probing(model, look):
         model(**inputs)

@@ -16,15 +16,14 @@ def attention_inputs(model: Any, **inputs: Tensor) -> list[tuple[Tensor, Tensor,
         model: a model of transformers whose attention goes through `transformers.AttentionInterface`.
         inputs: of the model, ``input_ids`` and so on; all texts of one length.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
+    from kernelformer.hf.attend import attend_exactly
     from kernelformer.hf.attentions import probing
 
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def look(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
         seen.append((query, key, value))
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
+        return attend_exactly(module, query, key, value, mask, **options)
 
     with probing(model, look):
         model(**inputs)

@@ -40,6 +40,7 @@ class AdaptedMPNet(nn.Module):
             attention_mask,
             dropout=dropout.p if self.training else 0.0,
             scaling=size**-0.5,
+            is_causal=False,
             position_bias=position_bias,
             output_attentions=output_attentions,
             **keywords,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils.output_capturing import _active_collector
 
@@ -142,6 +143,24 @@ def _keys(mask: Tensor) -> Tensor | None:
     return None if bool(look.all()) else mask.bool()
 
 
+def causal_without_mask(module: nn.Module, given: bool | None) -> bool:
+    """Whether an attention that gets no mask is causal: as the call says, else as the module says, else it is not.
+
+    transformers' SDPA takes a module that says nothing for causal. Such modules belong to encoders that transformers
+    runs without SDPA (MPNet, Splinter).
+    """
+    return bool(getattr(module, "is_causal", False) if given is None else given)
+
+
+def attend_exactly(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of an original that is looked at, by transformers' SDPA; see `causal_without_mask`."""
+    options["is_causal"] = causal_without_mask(module, options.get("is_causal"))
+    out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, mask, **options)
+    return out
+
+
 def check_keywords(keywords: dict[str, Any], method: str, module: nn.Module) -> None:
     """Nothing that would have to change the weights, and nothing unknown that is set."""
     kind = type(module).__name__
@@ -220,8 +239,7 @@ def attend(
             f"there are no weights to drop.",
             stacklevel=2,
         )
-    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    key_mask, causal = read_mask(attention_mask, query, key, causal)
+    key_mask, causal = read_mask(attention_mask, query, key, causal_without_mask(module, is_causal))
     table = bias_table(position_bias)
     reach = getattr(module, "relative_attention_max_distance", None)
     extra: dict[str, Any] = {} if table is None else {"bias": table, "max_distance": reach}

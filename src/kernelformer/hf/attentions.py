@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 from kernelformer.hf.adapters import ADAPTERS
-from kernelformer.hf.attend import ARGUMENTS, check_keywords, read_mask
+from kernelformer.hf.attend import ARGUMENTS, attend_exactly, causal_without_mask, check_keywords, read_mask
 from kernelformer.hf.multihead import KernelMultiheadAttention
 
 PROBE = "kernelformer_probe"
@@ -74,8 +74,7 @@ class Probe:
         if before is not None:
             before.calls += 1
         else:
-            scale, given = options.get("scaling"), options.get("is_causal")
-            causal = bool(getattr(module, "is_causal", False) if given is None else given)
+            scale, causal = options.get("scaling"), causal_without_mask(module, options.get("is_causal"))
             self.seen[id(module)] = _Seen(
                 query.shape[1],
                 query.shape[3],
@@ -83,7 +82,7 @@ class Probe:
                 read_mask(mask, query, key, causal)[1],
                 query.shape[2] != key.shape[2],
             )
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
+        return attend_exactly(module, query, key, value, mask, **options)
 
     def calls(self, module: nn.Module) -> int:
         """How often it was called."""

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kernelformer.hf.attend import read_mask
+from kernelformer.hf.attend import attend_exactly, causal_without_mask, read_mask
 from kernelformer.hf.attentions import evaluating, probing
 from kernelformer.hf.converting import conversion, cores
 from kernelformer.hf.losses import attention_loss, output_loss
@@ -72,12 +71,11 @@ class _Seen:
         name = self.names.get(id(module))
         if name is not None:
             wide = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (query, key, value)]
-            given = options.get("is_causal")
-            causal = bool(getattr(module, "is_causal", False) if given is None else given)
             # Without padding the model leaves causality to the implementation and gives no mask at all.
+            causal = causal_without_mask(module, options.get("is_causal"))
             seen = read_mask(mask, query, key, causal)
             self.calls.append((name, (*wide, *seen, options.get("scaling"), options.get("position_bias"))))
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
+        return attend_exactly(module, query, key, value, mask, **options)
 
 
 def transfer(

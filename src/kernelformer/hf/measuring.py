@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kernelformer.hf.attend import attend, read_mask
+from kernelformer.hf.attend import attend, attend_exactly, read_mask
 from kernelformer.hf.attentions import evaluating, probing
 from kernelformer.hf.comparing import Depth
 from kernelformer.hf.converting import EXACT, Layer, conversion, cores
@@ -232,7 +231,7 @@ class _Watch:
         name = self.names[id(module)]
         if name not in self.cores:
             raise ValueError(f"the original attends in {name}, which the converted model does not have.")
-        exact, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+        exact, _ = attend_exactly(module, query, key, value, mask, **options)
         layer, core = self.layers[name], self.cores[name]
         found, weights = attend(
             core,
