@@ -533,8 +533,16 @@ def test_kernels_get_a_learning_rate_of_their_own():
     assert [g["lr"] for g in optimizer.param_groups] == [1e-3, 0.5]
     model[0].core.requires_grad_(False)
     assert [g["name"] for g in kf.parameter_groups(model)] == ["model"]
-    with pytest.raises(ValueError, match=r"Sequential learns no kernel, got settings {'lr': 0\.5} for it"):
-        kf.parameter_groups(model, lr=0.5)
+
+
+@pytest.mark.parametrize("method", ["softmax", "favor+", "elu", "skyformer"])
+def test_a_model_whose_kernels_learn_nothing_has_one_group(method):
+    model = torch.nn.Sequential(kf.KernelAttention(16, 2, method), torch.nn.Linear(16, 16))
+    groups = kf.parameter_groups(model, lr=0.5, weight_decay=0.0)
+    assert [group["name"] for group in groups] == ["model"]
+    assert [id(x) for x in groups[0]["params"]] == [id(x) for x in model.parameters()]
+    assert torch.optim.AdamW(groups, lr=1e-3).param_groups[0]["lr"] == 1e-3
+    assert kf.parameter_groups(torch.nn.Identity(), lr=0.5) == []
 
 
 @pytest.mark.parametrize("method", LEARNED)
