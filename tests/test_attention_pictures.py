@@ -212,18 +212,34 @@ def test_negative_weights_and_odd_tokens_are_drawn(tmp_path, recwarn):
 @pytest.mark.parametrize(
     ("more", "shown"),
     [
-        (["--text", "the cat sat $ 中"], "7 tokens"),
-        (["--text", "the cat", "--layer", "1", "--head", "0"], "4 tokens"),
+        (["--prompt", "the cat sat $ 中"], "7 tokens"),
+        (["--prompt", "the cat", "--layers", "1", "--heads", "0"], "4 tokens"),
         (["--sequence", "acd EFG"], "8 tokens"),
     ],
 )
 def test_the_command_draws_a_converted_folder(folder, converted, tmp_path, more, shown):
-    out = tmp_path / "new" / "a.png"
-    done = CliRunner().invoke(app, ["attention", str(folder), str(converted), *more, "--out", str(out)])
+    done = CliRunner().invoke(app, ["attention", str(folder), str(converted), *more, "--out", str(tmp_path / "new")])
     assert done.exit_code == 0, done.output
     assert shown in done.output
     assert "favor+:num_features=8" in done.output
-    assert out.stat().st_size > 10000
+    assert (tmp_path / "new" / "attention.png").stat().st_size > 10000
+
+
+def test_a_sentence_in_a_file_and_options_of_older_versions_do_the_same(folder, converted, tmp_path):
+    (tmp_path / "text.txt").write_text("the cat\n")
+    where = ["attention", str(folder), str(converted), "--threads", "1", "--out"]
+    now = ["--text", str(tmp_path / "text.txt"), "--layers", "0-1", "--heads", "0"]
+    before = ["--text", "the cat", "--layer", "0,1", "--head", "0"]
+    new = CliRunner().invoke(app, [*where, str(tmp_path / "new"), *now])
+    old = CliRunner().invoke(app, [*where, str(tmp_path / "old.png"), *before])
+    assert (new.exit_code, old.exit_code, new.stderr) == (0, 0, ""), new.output + old.output
+    assert (tmp_path / "new" / "attention.png").read_bytes() == (tmp_path / "old.png").read_bytes()
+    warnings = old.stderr.splitlines()
+    assert len(warnings) == 4
+    assert all(x.startswith("warning: ") for x in warnings)
+    assert "--layer is called --layers now" in old.stderr
+    assert "there is no file 'the cat': it counts as the prompt" in old.stderr
+    assert "--out is a folder, in which the picture is attention.png" in old.stderr
 
 
 def test_an_attention_instead_of_a_converted_folder(folder):
@@ -236,19 +252,20 @@ def test_an_attention_instead_of_a_converted_folder(folder):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--text", "the"], "give the folder of a converted model, or an attention"),
+        (["--prompt", "the"], "give the folder of a converted model, or an attention"),
         (["--attention", "elu"], "give a text or the sequence of a protein"),
-        (["--attention", "elu", "--text", "the", "--sequence", "ac"], "one of them"),
-        (["--attention", "elo", "--text", "the"], "did you mean 'elu'?"),
-        (["--attention", "elu", "--text", " "], "nothing to read in the text ' '"),
+        (["--attention", "elu", "--prompt", "the", "--sequence", "ac"], "one of them"),
+        (["--attention", "elo", "--prompt", "the"], "did you mean 'elu'?"),
+        (["--attention", "elu", "--prompt", " "], "nothing to read in the text ' '"),
         (["--attention", "elu", "--sequence", "ac-d"], "a protein is a sequence of letters"),
         (["--attention", "elu", "--sequence", "acxd"], "does not read 'ACXD' as one token a residue"),
-        (["--attention", "elu", "--text", "the", "--layer", "2"], "attentions 0 to 1, got layer 2"),
-        (["--attention", "elu", "--text", "the", "--head", "2"], "heads 0 to 1, got head 2"),
-        (["--attention", "elu", "--text", "cat " * 600], "has 602 tokens, a picture of this model takes 512"),
+        (["--attention", "elu", "--prompt", "the", "--layers", "2"], "attentions 0 to 1, got layer 2"),
+        (["--attention", "elu", "--prompt", "the", "--heads", "2"], "heads 0 to 1, got head 2"),
+        (["--attention", "elu", "--prompt", "the", "--layers", "x"], "--layers takes numbers from 0 and ranges"),
+        (["--attention", "elu", "--prompt", "cat " * 600], "has 602 tokens, a picture of this model takes 512"),
     ],
 )
 def test_wrong_input_of_the_command_is_named(folder, tmp_path, more, message):
-    done = CliRunner().invoke(app, ["attention", str(folder), *more, "--out", str(tmp_path / "a.png")])
+    done = CliRunner().invoke(app, ["attention", str(folder), *more, "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())

@@ -254,7 +254,7 @@ def test_memory_is_weighed_with_a_bias():
 def test_the_command_takes_a_bias(tmp_path):
     options = ["--lengths", "64", "--tasks", "causal", "--passes", "forward", "--heaps", "default", "--no-memory"]
     sizes = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02", "--threads", "1"]
-    bias = ["--bias", "window", "--window", "5", "--methods", "nprf,nprf:algorithm=direct,linformer"]
+    bias = ["--bias", "window", "--max-distance", "5", "--attention", "nprf,nprf:algorithm=direct,linformer"]
     result = CliRunner().invoke(app, ["bench", *options, *sizes, *bias, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "causal forward, L = 64, bias within 5" in result.output
@@ -269,7 +269,7 @@ def test_the_command_takes_a_bias(tmp_path):
     ("options", "message"),
     [
         (["--bias", "ring"], "unknown bias 'ring'; choose from full, none, window"),
-        (["--bias", "full", "--methods", "nprf:algorithm=x"], "unknown algorithm 'x'"),
+        (["--bias", "full", "--attention", "nprf:algorithm=x"], "unknown algorithm 'x'"),
     ],
 )
 def test_the_command_refuses_what_it_does_not_know(options, message):

@@ -24,7 +24,7 @@ SMALL = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.0
 
 
 def test_bench_checks_times_weighs_and_writes(tmp_path):
-    options = ["bench", "--lengths", "128", "--tasks", "causal", "--passes", "train", "--methods", "favor+,elu"]
+    options = ["bench", "--lengths", "128", "--tasks", "causal", "--passes", "train", "--attention", "favor+,elu"]
     result = CliRunner().invoke(app, [*options, "--peers", "sdpa", "--heaps", "kept", "--out", str(tmp_path), *SMALL])
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "bench.json").read_text())
@@ -99,13 +99,13 @@ def test_a_failing_worker_is_reported():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--methods", "favor"], "unknown method 'favor'; did you mean 'favor+'?"),
+        (["--attention", "favor"], "unknown method 'favor'; did you mean 'favor+'?"),
         (["--peers", "flash"], "unknown method 'flash'"),
         (["--tasks", "causla"], "unknown task 'causla'; did you mean 'causal'?"),
         (["--heaps", "big"], "unknown heap 'big'"),
         (["--passes", "back"], "unknown pass 'back'"),
-        (["--lengths", "0"], "lengths must be at least 1, got '0'"),
-        (["--lengths", "x"], "invalid literal for int"),
+        (["--lengths", "0"], "--lengths takes integers of at least 1, separated by commas, got '0'"),
+        (["--lengths", "abc"], "--lengths takes integers of at least 1, separated by commas, got 'abc'"),
     ],
 )
 def test_bench_refuses_what_it_does_not_know(options, message):

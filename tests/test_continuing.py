@@ -46,7 +46,7 @@ def test_the_text_is_that_of_generate_and_the_cache_stays_at_one_size(tmp_path):
 def test_layers_that_keep_every_key_are_told_of(tmp_path):
     folder = decoder(tmp_path / "x", layers=[0])
     assert not write_on(folder, "w1", tokens=5).constant
-    result = CliRunner().invoke(app, ["continue", str(folder), "--text", "w1 w2", "--tokens", "5", "--threads", "1"])
+    result = CliRunner().invoke(app, ["continue", str(folder), "--prompt", "w1 w2", "--tokens", "5", "--threads", "1"])
     assert result.exit_code == 0, result.output
     assert "exact attention keeps every key" in result.output
 

@@ -58,11 +58,11 @@ def test_the_table_and_the_picture(tmp_path):
 
 def test_the_commands(tmp_path):
     options = ["--relevances", "0.5", "--steps", "2", "--length", "8", "--features", "16", "--out", str(tmp_path)]
-    run = CliRunner().invoke(app, ["study", "sparsity", "--methods", "fastfood-prf:learn=S", *options])
+    run = CliRunner().invoke(app, ["study", "sparsity", "--attention", "fastfood-prf:learn=S", *options])
     assert run.exit_code == 0, run.output
     assert "fastfood-prf:learn=S" in run.output
     assert (tmp_path / "sparsity.png").exists()
-    run = CliRunner().invoke(app, ["study", "sparsity", "--methods", "fastfood-prf:learn=X", *options])
+    run = CliRunner().invoke(app, ["study", "sparsity", "--attention", "fastfood-prf:learn=X", *options])
     assert run.exit_code == 2
     assert "unknown learn 'X'" in run.output
 

@@ -475,17 +475,17 @@ def test_the_command_writes_a_line_for_each_line(finished, tmp_path):
     lines = ["the cat", "", "a Mouse sees " * 60, "sleeps"]
     (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
     want = translate_texts(run, lines).texts
-    by_file = CliRunner().invoke(app, [str(run), "--file", str(tmp_path / "in.txt"), "--threads", "1"])
+    by_file = CliRunner().invoke(app, [str(run), "--text", str(tmp_path / "in.txt"), "--threads", "1"])
     by_pipe = CliRunner().invoke(app, [str(run), "--batch", "1", "--threads", "1"], input="\r\n".join(lines))
     for found in (by_file, by_pipe):
         assert found.exit_code == 0, found.output
         assert found.stdout.split("\n") == [*want, ""]
         assert "line 3 has more than 63 tokens and was cut" in found.stderr
     (tmp_path / "in.txt").write_bytes(b"good\n\xff\n")
-    bad = CliRunner().invoke(app, [str(run), "--file", str(tmp_path / "in.txt"), "--threads", "1"])
+    bad = CliRunner().invoke(app, [str(run), "--text", str(tmp_path / "in.txt"), "--threads", "1"])
     assert bad.exit_code == 2
     assert "line 2: not UTF-8" in bad.stderr.replace("\n", " ")
-    missing = CliRunner().invoke(app, [str(run), "--file", str(tmp_path / "no.txt")])
+    missing = CliRunner().invoke(app, [str(run), "--text", str(tmp_path / "no.txt")])
     assert "there is no file" in missing.stderr
 
 

@@ -11,15 +11,17 @@ import typer
 from kernelformer.bench import run as bench_run
 from kernelformer.bench import show
 from kernelformer.bench.contenders import BIASES, TASKS, Case, contender, yardsticks
-from kernelformer.cli.common import console, names, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.cli.aliases import renamed
+from kernelformer.cli.common import console, names, numbers, plain_errors, progress_bar, say, target, thread_count
 from kernelformer.environment import environment
 from kernelformer.errors import choice
 from kernelformer.files import write_json
 
 
+@renamed(methods="attention", window="max_distance")
 def bench(
     lengths: Annotated[str, typer.Option(help="lengths, and contexts for decoding")] = "1024,4096,16384",
-    methods: Annotated[
+    attention: Annotated[
         str, typer.Option(help="of ours, name or name:option=value; ratios refer to the first")
     ] = "favor+",
     peers: Annotated[
@@ -33,7 +35,7 @@ def bench(
     head_dim: Annotated[int, typer.Option(min=1)] = 64,
     features: Annotated[int, typer.Option(min=1)] = 256,
     bias: Annotated[str, typer.Option(help="relative positions: none, full (all distances), window")] = "none",
-    window: Annotated[int, typer.Option(min=1, help="distance beyond which such a bias is constant")] = 128,
+    max_distance: Annotated[int, typer.Option(min=1, help="distance beyond which such a bias is constant")] = 128,
     budget: Annotated[float, typer.Option(min=0.01, help="seconds per contender and case")] = 2.0,
     memory: Annotated[bool, typer.Option(help="measure peak memory too")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
@@ -41,7 +43,7 @@ def bench(
 ) -> None:
     """Time and weigh methods against their peers, after checking each against its definition."""
     with plain_errors():
-        chosen = names(methods)
+        chosen = names(attention)
         kind_of_bias = None if choice("bias", bias, ("none", *BIASES)) == "none" else bias
         backward = [choice("pass", x, ("forward", "train")) == "train" for x in names(passes)]
         if peers == "auto":
@@ -52,11 +54,9 @@ def bench(
             contender(name)
         kinds = [choice("task", x, TASKS) for x in names(tasks)]
         heap_names = [choice("heap", x, bench_run.HEAPS) for x in names(heaps)]
-        sizes = [int(x) for x in names(lengths)]
-        if min(sizes) < 1:
-            raise ValueError(f"lengths must be at least 1, got {lengths!r}.")
+        sizes = numbers("--lengths", lengths)
         shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "features": features}
-        todo = list(bench_run.cases(sizes, kinds, backward, **shape, bias=kind_of_bias, window=window))
+        todo = list(bench_run.cases(sizes, kinds, backward, **shape, bias=kind_of_bias, window=max_distance))
         file = target(out / "bench.json")
         rows = _measure(todo, chosen, heaps=heap_names, threads=thread_count(threads), budget=budget, memory=memory)
         _show(rows, chosen[0], heap_names)

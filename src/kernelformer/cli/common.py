@@ -33,6 +33,11 @@ def fail(problem: Exception, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
+def warn(text: str) -> None:
+    """Say on stderr what works, but not as it should be asked for."""
+    errors.print(Text.assemble(("warning: ", "bold yellow"), text))
+
+
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """What users can change ends a command without a traceback; what was told to stop, as the shell expects it."""
@@ -62,6 +67,22 @@ def say(progress: Progress, bar: TaskID, text: str, advance: int = 0) -> None:
 def names(text: str) -> list[str]:
     """Parts between commas; those within brackets belong to a value."""
     return [x.strip() for x in re.split(r",(?![^(\[]*[)\]])", text)]
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Integers of at least 1 between commas."""
+    parts = names(text)
+    if not all(re.fullmatch(r"\+?0*[1-9]\d*", x) for x in parts):
+        raise ValueError(f"{option} takes integers of at least 1, separated by commas, got {text!r}; say 128,256.")
+    return tuple(int(x) for x in parts)
+
+
+def shares(option: str, text: str) -> tuple[float, ...]:
+    """Decimal numbers between commas."""
+    try:
+        return tuple(float(x) for x in names(text))
+    except ValueError:
+        raise ValueError(f"{option} takes numbers separated by commas, got {text!r}; say 0.1,0.5.") from None
 
 
 def target(path: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import console, plain_errors, progress_bar, say, thread_count
 
 
@@ -71,7 +72,8 @@ def convert(
 
 def continue_(
     folder: Annotated[Path, typer.Argument(help="of a converted decoder")],
-    text: Annotated[str, typer.Option(help="to go on with")],
+    prompt: Annotated[str | None, typer.Option(help="text to go on with")] = None,
+    text: Annotated[str | None, typer.Option(help="file with such a text, instead of --prompt")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="to write")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="likeliest tokens to draw from")] = 50,
@@ -83,11 +85,14 @@ def continue_(
     with plain_errors():
         from kernelformer.recipes.continuing import write_on
 
+        before = literal_text(prompt, text)
+        if before is None:
+            raise ValueError("there is no text to go on with; give it by --prompt, or a file by --text.")
         options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
         with progress_bar() as progress:
             bar = progress.add_task("writing", total=tokens)
-            found = write_on(folder, text, **options, tell=lambda _: progress.advance(bar))  # type: ignore[arg-type]
-        console.print(text + found.text, highlight=False, markup=False)
+            found = write_on(folder, before, **options, tell=lambda _: progress.advance(bar))  # type: ignore[arg-type]
+        console.print(before + found.text, highlight=False, markup=False)
         first, last = sorted(found.cache)[min(1, len(found.cache) - 1)], max(found.cache)
         console.print(
             f"{found.tokens} tokens, {found.tokens / found.seconds:.1f} a second; cache {found.cache[first]:,} bytes "

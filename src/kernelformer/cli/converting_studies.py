@@ -8,7 +8,8 @@ from typing import Annotated
 import torch
 import typer
 
-from kernelformer.cli.common import console, names, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.cli.aliases import renamed
+from kernelformer.cli.common import console, names, numbers, plain_errors, progress_bar, say, target, thread_count
 from kernelformer.environment import environment
 from kernelformer.files import write_json
 
@@ -47,7 +48,7 @@ def normalized(
             batch=batch,
             lr=lr,
             scale=scale,
-            features=tuple(int(x) for x in names(features)),
+            features=numbers("--features", features),
             draws=draws,
             draw=draw,
             samples=samples,
@@ -66,12 +67,13 @@ def normalized(
         console.print(f"figures: {file}   picture: {picture}", highlight=False)
 
 
+@renamed(methods="attention")
 def conversion(
     model: Annotated[str, typer.Argument(help="folder of transformers, or name on the hub")],
     text: Annotated[Path, typer.Option(help="to distill on: .jsonl with 'text' in each line, or one text a line")],
     held_out: Annotated[Path, typer.Option(help="to measure on, of the same form")],
-    methods: Annotated[str, typer.Option(help="name or name:option=value, separated by commas")] = "",
-    features: Annotated[int, typer.Option(min=2, help="of each method, where --methods does not say")] = 128,
+    attention: Annotated[str, typer.Option(help="name or name:option=value, separated by commas")] = "",
+    features: Annotated[int, typer.Option(min=2, help="of each method, where --attention does not say")] = 128,
     seconds: Annotated[float, typer.Option(min=0, help="of distillation for each method")] = 300.0,
     length: Annotated[int, typer.Option(min=2, help="tokens of a text")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="texts of a step")] = 4,
@@ -93,7 +95,7 @@ def conversion(
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
         file = target(out / "conversion.json")
-        chosen = names(methods) if methods else study.method_specs(features)
+        chosen = names(attention) if attention else study.method_specs(features)
         wanted = tuple(parse_layers(layers)) if layers else None
         setting = study.Setting(length, batch, seconds, samples, probe, wanted, seed)
         with progress_bar() as progress:

@@ -8,41 +8,54 @@ from typing import Annotated
 import torch
 import typer
 
-from kernelformer.cli.common import console, names, plain_errors, progress_bar, say, target, thread_count
-from kernelformer.errors import integer, positive_int
+from kernelformer.cli.aliases import literal_text, picture_in, renamed
+from kernelformer.cli.common import console, names, numbers, plain_errors, progress_bar, say, target, thread_count
 
 
+@renamed(layer="layers", head="heads")
 def attention(
     original: Annotated[Path, typer.Argument(help="folder of a pretrained model")],
     converted: Annotated[Path | None, typer.Argument(help="folder of the converted model; or give --attention")] = None,
     attention: Annotated[
         str | None, typer.Option(help="convert a copy of the original here: name or name:option=value")
     ] = None,
-    text: Annotated[str | None, typer.Option(help="a sentence")] = None,
+    prompt: Annotated[str | None, typer.Option(help="a sentence")] = None,
+    text: Annotated[str | None, typer.Option(help="file with a sentence, instead of --prompt")] = None,
     sequence: Annotated[str | None, typer.Option(help="residues of a protein, instead of a text")] = None,
-    layer: Annotated[str, typer.Option(help="numbers from 0, separated by commas; default: a few")] = "",
-    head: Annotated[str, typer.Option(help="the same of heads; one layer and one head show the difference")] = "",
+    layers: Annotated[str, typer.Option(help="numbers from 0, as 0-3,5; default: a few")] = "",
+    heads: Annotated[str, typer.Option(help="the same of heads; one layer and one head show the difference")] = "",
     allow_pickle: Annotated[bool, typer.Option(help="read weights from a pickle, which can run code")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
-    out: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/attention.png"),
+    out: Annotated[Path, typer.Option(help="folder for attention.png")] = Path("out"),
 ) -> None:
     """Attention matrices of a model and of its converted self, side by side (Performer, App. C.4)."""
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
         from kernelformer.recipes import attention_pictures as pictures
 
-        file = target(out)
-        layers, heads = _numbers("layer", layer), _numbers("head", head)
+        file = picture_in(out, "attention.png")
+        chosen = _selected("layers", layers), _selected("heads", heads)
         found = pictures.run(
-            original, converted, attention=attention, text=text, sequence=sequence, allow_pickle=allow_pickle
+            original,
+            converted,
+            attention=attention,
+            text=literal_text(prompt, text),
+            sequence=sequence,
+            allow_pickle=allow_pickle,
         )
-        pictures.picture(found, file, layers, heads)
+        pictures.picture(found, file, *chosen)
         console.print(pictures.table(found))
         console.print(f"picture: {file}", highlight=False)
 
 
-def _numbers(what: str, text: str) -> list[int] | None:
-    return [integer(what, int(x), at_least=0) for x in names(text)] if text else None
+def _selected(what: str, text: str) -> list[int] | None:
+    """Numbers from 0 and ranges of them, as `convert --layers` takes them; None: not given."""
+    from kernelformer.recipes.converting import parse_layers
+
+    chosen = [x for x in parse_layers(text) if isinstance(x, int) and x >= 0] if text else None
+    if chosen is not None and len(chosen) < len(parse_layers(text)):
+        raise ValueError(f"--{what} takes numbers from 0 and ranges, as 0-3,5, got {text!r}.")
+    return chosen
 
 
 def lengths(
@@ -75,7 +88,7 @@ def lengths(
             subject=Subject(str(model), task, random, allow_pickle, batch),
             attentions=tuple(names(attention)),
             baselines=tuple(names(baselines)),
-            lengths=tuple(positive_int("length", int(x)) for x in names(lengths)),
+            lengths=numbers("--lengths", lengths),
             backward=backward,
             generate=generate,
             threads=thread_count(threads),

@@ -9,9 +9,19 @@ import torch
 import typer
 
 from kernelformer.cli import converting_studies, pictures
-from kernelformer.cli.common import console, names, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.cli.aliases import picture_in, renamed
+from kernelformer.cli.common import (
+    console,
+    names,
+    numbers,
+    plain_errors,
+    progress_bar,
+    say,
+    shares,
+    target,
+    thread_count,
+)
 from kernelformer.environment import environment
-from kernelformer.errors import positive_int
 from kernelformer.files import write_json
 from kernelformer.recipes import encoder as encoder_study
 from kernelformer.recipes import positions as position_study
@@ -26,8 +36,9 @@ app.command()(pictures.lengths)
 
 
 @app.command()
+@renamed(methods="attention")
 def sparsity(
-    methods: Annotated[str, typer.Option(help="name or name:option=value, separated by commas")] = "",
+    attention: Annotated[str, typer.Option(help="name or name:option=value, separated by commas")] = "",
     relevances: Annotated[str, typer.Option(help="probabilities that a position counts")] = "0.1,0.5,0.9",
     seeds: Annotated[int, typer.Option(min=1, help="runs of each")] = 1,
     steps: Annotated[int, typer.Option(min=1)] = Setting.steps,
@@ -40,14 +51,14 @@ def sparsity(
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
         file = target(out / "sparsity.json")
-        chosen = names(methods) if methods else list(sparsity_study.METHODS)
-        shares = [float(x) for x in names(relevances)]
+        chosen = names(attention) if attention else list(sparsity_study.METHODS)
+        relevant = shares("--relevances", relevances)
         setting = Setting(steps=steps, length=length, num_features=features)
         with progress_bar() as progress:
-            bar = progress.add_task("", total=len(chosen) * len(shares) * seeds)
+            bar = progress.add_task("", total=len(chosen) * len(relevant) * seeds)
             curves = sparsity_study.study(
                 chosen,
-                shares,
+                relevant,
                 setting,
                 file,
                 seeds=range(seeds),
@@ -63,14 +74,14 @@ def sparsity(
 @app.command()
 def kernels(
     threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
-    out: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/kernels.png"),
+    out: Annotated[Path, typer.Option(help="folder for kernels.png")] = Path("out"),
 ) -> None:
     """Where learned kernels start, and what the smoothing of signed ones costs."""
     from kernelformer.recipes import kernels as kernel_study
 
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
-        file = target(out)
+        file = picture_in(out, "kernels.png")
         with progress_bar() as progress:
             bar = progress.add_task("", total=kernel_study.STEPS)
             found = kernel_study.run(lambda text: say(progress, bar, text, advance=1))
@@ -96,7 +107,7 @@ def approximation(
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
         file = target(out / "approximation.json")
-        sizes, counts = _numbers("length", lengths), _numbers("features", features)
+        sizes, counts = numbers("--lengths", lengths), numbers("--features", features)
         with progress_bar() as progress:
             bar = progress.add_task("", total=study.steps(sizes))
             found = study.run(encoder, text, sizes, counts, texts, lambda x: say(progress, bar, x, advance=1))
@@ -117,7 +128,7 @@ def positions(
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
         file = target(out / "positions.json")
-        sizes = _numbers("length", lengths)
+        sizes = numbers("--lengths", lengths)
         with progress_bar() as progress:
             bar = progress.add_task("", total=position_study.steps(sizes))
             found = position_study.run(sizes, draws, repeats, lambda x: say(progress, bar, x, advance=1))
@@ -146,10 +157,10 @@ def encoder(
         file = target(out / "encoder.json")
         setting = encoder_study.Setting(
             sizes=tuple(names(sizes)),
-            lengths=_numbers("length", lengths) if lengths else None,
+            lengths=numbers("--lengths", lengths) if lengths else None,
             layers=layers,
-            depths=() if depths in ("", "none") else _numbers("depth", depths),
-            deep_lengths=_numbers("length", deep_lengths) if deep_lengths else None,
+            depths=() if depths in ("", "none") else numbers("--depths", depths),
+            deep_lengths=numbers("--deep-lengths", deep_lengths) if deep_lengths else None,
             attentions=tuple(names(attention)),
             threads=thread_count(threads),
             heap=heap,
@@ -163,10 +174,6 @@ def encoder(
                 setting, lambda x: say(progress, bar, x, advance=1), lambda x: _keep(x, file, threads)
             )
         _show(encoder_study, found, file, threads)
-
-
-def _numbers(what: str, text: str) -> tuple[int, ...]:
-    return tuple(positive_int(what, int(x)) for x in names(text))
 
 
 def _keep(found: Any, file: Path, threads: int | None) -> None:
@@ -209,13 +216,13 @@ def overhead(
 @app.command()
 def tour(
     threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
-    out: Annotated[Path, typer.Option(help="where the picture goes")] = Path("out/tour.png"),
+    out: Annotated[Path, typer.Option(help="folder for tour.png")] = Path("out"),
 ) -> None:
     """Two minutes of figures: error by number of features, speed and memory by length, decoding by context."""
     from kernelformer.recipes import tour as figures
 
     with plain_errors():
-        file = target(out)
+        file = picture_in(out, "tour.png")
         with progress_bar() as progress:
             bar = progress.add_task("", total=figures.STEPS)
             started = False

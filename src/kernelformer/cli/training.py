@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
+from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import console, errors, names, plain_errors, progress_bar, say, thread_count
 from kernelformer.recipes.catalogue import change, find_recipe
 from kernelformer.tasks.sources import HUB
@@ -40,6 +41,7 @@ Sets = Annotated[
 Threads = Annotated[int | None, typer.Option(min=1, help="default: all cores")]
 PATHS = ("task.data", "task.test_file", "task.tokenizer", "task.cache", "start")
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
+PROMPT = "def "  # of `generate`, and of the demo
 Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
 
 
@@ -214,7 +216,8 @@ def _compare(plan: Plan, resume: bool, threads: int) -> None:
 
 def generate(
     folder: Annotated[Path, typer.Argument(help="of a finished run")],
-    prompt: Annotated[str, typer.Option(help="what comes before")] = "def ",
+    prompt: Annotated[str | None, typer.Option(help=f"what comes before; default: {PROMPT!r}")] = None,
+    text: Annotated[str | None, typer.Option(help="file with what comes before, instead of --prompt")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="bytes to write")] = 500,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte each time")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="sample among so many; 0 = all")] = 0,
@@ -227,10 +230,13 @@ def generate(
 
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
+        before = literal_text(prompt, text)
         run, model = load_run(folder)
         if not isinstance(model, KernelformerForCausalLM):
             raise ValueError(f"{folder} was trained on {run.task!r}, which is not a language model.")
-        _write(model, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+        _write(
+            model, PROMPT if before is None else before, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        )
 
 
 def _write(model: KernelformerForCausalLM, prompt: str, **settings: Any) -> None:
@@ -274,5 +280,5 @@ def demo(
         _, model = load_run(plan.place(plan.runs[-1]))
         assert isinstance(model, KernelformerForCausalLM)
         console.print(f"\nwritten by {plan.runs[-1].label}:\n", style="bold", highlight=False)
-        _write(model, "def ", tokens=400)
+        _write(model, PROMPT, tokens=400)
         console.print(f"the report with curves, memory and decoding: {out / REPORT}", highlight=False)

@@ -14,15 +14,17 @@ from typing import Annotated, BinaryIO
 import torch
 import typer
 
+from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import errors, plain_errors, thread_count
 from kernelformer.units import visible
 
 BLOCKS = 16  # batches that are read before they are translated: sentences of similar length go together
 
 
+@renamed(file="text")
 def translate(
     folder: Annotated[Path, typer.Argument(help="of a finished run on the task translation")],
-    file: Annotated[Path | None, typer.Option(help="a text a line, UTF-8; default: standard input")] = None,
+    text: Annotated[Path | None, typer.Option(help="a text a line, UTF-8; default: standard input")] = None,
     beams: Annotated[int | None, typer.Option(min=1, help="of the search; default: the run's")] = None,
     length_penalty: Annotated[float | None, typer.Option(help="above 0; default: the run's")] = None,
     batch: Annotated[int, typer.Option(min=1, help="sentences at once")] = 32,
@@ -33,14 +35,14 @@ def translate(
 
     torch.set_num_threads(thread_count(threads))
     with plain_errors():
-        if file is not None and not file.is_file():
-            raise ValueError(f"there is no file {file}; give one with a text in each line, or leave --file out.")
+        if text is not None and not text.is_file():
+            raise ValueError(f"there is no file {text}; give one with a text in each line, or leave --text out.")
         translator = load_translator(folder, beams=beams, length_penalty=length_penalty)
-        if file is None:
+        if text is None:
             _write(translator, sys.stdin.buffer, "standard input", batch, 1 if sys.stdin.isatty() else batch * BLOCKS)
         else:
-            with file.open("rb") as lines:
-                _write(translator, lines, str(file), batch, batch * BLOCKS)
+            with text.open("rb") as lines:
+                _write(translator, lines, str(text), batch, batch * BLOCKS)
 
 
 def _write(translator: object, lines: BinaryIO, where: str, batch: int, block: int) -> None:

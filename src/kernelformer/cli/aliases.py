@@ -1,0 +1,97 @@
+"""Names and forms of options that older versions had: they go on working, are not in --help, and warn."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+from typer.models import OptionInfo
+
+from kernelformer.cli.common import plain_errors, target, warn
+
+Command = TypeVar("Command", bound=Callable[..., None])
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
+
+def renamed(**names: str) -> Callable[[Command], Command]:
+    """Let a command take options by their former names too.
+
+    Args:
+        names: parameters of the command by the names that they had before, as Python writes both.
+    """
+
+    def decorate(command: Command) -> Command:
+        hints, signature = get_type_hints(command, include_extras=True), inspect.signature(command)
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            with plain_errors():
+                for old, new in names.items():
+                    value = given.pop(old)
+                    if value is None:
+                        continue
+                    if given[new] != signature.parameters[new].default:
+                        raise ValueError(f"{_option(old)} is the former name of {_option(new)}; give one of them.")
+                    warn(f"{_option(old)} is called {_option(new)} now; the old name will go.")
+                    given[new] = value
+            command(**given)
+
+        for old, new in names.items():
+            kind, info = get_args(hints[new])
+            hints[old] = Annotated[kind | None, _hidden(info, _option(old))]
+        run.__annotations__ = hints
+        found = [x.replace(annotation=hints[x.name]) for x in signature.parameters.values()]
+        found += [
+            inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[x]) for x in names
+        ]
+        run.__signature__ = signature.replace(parameters=found, return_annotation=None)  # type: ignore[attr-defined]
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _hidden(info: OptionInfo, name: str) -> OptionInfo:
+    """The same option by another name: within `Annotated` the first of its names stands where a default would."""
+    found = copy.copy(info)
+    found.default, found.param_decls, found.hidden = name, (), True
+    return found
+
+
+def literal_text(prompt: str | None, text: str | None) -> str | None:
+    """The prompt as it was written, or read from a file; None where neither was given.
+
+    Args:
+        prompt: value of --prompt.
+        text: value of --text, a file in UTF-8, whose last line break is not part of the prompt. What is no file was
+            a prompt in older versions, and counts as one.
+    """
+    if prompt is not None and text is not None:
+        raise ValueError(f"--prompt {prompt!r:.40} and --text {text!r:.40} both say what to read; give one of them.")
+    if text is None:
+        return prompt
+    if not os.path.isfile(text):
+        warn(f"there is no file {text!r:.60}: it counts as the prompt. --text takes a file, --prompt a text.")
+        return text
+    try:
+        return Path(text).read_text("utf-8-sig").removesuffix("\n")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{text} is not UTF-8: {problem.reason}; save it as UTF-8.") from None
+
+
+def picture_in(out: Path, name: str) -> Path:
+    """The picture's path in the folder --out; older versions took the path of the picture, which still works."""
+    if out.suffix.lower() in PICTURES and not out.is_dir():
+        warn(
+            f"--out is a folder, in which the picture is {name}; the path of a picture, as {out}, will not do for long."
+        )
+        return target(out)
+    return target(out / name)
