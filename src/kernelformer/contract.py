@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Role = Literal["query", "key"]
 Family = Literal["positive", "signed"]
@@ -217,3 +218,24 @@ def autocasts(device_type: str) -> bool:
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Sums keep their precision; entered only where autocast is on, for it costs as much as an operation of `step`."""
     return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
+
+
+def no_tangents(**inputs: Tensor | Sequence[Tensor] | None) -> None:
+    """Refuse forward-mode tangents: the operators have no formula for them, and torch would drop them without a word.
+
+    A compiled graph cannot see them, so that it is refused within any level of forward mode; where a break is allowed,
+    what follows runs, and is checked, without it.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if torch.compiler.is_compiling():
+        raise ValueError("a compiled graph cannot see forward-mode tangents, which are not supported; call it outside.")
+    for name, given in inputs.items():
+        for x in () if given is None else (given,) if isinstance(given, Tensor) else given:
+            while torch._C._functorch.is_batchedtensor(x):  # vmap cannot ask for a tangent, what it wraps can
+                x = torch._C._functorch.get_unwrapped(x)
+            if forward_ad.unpack_dual(x).tangent is not None:
+                raise ValueError(
+                    f"{name.replace('_', ' ')} carries a forward-mode tangent, which is not supported; use reverse "
+                    f"mode, backward() or torch.autograd.grad, instead of jvp, jacfwd or dual_level."
+                )

@@ -32,7 +32,7 @@ from kernelformer.attention.blocks import (
     visible_pair,
 )
 from kernelformer.attention.families import engine_class, make_engine
-from kernelformer.contract import Workspace, compute_dtype, lookup
+from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
 
 class _Pieces:
@@ -278,6 +278,7 @@ def causal_attention(
         lead = (query.shape[0], key.shape[1])
         state = engine_class(lookup(spec)).empty(lead, features, value.shape[-1], like)
     state = [x.to(compute_dtype(query.dtype)) for x in state]
+    no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors, state=state)
     inputs = (query, key, value, *tensors, *state)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     out, _, end, _ = _forward(query, key, value, key_mask, list(tensors), list(state), spec, scale, normalize, keep)

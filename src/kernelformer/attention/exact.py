@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.blocks import BUFFER, grouped, spans
-from kernelformer.contract import compute_dtype
+from kernelformer.contract import compute_dtype, no_tangents
 
 TILE = 512
 
@@ -154,5 +154,6 @@ def gaussian_attention(
 
     Cost: O(L S (D + E)) time, O(TILE^2 H) memory beyond inputs and outputs.
     """
+    no_tangents(query=query, key=key, value=value)
     out: Tensor = _forward(query, key, value, key_mask, scale, is_causal)
     return out

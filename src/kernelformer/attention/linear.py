@@ -29,7 +29,7 @@ from kernelformer.attention.blocks import (
 )
 from kernelformer.attention.engine import Engine
 from kernelformer.attention.families import engine_class, make_engine
-from kernelformer.contract import Workspace, compute_dtype, lookup
+from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
 
 def _keeps(s: Shapes) -> bool:
@@ -218,5 +218,6 @@ def linear_attention(
     Returns:
         (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
     """
+    no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors)
     out: Tensor = _forward(query, key, value, key_mask, list(tensors), spec, scale, normalize)[0]
     return out

@@ -35,7 +35,7 @@ from kernelformer.attention.relative_forward import (
 )
 from kernelformer.attention.rescue import rescue
 from kernelformer.attention.toeplitz import Layout
-from kernelformer.contract import compute_dtype, lookup
+from kernelformer.contract import compute_dtype, lookup, no_tangents
 
 
 @torch.library.custom_op("kernelformer::relative_attention", mutates_args=())
@@ -268,6 +268,8 @@ def relative_attention(
     Returns:
         (B, H, L, E) in the dtype of the query, zero where no key is visible, and the sums (B, H, ...), or [].
     """
+    no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors)
+    no_tangents(bias=bias, slope=slope, state=state)
     layout = layout or Layout(query.shape[2], key.shape[2])
     place = [layout.L, layout.S, layout.offset, layout.rows, layout.cols, layout.prefix]
     out, _, _, end = _forward(

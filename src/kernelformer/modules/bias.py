@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernelformer.attention.biased import ALGORITHMS
 from kernelformer.attention.toeplitz import Layout, Toeplitz, constant_beyond
+from kernelformer.contract import no_tangents
 from kernelformer.errors import choice, integer, shape
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
@@ -102,6 +103,7 @@ def check_slope(slope: Tensor | None, table: Tensor, heads: int) -> None:
         raise ValueError(
             "a bias with a slope beyond max_distance takes no gradient; detach it, or leave the slope out."
         )
+    no_tangents(bias=table, slope=slope)
     if _looks(slope) and not bool(((slope >= 0) & slope.isfinite()).all()):
         raise ValueError(f"slopes must be finite and at least 0, what lies far away fades; got {slope.tolist()}.")
 

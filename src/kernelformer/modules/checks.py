@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from kernelformer.contract import no_tangents
 from kernelformer.errors import shape
 
 _LAYOUT = "(batch, heads, length, head_dim)"
@@ -28,9 +28,7 @@ def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it with torch.as_tensor().")
         if not x.is_floating_point():
             raise ValueError(f"{name} must be a floating point tensor, got {x.dtype}; convert it with .float().")
-        # The operators have no forward-mode formula, and torch would drop the tangent without a word.
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-            raise ValueError(f"{name} carries a forward-mode tangent, which is not supported; use reverse mode.")
+    no_tangents(query=query, key=key, value=value)
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, num_heads: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, step
 from kernelformer.attention.recurrent import Prepared
-from kernelformer.contract import compute_dtype, no_autocast, register
+from kernelformer.contract import compute_dtype, no_autocast, no_tangents, register
 from kernelformer.errors import flag
 from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
@@ -117,6 +117,7 @@ class GatedCore(KernelCore):
                 key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
             hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
             gate = self._gates(key, call.gate, hidden)
+            no_tangents(gate=gate)
             state = None if call.state is None else list(call.state.tensors)
             outs, length = [], max(query.shape[2], key.shape[2])
             for start in range(0, max(length, 1), SEGMENT):

@@ -1,0 +1,191 @@
+"""Derivatives by torch's other ways (forward mode, vmap, twice): right, or refused by name; never silently wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import kernelformer as kf
+from definition import build, inputs
+
+H = 4
+REFUSED = "carries a forward-mode tangent, which is not supported; use reverse mode"
+METHODS = (
+    "softmax",
+    "gaussian",
+    "favor+",
+    "gmm-rks",
+    "loglinear",
+    "rfa-gate",
+    "skyformer",
+    "linformer",
+)
+f64 = {"dtype": torch.float64}
+
+
+class Calling(torch.nn.Module):
+    """One call of a core as a module, so that `functional_call` can exchange its parameters."""
+
+    def __init__(self, core, call):
+        super().__init__()
+        self.core, self.call = core, call
+
+    def forward(self, tensors):
+        return self.call(self.core, **tensors)
+
+
+def result(of):
+    """What a function returns, or what it says when it refuses."""
+    try:
+        return of(), ""
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        return None, str(error)
+
+
+def calls(core):
+    """Name, call and tensors of every way to use a core."""
+    q, k, v = inputs(5, B=1)
+    gen = torch.Generator().manual_seed(1)
+    three = {"q": q, "k": k, "v": v}
+    bias = {**three, "bias": torch.randn(H, 9, generator=gen, **f64)}
+    for causal in (False, True):
+        if core.refusal(causal) is not None:
+            continue
+        yield f"causal {causal}", lambda c, q, k, v, on=causal: c(q, k, v, is_causal=on), three
+        for algorithm in ("direct", "fft", "windowed") if core.takes_bias and core.feature_dim else ():
+            yield (
+                f"{algorithm} {causal}",
+                lambda c, q, k, v, bias, on=causal, by=algorithm: c(q, k, v, bias=bias, is_causal=on, algorithm=by),
+                bias,
+            )
+    if core.takes_bias:
+        yield "bias", lambda c, q, k, v, bias: c(q, k, v, bias=bias), bias
+        yield (
+            "matrix",
+            lambda c, q, k, bias: c.attention_matrix(q, k, bias=bias),
+            {x: bias[x] for x in ("q", "k", "bias")},
+        )
+    if core.takes_gate:
+        gate = {**three, "gate": 0.1 + 0.8 * torch.rand(1, H, 5, generator=gen, **f64)}
+        yield "gate", lambda c, q, k, v, gate: c(q, k, v, gate=gate, is_causal=True), gate
+    elif core.refusal(False) is None:
+        yield "recall", lambda c, q, k, v: c.recall(q, c.remember(k, v)), three
+    if core.method in ("skyformer", "linformer"):
+        return
+    first, second = ([x[:, :, i : i + 1] for x in (q, k, v)] for i in range(2))
+    state = core.step(*first)[1]
+    yield "step", lambda c, q, k, v: c.step(q, k, v, state)[0], dict(zip("qkv", second, strict=True))
+    if core.takes_bias:
+        near = torch.randn(H, 3, generator=gen, **f64)
+        before = core.step(*first, bias=near)[1].detach()
+        yield "step bias", lambda c, bias: c.step(*second, before, bias=bias)[0], {"bias": near}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_forward_mode_derivative_is_right_or_refused(method):
+    core = build(method)
+    refused, right = set(), set()
+    for name, call, tensors in calls(core):
+        module = Calling(core, call)
+        learned = {f"core.{n}": x.detach() for n, x in core.named_parameters()}
+        for what in (*tensors, *learned):
+            x = {**tensors, **learned}[what]
+
+            def of(y, module=module, what=what, tensors=tensors):
+                if what in tensors:
+                    return module({**tensors, what: y})
+                return torch.func.functional_call(module, {what: y}, (tensors,))
+
+            way = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
+            got, error = result(lambda of=of, x=x, way=way: torch.func.jvp(of, (x,), (way,))[1])
+            if error:
+                assert "forward-mode tangent" in error or "forward AD" in error  # ours, or that of torch's attention
+                refused.add(what)
+                continue
+            step = 1e-6
+            with torch.no_grad():
+                slope = (of(x + step * way) - of(x - step * way)) / (2 * step)
+            torch.testing.assert_close(got, slope, rtol=1e-4, atol=1e-5, msg=lambda m, at=(name, what): f"{at}: {m}")
+            right.add(what)
+    assert {"q", "k", "v"} <= refused
+    if core.feature_dim and core.takes_bias:
+        assert "bias" in refused
+    if method == "softmax":
+        assert "bias" in right  # torch's own operations have the formula
+
+
+def test_each_tensor_that_would_lose_its_tangent_is_named():
+    core = kf.build_attention("loglinear", head_dim=8, num_heads=H, num_features=8)
+    gated = kf.build_attention("rfa-gate", head_dim=8, num_heads=H, num_features=8)
+    q, k, v = inputs(5, dtype=torch.float32)
+    bias, gate, slope = torch.zeros(H, 9), torch.full((2, H, 5), 0.5), torch.zeros(H)
+    layer = kf.KernelAttention(16, 2, "nprf", num_features=8, causal=True, relative="1d", max_distance=2)
+    x = torch.randn(2, 5, 16)
+
+    def by_layer(weight):
+        return torch.func.functional_call(layer, {"positions.weight": weight}, (x,))
+
+    def by_map(weight):
+        return torch.func.functional_call(core, {"feature_map.b_k": weight}, (q, k, v))
+
+    for name, of, at in (
+        ("bias", lambda t: core(q, k, v, bias=t), bias),
+        ("bias", lambda t: core(q, k, v, bias=t, max_distance=2, is_causal=True, return_state=True)[0], bias),
+        ("slope", lambda t: core(q, k, v, bias=bias, max_distance=2, slope=t), slope),
+        ("gate", lambda t: gated(q, k, v, gate=t, is_causal=True), gate),
+        ("bias", by_layer, layer.positions.weight.detach()),
+        ("a parameter of the feature map", by_map, core.feature_map.b_k.detach()),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} {REFUSED}"):
+            torch.func.jvp(of, (at,), (torch.ones_like(at),))
+        with pytest.raises(ValueError, match=f"^{name} {REFUSED}"):
+            torch.func.jacfwd(of)(at)
+        with forward_ad.dual_level(), pytest.raises(ValueError, match=f"^{name} {REFUSED}"):
+            of(forward_ad.make_dual(at, torch.ones_like(at)))
+        of(at)  # without a tangent, all is well
+    with pytest.raises(ValueError, match=f"^query {REFUSED}"):
+        torch.func.jvp(torch.func.vmap(lambda y: core(y, k, v)), (q.expand(3, *q.shape),), (q.expand(3, *q.shape),))
+
+
+def test_a_compiled_core_drops_no_tangent():
+    core = kf.build_attention("favor+", head_dim=8, num_heads=H, num_features=8)
+    q, k, v = inputs(5, dtype=torch.float32)
+    bias = torch.randn(H, 9)
+    compiled = torch.compile(core, backend="eager")
+    compiled(q, k, v, bias=bias)
+    with forward_ad.dual_level():
+        with pytest.raises(ValueError, match=f"^bias {REFUSED}"):
+            compiled(q, k, v, bias=forward_ad.make_dual(bias, bias))
+        assert forward_ad.unpack_dual(compiled(q, k, v, bias=bias)).tangent is None  # nothing to lose here
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_derivative_is_right_or_refused(method):
+    core = build(method)
+    causal = method == "rfa-gate"
+    q, k, v = inputs(3, B=1, grad=True)
+
+    def slope(x):
+        return torch.autograd.grad(core(x, k, v, is_causal=causal).square().sum(), x, create_graph=True)[0]
+
+    got, error = result(lambda: torch.autograd.grad(slope(q).sum(), q)[0])
+    if error:
+        assert "no autograd formula was registered" in error or "is not implemented" in error
+        return
+    steps = 1e-6 * torch.eye(q.numel(), **f64).view(-1, *q.shape)
+    want = [(slope(q + x) - slope(q - x)).sum() / 2e-6 for x in steps]
+    torch.testing.assert_close(got.flatten(), torch.stack(want), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vmap_is_right_or_refused(method):
+    core = build(method)
+    causal = method == "rfa-gate"
+    q, k, v = inputs(5)
+    several = torch.stack([q, 2 * q])
+    got, error = result(lambda: torch.func.vmap(lambda x: core(x, k, v, is_causal=causal))(several))
+    if error:
+        assert "Batching rule not implemented" in error
+        return
+    torch.testing.assert_close(got, torch.stack([core(x, k, v, is_causal=causal) for x in several]))
