@@ -1,15 +1,23 @@
-"""Linear-time attention by kernels, for PyTorch."""
+"""Linear-time attention by kernels, for PyTorch.
 
-from kernelformer.attention import State
-from kernelformer.modules import (
-    KernelAttention,
-    RelativePositions,
-    build_attention,
-    list_methods,
-    method_options,
-    parameter_groups,
-    redraw,
-)
+Importing it takes no time: torch is imported with the first name that needs it.
+"""
+
+from typing import TYPE_CHECKING
+
+from kernelformer.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kernelformer.attention import State
+    from kernelformer.modules import (
+        KernelAttention,
+        RelativePositions,
+        build_attention,
+        list_methods,
+        method_options,
+        parameter_groups,
+        redraw,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,3 +31,10 @@ __all__ = [
     "parameter_groups",
     "redraw",
 ]
+_PACKAGES = ("attention", "contract", "errors", "feature_maps", "kernels", "modules")  # there without an import
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {name: f"{__name__}.modules" for name in __all__ if not name.startswith("__")}
+    | {"State": f"{__name__}.attention"}
+    | {name: f"{__name__}.{name}" for name in _PACKAGES},
+)

@@ -11,13 +11,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 LIBRARIES = ("kernelformer", "transformers", "accelerate", "numpy")
 
 
 def environment(threads: int) -> dict[str, Any]:
     """What figures depend on besides the code: libraries and machine, without its name and without paths."""
+    import torch
+
     found: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),

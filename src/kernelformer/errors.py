@@ -6,9 +6,14 @@ import difflib
 import math
 import operator
 from collections.abc import Iterable
-from typing import SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, SupportsFloat, SupportsIndex
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WorkerError(RuntimeError):
+    """A measuring process that failed, with what it said last."""
 
 
 def unknown(what: str, value: object, known: Iterable[str]) -> ValueError:

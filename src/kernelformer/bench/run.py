@@ -12,6 +12,7 @@ from typing import Any
 
 from kernelformer.bench.contenders import Case, contender
 from kernelformer.environment import environment
+from kernelformer.errors import WorkerError
 
 __all__ = ["HEAPS", "Row", "WorkerError", "cases", "environment", "job", "run_case"]
 
@@ -42,10 +43,6 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
-
-
-class WorkerError(RuntimeError):
-    """A measuring process that failed, with what it said last."""
 
 
 def job(kind: str, case: Case, names: Sequence[str], *, heap: str, threads: int, budget: float) -> dict[str, Any]:

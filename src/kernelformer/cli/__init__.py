@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+
+from kernelformer.lazy import MissingExtraError, require_extra
 
 
 def main() -> None:
     """Run ``kernelformer``, or say what it needs."""
-    missing = [name for name in ("typer", "rich", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f"the kernelformer command needs {', '.join(missing)}: pip install 'kernelformer[train]'")
+    try:
+        require_extra("the kernelformer command", "typer", "matplotlib")
+    except MissingExtraError as problem:
+        sys.exit(str(problem))
     from kernelformer.cli.app import app
 
     app()

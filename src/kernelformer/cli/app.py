@@ -7,15 +7,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kernelformer import list_methods, method_options
+from kernelformer import __version__
 from kernelformer.cli import benchmark, converting, pictures, results, studies, training, translating
 from kernelformer.cli.common import console, plain_errors
 from kernelformer.errors import choice
 from kernelformer.recipes.catalogue import RECIPES
 from kernelformer.recipes.papers import Recipe
-from kernelformer.tasks import TASKS, task_options
 
-app = typer.Typer(help="Linear-time attention by kernels.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(training.train)
 app.command()(training.evaluate)
 app.command()(training.compare)
@@ -28,6 +27,21 @@ app.command()(results.results)
 app.command()(benchmark.bench)
 app.command()(pictures.attention)
 app.add_typer(studies.app, name="study")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kernelformer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Linear-time attention by kernels."""
 
 
 @app.command("list")
@@ -54,6 +68,8 @@ def _table(*columns: str) -> Table:
 
 
 def _methods() -> Table:
+    from kernelformer import list_methods, method_options
+
     table = _table("method", "about", "options")
     for name, about in list_methods().items():
         table.add_row(name, about, ", ".join(method_options(name)))
@@ -61,6 +77,8 @@ def _methods() -> Table:
 
 
 def _tasks() -> Table:
+    from kernelformer.tasks import TASKS, task_options
+
     table = _table("task", "about", "metric", "options (--set task.NAME=VALUE)")
     for name, task in TASKS.items():
         table.add_row(name, task.about, task.metric, ", ".join(task_options(name)))
@@ -71,7 +89,7 @@ def _recipes() -> Table:
     table = _table("recipe", "about", "source", "task")
     table.caption = "by default at the size --size cpu; recipes of papers have --size full too; `list NAME` shows both"
     for name, recipe in RECIPES.items():
-        table.add_row(name, recipe.about, recipe.source, recipe.run().task)
+        table.add_row(name, recipe.about, recipe.source, recipe.task)
     return table
 
 

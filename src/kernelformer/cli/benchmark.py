@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kernelformer.bench import run as bench_run
-from kernelformer.bench import show
-from kernelformer.bench.contenders import BIASES, TASKS, Case, contender, yardsticks
 from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import console, names, numbers, plain_errors, progress_bar, say, target, thread_count
 from kernelformer.environment import environment
 from kernelformer.errors import choice
 from kernelformer.files import write_json
+
+if TYPE_CHECKING:
+    from kernelformer.bench.case import Case
+    from kernelformer.bench.run import Row
 
 
 @renamed(methods="attention", window="max_distance")
@@ -27,7 +28,7 @@ def bench(
     peers: Annotated[
         str, typer.Option(help="'auto' for SDPA, what is installed, and for a bias Algorithm 1; 'none'; or names")
     ] = "auto",
-    tasks: Annotated[str, typer.Option(help="of bidirectional, causal, decode")] = ",".join(TASKS),
+    tasks: Annotated[str, typer.Option(help="of bidirectional, causal, decode")] = "bidirectional,causal,decode",
     passes: Annotated[str, typer.Option(help="of forward, train (forward + backward)")] = "forward,train",
     heaps: Annotated[str, typer.Option(help="of default, kept: the allocator's settings")] = "default,kept",
     batch: Annotated[int, typer.Option(min=1)] = 1,
@@ -42,6 +43,10 @@ def bench(
     out: Annotated[Path, typer.Option(help="folder for bench.json and bench.png")] = Path("out"),
 ) -> None:
     """Time and weigh methods against their peers, after checking each against its definition."""
+    from kernelformer.bench import run as bench_run
+    from kernelformer.bench import show
+    from kernelformer.bench.contenders import BIASES, TASKS, contender, yardsticks
+
     with plain_errors():
         chosen = names(attention)
         kind_of_bias = None if choice("bias", bias, ("none", *BIASES)) == "none" else bias
@@ -66,17 +71,21 @@ def bench(
         console.print(f"figures: {file}   picture: {picture}", highlight=False)
 
 
-def _measure(todo: Sequence[Case], chosen: Sequence[str], **settings: Any) -> list[bench_run.Row]:
-    rows: list[bench_run.Row] = []
+def _measure(todo: Sequence[Case], chosen: Sequence[str], **settings: Any) -> list[Row]:
+    from kernelformer.bench.run import run_case
+
+    rows: list[Row] = []
     with progress_bar() as progress:
         bar = progress.add_task("", total=len(todo))
         for case in todo:
-            rows += bench_run.run_case(case, chosen, **settings, tell=lambda text: say(progress, bar, text))
+            rows += run_case(case, chosen, **settings, tell=lambda text: say(progress, bar, text))
             progress.advance(bar)
     return rows
 
 
-def _show(rows: Sequence[bench_run.Row], first: str, heaps: Sequence[str]) -> None:
+def _show(rows: Sequence[Row], first: str, heaps: Sequence[str]) -> None:
+    from kernelformer.bench import show
+
     for table in show.tables(rows, first, heaps):
         console.print(table)
         console.print()

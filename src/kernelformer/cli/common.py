@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from kernelformer.bench.run import WorkerError
+from kernelformer.errors import WorkerError
 from kernelformer.training.run import StoppedError, TrainingError
 
 console = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
@@ -98,6 +97,15 @@ def thread_count(threads: int | None) -> int:
     if threads is not None:
         return threads
     if os.environ.get("OMP_NUM_THREADS"):
+        import torch
+
         return torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def use_threads(threads: int | None) -> None:
+    """Let this process compute with `thread_count` threads."""
+    import torch  # here and in the commands' own imports: their help does not wait for it
+
+    torch.set_num_threads(thread_count(threads))

@@ -8,11 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from kernelformer.cli.aliases import literal_text
-from kernelformer.cli.common import console, plain_errors, progress_bar, say, thread_count
+from kernelformer.cli.common import console, plain_errors, progress_bar, say, use_threads
 
 
 def convert(
@@ -39,7 +38,7 @@ def convert(
     threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
 ) -> None:
     """Make a pretrained model linear: convert its attention, measure, distill, and write it as a folder."""
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         from kernelformer.recipes import conversion_report, converting
 
@@ -81,7 +80,7 @@ def continue_(
     threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
 ) -> None:
     """Let a converted decoder go on with a text, in constant memory."""
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         from kernelformer.recipes.continuing import write_on
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from kernelformer.cli.aliases import renamed
-from kernelformer.cli.common import console, names, numbers, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.cli.common import (
+    console,
+    names,
+    numbers,
+    plain_errors,
+    progress_bar,
+    say,
+    target,
+    thread_count,
+    use_threads,
+)
 from kernelformer.environment import environment
 from kernelformer.files import write_json
 
@@ -35,7 +44,7 @@ def normalized(
     """Standard and normalized models made linear without fine-tuning (NPRF, Fig. 2); trained models are kept."""
     from kernelformer.recipes import normalized as study
 
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         file = target(out / "normalized.json")
         setting = study.Setting(
@@ -92,7 +101,7 @@ def conversion(
     from kernelformer.recipes import conversion_study as study
     from kernelformer.recipes.converting import parse_layers
 
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         file = target(out / "conversion.json")
         chosen = names(attention) if attention else study.method_specs(features)

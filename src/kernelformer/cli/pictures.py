@@ -5,11 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from kernelformer.cli.aliases import literal_text, picture_in, renamed
-from kernelformer.cli.common import console, names, numbers, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.cli.common import (
+    console,
+    names,
+    numbers,
+    plain_errors,
+    progress_bar,
+    say,
+    target,
+    thread_count,
+    use_threads,
+)
 
 
 @renamed(layer="layers", head="heads")
@@ -29,7 +38,7 @@ def attention(
     out: Annotated[Path, typer.Option(help="folder for attention.png")] = Path("out"),
 ) -> None:
     """Attention matrices of a model and of its converted self, side by side (Performer, App. C.4)."""
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         from kernelformer.recipes import attention_pictures as pictures
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from kernelformer.cli import converting_studies, pictures
@@ -20,14 +19,12 @@ from kernelformer.cli.common import (
     shares,
     target,
     thread_count,
+    use_threads,
 )
 from kernelformer.environment import environment
 from kernelformer.files import write_json
-from kernelformer.recipes import encoder as encoder_study
-from kernelformer.recipes import positions as position_study
-from kernelformer.recipes import sparsity as sparsity_study
 from kernelformer.recipes.catalogue import find_recipe
-from kernelformer.recipes.sparsity import Setting
+from kernelformer.recipes.settings import ENCODER_ATTENTIONS, POSITION_LENGTHS, SparsitySetting
 
 app = typer.Typer(help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
 app.command()(converting_studies.conversion)
@@ -41,22 +38,24 @@ def sparsity(
     attention: Annotated[str, typer.Option(help="name or name:option=value, separated by commas")] = "",
     relevances: Annotated[str, typer.Option(help="probabilities that a position counts")] = "0.1,0.5,0.9",
     seeds: Annotated[int, typer.Option(min=1, help="runs of each")] = 1,
-    steps: Annotated[int, typer.Option(min=1)] = Setting.steps,
-    length: Annotated[int, typer.Option(min=4)] = Setting.length,
-    features: Annotated[int, typer.Option(min=1)] = Setting.num_features,
+    steps: Annotated[int, typer.Option(min=1)] = SparsitySetting.steps,
+    length: Annotated[int, typer.Option(min=4)] = SparsitySetting.length,
+    features: Annotated[int, typer.Option(min=1)] = SparsitySetting.num_features,
     threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
     out: Annotated[Path, typer.Option(help="folder for sparsity.json and sparsity.png")] = Path("out"),
 ) -> None:
     """Which kernels learn to ignore (KL-Transformer, App. E): learning curves; goes on where it was stopped."""
-    torch.set_num_threads(thread_count(threads))
+    from kernelformer.recipes import sparsity as study
+
+    use_threads(threads)
     with plain_errors():
         file = target(out / "sparsity.json")
-        chosen = names(attention) if attention else list(sparsity_study.METHODS)
+        chosen = names(attention) if attention else list(study.METHODS)
         relevant = shares("--relevances", relevances)
-        setting = Setting(steps=steps, length=length, num_features=features)
+        setting = SparsitySetting(steps=steps, length=length, num_features=features)
         with progress_bar() as progress:
             bar = progress.add_task("", total=len(chosen) * len(relevant) * seeds)
-            curves = sparsity_study.study(
+            curves = study.study(
                 chosen,
                 relevant,
                 setting,
@@ -65,9 +64,9 @@ def sparsity(
                 tell=lambda text: progress.update(bar, description=text),
                 done=lambda: progress.advance(bar),
             )
-        console.print(sparsity_study.table(curves))
+        console.print(study.table(curves))
         picture = file.with_suffix(".png")
-        sparsity_study.picture(curves, picture)
+        study.picture(curves, picture)
         console.print(f"figures: {file}   picture: {picture}", highlight=False)
 
 
@@ -79,7 +78,7 @@ def kernels(
     """Where learned kernels start, and what the smoothing of signed ones costs."""
     from kernelformer.recipes import kernels as kernel_study
 
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         file = picture_in(out, "kernels.png")
         with progress_bar() as progress:
@@ -104,7 +103,7 @@ def approximation(
     """Spectral error inside a real encoder (Skyformer, Fig. 1), condition numbers and the statistical dimension."""
     from kernelformer.recipes import approximation as study
 
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         file = target(out / "approximation.json")
         sizes, counts = numbers("--lengths", lengths), numbers("--features", features)
@@ -117,7 +116,7 @@ def approximation(
 @app.command()
 def positions(
     lengths: Annotated[str, typer.Option(help="tokens; the paper goes to 40960")] = ",".join(
-        map(str, position_study.LENGTHS)
+        map(str, POSITION_LENGTHS)
     ),
     draws: Annotated[int, typer.Option(min=2, help="of frequencies, queries and keys")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="timed calls of each forward")] = 5,
@@ -125,14 +124,16 @@ def positions(
     out: Annotated[Path, typer.Option(help="folder for positions.json and positions.png")] = Path("out"),
 ) -> None:
     """Errors over the norm of queries and keys, and the time of a forward with relative positions (NPRF, Fig. 1)."""
-    torch.set_num_threads(thread_count(threads))
+    from kernelformer.recipes import positions as study
+
+    use_threads(threads)
     with plain_errors():
         file = target(out / "positions.json")
         sizes = numbers("--lengths", lengths)
         with progress_bar() as progress:
-            bar = progress.add_task("", total=position_study.steps(sizes))
-            found = position_study.run(sizes, draws, repeats, lambda x: say(progress, bar, x, advance=1))
-        _show(position_study, found, file, threads)
+            bar = progress.add_task("", total=study.steps(sizes))
+            found = study.run(sizes, draws, repeats, lambda x: say(progress, bar, x, advance=1))
+        _show(study, found, file, threads)
 
 
 @app.command()
@@ -143,7 +144,7 @@ def encoder(
     depths: Annotated[str, typer.Option(help="further numbers of layers; 'none' for none")] = "12,20",
     deep_lengths: Annotated[str, typer.Option(help="tokens for those; default: the shortest and the middle one")] = "",
     attention: Annotated[str, typer.Option(help="specs separated by commas; opt, opt+qk are the bounds")] = ",".join(
-        encoder_study.ATTENTIONS
+        ENCODER_ATTENTIONS
     ),
     heap: Annotated[str, typer.Option(help="default or kept: the allocator's settings")] = "default",
     budget: Annotated[float, typer.Option(min=0.01, help="seconds per case and pass")] = 20.0,
@@ -153,9 +154,11 @@ def encoder(
     out: Annotated[Path, typer.Option(help="folder for encoder.json and encoder.png")] = Path("out"),
 ) -> None:
     """Speed and memory of whole encoders against SDPA and the upper bound (Performer, Fig. 3, 20)."""
+    from kernelformer.recipes import encoder as study
+
     with plain_errors():
         file = target(out / "encoder.json")
-        setting = encoder_study.Setting(
+        setting = study.Setting(
             sizes=tuple(names(sizes)),
             lengths=numbers("--lengths", lengths) if lengths else None,
             layers=layers,
@@ -169,11 +172,9 @@ def encoder(
             memory=memory,
         )
         with progress_bar() as progress:
-            bar = progress.add_task("", total=encoder_study.steps(setting))
-            found = encoder_study.run(
-                setting, lambda x: say(progress, bar, x, advance=1), lambda x: _keep(x, file, threads)
-            )
-        _show(encoder_study, found, file, threads)
+            bar = progress.add_task("", total=study.steps(setting))
+            found = study.run(setting, lambda x: say(progress, bar, x, advance=1), lambda x: _keep(x, file, threads))
+        _show(study, found, file, threads)
 
 
 def _keep(found: Any, file: Path, threads: int | None) -> None:
@@ -200,7 +201,7 @@ def overhead(
     """How much of a training step is outside of tensor operations."""
     from kernelformer.recipes import overhead as study
 
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         file = target(out / "overhead.json")
         chosen = find_recipe(recipe)

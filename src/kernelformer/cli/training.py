@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from kernelformer.cli.aliases import literal_text
-from kernelformer.cli.common import console, errors, names, plain_errors, progress_bar, say, thread_count
+from kernelformer.cli.common import console, errors, names, plain_errors, progress_bar, say, thread_count, use_threads
 from kernelformer.recipes.catalogue import change, find_recipe
-from kernelformer.tasks.sources import HUB
 from kernelformer.training.run import attention_settings
 from kernelformer.units import human_bytes, visible
 
@@ -86,6 +84,8 @@ def _settings(sets: Sequence[str] | None, **options: Any) -> dict[str, Any]:
 
 def _absolute(place: str) -> str:
     """A path that is found from wherever the run is looked at later; a name of the hub is none."""
+    from kernelformer.tasks.sources import HUB
+
     hub, path = (HUB, place.removeprefix(HUB)) if place.startswith(HUB) else ("", place)
     whole = os.path.abspath(os.path.expanduser(path))
     return place if hub and not os.path.exists(whole) else hub + whole
@@ -124,7 +124,7 @@ def train(
     """Train a model. Also by `torchrun -m kernelformer train ...` on several processes."""
     from kernelformer.training.session import train as train_model
 
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         own = {"steps": steps, "seed": seed, "data": data, "length": length, "skip_bad": skip_bad or None}
         settings = _settings(sets, **own, **(_sides(attention) if attention else {}))
@@ -146,7 +146,7 @@ def evaluate(
     """Measure a trained model on a split."""
     from kernelformer.training.evaluation import evaluate as evaluate_model
 
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         some = TRAINING_SAMPLES if samples is None and split == "train" else samples
         found = evaluate_model(folder, split=split, batch_size=batch, samples=some, tell=_remark)
@@ -228,7 +228,7 @@ def generate(
     from kernelformer.models import KernelformerForCausalLM
     from kernelformer.training.evaluation import load_run
 
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         before = literal_text(prompt, text)
         run, model = load_run(folder)
@@ -276,7 +276,7 @@ def demo(
             "Attention by kernels on the Python standard library", recipe.run(), recipe.attentions(), 1, out
         )
         _compare(plan, True, thread_count(threads))
-        torch.set_num_threads(thread_count(threads))
+        use_threads(threads)
         _, model = load_run(plan.place(plan.runs[-1]))
         assert isinstance(model, KernelformerForCausalLM)
         console.print(f"\nwritten by {plan.runs[-1].label}:\n", style="bold", highlight=False)

@@ -11,11 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
-import torch
 import typer
 
 from kernelformer.cli.aliases import renamed
-from kernelformer.cli.common import errors, plain_errors, thread_count
+from kernelformer.cli.common import errors, plain_errors, use_threads
 from kernelformer.units import visible
 
 BLOCKS = 16  # batches that are read before they are translated: sentences of similar length go together
@@ -33,7 +32,7 @@ def translate(
     """Translate lines of text with a trained model, one line for each."""
     from kernelformer.recipes.translating import load_translator
 
-    torch.set_num_threads(thread_count(threads))
+    use_threads(threads)
     with plain_errors():
         if text is not None and not text.is_file():
             raise ValueError(f"there is no file {text}; give one with a text in each line, or leave --text out.")

@@ -1,5 +1,9 @@
 """Kernel attention in Hugging Face models: registered as an implementation, or put into pretrained ones."""
 
+from kernelformer.lazy import require_extra
+
+require_extra(__name__)
+
 from kernelformer.hf.cache import StateCache
 from kernelformer.hf.converting import Conversion, conversion, convert, cores, new_cache, undo
 from kernelformer.hf.registering import register

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from kernelformer.lazy import require_extra
+
+require_extra(__name__)
+
 from kernelformer.models.base import KernelformerPreTrainedModel
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.decoder import KernelformerForCausalLM, KernelformerForPixels

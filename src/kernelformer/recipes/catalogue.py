@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from kernelformer.errors import positive_int, unknown
 from kernelformer.recipes.papers import PAPERS
 from kernelformer.recipes.papers.base import BIASED, CPU, Recipe
-from kernelformer.tasks import task_options
 from kernelformer.training.run import Run
 
-BYTES = Run(
+BYTES = partial(
+    Run,
     task="bytes",
     attention=BIASED,
     task_options={"length": 512, "validation_samples": 128},
@@ -40,7 +41,8 @@ RECIPES: dict[str, Recipe] = {
         "ListOps of Long Range Arena: nested operators over digits, ten classes, lengths 500 to 2000",
         "the model of Skyformer's Sec. 5 (2 layers, width 64), fewer samples and steps, for a CPU",
         {
-            CPU: Run(
+            CPU: partial(
+                Run,
                 task="listops",
                 attention="favor+:num_features=64",
                 task_options={"train_samples": 20000, "validation_samples": 500, "test_samples": 500},
@@ -60,7 +62,7 @@ RECIPES: dict[str, Recipe] = {
         "byte-level language model of the Python standard library, in less than a minute for each attention",
         "what `make demo` compares: `bytes` with shorter samples and fewer steps",
         {
-            CPU: replace(
+            CPU: partial(
                 BYTES,
                 task_options={"length": 256, "validation_samples": 128},
                 steps=320,
@@ -102,6 +104,8 @@ def change(run: Run, settings: Mapping[str, Any]) -> Run:
         elif name in known:
             own[name] = value
         else:
+            from kernelformer.tasks import task_options
+
             more = [f"task.{x}" for x in task_options(run.task)]
             raise unknown("setting", name, [*known, *more, *(f"model.{x}" for x in sorted(run.model))])
     if "warmup_steps" not in own and positive_int("steps", own.get("steps", run.steps)) < run.warmup_steps:

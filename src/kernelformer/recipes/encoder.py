@@ -22,10 +22,10 @@ from kernelformer.bench.run import HEAPS, WorkerError
 from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.modules.build import parse_attention
 from kernelformer.recipes.encoder_worker import BOUNDS, PASSES, Case, build
+from kernelformer.recipes.settings import ENCODER_ATTENTIONS as ATTENTIONS
 from kernelformer.units import human_bytes, human_ratio, human_time
 
 EXACT = "softmax"
-ATTENTIONS = (EXACT, "favor+:num_features=256", *BOUNDS)
 # Whatever is larger than 64 KiB goes back to the system at once, so that resident memory is what is in use.
 WEIGHED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kernelformer.environment import peak, reset_peak
+from kernelformer.recipes.settings import ENCODER_BOUNDS
 
 VOCABULARY = 256
 PASSES = ("forward", "forward + backward")
@@ -82,7 +83,7 @@ class _PassOn(torch.autograd.Function):
         return grad, grad, grad
 
 
-BOUNDS: dict[str, type[Values]] = {"opt": Values, "opt+qk": ValuesAndGradients}
+BOUNDS: dict[str, type[Values]] = dict(zip(ENCODER_BOUNDS, (Values, ValuesAndGradients), strict=True))
 
 
 def build(case: Case, attention: str) -> Any:

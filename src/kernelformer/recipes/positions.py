@@ -27,7 +27,6 @@ NORMS = (0.5, 1.0, 2.0, 3.0, 4.0)
 FEATURES = (4, 16, 64, 256, 1024)
 KEYS = 1024
 QUERIES = 64
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
 # Contender, number of features and kind of bias; softmax has no features.
 FORWARDS: dict[str, tuple[str, int, str]] = {
     "fft, m = 16": ("nprf:algorithm=fft", 16, "full"),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from kernelformer.files import write_text
 from kernelformer.modules import KernelAttention, method_options, parameter_groups, parse_method, redraw
 from kernelformer.modules.redraw import random_maps
+from kernelformer.recipes.settings import SparsitySetting as Setting
 from kernelformer.tasks.sparsity import CLASSES, SparseSums, sparse_sums
 
 METHODS = (
@@ -34,28 +35,6 @@ METHODS = (
     "fastfood-prf:learn=SGB",
 )
 RELEVANCES = (0.1, 0.5, 0.9)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One size of the study; the defaults are for a CPU, comments give the paper's."""
-
-    length: int = 48  # 200
-    train: int = 16000  # 160,000
-    validation: int = 2000  # 40,000
-    batch: int = 32  # 400
-    steps: int = 800
-    lr: float = 1e-3  # 5e-6
-    kernel_lr: float = 1e-3
-    weight_decay: float = 0.1
-    beta2: float = 0.98
-    eps: float = 1e-9
-    num_features: int = 64
-    redraw_every: int = 100
-    check_every: int = 50
-    layers: int = 3
-    width: int = 64
-    heads: int = 4
 
 
 @dataclass

@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kernelformer.errors import choice, unknown
-from kernelformer.tasks.base import SPLITS, Task
-from kernelformer.tasks.bytes import Bytes
-from kernelformer.tasks.grey import Grey
-from kernelformer.tasks.images import Images
-from kernelformer.tasks.listops import ListOps
-from kernelformer.tasks.masked import Masked
-from kernelformer.tasks.pathfinder import Pathfinder
-from kernelformer.tasks.pixels import Pixels
-from kernelformer.tasks.proteins import MaskedProteins, Proteins
-from kernelformer.tasks.retrieval import Retrieval
-from kernelformer.tasks.sentences import Sentences
-from kernelformer.tasks.sparsity import Sparsity
-from kernelformer.tasks.text import Text
-from kernelformer.tasks.translation import Translation
-from kernelformer.tasks.words import Words
+from kernelformer.lazy import lazy_names, require_extra
 
-TASKS: dict[str, type[Task]] = {
-    task.name: task
-    for task in (
-        Bytes,
-        Grey,
-        Images,
-        ListOps,
-        Masked,
-        MaskedProteins,
-        Pathfinder,
-        Pixels,
-        Proteins,
-        Retrieval,
-        Sentences,
-        Sparsity,
-        Text,
-        Translation,
-        Words,
-    )
-}
+if TYPE_CHECKING:
+    from kernelformer.tasks.base import SPLITS, Task
+    from kernelformer.tasks.catalogue import TASKS, make_task, task_options
 
 __all__ = ["SPLITS", "TASKS", "Task", "make_task", "task_options"]
 
-
-def task_options(name: str) -> list[str]:
-    """The options that `make_task` takes for a task."""
-    make = TASKS[choice("task", name, TASKS)]
-    return sorted(inspect.signature(make).parameters)
-
-
-def make_task(name: str, **options: Any) -> Task:
-    """Make a task by its name.
-
-    Args:
-        name: of `TASKS`.
-        options: by task; `task_options` lists them, and the task's class explains them.
-
-    Raises:
-        ValueError: unknown task or option, with the known ones.
-    """
-    known = task_options(name)
-    for option in options:
-        if option not in known:
-            raise unknown(f"option for task {name!r},", option, known)
-    return TASKS[name](**options)
+require_extra(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    dict.fromkeys(("SPLITS", "Task"), f"{__name__}.base")
+    | dict.fromkeys(("TASKS", "make_task", "task_options"), f"{__name__}.catalogue"),
+)

@@ -21,6 +21,7 @@ from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
 from kernelformer.tasks.batching import spread_evenly
 from kernelformer.tasks.corpus import perhaps_text
+from kernelformer.tasks.glue import GLUE as GLUE
 from kernelformer.tasks.metrics import METRICS, OF_NUMBERS, f1, matthews, pearson, spearman
 from kernelformer.tasks.sources import (
     Check,
@@ -47,25 +48,6 @@ _ROUND = 16  # batches have a multiple of this length, so that there are few dif
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-
-
-def _glue(name: str, text: str, other: str | None, labels: int, metric: str) -> dict[str, Any]:
-    return {"data": f"hub:nyu-mll/glue:{name}", "text": text, "other": other, "labels": labels, "glue": metric}
-
-
-# The nine tasks of GLUE as options of "sentences". Labels of its test splits are -1, which is to say secret. MNLI is
-# validated on its matched half; the other by validation_split="validation_mismatched".
-GLUE: dict[str, dict[str, Any]] = {
-    "cola": _glue("cola", "sentence", None, 2, "matthews"),
-    "sst2": _glue("sst2", "sentence", None, 2, "accuracy"),
-    "mrpc": _glue("mrpc", "sentence1", "sentence2", 2, "f1"),
-    "qqp": _glue("qqp", "question1", "question2", 2, "f1"),
-    "stsb": _glue("stsb", "sentence1", "sentence2", 1, "pearson"),
-    "mnli": _glue("mnli", "premise", "hypothesis", 3, "accuracy"),
-    "qnli": _glue("qnli", "question", "sentence", 2, "accuracy"),
-    "rte": _glue("rte", "sentence1", "sentence2", 2, "accuracy"),
-    "wnli": _glue("wnli", "sentence1", "sentence2", 2, "accuracy"),
-}
 
 
 def fit_pairs(first: Int64, second: Int64, room: int) -> tuple[Int64, Int64]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kernelformer.lazy import lazy_names, require_extra
 from kernelformer.records import Result
 from kernelformer.training.run import Run, StoppedError, TrainingError
 
@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Result", "Run", "StoppedError", "TrainingError", "build_model", "evaluate", "load_run", "train"]
 
-# Settings can be made and checked at once; transformers, which what follows needs, takes seconds to import.
-_LATER = {"evaluate": "evaluation", "load_run": "evaluation", "build_model": "session", "train": "session"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+require_extra(__name__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    dict.fromkeys(("evaluate", "load_run"), f"{__name__}.evaluation")
+    | dict.fromkeys(("build_model", "train"), f"{__name__}.session"),
+)

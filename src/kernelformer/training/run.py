@@ -9,8 +9,6 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from kernelformer.errors import choice, flag, integer, number, positive_int, unknown
-from kernelformer.modules.build import parse_attention
-from kernelformer.tasks import TASKS, task_options
 
 # "constant" alone would leave out the warm-up without a word.
 SCHEDULES = {
@@ -151,6 +149,9 @@ class Run:
         self._check_names()
 
     def _check_names(self) -> None:
+        from kernelformer.modules.build import parse_attention  # with torch: settings alone take no time
+        from kernelformer.tasks import TASKS, task_options
+
         for name in ("task_options", "model"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))  # a copy: nobody changes it later
         known = task_options(choice("task", self.task, TASKS))

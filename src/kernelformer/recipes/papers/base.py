@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from kernelformer.errors import choice, positive_int
@@ -41,21 +42,26 @@ class Recipe:
     Args:
         about: one line.
         source: the paper and the table that it follows, or why it is as it is.
-        sizes: "cpu", some minutes on a CPU, and where it follows a paper "full", as printed there. The attention of a
-            run is the default of `train`.
+        sizes: "cpu", some minutes on a CPU, and where it follows a paper "full", as printed there; `run` makes the run,
+            which checks its settings and needs torch for it. The attention of a run is the default of `train`.
         compared: what `compare` compares by default, by size.
         note: how the sizes differ from the paper, and what of its setting cannot be said.
     """
 
     about: str
     source: str
-    sizes: Mapping[str, Run]
+    sizes: Mapping[str, partial[Run]]
     compared: Mapping[str, Sequence[str]]
     note: str = ""
 
     def run(self, size: str = CPU) -> Run:
         """The settings of a size."""
-        return self.sizes[choice("size of this recipe,", size, self.sizes)]
+        return self.sizes[choice("size of this recipe,", size, self.sizes)]()
+
+    @property
+    def task(self) -> str:
+        """Name of the task, the same in all sizes."""
+        return str(next(iter(self.sizes.values())).keywords["task"])
 
     def attentions(self, size: str = CPU) -> Sequence[str]:
         """What `compare` compares by default, in a size."""
@@ -63,7 +69,7 @@ class Recipe:
 
     def settings(self) -> dict[str, list[str]]:
         """What the sizes set, as texts by the names that ``--set`` takes; "" where one leaves the default."""
-        flat = [_flat(run) for run in self.sizes.values()]
+        flat = [_flat(self.run(size)) for size in self.sizes]
         names = sorted(set().union(*flat), key=lambda x: (x.count("."), x))
         found = {name: [one.get(name, "") for one in flat] for name in names}
         return {**found, "compared": [", ".join(self.compared[size]) for size in self.sizes]}
@@ -114,7 +120,7 @@ def pair(
     about: str,
     source: str,
     *,
-    full: Run,
+    full: partial[Run],
     compared: Sequence[str],
     cpu: Mapping[str, Any],
     small: Sequence[str] = BIDIRECTIONAL,
@@ -133,7 +139,7 @@ def pair(
         note: on both sizes.
     """
     own = {"attention": small[1], "decoder_attention": None, **cpu}
-    own["model"] = {**full.model, **own.get("model", {})}
-    own["task_options"] = {**full.task_options, **own.get("task_options", {})}
-    run = replace(full, **own)
-    return Recipe(about, source, {FULL: full, CPU: run}, {FULL: list(compared), CPU: list(small)}, note)
+    for name in ("model", "task_options"):
+        own[name] = {**full.keywords.get(name, {}), **own.get(name, {})}
+    sizes = {FULL: full, CPU: partial(full, **own)}
+    return Recipe(about, source, sizes, {FULL: list(compared), CPU: list(small)}, note)

@@ -6,11 +6,12 @@ fairseq for IWSLT, which has its other sizes: a feed-forward part of 1024 with R
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kernelformer.recipes.papers.base import CAUSAL, FEATURES, IMAGES, Recipe, network, pair, steps_of
 from kernelformer.recipes.papers.glue import SAMPLES, START, TITLES
-from kernelformer.tasks.sentences import GLUE
+from kernelformer.tasks.glue import GLUE
 from kernelformer.training.run import Run
 
 PAPER = "Kernelized attention with relative positional encoding"
@@ -48,7 +49,8 @@ UNSAID = (
 PRETRAIN = pair(
     "masked language modelling of 160 GB of text with BERT-base",
     f"{PAPER}, Sec. 4.1 and Table 5",
-    full=Run(
+    full=partial(
+        Run,
         task="masked",
         attention=_bias(64),
         task_options={**VOCABULARY, "mask_share": 0.15},
@@ -83,7 +85,8 @@ def _fine_tuning(name: str) -> Recipe:
     return pair(
         f"GLUE: {TITLES[name]}",
         f"{PAPER}, Table 1 and Table 5",
-        full=Run(
+        full=partial(
+            Run,
             task="sentences",
             attention=_bias(64),
             task_options={**GLUE[name], **VOCABULARY, **({"glue": "accuracy"} if name in ("mrpc", "qqp") else {})},
@@ -118,7 +121,8 @@ def _fine_tuning(name: str) -> Recipe:
 WIKITEXT = pair(
     "language model of WikiText-103",
     f"{PAPER}, Sec. 4.2 and Table 2",
-    full=Run(
+    full=partial(
+        Run,
         task="words",
         attention=_bias(64),
         task_options={"data": "hub:Salesforce/wikitext:wikitext-103-raw-v1", "length": 512, "vocab_size": 32_768},
@@ -158,7 +162,8 @@ ENCODER, DECODER = 16, 24
 TRANSLATION = pair(
     "translation of IWSLT14, German to English",
     f"{PAPER}, Table 3 and App. A.3",
-    full=Run(
+    full=partial(
+        Run,
         task="translation",
         attention=_bias(ENCODER),
         decoder_attention=_bias(DECODER),
@@ -213,7 +218,8 @@ IMAGES_IN_AN_EPOCH = 1_281_167
 IMAGENET = pair(
     "ImageNet-1K with DeiT-base",
     f"{PAPER}, Table 4 and App. A.4",
-    full=Run(
+    full=partial(
+        Run,
         task="images",
         attention=_bias(32, "2d"),
         task_options={"size": 224, "classes": 1000, "augment": "crop", "resize": True},
@@ -253,7 +259,8 @@ IMAGENET = pair(
 IMAGENET32 = pair(
     "next value of 32 x 32 images in colour, 3072 tokens",
     f"{PAPER}, Table 6 and App. A.5",
-    full=Run(
+    full=partial(
+        Run,
         task="pixels",
         attention=_bias(32),
         task_options={"size": 32},

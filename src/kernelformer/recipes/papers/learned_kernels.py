@@ -6,11 +6,12 @@ are never shortened, norms before each part, a classifier with a ReLU and the fe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kernelformer.recipes.papers.base import Recipe, arena_rate, network, pair, several, steps_of
 from kernelformer.recipes.papers.glue import SAMPLES, START, TITLES
-from kernelformer.tasks.sentences import GLUE
+from kernelformer.tasks.glue import GLUE
 from kernelformer.training.run import Run
 
 # Both components of the mixtures have one covariance and opposite means (footnote 2).
@@ -54,7 +55,8 @@ def _arena(layers: int, heads: int, width: int, feed: int, **more: Any) -> dict[
 LISTOPS = pair(
     "ListOps of Long Range Arena: nested operators over digits, lengths 500 to 2000",
     "Learning the Transformer Kernel, Tables 6 and 7",
-    full=Run(
+    full=partial(
+        Run,
         task="listops",
         attention="fastfood-prf:num_features=64",
         model=_arena(6, 8, 512, 2048, head_dim=64),
@@ -87,7 +89,8 @@ LISTOPS = pair(
 TEXT = pair(
     "Text of Long Range Arena: reviews of IMDb, positive or negative, byte by byte",
     "Learning the Transformer Kernel, Tables 6 and 7",
-    full=Run(
+    full=partial(
+        Run,
         task="text",
         attention="fastfood-prf:num_features=64",
         task_options={"data": "hub:stanfordnlp/imdb", "length": 4000},
@@ -114,7 +117,8 @@ TEXT = pair(
 RETRIEVAL = pair(
     "Retrieval of Long Range Arena: does one paper cite the other? two texts, byte by byte",
     "Learning the Transformer Kernel, Tables 6 and 7",
-    full=Run(
+    full=partial(
+        Run,
         task="retrieval",
         attention="fastfood-prf:num_features=32",
         task_options={"length": 4000},
@@ -144,7 +148,8 @@ RETRIEVAL = pair(
 IMAGE = pair(
     "Image of Long Range Arena: CIFAR-10 as 1024 grey pixels",
     "Learning the Transformer Kernel, Tables 6 and 7 (App. C.2)",
-    full=Run(
+    full=partial(
+        Run,
         task="grey",
         attention="gmm-rks:tied=True:num_features=128",
         task_options={"data": "hub:uoft-cs/cifar10"},
@@ -191,7 +196,8 @@ PRETRAINING = steps_of(5, WORDS // 512, 64)
 WIKITEXT = pair(
     "masked language modelling of WikiText-103, before fine-tuning",
     "Learning the Transformer Kernel, Table 8 and Sec. 3.3",
-    full=Run(
+    full=partial(
+        Run,
         task="masked",
         attention="fastfood-prf:num_features=64",
         task_options={"data": "hub:Salesforce/wikitext:wikitext-103-raw-v1", **WORDPIECE},
@@ -225,7 +231,8 @@ def _fine_tuning(name: str) -> Recipe:
     return pair(
         f"GLUE: {TITLES[name]}",
         "Learning the Transformer Kernel, Table 8 and Sec. 3.3",
-        full=Run(
+        full=partial(
+            Run,
             task="sentences",
             attention="fastfood-prf:num_features=64",
             task_options={**GLUE[name], **WORDPIECE},
@@ -256,7 +263,8 @@ def _fine_tuning(name: str) -> Recipe:
 SPARSITY = pair(
     "sum of the values that are marked as relevant: which kernels learn to ignore?",
     "Learning the Transformer Kernel, App. E",
-    full=Run(
+    full=partial(
+        Run,
         task="sparsity",
         attention="gmm-prf:tied=True:num_features=64",
         task_options={"train_samples": 160_000, "validation_samples": 40_000, "relevance": 0.1, "length": 200},

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kernelformer.recipes.papers.base import CAUSAL, Recipe, network, pair
@@ -52,7 +53,8 @@ def _model(sizes: dict[str, Any], **more: Any) -> dict[str, Any]:
 PROTEINS_UNI = pair(
     "next amino acid of single proteins",
     "Performer, Fig. 6 left and Table 2 (UNI), App. A and C",
-    full=Run(
+    full=partial(
+        Run,
         task="proteins",
         attention=RELU,
         task_options={"length": 1024},
@@ -70,7 +72,8 @@ PROTEINS_UNI = pair(
 PROTEINS_BID = pair(
     "hidden amino acids of single proteins",
     "Performer, Fig. 6 right and Table 2 (BID), App. A and C",
-    full=Run(
+    full=partial(
+        Run,
         task="proteins-masked",
         attention=RELU,
         task_options={"length": 1024},
@@ -89,7 +92,8 @@ def _long(about: str, source: str, sizes: dict[str, Any], compared: tuple[str, .
     return pair(
         about,
         source,
-        full=Run(
+        full=partial(
+            Run,
             task="proteins",
             attention=compared[0],
             task_options={"length": 8192, "concatenate": True},
@@ -123,7 +127,8 @@ PROTEINS_SMALL = _long(
 PIXELS = pair(
     "next value of 64 x 64 images in colour, 12288 tokens",
     "Performer, Fig. 7 left, App. A and D.2 (ImageNet64)",
-    full=Run(
+    full=partial(
+        Run,
         task="pixels",
         attention=RELU,
         task_options={"size": 64},
@@ -149,7 +154,8 @@ PIXELS = pair(
 PG19 = pair(
     "hidden tokens of the books of PG-19",
     "Performer, Fig. 5 right and App. A.1.1",
-    full=Run(
+    full=partial(
+        Run,
         task="masked",
         attention=FAVOR,
         task_options={"length": 1024, "vocab_size": 32_768},
@@ -174,7 +180,8 @@ PG19 = pair(
 LM1B = pair(
     "language model whose first weights are those of a softmax Transformer",
     "Performer, Fig. 5 left (LM1B)",
-    full=Run(
+    full=partial(
+        Run,
         task="words",
         attention=FAVOR,
         task_options={"length": 512, "vocab_size": 32_768},

@@ -6,6 +6,7 @@ warm-up by task, dropout 0.1, learned positions, norms before each part.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kernelformer.recipes.papers.base import Recipe, network, pair
@@ -41,7 +42,8 @@ def _arena(about: str, task: str, note: str, options: dict[str, Any], cpu: dict[
         cpu: what differs at the size for a CPU.
         own: batch_size, learning_rate and warmup_steps.
     """
-    full = Run(
+    full = partial(
+        Run,
         task=task,
         attention="skyformer:num_landmarks=128",
         task_options=options,

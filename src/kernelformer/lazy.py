@@ -1,0 +1,60 @@
+"""What a package does when it is imported: say what it needs, and leave slow imports until a name is asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+# What `pip install 'kernelformer[train]'` brings and the packages beyond the core cannot be imported without.
+TRAIN = ("accelerate", "numpy", "rich", "safetensors", "transformers")
+
+
+class MissingExtraError(ModuleNotFoundError):
+    """A part of the library whose optional dependencies are not installed."""
+
+
+def require_extra(who: str, *modules: str) -> None:
+    """Raise, with the command that installs them, if optional dependencies are missing.
+
+    Args:
+        who: what needs them, such as ``kernelformer.hf``.
+        modules: needed beside those of `TRAIN`.
+    """
+    missing = [name for name in (*modules, *TRAIN) if not _installed(name)]
+    if missing:
+        raise MissingExtraError(f"{who} needs {', '.join(missing)}: pip install 'kernelformer[train]'", name=missing[0])
+
+
+def _installed(name: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package (PEP 562) whose names are imported when they are first used.
+
+    Args:
+        package: its name.
+        homes: the module that has it, by public name; a name that is its own home is a module.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = import_module(homes[name])
+        value = home if homes[name] == f"{package}.{name}" else getattr(home, name)
+        setattr(sys.modules[package], name, value)  # the next time it is there
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return get, names

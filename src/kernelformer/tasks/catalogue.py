@@ -1,0 +1,67 @@
+"""Tasks by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from kernelformer.errors import choice, unknown
+from kernelformer.tasks.base import Task
+from kernelformer.tasks.bytes import Bytes
+from kernelformer.tasks.grey import Grey
+from kernelformer.tasks.images import Images
+from kernelformer.tasks.listops import ListOps
+from kernelformer.tasks.masked import Masked
+from kernelformer.tasks.pathfinder import Pathfinder
+from kernelformer.tasks.pixels import Pixels
+from kernelformer.tasks.proteins import MaskedProteins, Proteins
+from kernelformer.tasks.retrieval import Retrieval
+from kernelformer.tasks.sentences import Sentences
+from kernelformer.tasks.sparsity import Sparsity
+from kernelformer.tasks.text import Text
+from kernelformer.tasks.translation import Translation
+from kernelformer.tasks.words import Words
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task
+    for task in (
+        Bytes,
+        Grey,
+        Images,
+        ListOps,
+        Masked,
+        MaskedProteins,
+        Pathfinder,
+        Pixels,
+        Proteins,
+        Retrieval,
+        Sentences,
+        Sparsity,
+        Text,
+        Translation,
+        Words,
+    )
+}
+
+
+def task_options(name: str) -> list[str]:
+    """The options that `make_task` takes for a task."""
+    make = TASKS[choice("task", name, TASKS)]
+    return sorted(inspect.signature(make).parameters)
+
+
+def make_task(name: str, **options: Any) -> Task:
+    """Make a task by its name.
+
+    Args:
+        name: of `TASKS`.
+        options: by task; `task_options` lists them, and the task's class explains them.
+
+    Raises:
+        ValueError: unknown task or option, with the known ones.
+    """
+    known = task_options(name)
+    for option in options:
+        if option not in known:
+            raise unknown(f"option for task {name!r},", option, known)
+    return TASKS[name](**options)
