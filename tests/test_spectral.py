@@ -9,7 +9,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_model, save_file
 from torch.autograd import gradcheck
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import kernelformer as kf
 from definition import close, hadamard, inputs
@@ -470,6 +472,60 @@ def test_a_stream_makes_its_frequencies_once_and_keeps_them(method, monkeypatch)
     grads = torch.autograd.grad(out.sum(), list(core.parameters()), allow_unused=True)
     assert any(g is not None and g.abs().max() > 0 for g in grads)
     assert after.prepared is None
+
+
+def by_optimizer(core):
+    for x in core.parameters():
+        x.grad = -x
+    torch.optim.SGD(core.parameters(), lr=0.5, foreach=True).step()
+
+
+def by_safetensors(core, folder):
+    path = folder / "core.safetensors"
+    save_file({name: 1.5 * x if x.is_floating_point() else x for name, x in core.state_dict().items()}, path)
+    load_model(core, path)
+
+
+def by_dict(core, assign):
+    found = {name: x.clone() for name, x in core.state_dict().items()}
+    for name, _ in core.named_parameters():
+        found[name] *= 1.5
+    core.load_state_dict(found, assign=assign)
+
+
+WRITES = {
+    "in place": lambda core, _: [x.mul_(1.5) for x in core.parameters()],
+    "data in place": lambda core, _: [x.data.mul_(1.5) for x in core.parameters()],
+    "data copied": lambda core, _: [x.data.copy_(1.5 * x) for x in core.parameters()],
+    "data set": lambda core, _: [setattr(x, "data", 1.5 * x) for x in core.parameters()],
+    "data turned around": lambda core, _: [x.data.copy_(x.flip(-1)) for x in core.parameters()],  # of the same sum
+    "vector": lambda core, _: vector_to_parameters(1.5 * parameters_to_vector(core.parameters()), core.parameters()),
+    "optimizer": lambda core, _: by_optimizer(core),
+    "dict": lambda core, _: by_dict(core, False),
+    "dict assigned": lambda core, _: by_dict(core, True),
+    "safetensors": by_safetensors,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("method", [*LEARNED, "rfa", "rfa-gate"])
+def test_a_stream_goes_on_with_the_weights_of_now_however_they_were_written(method, write, tmp_path):
+    core = kf.build_attention(method, head_dim=8, num_heads=4, num_features=16).eval()
+    q, k, v = inputs(6, dtype=torch.float32)
+    with torch.no_grad():
+        for x in core.parameters():  # so that no two entries are alike
+            x.mul_(1 + 0.5 * torch.rand(x.shape, generator=torch.Generator().manual_seed(0)))
+        _, state = core(q, k, v, is_causal=True, return_state=True)
+        one = q[:, :, :1], k[:, :, :1], v[:, :, :1]
+        before, state = core.step(*one, state)
+        assert state.prepared is not None
+        forgotten = pickle.loads(pickle.dumps(state))
+        before, _ = core.step(*one, state)
+        WRITES[write](core, tmp_path)
+        found, after = core.step(*one, state)
+        assert torch.equal(found, core.step(*one, forgotten)[0])
+        assert (found - before).abs().max() > 1e-4
+        assert torch.equal(core.step(*one, after)[0], core.step(*one, pickle.loads(pickle.dumps(after)))[0])
 
 
 @pytest.mark.parametrize("method", LEARNED)

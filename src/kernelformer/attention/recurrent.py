@@ -18,10 +18,35 @@ MadeBy = tuple[tuple[str, object], ...]
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A map's tensors as a stream keeps them, and the version of the weights that they were made from."""
+    """A map's tensors as a stream keeps them, and the learned weights that they were made from.
+
+    Weights are compared by their numbers: versions do not count what is written through ``.data``.
+    """
 
     tensors: tuple[Tensor, ...]
-    version: tuple[object, ...]
+    weights: tuple[Tensor, ...] | None = None  # copies, or views of them; None: not to be kept
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> Prepared:
+        """To be kept as long as the weights stay what they are, if that can be seen without waiting for a device."""
+        if {x.data_ptr() for x in tensors} <= {x.data_ptr() for x in weights}:  # views, which change with them
+            return Prepared(tuple(tensors), tuple(x.detach() for x in weights))
+        on_cpu = all(x.device.type == "cpu" for x in weights)
+        return Prepared(tuple(tensors), tuple(x.detach().clone() for x in weights) if on_cpu else None)
+
+    def made_from(self, weights: Sequence[Tensor]) -> bool:
+        """Whether these are still the weights."""
+        if self.weights is None or len(self.weights) != len(weights):
+            return False
+        return all(_same(x, kept) for x, kept in zip(weights, self.weights, strict=True))
+
+
+def _same(x: Tensor, kept: Tensor) -> bool:
+    if x.dtype != kept.dtype or x.device != kept.device:
+        return False
+    if x.data_ptr() == kept.data_ptr():
+        return True
+    return x.device.type == "cpu" and torch.equal(x, kept)
 
 
 @dataclass(frozen=True, eq=False)

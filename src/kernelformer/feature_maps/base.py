@@ -140,11 +140,14 @@ class FeatureMap(nn.Module):
                 self._buffers[name] = before.to(after.device)
         return self
 
-    @property
-    def weights_version(self) -> tuple[object, ...]:
-        """Changes whenever a learned parameter is replaced or changed in place."""
-        own = (x for m in self.modules() for x in m._parameters.values() if x is not None)
-        return tuple((id(x), None if x.is_inference() else x._version) for x in own)
+    def learned_weights(self) -> list[Tensor]:
+        """The parameters, always in one order; quicker than `parameters`, for every step of a stream asks."""
+        weights: list[Tensor] = []
+        modules: list[nn.Module] = [self]
+        for module in modules:  # grows on the way
+            weights.extend(x for x in module._parameters.values() if x is not None)
+            modules.extend(x for x in module._modules.values() if x is not None)
+        return weights
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -75,13 +75,14 @@ class KernelCore(BiasedCore):
     ) -> Prepared:
         """The map's tensors: those of the stream where they are still right, else made anew.
 
-        With gradients they belong to a graph, and a compiled step cannot see versions: both make them each time.
+        With gradients they belong to a graph, and a compiled step cannot compare weights: both make them each time.
         """
         keeps = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        version = self.feature_map.weights_version if keeps else ()
-        if keeps and state is not None and state.prepared is not None and state.prepared.version == version:
+        weights = self.feature_map.learned_weights() if keeps else []
+        if keeps and state is not None and state.prepared is not None and state.prepared.made_from(weights):
             return state.prepared
-        return Prepared(tuple(self.feature_map.prepare(query, key, key_mask, scale, query_mask)), version)
+        tensors = self.feature_map.prepare(query, key, key_mask, scale, query_mask)
+        return Prepared.of(tensors, weights) if keeps else Prepared(tuple(tensors))
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
