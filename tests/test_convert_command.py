@@ -17,7 +17,8 @@ from kernelformer.cli.app import app  # noqa: E402
 from kernelformer.hf import load  # noqa: E402
 from kernelformer.recipes import checkpoint, conversion_report, converting  # noqa: E402
 from kernelformer.recipes.converting import Setting, parse_layers  # noqa: E402
-from kernelformer.recipes.pretrained import batches, check_length, load_source, read_texts  # noqa: E402
+from kernelformer.recipes.pretrained import check_length, load_source, read_texts  # noqa: E402
+from kernelformer.recipes.text_rows import batches  # noqa: E402
 from kernelformer.recipes.vocabulary import tokenizer_of_vocabulary  # noqa: E402
 
 WORDS = [f"word{i}" for i in range(30)]
@@ -97,7 +98,7 @@ def test_the_command_writes_a_model_that_loads_and_leaves_the_source_alone(model
     rows = report["reports"]["converted"]["rows"]
     assert [x["method"] for x in rows] == ["favor+"] * 2
     assert all(x["predicted"] > 0 and len(x["heads"]) == 2 for x in rows)
-    assert report["texts"] == {"measured on": ["some.jsonl", 8]}
+    assert report["texts"]["measured on"]["texts"] == 8
     card = (target / "README.md").read_text()
     assert "favor+, draw = hadamard, num\\_features = 16" in card
     assert "replaced: 2 of 2 attentions" in card
@@ -109,7 +110,10 @@ def test_the_command_writes_a_model_that_loads_and_leaves_the_source_alone(model
 def test_distillation_lowers_the_error_and_learns_nothing_from_what_is_measured(model, text, tmp_path):
     setting = Setting(features=16, distill=text, steps=30, tune=2, samples=4)
     found = converting.run(model, tmp_path / "d", setting)
-    assert found.texts == {"measured on": ("some.jsonl", 4), "learned from": ("some.jsonl", 16)}
+    assert {x: (y.texts, y.available) for x, y in found.texts.items()} == {
+        "measured on": (4, 20),
+        "learned from": (16, 16),
+    }
     assert {x: len(y) for x, y in found.losses.items()} == {"transfer": 30, "tune": 2}
     before, after = (sum(x.error for x in found.reports[y].rows) for y in ("converted", "distilled"))
     assert after < before
@@ -190,7 +194,6 @@ def test_features_are_whatever_the_method_calls_them():
         (["--attention", "elu", "--features", 8], "'elu' has no number of features, got 8; leave --features out"),
         (["--attention", "favor+:num_features=4", "--features", 8], "say the same thing; leave one out"),
         (["--attention", "favour"], "unknown method 'favour'; did you mean"),
-        (["--attention", "softmax"], "'softmax' is what the model has already"),
         (["--layers", "7"], "this model has 2 attentions, numbered from 0, got 7"),
         (["--layers", "decoder.*"], "unknown attention 'decoder.*'"),
         (["--task", "seq2seq"], "a model of type 'bert' is not for the task 'seq2seq'"),
@@ -260,7 +263,7 @@ def test_what_is_not_a_model_is_named(model, text, tmp_path):
         (cut, "no model could be read from"),
         (other, "no model could be read from"),
         (tmp_path / "no" / "such" / "folder", "there is no folder"),
-        (text, "is a file; give the folder of a model"),
+        (text, "is a file and not a .gguf; give the folder of a model"),
     ):
         code, said = invoke(source, tmp_path / "d")
         assert code == 2, said
@@ -352,7 +355,7 @@ def test_gguf_files_are_one_in_a_folder_and_need_their_package(tmp_path, monkeyp
         load_source(tmp_path)
     (tmp_path / "b.gguf").unlink()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs the package gguf, which is not installed: pip install gguf"):
+    with pytest.raises(ValueError, match="needs the package gguf, which is not installed: pip install 'kernelformer"):
         load_source(tmp_path)
 
 

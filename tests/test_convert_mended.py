@@ -24,6 +24,7 @@ from kernelformer.hf.comparing import Depth
 from kernelformer.hf.multihead import KernelMultiheadAttention
 from kernelformer.hf.registering import CONVERTED
 from kernelformer.recipes import conversion_study, converting
+from kernelformer.recipes.conversion_texts import divide_texts
 from kernelformer.recipes.converting import Setting
 from kernelformer.recipes.lengths_worker import Subject
 from tiny_models import inputs, outputs, tiny, tokens
@@ -170,15 +171,15 @@ def test_texts_that_are_measured_on_are_not_learned_from_by_content(tmp_path):
     both, exam = tmp_path / "both.txt", tmp_path / "exam.txt"
     both.write_text("a\nb\nc\nb\n")
     exam.write_text("b\nz\n")
-    lessons, exams, names = converting._texts(Setting(distill=both, text=exam))
-    assert (lessons, exams) == (["a", "c"], ["b", "z"])
-    assert names == {"measured on": ("exam.txt", 2), "learned from": ("both.txt", 2)}
+    texts = divide_texts(both, exam, 8, 0)
+    assert (texts.training, texts.evaluation) == (["a", "c"], ["b", "z"])
+    assert (texts.training_file, texts.evaluation_file, texts.available) == ("both.txt", "exam.txt", 2)
     both.write_text("a\nb\n" * 3)
-    lessons, exams, _ = converting._texts(Setting(distill=both, samples=1))
-    assert len(set(lessons)) == 1
-    assert not set(lessons) & set(exams)
+    texts = divide_texts(both, None, 1, 0)
+    assert len(set(texts.training)) == 1
+    assert not set(texts.training) & set(texts.evaluation)
     with pytest.raises(ValueError, match=r"all texts of .* are among those to measure on"):
-        converting._texts(Setting(distill=exam, text=exam))
+        divide_texts(exam, exam, 8, 0)
 
 
 def test_evaluating_gives_every_part_its_mode_back():

@@ -15,7 +15,9 @@ from kernelformer.cli.common import console, plain_errors, progress_bar, say, us
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="folder of transformers, or name on the hub")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="folder of transformers, .gguf file, or name on the hub")
+    ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="folder for the converted model")],
     attention: Annotated[str, typer.Option(help="method, or method:option=value; default: loglinear")] = "",
     features: Annotated[int | None, typer.Option(min=1, help="features, landmarks or rank; default: 128")] = None,
@@ -27,8 +29,8 @@ def convert(
     tune: Annotated[int, typer.Option(min=0, help="steps with all weights after that")] = 0,
     text: Annotated[Path | None, typer.Option(help="texts to measure on; default: some of --distill")] = None,
     length: Annotated[int | None, typer.Option(min=2, help="tokens of a text; default: 256")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="texts to measure on")] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="texts at once")] = 4,
+    samples: Annotated[int, typer.Option(min=1, help="texts to measure on; causal: windows")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="texts, or windows, at once")] = 4,
     task: Annotated[str, typer.Option(help="auto, masked, causal, seq2seq or encoder")] = "auto",
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="read pickled weights of a trusted source")
@@ -64,6 +66,8 @@ def convert(
             found = converting.run(source, target, setting, force=force, tell=lambda x: say(progress, bar, x))
         for table in conversion_report.tables(found):
             console.print(table)
+        for what, used in found.texts.items():
+            console.print(f"{what} {used}", highlight=False, markup=False)
         for remark in found.remarks:
             console.print(f"note: {remark}", highlight=False, markup=False)
         console.print(f"model: {target}   figures: {target / 'report.json'}", highlight=False, markup=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.hf.losses import pooled
@@ -37,12 +38,14 @@ class Depth:
 
     Args:
         pools: compare mean-pooled last hidden states too.
+        predicts: logits are those of the next token, whose perplexity is measured too.
     """
 
-    def __init__(self, pools: bool) -> None:
-        self.pools = pools
+    def __init__(self, pools: bool, predicts: bool = False) -> None:
+        self.pools, self.predicts = pools, predicts
         self.hidden: dict[str, list[Mean]] = {}
         self.output, self.agreement, self.cosine = Mean(), Mean(), Mean()
+        self.losses = {"original": Mean(), "converted": Mean()}  # of the next token
         self.samples = self.tokens = 0
 
     def add(self, batch: Mapping[str, Any], want: Any, got: Any) -> None:
@@ -68,9 +71,29 @@ class Depth:
         self.output.add(_relative(x, y, over))
         if "logits" in name:
             self.agreement.add(_kept_tokens((x.argmax(-1) == y.argmax(-1)).double(), over))
+        if self.predicts and "input_ids" in batch:
+            for which, logits in (("original", x), ("converted", y)):
+                self.losses[which].add(next_token_losses(logits, batch["input_ids"], mask))
         inputs = next(iter(batch.values()))
         self.samples += len(inputs)
         self.tokens += int(mask.sum()) if mask is not None else inputs.numel() if inputs.dim() == 2 else 0
+
+    def perplexity(self, which: str) -> float | None:
+        """Of the next token, for the ``original`` or the ``converted`` model; None where it was not measured."""
+        loss = self.losses[which].value
+        return None if loss is None else float(torch.tensor(loss, dtype=torch.float64).exp())
+
+
+def next_token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """``-log p`` of every real token after the first, (N).
+
+    Args:
+        logits: (B, L, V).
+        ids: (B, L).
+        mask: (B, L), 1 = real; None: all are.
+    """
+    losses = F.cross_entropy(logits[:, :-1].float().mT, ids[:, 1:], reduction="none")
+    return losses if mask is None else losses[(mask[:, 1:] * mask[:, :-1]).bool()]
 
 
 def _kept_tokens(x: Tensor, mask: Tensor | None) -> Tensor:

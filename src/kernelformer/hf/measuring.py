@@ -75,6 +75,8 @@ class Report:
         samples: texts.
         tokens: real ones.
         unseen: attentions inside `torch.nn.MultiheadAttention`, of which only the effect on the layers was measured.
+        perplexity: of the next token, for causal language models; None for others.
+        original_perplexity: the original's on the same tokens.
     """
 
     rows: tuple[Row, ...]
@@ -85,6 +87,8 @@ class Report:
     samples: int
     tokens: int
     unseen: tuple[str, ...] = ()
+    perplexity: float | None = None
+    original_perplexity: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -147,8 +151,9 @@ def measure(
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"models of transformers can be measured, got {type(model).__name__}.")
     layers = conversion(student).layers
-    pools = not student.config.is_encoder_decoder and not any(x.causal for x in layers)
-    watch, depth = _Watch(teacher, student, divergence), Depth(pools)
+    alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in layers)
+    depth = Depth(pools=alone and not causal, predicts=alone and causal and student.can_generate())
+    watch = _Watch(teacher, student, divergence)
     with evaluating(teacher, student):
         for batch in batches:
             watch.start()
@@ -166,6 +171,8 @@ def measure(
         samples=depth.samples,
         tokens=depth.tokens,
         unseen=tuple(x.name for x in layers if x.way == "multihead"),
+        perplexity=depth.perplexity("converted"),
+        original_perplexity=depth.perplexity("original"),
     )
 
 

@@ -88,6 +88,8 @@ def figures(found: Found) -> dict[str, list[float | None]]:
     """Of the whole model, for each report."""
     reports: list[Report] = list(found.reports.values())
     rows: dict[str, list[float | None]] = {
+        "perplexity": [x.perplexity for x in reports],
+        "perplexity of the original": [x.original_perplexity for x in reports],
         "output, relative error": [x.output for x in reports],
         "same best token, share": [x.agreement for x in reports],
         "mean outputs, cosine": [x.cosine for x in reports],
@@ -166,7 +168,12 @@ def model_card(found: Found, name: str) -> str:
     sections = [
         "---\nlibrary_name: kernelformer\ntags: [linear-attention, kernelformer]\n---",
         f"# {plain(name)}",
-        f"{plain(found.source)} ({plain(found.model)}) with linear-time attention in place of softmax attention.",
+        f"{plain(found.source)} ({plain(found.model)}) with "
+        + (
+            "linear-time attention in place of softmax attention."
+            if replaced
+            else "its own softmax attention: a check."
+        ),
         "```python\nimport kernelformer.hf\n\n"
         f"model = kernelformer.hf.load({_code(name)})  # the path of this folder\n```",
         "## What was done",
@@ -179,11 +186,8 @@ def model_card(found: Found, name: str) -> str:
                 f"kept exact: {plain(', '.join(kept)) if kept else 'none'}",
                 f"exact heads: {_heads(heads)}",
                 *_learning(found),
-                *(
-                    f"{what}: {plain(file)}, {count} text{'s' * (count > 1)}"
-                    for what, (file, count) in found.texts.items()
-                ),
-                f"length of texts: {found.length} tokens",
+                *(f"{what}: {plain(used)}" for what, used in found.texts.items()),
+                f"length of texts: at most {found.length} tokens",
                 *(f"note: {plain(x)}" for x in found.remarks),
             )
         ),
@@ -194,7 +198,7 @@ def model_card(found: Found, name: str) -> str:
         "queries, keys and values; hidden states are those of the model running by itself, where errors add up. All "
         "of them are in report.json.",
         "## What it is not good for",
-        _limits(found, bool(kept or heads)),
+        _limits(found, linear=bool(replaced), quadratic=bool(kept or heads)),
         "## Versions",
         ", ".join(f"{plain(x)} {plain(y)}" for x, y in found.environment.items() if x in VERSIONS),
     ]
@@ -215,8 +219,9 @@ def _heads(heads: dict[str, Any]) -> str:
 
 def _learning(found: Found) -> list[str]:
     stages = {"transfer": "attention transfer", "tune": "tuning of all weights"}
+    rows = "windows" if any(x.windows is not None for x in found.texts.values()) else "texts"
     lines = [
-        f"{stages[x]}: {len(losses)} steps of {found.setting.batch} texts, loss {losses[0]:.4g} to {losses[-1]:.4g}"
+        f"{stages[x]}: {len(losses)} steps of {found.setting.batch} {rows}, loss {losses[0]:.4g} to {losses[-1]:.4g}"
         for x, losses in found.losses.items()
         if losses
     ]
@@ -231,18 +236,19 @@ def _figures(found: Found) -> str:
     return _table(["", *reports], rows)
 
 
-def _limits(found: Found, quadratic: bool) -> str:
+def _limits(found: Found, *, linear: bool, quadratic: bool) -> str:
     last: Report = list(found.reports.values())[-1]
+    used = found.texts.get("measured on", f"{last.samples} rows of random tokens")
     lines = [
-        f"It is not the original: its output differs by {last.output:.2g} (relative), measured on {last.samples} "
-        f"{'texts' if 'measured on' in found.texts else 'rows of random tokens'} of at most {found.length} tokens. "
-        f"How well it does at a task has not been measured; try it on yours before you rely on it.",
+        f"{'It is not the original: its' if linear else 'Its'} output differs by {last.output:.2g} (relative), "
+        f"measured on {plain(used)}, at most {found.length} tokens each. How well it does at a task has not been "
+        f"measured; try it on yours before you rely on it.",
         "Texts of another kind or much longer than these were not looked at.",
         "Attention dropout is left out in training, since there are no weights to drop.",
         "Short inputs: below a few hundred tokens exact attention is as fast and exact.",
     ]
     if quadratic:
         lines.append("What was kept exact still takes time and, in generation, memory that grow with the length.")
-    if not any(found.losses.values()):
+    if linear and not any(found.losses.values()):
         lines.append("Nothing was distilled: weights that were trained with softmax attention meet another one.")
     return "\n".join(f"- {x}" for x in lines)

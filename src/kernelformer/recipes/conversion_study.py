@@ -18,15 +18,8 @@ from torch import Tensor
 from kernelformer.errors import positive_int
 from kernelformer.files import write_json
 from kernelformer.modules.build import parse_method
-from kernelformer.recipes.pretrained import (
-    Source,
-    batches,
-    inputs_for,
-    load_source,
-    mask_tokens,
-    packed_rows,
-    read_texts,
-)
+from kernelformer.recipes.pretrained import Source, inputs_for, load_source, read_texts
+from kernelformer.recipes.text_rows import batches, mask_tokens, packed_rows
 from kernelformer.tasks.sources import hash_files
 
 # At equal features: of hyperbolic maps a frequency makes two, and elu has as many as a head has dimensions.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,16 @@ from kernelformer.errors import integer, positive_int
 from kernelformer.files import write_json, write_text
 from kernelformer.modules.build import method_options, parse_method
 from kernelformer.recipes.checkpoint import Checkpoint, appearing, check_target
-from kernelformer.recipes.pretrained import (
-    Source,
-    check_length,
-    check_readable,
-    inputs_for,
-    load_source,
-    made_up_inputs,
-    read_texts,
-    some_texts,
-)
+from kernelformer.recipes.conversion_texts import Batches, Texts, divide_texts, evaluation_batches
+from kernelformer.recipes.pretrained import Source, check_length, first_token, load_source, rows_for
+from kernelformer.recipes.sentence_files import copy_sentence_files
+from kernelformer.recipes.text_rows import TextsUsed
 from kernelformer.tasks.readers import hash_files
 
 DEFAULT = "loglinear"
 FEATURES = 128
 STEPS = 300  # of attention transfer, where texts are given and nobody says
 Tell = Callable[[str], None]
-Batches = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class Setting:
     """How to convert.
 
     Args:
-        attention: ``method:option=value:...``.
+        attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest.
         features: number of features, landmarks or the rank, whichever the method has; None: `FEATURES`.
         layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
         keep: so many attentions with the largest errors stay exact.
@@ -54,8 +46,8 @@ class Setting:
         tune: steps with all weights after that.
         text: texts to measure on; None: some of ``distill`` that are left out there, or random tokens.
         length: tokens of a text; None: 256, or what the model has.
-        samples: texts to measure on.
-        batch: texts of a step.
+        samples: texts to measure on; windows of ``length`` tokens of joined texts for causal models.
+        batch: texts, or windows, of a step.
         task: see `load_source`.
         allow_pickle: see `load_source`.
         seed: of draws and of the order of texts.
@@ -90,8 +82,6 @@ class Setting:
     def method(self) -> tuple[str, dict[str, Any]]:
         """The method and all its options."""
         method, options = parse_method(self.attention)
-        if method == "softmax":
-            raise ValueError("'softmax' is what the model has already; choose a linear method, such as 'loglinear'.")
         known = method_options(method)
         sizes = [x for x in SIZES if x in known]
         given = [x for x in sizes if x in options]
@@ -142,7 +132,7 @@ class Found:
         conversion: see `Conversion.as_json`.
         reports: what was measured: ``all converted`` where some were kept afterwards, ``converted``, ``distilled``.
         losses: by stage of the distillation, step by step.
-        texts: name and number of the texts, by what they were for.
+        texts: what was used of which file, by what it was for.
         remarks: what a user should know.
         environment: versions and machine.
     """
@@ -154,7 +144,7 @@ class Found:
     conversion: list[dict[str, Any]] = field(default_factory=list)
     reports: dict[str, Any] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
-    texts: dict[str, tuple[str, int]] = field(default_factory=dict)
+    texts: dict[str, TextsUsed] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -162,7 +152,8 @@ class Found:
         """Plain values; of files the names alone."""
         setting = {name: x.name if isinstance(x, Path) else x for name, x in vars(self.setting).items()}
         reports = {name: x.as_json() for name, x in self.reports.items()}
-        found: dict[str, Any] = _finite({**vars(self), "setting": setting, "reports": reports})
+        texts = {name: asdict(x) for name, x in self.texts.items()}
+        found: dict[str, Any] = _finite({**vars(self), "setting": setting, "reports": reports, "texts": texts})
         return found
 
 
@@ -194,17 +185,21 @@ def run(
     check_target(source, target, force)
     method, options = setting.method()
     chosen = setting.chosen()
-    lessons, exams, texts = _texts(setting)
+    texts = divide_texts(setting.distill, setting.text, setting.samples, setting.seed)
     tell(f"reading {source}")
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
-    name = Path(source).resolve().name if Path(source).is_dir() else str(source)
-    found = Found(setting, name, type(origin.model).__name__, check_length(origin, setting.length), texts=texts)
+    name = Path(source).resolve().name if Path(source).exists() else str(source)
+    found = Found(setting, name, type(origin.model).__name__, check_length(origin, setting.length))
     found.remarks = list(origin.remarks)
     found.environment = environment(torch.get_num_threads())
-    inputs = _exam(origin, exams, found)
+    inputs, used = evaluation_batches(origin, texts, found.length, setting.samples, setting.batch, setting.seed)
+    if used is None:
+        found.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
+    else:
+        found.texts["measured on"] = used
     tell(f"converting to {method}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
-    stages = _stages(student, setting) if lessons else {}
+    stages = _stages(student, setting) if texts.training else {}
     keeps = bool(setting.keep or setting.keep_heads)
     _measure(found, "all converted" if keeps else "converted", origin, student, inputs, tell)
     if keeps:
@@ -212,61 +207,13 @@ def run(
         _measure(found, "converted", origin, student, inputs, tell)
     checkpoint = Checkpoint.of(target, _identity(source, setting, found), force)
     if stages:
-        _distill(student, origin, lessons, stages, found, checkpoint, tell)
+        _distill(student, origin, texts, stages, found, checkpoint, tell)
         _measure(found, "distilled", origin, student, inputs, tell)
     found.conversion = conversion(student).as_json()
     tell(f"writing {target}")
     _write(student, origin, target, found, inputs)
     checkpoint.remove()
     return found
-
-
-def _texts(setting: Setting) -> tuple[list[str], list[str], dict[str, tuple[str, int]]]:
-    """Texts to learn from and to measure on, never the same ones, and their names and numbers."""
-    lessons = [] if setting.distill is None else read_texts(setting.distill)
-    exams = [] if setting.text is None else read_texts(setting.text)
-    if lessons and not exams:
-        if len(lessons) <= setting.samples:
-            raise ValueError(
-                f"{setting.distill} has {len(lessons)} texts, of which {setting.samples} are left out to measure on; "
-                f"give more, fewer --samples, or others by --text."
-            )
-        order = torch.randperm(len(lessons), generator=torch.Generator().manual_seed(setting.seed)).tolist()
-        exams = [lessons[i] for i in order[: setting.samples]]
-        lessons = [lessons[i] for i in sorted(order[setting.samples :])]
-    seen = set(exams)
-    others = [x for x in lessons if x not in seen]  # the same words may stand in a file twice, or in both
-    if lessons and not others:
-        raise ValueError(f"all texts of {setting.distill} are among those to measure on; give others to learn from.")
-    lessons = others
-    names: dict[str, tuple[str, int]] = {}
-    if exams:
-        path = setting.text or setting.distill
-        assert path is not None
-        names["measured on"] = (path.name, len(exams))
-    if lessons:
-        assert setting.distill is not None
-        names["learned from"] = (setting.distill.name, len(lessons))
-    return lessons, exams, names
-
-
-def _exam(origin: Source, texts: Sequence[str], found: Found) -> Batches:
-    """What is measured on, once and for all."""
-    setting, length = found.setting, found.length
-    rows = setting.samples
-    endless: Iterator[dict[str, Tensor]]
-    if texts:
-        check_readable(origin, texts)
-        chosen, rows = some_texts(origin, texts, length, rows, setting.seed)
-        endless = inputs_for(origin, chosen, length, setting.batch, setting.seed)
-        found.texts["measured on"] = (found.texts["measured on"][0], len(chosen))
-    else:
-        endless = made_up_inputs(origin, length, setting.batch, setting.seed)
-        found.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
-    batches = list(islice(endless, -(-rows // setting.batch)))
-    rest = rows - (len(batches) - 1) * setting.batch
-    batches[-1] = {name: x[:rest] for name, x in batches[-1].items()}
-    return batches
 
 
 def _measure(found: Found, label: str, origin: Source, student: Any, inputs: Batches, tell: Tell) -> None:
@@ -297,13 +244,13 @@ def _literal(name: str) -> str:
 
 def _identity(source: str | Path, setting: Setting, found: Found) -> dict[str, str]:
     """What has to be the same for a distillation to go on."""
-    folder = Path(source)
-    files = sorted(x for x in folder.iterdir() if x.is_file()) if folder.is_dir() else []
+    path = Path(source)
+    files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path] if path.is_file() else []
     parts = {name: str(x) for name, x in vars(setting).items() if name not in ("distill", "text", "allow_pickle")}
     parts["source"] = ", ".join(f"{x.name} {x.stat().st_size} {x.stat().st_mtime_ns}" for x in files) or str(source)
     for name in ("distill", "text"):
-        path = getattr(setting, name)
-        parts[name] = hash_files([path]) if path else ""
+        texts = getattr(setting, name)
+        parts[name] = hash_files([texts]) if texts else ""
     return {**parts, "model": found.model, "length": str(found.length)}
 
 
@@ -324,7 +271,7 @@ def _stages(student: Any, setting: Setting) -> dict[str, int]:
 def _distill(
     student: Any,
     origin: Source,
-    texts: Sequence[str],
+    texts: Texts,
     stages: dict[str, int],
     found: Found,
     checkpoint: Checkpoint,
@@ -337,14 +284,17 @@ def _distill(
     found.losses, saved = checkpoint.load(student)
     learners: dict[str, Any] = {"transfer": transfer, "tune": tune}
     precision = quick_dtype(origin.model.device)
+    rows = rows_for(origin, texts.training, found.length)
+    draws = []
     for number, (stage, total) in enumerate(stages.items()):
         losses = found.losses.setdefault(stage, [])
+        order = setting.seed + 1 + number
+        draws.append((total * setting.batch, order))
         if len(losses) >= total:
             continue
         if losses:
             found.remarks.append(f"{stage} went on after step {len(losses)}, where it was stopped")
-        order = setting.seed + 1 + number
-        inputs = inputs_for(origin, texts, found.length, setting.batch, order, skip=len(losses))
+        inputs = rows.batches(setting.batch, order, start=first_token(origin), skip=len(losses))
         progress = Progress(losses, saved if losses else None)
 
         def told(step: int, loss: float, stage: str = stage, own: Progress = progress, total: int = total) -> None:
@@ -362,6 +312,7 @@ def _distill(
             checkpoint.save(student, found.losses, progress.state, now=True)
             raise
         checkpoint.save(student, found.losses, now=True)
+    found.texts["learned from"] = rows.used(texts.training_file, len(texts.training), draws)
 
 
 def _write(student: Any, origin: Source, target: Path, found: Found, inputs: Batches) -> None:
@@ -371,6 +322,7 @@ def _write(student: Any, origin: Source, target: Path, found: Found, inputs: Bat
         student.save_pretrained(part)
         if origin.tokenizer is not None:
             origin.tokenizer.save_pretrained(part)
+        found.remarks += copy_sentence_files(origin.path, part, allow_pickle=found.setting.allow_pickle)
         write_json(part / "report.json", found.as_json())
         write_text(part / "README.md", model_card(found, target.name))
         picture(found, part / "report.png")

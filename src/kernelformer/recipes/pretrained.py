@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.errors import choice, integer, positive_int
+from kernelformer.errors import choice, positive_int
+from kernelformer.recipes.text_rows import TextRows, batches
 from kernelformer.recipes.weights import (
     TASKS,
     attempt,
@@ -19,6 +20,7 @@ from kernelformer.recipes.weights import (
     check_folder,
     classes,
     fitting,
+    gguf_file,
     has_safe_weights,
     kind_of,
     load_gguf,
@@ -26,7 +28,6 @@ from kernelformer.recipes.weights import (
 )
 from kernelformer.tasks.readers import read_texts as texts_of_file
 
-MASKED = 0.15  # of the tokens, for masked models
 LENGTH = 256  # tokens of a text, where nobody says
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -51,10 +52,10 @@ class Source:
 
 
 def load_source(path: str | Path, *, task: str = "auto", allow_pickle: bool = False) -> Source:
-    """Read a model: a folder of transformers, a name on the hub, or a folder with one ``.gguf`` file.
+    """Read a model: a folder of transformers, a name on the hub, a ``.gguf`` file, or a folder with one.
 
     Args:
-        path: of the folder, or the name.
+        path: of the folder or the file, or the name.
         task: which head it gets: ``masked``, ``causal``, ``seq2seq``, none (``encoder``), or that of the folder.
         allow_pickle: read pickled weights too, by torch's loader that makes tensors and nothing else.
 
@@ -63,14 +64,15 @@ def load_source(path: str | Path, *, task: str = "auto", allow_pickle: bool = Fa
     """
     choice("task", task, TASKS)
     folder = Path(path)
+    packed = gguf_file(folder)
+    if packed is not None:
+        model, remarks = load_gguf(packed, task)
+        tokenizer = load_tokenizer(packed.parent, gguf_file=packed.name)
+        return Source(model, tokenizer, str(path), "causal", remarks)
     if folder.is_file():
-        raise ValueError(f"{path} is a file; give the folder of a model, or a name on the hub.")
+        raise ValueError(f"{path} is a file and not a .gguf; give the folder of a model, or a name on the hub.")
     if not folder.is_dir() and not _HUB_NAME.fullmatch(str(path)):
         raise ValueError(f"there is no folder {path}, and a name on the hub is OWNER/NAME.")
-    packed = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
-    if packed and not (folder / "config.json").is_file():
-        model, remarks = load_gguf(folder, packed, task)
-        return Source(model, load_tokenizer(folder, gguf_file=packed[0].name), str(path), "causal", remarks)
     if folder.is_dir():
         check_folder(folder)
     config = attempt(path, lambda: auto("AutoConfig").from_pretrained(path, trust_remote_code=False))
@@ -101,108 +103,6 @@ def read_texts(path: str | Path) -> list[str]:
     if not texts:
         raise ValueError(f"{path} has no text in it: it is empty, or all its lines are blank.")
     return texts
-
-
-def batches(
-    texts: Sequence[str],
-    tokenizer: Any,
-    length: int,
-    batch: int,
-    seed: int = 0,
-    *,
-    task: str = "encoder",
-    start: int = 0,
-    skip: int = 0,
-) -> Iterator[dict[str, Tensor]]:
-    """Inputs of a model without end: texts in the order of a seed, in another one each time they come around.
-
-    Each text is a row of its own, cut at ``length`` and padded to the longest of its batch; for masked models some of
-    its tokens are hidden, which is what they are made for. For causal models texts are joined, with the token that ends
-    a text between them, and cut into rows of ``length``: there is no padding.
-
-    Args:
-        texts: at least one.
-        tokenizer: of transformers.
-        length: tokens of a row.
-        batch: rows.
-        seed: of the order.
-        task: of `Source`; ``seq2seq`` gets the text as ``decoder_input_ids`` too, after ``start``.
-        start: token that a decoder begins with.
-        skip: batches to leave out: a run that was stopped after so many goes on with the same ones.
-    """
-    positive_int("length", length)
-    positive_int("batch", batch)
-    rows: Sequence[Any] = packed_rows(texts, tokenizer, length) if task == "causal" else texts
-    place = integer("skip", skip, at_least=0) * batch
-    while True:
-        chosen = [rows[i] for i in _places(place, batch, len(rows), seed)]
-        place += batch
-        if task == "causal":
-            ids = torch.stack(chosen)
-            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            continue
-        found = tokenizer(chosen, truncation=True, max_length=length, padding=True, return_tensors="pt")
-        inputs = {x: found[x] for x in ("input_ids", "attention_mask")}
-        if task == "masked":
-            inputs["input_ids"] = mask_tokens(inputs["input_ids"], tokenizer, seed * 1_000_003 + place)[0]
-        if task == "seq2seq":
-            ids = inputs["input_ids"]
-            first = torch.full_like(ids[:, :1], start)
-            inputs["decoder_input_ids"] = torch.cat([first, ids[:, :-1]], 1)
-            inputs["decoder_attention_mask"] = inputs["attention_mask"]
-        yield inputs
-
-
-def some_texts(source: Source, texts: Sequence[str], length: int, rows: int, seed: int) -> tuple[list[str], int]:
-    """As many texts, in the order of a seed, as `batches` needs for so many rows, and how many rows they make."""
-    chosen = [texts[i] for i in _places(0, len(texts), len(texts), seed)]
-    if source.task != "causal":
-        return chosen[:rows], min(rows, len(texts))
-    count = 0
-    for number, ids in enumerate(_tokens(chosen, source.tokenizer), 1):
-        count += len(ids)
-        if count >= rows * length:
-            return chosen[:number], rows
-    return chosen, max(1, count // length)
-
-
-def _tokens(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
-    """Of each text, with the token that ends one."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for first in range(0, len(texts), 64):
-        for ids in tokenizer(list(texts[first : first + 64]), add_special_tokens=False)["input_ids"]:
-            yield [*ids, *end]
-
-
-def packed_rows(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
-    """Rows of ``length`` tokens; one shorter row where all texts together have less."""
-    stream = [x for ids in _tokens(texts, tokenizer) for x in ids]
-    if not stream:
-        raise ValueError("the texts have not one token.")
-    whole = len(stream) // length
-    rows = torch.tensor(stream[: whole * length] if whole else stream)
-    return list(rows.view(max(1, whole), -1))
-
-
-def mask_tokens(ids: Tensor, tokenizer: Any, seed: int, share: float = MASKED) -> tuple[Tensor, Tensor]:
-    """Tokens with some of the plain ones hidden, and which (bool), by a seed."""
-    plain = ~torch.isin(ids, torch.tensor(sorted(tokenizer.all_special_ids)))
-    hidden = plain & (torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < share)
-    return ids.masked_fill(hidden, tokenizer.mask_token_id), hidden
-
-
-def _places(first: int, count: int, total: int, seed: int) -> list[int]:
-    """Numbers ``first`` to ``first + count`` of an endless order of ``total`` rows, anew shuffled in each round."""
-    orders: dict[int, list[int]] = {}
-    found = []
-    for place in range(first, first + count):
-        turn = place // total
-        if turn not in orders:
-            orders[turn] = torch.randperm(
-                total, generator=torch.Generator().manual_seed(seed * 1_000_003 + turn)
-            ).tolist()
-        found.append(orders[turn][place % total])
-    return found
 
 
 def longest(source: Source) -> int | None:
@@ -244,12 +144,21 @@ def check_readable(source: Source, texts: Sequence[str]) -> None:
         )
 
 
-def inputs_for(source: Source, texts: Sequence[str], length: int, batch: int, seed: int, skip: int = 0) -> Any:
+def first_token(source: Source) -> int:
+    """That a decoder begins with."""
+    return getattr(source.model.config, "decoder_start_token_id", None) or 0
+
+
+def rows_for(source: Source, texts: Sequence[str], length: int) -> TextRows:
+    """Rows of inputs for a source; see `check_readable`."""
+    check_readable(source, texts)
+    return TextRows(texts, source.tokenizer, length, source.task)
+
+
+def inputs_for(source: Source, texts: Sequence[str], length: int, batch: int, seed: int) -> Any:
     """`batches` for a source; see `check_readable`."""
     check_readable(source, texts)
-    config = source.model.config
-    start = getattr(config, "decoder_start_token_id", None) or 0
-    return batches(texts, source.tokenizer, length, batch, seed, task=source.task, start=start, skip=skip)
+    return batches(texts, source.tokenizer, length, batch, seed, task=source.task, start=first_token(source))
 
 
 def made_up_inputs(source: Source, length: int, batch: int, seed: int) -> Iterator[dict[str, Tensor]]:

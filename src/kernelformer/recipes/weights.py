@@ -86,26 +86,34 @@ def has_safe_weights(folder: Path, allow_pickle: bool) -> bool:
     return False
 
 
-def load_gguf(folder: Path, packed: Sequence[Path], task: str) -> tuple[Any, list[str]]:
-    """The model of the one ``.gguf`` file of a folder, and remarks."""
+def gguf_file(path: Path) -> Path | None:
+    """The ``.gguf`` file that a path means: itself, or the only one of a folder without a config.json; else None."""
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    packed = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
     if len(packed) > 1:
         raise ValueError(
-            f"{folder} has {len(packed)} .gguf files ({packed[0].name}, {packed[1].name}, ...); give a folder with one."
+            f"{path} has {len(packed)} .gguf files ({packed[0].name}, {packed[1].name}, ...); give the path of one."
         )
+    return packed[0] if packed else None
+
+
+def load_gguf(file: Path, task: str) -> tuple[Any, list[str]]:
+    """The model of a ``.gguf`` file, and remarks."""
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f"{packed[0]} needs the package gguf, which is not installed: pip install gguf")
+        raise ValueError(f"{file} needs the package gguf, which is not installed: pip install 'kernelformer[gguf]'")
     if task not in ("auto", "causal"):
-        raise ValueError(f"{packed[0].name} is of a causal language model, got task={task!r}; leave it out.")
+        raise ValueError(f"{file.name} is of a causal language model, got task={task!r}; leave it out.")
     model, info = attempt(
-        folder,
+        file,
         lambda: auto("AutoModelForCausalLM").from_pretrained(
-            folder, gguf_file=packed[0].name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         ),
     )
     lacking = _lacking(model, info)
     if lacking:
-        raise ValueError(f"{packed[0]} lacks weights of {type(model).__name__}: {_some(lacking)}.")
-    return model.eval(), [f"weights of {packed[0].name} were unpacked to float32"]
+        raise ValueError(f"{file} lacks weights of {type(model).__name__}: {_some(lacking)}.")
+    return model.eval(), [f"weights of {file.name} were unpacked to float32"]
 
 
 def classes(config: Any, task: str) -> list[Any]:

@@ -1,0 +1,96 @@
+"""Texts of a conversion: those to learn from and those to measure on, which are never the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernelformer.recipes.pretrained import Source, check_readable, first_token, made_up_inputs, read_texts, rows_for
+from kernelformer.recipes.text_rows import TextsUsed, some_texts
+
+Batches = list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of a conversion.
+
+    Args:
+        training: to learn from; none of them is measured on.
+        evaluation: to choose those to measure on from; empty: random tokens are measured on.
+        training_file: name of their file.
+        evaluation_file: name of their file.
+        available: texts of the evaluation file.
+    """
+
+    training: list[str]
+    evaluation: list[str]
+    training_file: str = ""
+    evaluation_file: str = ""
+    available: int = 0
+
+
+def divide_texts(distill: Path | None, text: Path | None, samples: int, seed: int) -> Texts:
+    """Read the texts of a conversion.
+
+    Args:
+        distill: file to learn from; None: nothing is learned.
+        text: file to measure on; None: ``samples`` texts of ``distill`` are left out for that.
+        samples: see there.
+        seed: of the choice.
+
+    Raises:
+        ValueError: too few texts, or the same ones for both.
+    """
+    training = [] if distill is None else read_texts(distill)
+    evaluation = [] if text is None else read_texts(text)
+    available = len(evaluation or training)
+    if training and not evaluation:
+        if len(training) <= samples:
+            raise ValueError(
+                f"{distill} has {len(training)} texts, of which {samples} are left out to measure on; "
+                f"give more, fewer --samples, or others by --text."
+            )
+        order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
+        evaluation = [training[i] for i in order[:samples]]
+        training = [training[i] for i in sorted(order[samples:])]
+    measured = set(evaluation)
+    others = [x for x in training if x not in measured]  # the same words may stand in a file twice, or in both
+    if training and not others:
+        raise ValueError(f"all texts of {distill} are among those to measure on; give others to learn from.")
+    file = text or distill
+    return Texts(others, evaluation, distill.name if distill else "", file.name if file else "", available)
+
+
+def evaluation_batches(
+    source: Source, texts: Texts, length: int, samples: int, batch: int, seed: int
+) -> tuple[Batches, TextsUsed | None]:
+    """What is measured on, once and for all, and what of the texts that is; None for random tokens.
+
+    Args:
+        source: the model.
+        texts: to choose from.
+        length: tokens of a row.
+        samples: rows: texts, or windows of joined texts for causal models.
+        batch: rows of a batch.
+        seed: of the choice.
+    """
+    rows, used = samples, None
+    endless: Iterator[dict[str, Tensor]]
+    if texts.evaluation:
+        check_readable(source, texts.evaluation)
+        chosen, rows = some_texts(texts.evaluation, source.tokenizer, length, rows, seed, source.task)
+        made = rows_for(source, chosen, length)
+        endless = made.batches(batch, seed, start=first_token(source))
+        used = made.used(texts.evaluation_file, texts.available, [(rows, seed)])
+    else:
+        endless = made_up_inputs(source, length, batch, seed)
+    batches = list(islice(endless, -(-rows // batch)))
+    rest = rows - (len(batches) - 1) * batch
+    batches[-1] = {name: x[:rest] for name, x in batches[-1].items()}
+    return batches, used
