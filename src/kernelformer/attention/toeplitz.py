@@ -102,13 +102,13 @@ class Toeplitz:
         if not x.rows:
             start = key[0] - query[1] + x.L
             flat = (table.shape[0], query[1] - query[0], key[1] - key[0])
-            return table.as_strided(flat, (table.stride(0), 1, 1), table.storage_offset() + start)
+            return table[:, start:].as_strided(flat, (table.stride(0), 1, 1))
         wide = 2 * x.cols - 1
         low, top = (key[0] - x.prefix) // x.cols, (query[1] - x.prefix) // x.cols
         down, across = ((b - a) // x.cols for a, b in (query, key))
         size = (table.shape[0], down, x.cols, across, x.cols)
         start = (low - top + x.rows) * wide
-        return table.as_strided(size, (table.stride(0), wide, 1, wide, 1), table.storage_offset() + start)
+        return table[:, start:].as_strided(size, (table.stride(0), wide, 1, wide, 1))
 
     def _constant(self, query: Span, key: Span) -> Tensor:
         """``exp(0 - peak)`` (H, 1, 1) or, causal before the grid, (H, Cq, Ck); rows in reverse order."""

@@ -12,6 +12,7 @@ from kernelformer.attention.biased import ALGORITHMS
 from kernelformer.attention.toeplitz import Layout, Toeplitz, constant_beyond
 from kernelformer.contract import no_tangents
 from kernelformer.errors import choice, integer, shape
+from kernelformer.modules.checks import assert_values, looks
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
 
@@ -104,35 +105,45 @@ def check_slope(slope: Tensor | None, table: Tensor, heads: int) -> None:
             "a bias with a slope beyond max_distance takes no gradient; detach it, or leave the slope out."
         )
     no_tangents(bias=table, slope=slope)
-    if _looks(slope) and not bool(((slope >= 0) & slope.isfinite()).all()):
-        raise ValueError(f"slopes must be finite and at least 0, what lies far away fades; got {slope.tolist()}.")
-
-
-def _looks(x: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and not x.is_meta and x.numel() > 0
+    fades = ((slope >= 0) & slope.isfinite()).all()
+    wrong = "slopes must be finite and at least 0, what lies far away fades"
+    assert_values(fades, f"{wrong}.")
+    if looks(slope) and not bool(fades):
+        raise ValueError(f"{wrong}; got {slope.tolist()}.")
 
 
 def _check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is_causal: bool) -> None:
-    """That the bias is the line beyond the window that the caller says it is; a compiled graph cannot look."""
-    if not _looks(table):
-        return
+    """That the bias is the line beyond the window that the caller says it is."""
     table = table.detach()
     if slope is None:
-        reach = constant_beyond(table, middle, is_causal)
+        said = f"max_distance={window} says that the bias is constant beyond that distance"
+        assert_constant(table, middle, window, is_causal, f"{said}, and it is not; clip the table.")
+        reach = constant_beyond(table, middle, is_causal) if looks(table) else 0
         if reach > window:
-            raise ValueError(
-                f"max_distance={window} says that the bias is constant beyond that distance, and it is beyond {reach} "
-                f"only; give max_distance={reach}, or clip the table."
-            )
+            raise ValueError(f"{said}, and it is beyond {reach} only; give max_distance={reach}, or clip the table.")
         return
-    for side in (table[:, : middle + 1].flip(1), *(() if is_causal else (table[:, middle:],))):
-        tail = side[:, window:].double()
-        line = tail[:, :1] - slope.double().unsqueeze(1) * torch.arange(tail.shape[1], device=tail.device)
-        if not torch.allclose(tail, line, rtol=1e-4, atol=1e-4):
-            raise ValueError(
-                f"slope says that the bias falls by it per token beyond max_distance={window}, and it does not; give "
-                f"the bias -slope * distance there."
-            )
+    for tail in _tails(table, middle, window, is_causal):
+        line = tail[:, :1].double() - slope.double().unsqueeze(1) * torch.arange(tail.shape[1], device=tail.device)
+        falls = torch.isclose(tail.double(), line, rtol=1e-4, atol=1e-4).all()
+        wrong = (
+            f"slope says that the bias falls by it per token beyond max_distance={window}, and it does not; give the "
+            f"bias -slope * distance there."
+        )
+        assert_values(falls, wrong)
+        if looks(table) and not bool(falls):
+            raise ValueError(wrong)
+
+
+def assert_constant(table: Tensor, middle: int, window: int, is_causal: bool, message: str) -> None:
+    """`assert_values` that a table is constant beyond the window."""
+    for tail in _tails(table.detach(), middle, window, is_causal) if torch.compiler.is_compiling() else ():
+        assert_values((tail == tail[:, :1]).all(), message)
+
+
+def _tails(table: Tensor, middle: int, window: int, is_causal: bool) -> list[Tensor]:
+    """The entries (H, n) at the window and beyond, on each side of entry ``middle``, or on its left; n may be 0."""
+    sides = [table[:, : middle + 1].flip(1)] + ([] if is_causal else [table[:, middle:]])
+    return [side[:, window:] for side in sides]
 
 
 def _grid(table: Tensor, heads: int, L: int, S: int, prefix: int, past: int) -> Layout:
@@ -150,8 +161,9 @@ def _grid(table: Tensor, heads: int, L: int, S: int, prefix: int, past: int) -> 
 
 
 def check_values(table: Tensor) -> None:
-    """No NaN and no +inf; a compiled graph cannot look."""
-    if not _looks(table):
+    """No NaN and no +inf."""
+    if not looks(table):
+        assert_values((table.detach() < torch.inf).all(), "bias must not have NaN or +inf in it; -inf means hidden.")
         return
     top = float(table.detach().amax())
     if top != top or top == torch.inf:

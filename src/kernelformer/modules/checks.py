@@ -107,9 +107,25 @@ def check_gate(gate: Tensor, key: Tensor) -> None:
         raise ValueError(f"gate must be on the device of the keys, got {gate.device} and {key.device}.")
 
 
+def looks(x: Tensor) -> bool:
+    """Whether the values of a tensor can be read here, so that a wrong one is named in a ValueError."""
+    return not torch.compiler.is_compiling() and not x.is_meta and x.numel() > 0
+
+
+def assert_values(holds: Tensor, message: str) -> None:
+    """Where a compiled graph cannot look, let its device check: a RuntimeError, without a break of the graph or a wait.
+
+    Only the CPU and CUDA have this check.
+    """
+    if torch.compiler.is_compiling() and holds.device.type in ("cpu", "cuda"):
+        torch._assert_async(holds, message)
+
+
 def check_range(gate: Tensor) -> None:
-    """Gates between 0 and 1, both of which a sigmoid attains by rounding; a compiled graph cannot look."""
-    if torch.compiler.is_compiling() or gate.is_meta or gate.numel() == 0:
+    """Gates between 0 and 1, both of which a sigmoid attains by rounding."""
+    if not looks(gate):
+        inside = (gate.detach() >= 0) & (gate.detach() <= 1)
+        assert_values(inside.all(), "gate must be in (0, 1); pass torch.sigmoid of the logits.")
         return
     least, most = (float(x) for x in gate.detach().aminmax())
     if least < 0 or most > 1:

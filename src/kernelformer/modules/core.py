@@ -136,7 +136,9 @@ class AttentionCore(nn.Module):
             scale: of the product q . k; default ``self.scale``.
             algorithm: with a bias and a feature map: ``direct``, ``fft``, ``windowed``, or None for the best one.
             max_distance: says that the bias is constant beyond this distance, which makes the cost linear; the gradient
-                of what lies beyond goes to the entries at that distance.
+                of what lies beyond goes to the entries at that distance. That it is so is checked, under
+                `torch.compile` by the device (CPU or CUDA) with a RuntimeError, as are NaN and +inf in a bias and the
+                range of a gate.
             slope: (H), the bias goes on beyond ``max_distance`` by -slope per token instead, as ALiBi's does.
             num_prefix: tokens before the grid, with bias 0 to and from everything.
             gate: (B, H, S) in (0, 1), how much of the past each token keeps; for gated methods.

@@ -18,7 +18,8 @@ from kernelformer.attention.toeplitz import Layout, constant_beyond
 from kernelformer.contract import PositiveSpec, compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.bias import check_step_bias
+from kernelformer.modules.bias import Bias, assert_constant, check_step_bias
+from kernelformer.modules.checks import looks
 from kernelformer.modules.core import AttentionCore, Call
 
 
@@ -88,16 +89,21 @@ class BiasedCore(AttentionCore):
             window = self._stream_window(call.state, bias.slope)
             if window is not None and bias.window is not None and bias.window != window:
                 raise ValueError(f"the state keeps {window} keys one by one, got max_distance={bias.window}.")
-            looks = window is not None and bias.slope is None and not torch.compiler.is_compiling()
-            reach = constant_beyond(bias.table, bias.layout.L - 1 + bias.layout.offset, True) if looks else 0
-            if window is not None and reach > window:
-                raise ValueError(
-                    f"the state keeps {window} keys one by one, so the bias must be constant beyond that distance, and "
-                    f"it is beyond {reach} only; start anew with max_distance={reach}."
-                )
+            if window is not None and bias.slope is None:
+                self._check_constant(bias, window)
         past = 0 if call.state is None else call.state.length
         near = 0 if call.state is None else call.state.tensors[-1].shape[1]
         return self._stream(call, (call.query, key, value), bias.table[:, past - near :], window, bias.slope, prepared)
+
+    @staticmethod
+    def _check_constant(bias: Bias, window: int) -> None:
+        """That the bias is constant where the state has sums only."""
+        said = f"the state keeps {window} keys one by one, so the bias must be constant beyond that distance, and it is"
+        middle = bias.layout.L - 1 + bias.layout.offset
+        assert_constant(bias.table, middle, window, True, f"{said} not; start anew with a larger max_distance.")
+        reach = constant_beyond(bias.table, middle, True) if looks(bias.table) else 0
+        if reach > window:
+            raise ValueError(f"{said} beyond {reach} only; start anew with max_distance={reach}.")
 
     def _stream(
         self,
