@@ -7,6 +7,7 @@ import torch
 
 import kernelformer as kf
 from definition import inputs
+from kernelformer.errors import unknown
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_dtypes(core):
 
 
 def test_unknown_methods_and_options():
-    with raises(r"unknown method 'favor'; did you mean 'favor\+'\? choose from elu, fastfood-prf"):
+    with raises(r"unknown method 'favor'; did you mean 'favor\+'\? the nearest of \d+: favor\+,"):
         kf.build_attention("favor", head_dim=8, num_heads=4)
     with raises(r"unknown option for method 'favor\+', 'num_feature'; did you mean 'num_features'\?"):
         kf.build_attention("favor+", head_dim=8, num_heads=4, num_feature=3)
@@ -232,10 +233,14 @@ def test_layers():
         kf.KernelAttention(32, 4, "gaussian", relative="1d", max_distance=3)
     with raises("unknown option for method 'softmax', 'num_features'"):
         kf.KernelAttention(32, 4, "softmax", num_features=8)
+    with raises("scheme='t5' is of relative positions, got relative=None; give relative='1d'"):
+        kf.KernelAttention(32, 4, scheme="t5")
+    with raises("but causal=True was asked for; use landmarks='learned'"):
+        kf.KernelAttention(32, 4, "skyformer", causal=True)
     layer = kf.KernelAttention(32, 4)
-    with raises(r"x must be \(batch, length, 32\) in floating point, got \(2, 5, 16\) in torch.float32"):
+    with raises(r"x must be \(batch, length, embed_dim=32\) in floating point, got \(2, 5, 16\) in torch.float32"):
         layer(torch.zeros(2, 5, 16))
-    with raises(r"context must be \(batch, length, 32\) in floating point, got \(5, 32\)"):
+    with raises(r"context must be \(batch, length, context_dim=32\) in floating point, got \(5, 32\)"):
         layer(torch.zeros(2, 5, 32), torch.zeros(5, 32))
     with raises("step needs a causal layer, this one was built with causal=False"):
         layer.step(torch.zeros(2, 1, 32))
@@ -252,3 +257,52 @@ def test_redraw():
         kf.redraw(layer, every=7)
     with raises("every must be an integer of at least 1, got 0"):
         kf.redraw(kf.KernelAttention(32, 4), every=0)
+
+
+def test_a_layer_speaks_of_its_own_arguments():
+    x = torch.randn(2, 5, 32)
+    layer, causal = kf.KernelAttention(32, 4, num_features=8), kf.KernelAttention(32, 4, num_features=8, causal=True)
+    cross = kf.KernelAttention(32, 4, num_features=8, context_dim=16)
+    with raises(r"context must be \(batch, length, context_dim=32\) .* got \(2, 5, 16\) .*with context_dim=16"):
+        layer(x, torch.randn(2, 5, 16))
+    with raises(r"context must be \(batch, length, context_dim=16\) .*with context_dim=32"):
+        cross.remember(x)
+    with raises("needs a context, got none: it was built with context_dim=16 and embed_dim=32"):
+        cross(x)
+    with raises(r"x must be \(batch, length, embed_dim=32\) .*; build the layer with embed_dim=8"):
+        causal.step(torch.randn(2, 1, 8))
+    with raises("x must be a tensor, got list"):
+        layer(x.tolist())
+    with raises("x and context must have the same batch size, got 2 and 3"):
+        layer(x, torch.randn(3, 5, 32))
+    with raises(r"key_mask must be \(batch, length\) of context, \(2, 7\), got \(2, 5\); .*causal=True of the layer"):
+        layer(x, torch.randn(2, 7, 32), torch.ones(2, 5, dtype=torch.bool))
+    with raises("a state needs a causal layer, this one was built with causal=False"):
+        layer(x, return_state=True)
+    with raises("with a state x and context are the same tokens, got lengths 5 and 6"):
+        causal(x, torch.randn(2, 6, 32), return_state=True)
+    with raises(r"step takes one token, got x of shape \(2, 5, 32\); for more, call the layer"):
+        causal.step(x)
+    gated = kf.KernelAttention(32, 4, "rfa-gate", num_features=8, causal=True)
+    with raises("embed_dim=32"):
+        gated.step(torch.randn(2, 1, 16))
+
+
+def test_of_many_names_the_nearest_five_are_listed_and_of_few_all():
+    many = [f"name{i}" for i in range(40)] + ["favor", "favour"]
+    text = str(unknown("thing", "favr", many))
+    assert text.startswith("unknown thing 'favr'; did you mean 'favor'? the nearest of 42: favor, favour, ")
+    assert text.count(",") == 4
+    assert str(unknown("thing", "x", ["a", "b"])) == "unknown thing 'x'; choose from a, b."
+
+
+def test_no_error_prints_a_whole_object():
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(300)))
+    for call in (
+        lambda: kf.build_attention(model, head_dim=8, num_heads=2),
+        lambda: kf.KernelAttention(8, 2, method=model),
+        lambda: kf.method_options(model),
+    ):
+        with raises("unknown method") as caught:
+            call()
+        assert len(str(caught.value)) < 400

@@ -118,6 +118,19 @@ def test_a_trained_model_writes_without_its_data_but_is_not_evaluated(compared, 
     assert "there is no file or folder /no/such/file" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["evaluate", "generate", "translate"])
+def test_of_a_comparison_its_runs_are_offered(command, compared):
+    folder = compared[0]
+    result = call(command, folder)
+    assert result.exit_code == 2
+    offered = ", ".join(str(x) for x in folders(folder))
+    assert (
+        f"{folder} holds several runs, as the folder of a comparison does; give one of them: {offered}."
+        in result.stderr
+    )
+    assert "there is no such folder" in call(command, folder / "nothing").stderr
+
+
 def test_training_samples_are_evaluated_in_part(compared):
     result = call("evaluate", folders(compared[0])[0], "--split", "train", "--samples", "8", "--threads", "1")
     assert result.exit_code == 0, result.output
@@ -144,7 +157,7 @@ def test_a_folder_without_a_run_is_no_obstacle(tmp_path):
     plan = make_plan("x", replace(find_recipe("bytes").run(), attention="elu"), ["elu"], 1, tmp_path)
     plan.place(plan.runs[0]).mkdir()
     compare.check(plan, resume=False)
-    with pytest.raises(ValueError, match="is_causal=True was asked for"):
+    with pytest.raises(ValueError, match="but causal=True was asked for"):
         compare.check(make_plan("x", find_recipe("bytes").run(), ["elu", "skyformer"], 2, tmp_path), resume=False)
 
 
@@ -234,7 +247,7 @@ def test_one_run_by_train(tmp_path):
     [
         (["train", "byte"], "unknown recipe 'byte'; did you mean 'bytes'?"),
         (["train", "bytes", "--attention", "favour+"], "unknown method 'favour+'; did you mean 'favor+'?"),
-        (["train", "bytes", "--attention", "nystromformer"], "is_causal=True was asked for"),
+        (["train", "bytes", "--attention", "nystromformer"], "but causal=True was asked for"),
         (
             ["train", "bytes", "--set", "learning-rate=1"],
             "unknown setting 'learning-rate'; did you mean 'learning_rate'?",
@@ -261,7 +274,7 @@ def test_one_run_by_train(tmp_path):
             ["train", "rpe-translation", "--attention", "elu >"],
             "the encoder's attention and the decoder's, got 'elu >'",
         ),
-        (["compare", "bytes", "--attention", "elu,skyformer"], "is_causal=True was asked for"),
+        (["compare", "bytes", "--attention", "elu,skyformer"], "but causal=True was asked for"),
         (["compare", "bytes", "--data", "no/such/file"], "no/such/file"),
         (
             ["train", "bytes", "--set", "task.lenght=3"],
@@ -271,8 +284,9 @@ def test_one_run_by_train(tmp_path):
         (["train", "bytes", "--data", "no/such/file"], "no/such/file"),
         (["train", "listops", "--data", "x"], "unknown option for task 'listops', 'data'"),
         (["compare", "bytes", "--attention", "elu,elu"], "attentions to compare must differ"),
-        (["evaluate", "no/such/run"], "no/such/run"),
-        (["generate", "no/such/run"], "no/such/run"),
+        (["evaluate", "no/such/run"], "no/such/run is not the folder of a run: there is no such folder"),
+        (["generate", "no/such/run"], "no/such/run is not the folder of a run: there is no such folder"),
+        (["train", "bytes", "--set", "task.lnegth=3"], "did you mean 'length'? the nearest of"),
     ],
 )
 def test_bad_input_is_refused_without_a_traceback(options, message, tmp_path, monkeypatch):

@@ -206,6 +206,16 @@ def test_what_is_not_there_is_refused_and_nothing_is_converted(arguments, words)
     same(model, before)
 
 
+def test_a_model_and_a_method_in_the_wrong_order_are_refused_without_printing_the_model():
+    model = tiny("BertModel")
+    for call in (lambda: convert("favor+", model), lambda: convert(model, model), lambda: convert(model, "elu", model)):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert len(str(caught.value)) < 300
+    with pytest.raises(ValueError, match="a model and the name of a method, in this order, got str and BertModel"):
+        convert("favor+", model)
+
+
 class XAttention(nn.Module):
     """One projection, and not a known way to attend."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import time
 from itertools import islice
 
 import pytest
@@ -208,6 +209,22 @@ def test_wrong_options_are_named_and_nothing_is_written(model, tmp_path, options
     assert code == 2
     assert message in said
     assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_neither_a_folder_nor_in_the_cache_ends_at_once_without_the_hub(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    start = time.monotonic()
+    code, said = invoke("nosuch/model", tmp_path / "d")
+    assert time.monotonic() - start < 10  # the libraries alone would try for half a minute
+    assert code == 2
+    assert "there is no folder nosuch/model" in said
+    assert "the hub cannot be asked (http://127.0.0.1:9: " in said
+    assert "Retrying" not in said
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "the hub cannot be asked (HF_HUB_OFFLINE is set)" in invoke("nosuch/model", tmp_path / "d")[1]
 
 
 @pytest.mark.parametrize(

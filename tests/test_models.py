@@ -480,7 +480,10 @@ def test_wrong_configurations_say_what_to_change():
     ):
         with raises(message):
             KernelformerConfig(**settings)
-    with raises("is_causal=True was asked for"):
+    with raises("unknown setting of KernelformerConfig, 'output_layers'") as caught:
+        KernelformerConfig(output_layers=3)
+    assert "output_" not in str(caught.value).partition(";")[2]  # settings of Hugging Face's own are not offered
+    with raises("but causal=True was asked for"):
         build("causal-lm", "nystromformer")
     with raises("causal only"):
         build("classifier", "rfa-gate")

@@ -12,16 +12,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+FEW = 8  # names that are all listed; of more the nearest
+NEAREST = 5
+
+
 class WorkerError(RuntimeError):
     """A measuring process that failed, with what it said last."""
 
 
 def unknown(what: str, value: object, known: Iterable[str]) -> ValueError:
-    """An unknown name, with the nearest known one first and then the whole list."""
-    names = sorted(known)
-    near = difflib.get_close_matches(str(value), names, n=1)
+    """An unknown name, with the nearest known one first, and then all of a few names or the nearest of many."""
+    names, text = sorted(known), str(value)[:100]
+    near = difflib.get_close_matches(text, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return ValueError(f"unknown {what} {value!r}; {hint}choose from {', '.join(names) or 'none'}.")
+    some = f"choose from {', '.join(names) or 'none'}"
+    if len(names) > FEW:
+        nearest = difflib.get_close_matches(text, names, n=NEAREST, cutoff=0.0)
+        some = f"the nearest of {len(names)}: {', '.join(nearest)}"
+    return ValueError(f"unknown {what} {value!r:.80}; {hint}{some}.")
 
 
 def choice(what: str, value: str, known: Iterable[str]) -> str:

@@ -136,6 +136,11 @@ def convert(
     Raises:
         ValueError: an attention that is not covered or not called, or that the method cannot do; nothing is converted.
     """
+    if not isinstance(model, nn.Module) or not isinstance(method, str):
+        raise ValueError(
+            f"convert takes a model and the name of a method, in this order, got {type(model).__name__} and "
+            f"{type(method).__name__}."
+        )
     found = find_attentions(model, inputs)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     apply(model, make_plan(found, method, layers, exact_heads, options, longest))

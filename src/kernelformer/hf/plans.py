@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -127,11 +127,15 @@ def make_plan(
         if option not in known:
             raise unknown(f"option for method {method!r},", option, known)
     if method == EXACT and options:
-        raise ValueError(f"{EXACT!r} is the attention that the model has; it takes no options here, got {options!r}.")
+        raise ValueError(
+            f"{EXACT!r} is the attention that the model has; it takes no options here, got {options!r:.100}."
+        )
     settings = dict(options)
     if "max_length" in known and longest is not None:
         settings.setdefault("max_length", longest)
     wanted = [layers] if isinstance(layers, int | str) else layers
+    if wanted is not None and not isinstance(wanted, Iterable):
+        raise ValueError(f"layers are numbers or patterns of names, got {type(layers).__name__}.")
     chosen = set(range(len(found)))
     if wanted is not None:
         chosen = {number for x in wanted for number in _numbers(found, x)}
@@ -163,7 +167,7 @@ def _numbers(found: Sequence[Attention], wanted: int | str) -> set[int]:
             raise unknown("attention", wanted, [x.name for x in found])
         return some
     if isinstance(wanted, bool) or not isinstance(wanted, int) or not -len(found) <= wanted < len(found):
-        raise ValueError(f"this model has {len(found)} attentions, numbered from 0, got {wanted!r}.")
+        raise ValueError(f"this model has {len(found)} attentions, numbered from 0, got {wanted!r:.60}.")
     return {wanted % len(found)}
 
 

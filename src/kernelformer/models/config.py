@@ -96,7 +96,7 @@ class KernelformerConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in _COMMON and not name.startswith("_"):
-                raise unknown("setting of KernelformerConfig,", name, self.__dataclass_fields__)
+                raise unknown("setting of KernelformerConfig,", name, OWN_SETTINGS)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size"):
             positive_int(name, getattr(self, name))
         for name in ("max_position_embeddings", "num_channels"):
@@ -168,6 +168,10 @@ class KernelformerConfig(PreTrainedConfig):
                     f"cross_attention has no relative positions, got {spec!r}; give {without_positions(spec)!r}."
                 )
         return specs
+
+
+# What the class itself declares: Hugging Face's own fields are nothing to choose from.
+OWN_SETTINGS = (*(x for x in KernelformerConfig.__annotations__ if x != "model_type"), "num_labels")
 
 
 def _per_layer(what: str, specs: str | list[str], layers: int) -> list[str]:

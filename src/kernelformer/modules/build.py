@@ -137,7 +137,7 @@ def parse_attention(spec: str) -> tuple[str, dict[str, Any]]:
 
 def _split(name: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(name, str):
-        raise ValueError(f"an attention is a string such as 'favor+:num_features=128', got {name!r}.")
+        raise ValueError(f"an attention is a string such as 'favor+:num_features=128', got {name!r:.60}.")
     method, *parts = name.split(":")
     options: dict[str, Any] = {}
     for part in parts:

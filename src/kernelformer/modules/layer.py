@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import choice, positive_int, shape
-from kernelformer.modules.build import build_attention
+from kernelformer.modules.build import POSITION_OPTIONS, build_attention, method_options
 from kernelformer.modules.positions import RelativePositions
 
 
@@ -63,7 +63,7 @@ class KernelAttention(nn.Module):
         kv_heads = positive_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {kv_heads} and {num_heads}.")
-        self.positions = _positions(relative, num_heads, causal, options)
+        self.positions = _positions(relative, num_heads, causal, options, method)
         if num_features is not None:
             options["num_features"] = num_features
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
@@ -81,7 +81,7 @@ class KernelAttention(nn.Module):
         self.core = build_attention(method, head_dim=self.head_dim, num_heads=num_heads, **options).to(device)
         problem = self.core.refusal(causal)
         if problem is not None:
-            raise problem
+            raise ValueError(str(problem).replace("is_causal=", "causal="))  # as this layer calls it
         if self.positions is not None:
             self.positions.to(device)
             if not self.core.takes_bias:
@@ -95,15 +95,49 @@ class KernelAttention(nn.Module):
             nn.init.constant_(self.gate.bias, 2.0)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        self._check("x", x, self.embed_dim)
-        self._check("context", context, self.context_dim)
+        self._check("x", x, "embed_dim")
+        if context is x and self.context_dim != self.embed_dim:
+            raise ValueError(
+                f"this layer needs a context, got none: it was built with context_dim={self.context_dim} and "
+                f"embed_dim={self.embed_dim}."
+            )
+        self._check("context", context, "context_dim")
+        if context.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"x and context must have the same batch size, got {x.shape[0]} and {context.shape[0]} "
+                f"(shapes {shape(x)} and {shape(context)})."
+            )
         q, k, v = (self._heads(t) for t in (self.query(x), self.key(context), self.value(context)))
         return q, k, v
 
+    def _check(self, name: str, x: Tensor, width: Literal["embed_dim", "context_dim"]) -> None:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it with torch.as_tensor().")
+        built = getattr(self, width)
+        if x.dim() != 3 or x.shape[-1] != built or not x.is_floating_point():
+            way = f"; build the layer with {width}={x.shape[-1]}" if x.dim() == 3 and x.shape[-1] != built else ""
+            raise ValueError(
+                f"{name} must be (batch, length, {width}={built}) in floating point, got {shape(x)} in {x.dtype}{way}."
+            )
+
     @staticmethod
-    def _check(name: str, x: Tensor, width: int) -> None:
-        if x.dim() != 3 or x.shape[-1] != width or not x.is_floating_point():
-            raise ValueError(f"{name} must be (batch, length, {width}) in floating point, got {shape(x)} in {x.dtype}.")
+    def _check_mask(name: str, mask: Tensor | None, tokens: Tensor) -> None:
+        if isinstance(mask, Tensor) and mask.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"key_mask must be (batch, length) of {name}, {tuple(tokens.shape[:2])}, got {shape(mask)}; causality "
+                f"is causal=True of the layer, not a mask."
+            )
+
+    def _check_stream(self, x: Tensor, context: Tensor) -> None:
+        if not self.causal:
+            raise ValueError(
+                "a state needs a causal layer, this one was built with causal=False: without causality nothing is past."
+            )
+        if x.shape[1] != context.shape[1]:
+            raise ValueError(
+                f"with a state x and context are the same tokens, got lengths {x.shape[1]} and {context.shape[1]}; "
+                f"to attend to a context once and again use remember and recall."
+            )
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -166,6 +200,9 @@ class KernelAttention(nn.Module):
         crosses = context is not None
         context = x if context is None else context
         q, k, v = self._project(x, context)
+        self._check_mask("context" if crosses else "x", key_mask, context)
+        if state is not None or return_state:
+            self._check_stream(x, context)
         common: dict[str, Any] = {"is_causal": self.causal, "key_mask": key_mask, "state": state}
         if crosses and key_mask is not None:  # it says nothing about x, even if that is as long
             common["query_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -183,15 +220,23 @@ class KernelAttention(nn.Module):
             raise ValueError(
                 "step needs a causal layer, this one was built with causal=False; build it with causal=True."
             )
+        q, k, v = self._project(x, x)
+        if x.shape[1] != 1:
+            raise ValueError(
+                f"step takes one token, got x of shape {shape(x)}; for more, call the layer with state=... and "
+                f"return_state=True."
+            )
+        self._check_mask("x", key_mask, x)
         extra = self._gate(x)
         if self.positions is not None:
             extra |= self.positions.step(0 if state is None else state.length)
-        heads, after = self.core.step(*self._project(x, x), state, key_mask=key_mask, **extra)
+        heads, after = self.core.step(q, k, v, state, key_mask=key_mask, **extra)
         return self._merge(heads), after
 
     def remember(self, context: Tensor, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a context (B, S, context_dim): of constant size for methods with a feature map."""
-        self._check("context", context, self.context_dim)
+        self._check("context", context, "context_dim")
+        self._check_mask("context", key_mask, context)
         key, value = (self._heads(x) for x in (self.key(context), self.value(context)))
         return self.core.remember(key, value, key_mask=key_mask)
 
@@ -202,7 +247,7 @@ class KernelAttention(nn.Module):
                 "recall is for cross-attention: build the layer with causal=False and relative=None, this one has "
                 f"causal={self.causal} and {'relative' if self.positions is not None else 'no'} positions."
             )
-        self._check("x", x, self.embed_dim)
+        self._check("x", x, "embed_dim")
         return self._merge(self.core.recall(self._heads(self.query(x)), memory))
 
     def extra_repr(self) -> str:
@@ -211,7 +256,7 @@ class KernelAttention(nn.Module):
 
 
 def _positions(
-    relative: str | RelativePositions | None, num_heads: int, causal: bool, options: dict[str, Any]
+    relative: str | RelativePositions | None, num_heads: int, causal: bool, options: dict[str, Any], method: str
 ) -> RelativePositions | None:
     """The positions that a layer was asked for; takes their options away from the core's."""
     if isinstance(relative, RelativePositions):
@@ -221,6 +266,12 @@ def _positions(
             raise ValueError("these positions were built with causal=True, and the layer with causal=False.")
         return relative
     if relative is None:
+        stray = [x for x in options if x in POSITION_OPTIONS and x not in method_options(method)]
+        if stray:
+            raise ValueError(
+                f"{stray[0]}={options[stray[0]]!r} is of relative positions, got relative=None; give relative='1d' or "
+                f"'2d', or leave it out."
+            )
         return None
     names = {"1d": ("scheme", "max_length", "max_distance", "num_buckets"), "2d": ("grid", "num_prefix")}
     mine = {x: options.pop(x) for x in names[choice("relative", relative, names)] if x in options}

@@ -22,6 +22,7 @@ from kernelformer.recipes.weights import (
     fitting,
     gguf_file,
     has_safe_weights,
+    hub_options,
     kind_of,
     load_gguf,
     load_tokenizer,
@@ -75,7 +76,8 @@ def load_source(path: str | Path, *, task: str = "auto", allow_pickle: bool = Fa
         raise ValueError(f"there is no folder {path}, and a name on the hub is OWNER/NAME.")
     if folder.is_dir():
         check_folder(folder)
-    config = attempt(path, lambda: auto("AutoConfig").from_pretrained(path, trust_remote_code=False))
+    hub = {} if folder.is_dir() else hub_options(str(path))
+    config = attempt(path, lambda: auto("AutoConfig").from_pretrained(path, trust_remote_code=False, **hub))
     safe = not folder.is_dir() or has_safe_weights(folder, allow_pickle)
     options: dict[str, Any] = {"weights_only": True, "trust_remote_code": False, "dtype": torch.float32}
     # Of a name on the hub nobody knows what it has: None is whichever there is.
@@ -83,14 +85,14 @@ def load_source(path: str | Path, *, task: str = "auto", allow_pickle: bool = Fa
 
     def load(kind: Any, **more: Any) -> tuple[Any, dict[str, Any]]:
         found: tuple[Any, dict[str, Any]] = attempt(
-            path, lambda: kind.from_pretrained(path, config=config, output_loading_info=True, **options, **more)
+            path, lambda: kind.from_pretrained(path, config=config, output_loading_info=True, **hub, **options, **more)
         )
         return found
 
     model, remarks = fitting(path, classes(config, task), load)
     if config.dtype not in (None, torch.float32):
         remarks.append(f"weights in {str(config.dtype).removeprefix('torch.')} were read as float32")
-    return Source(model.eval(), load_tokenizer(path), str(path), kind_of(model), remarks)
+    return Source(model.eval(), load_tokenizer(path, **hub), str(path), kind_of(model), remarks)
 
 
 def read_texts(path: str | Path) -> list[str]:

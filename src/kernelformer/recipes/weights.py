@@ -49,6 +49,38 @@ def attempt(path: object, make: Callable[[], Any], what: str = "model") -> Any:
         ) from None
 
 
+def hub_problem() -> str | None:
+    """Why the hub cannot be asked, or None: one try, where the libraries would go on trying for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception as problem:
+        return f"{constants.ENDPOINT}: {str(problem) or type(problem).__name__}"
+    return None
+
+
+def hub_options(name: str) -> dict[str, Any]:
+    """How a model is read by its name on the hub: from the cache alone where the hub cannot be asked.
+
+    Raises:
+        ValueError: the hub cannot be asked, and the cache has no such model.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    problem = hub_problem()
+    if problem is None:
+        return {}
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        raise ValueError(
+            f"there is no folder {name}, the cache of the hub has no model of this name, and the hub cannot be asked "
+            f"({problem}); give the folder of a model, or go online."
+        )
+    return {"local_files_only": True}
+
+
 def check_folder(folder: Path) -> None:
     """That a folder holds a model of transformers which was not converted yet."""
     from kernelformer.hf.saving import KIND

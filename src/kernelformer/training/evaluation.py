@@ -26,7 +26,7 @@ from kernelformer.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer.tasks.base import Outcome
 from kernelformer.tasks.batching import spread_evenly
 from kernelformer.training.checkpoints import reason
-from kernelformer.training.inspection import DAMAGE, saved_run
+from kernelformer.training.inspection import DAMAGE, check_run_folder, saved_run
 from kernelformer.training.meter import Tell, scores
 from kernelformer.training.run import Run, TrainingError
 from kernelformer.training.silence import silent_libraries
@@ -252,6 +252,7 @@ def _open(folder: Path, task: Task | None, tell: Tell | None = None) -> tuple[nn
     home = folder if (folder / RUN).exists() else folder.parent  # of a run's model/
     if task is None:
         if not (home / RUN).exists():
+            check_run_folder(folder)
             raise ValueError(f"{folder} is not the folder of a run, got task=None; say on what to evaluate it.")
         run, head = saved_run(home)
         task = make_task(run.task, **run.task_options)

@@ -24,9 +24,24 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipf
 
 def saved_run(folder: Path) -> tuple[Run, dict[str, Any]]:
     """The settings of the run in a folder, and all that ``run.json`` says."""
+    check_run_folder(folder)
     head = read_head(folder)
     with reading(folder / RUN):
         return Run.from_json(head["run"]), head
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raise if this cannot be the folder of a run: there is none, or it holds several, as that of a comparison."""
+    if not folder.is_dir():
+        kind = "it is a file" if folder.exists() else "there is no such folder"
+        raise ValueError(f"{folder} is not the folder of a run: {kind}; `kernelformer train` makes one.")
+    runs = sorted(x.parent.name for x in folder.glob(f"*/{RUN}"))
+    if runs and not (folder / RUN).exists():
+        more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""
+        raise ValueError(
+            f"{folder} holds several runs, as the folder of a comparison does; give one of them: "
+            f"{', '.join(str(folder / x) for x in runs[:5])}{more}."
+        )
 
 
 def examine(
