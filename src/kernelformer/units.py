@@ -30,6 +30,9 @@ def human_ratio(ratio: float) -> str:
 
 def visible(text: object, keep: str = "") -> str:
     """A text whose control characters, marks of direction and halves of pairs are seen instead of obeyed."""
+    whole = str(text)
+    if whole.isprintable():
+        return whole
 
     def show(char: str) -> str:
         code = ord(char)
@@ -37,4 +40,4 @@ def visible(text: object, keep: str = "") -> str:
         unfit = unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or code & 0xFFFE == 0xFFFE
         return f"<U+{code:04X}>" if (turns or unfit) and char not in keep else char
 
-    return "".join(map(show, str(text)))
+    return "".join(map(show, whole))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 from kernelformer.lazy import MissingExtraError, require_extra
 
@@ -14,5 +15,7 @@ def main() -> None:
     except MissingExtraError as problem:
         sys.exit(str(problem))
     from kernelformer.cli.app import app
+    from kernelformer.cli.common import warn
 
+    warnings.showwarning = lambda message, *_, **__: warn(str(message))
     app()

@@ -95,7 +95,7 @@ def _recipes() -> Table:
 
 def _recipe(recipe: Recipe, name: str) -> None:
     """All that a recipe sets, side by side."""
-    console.print(f"{recipe.about}\n{recipe.source}\n{recipe.note}".rstrip(), highlight=False)
+    console.print(f"{recipe.about}\n{recipe.source}\n{recipe.note}".rstrip())
     table = _table(name, *recipe.sizes)
     for setting, values in recipe.settings().items():
         table.add_row(setting, *values)

@@ -68,7 +68,7 @@ def bench(
         write_json(file, {"environment": environment(thread_count(threads)), "rows": [row.as_json() for row in rows]})
         picture = file.with_suffix(".png")
         show.plot(rows, picture, heap_names[0])
-        console.print(f"figures: {file}   picture: {picture}", highlight=False)
+        console.print(f"figures: {file}   picture: {picture}")
 
 
 def _measure(todo: Sequence[Case], chosen: Sequence[str], **settings: Any) -> list[Row]:
@@ -92,5 +92,4 @@ def _show(rows: Sequence[Row], first: str, heaps: Sequence[str]) -> None:
     console.print(
         f"ratios: against {first}; above 1, {first} is faster or leaner. peak: memory beyond the inputs; "
         f"beyond: beyond outputs and gradients too.",
-        highlight=False,
     )

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TimeElapsedColumn
 from rich.text import Text
 
 from kernelformer.errors import WorkerError
 from kernelformer.training.run import StoppedError, TrainingError
+from kernelformer.training.terminal import VisibleConsole, text_column
+from kernelformer.units import visible
 
-console = Console(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
-errors = Console(stderr=True, soft_wrap=True)  # a path stays in one piece
+console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
+errors = VisibleConsole(stderr=True, soft_wrap=True)  # a path stays in one piece
 
 
 def fail(problem: Exception, code: int = 2) -> NoReturn:
@@ -28,13 +28,13 @@ def fail(problem: Exception, code: int = 2) -> NoReturn:
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not getattr(problem, "everywhere", False):
         where = "error" if rank == "0" else f"error on process {rank}"
-        errors.print(Text.assemble((f"{where}: ", "bold red"), str(problem)))
+        errors.print(Text.assemble((f"{where}: ", "bold red"), visible(problem, keep="\n")))
     raise typer.Exit(code)
 
 
 def warn(text: str) -> None:
     """Say on stderr what works, but not as it should be asked for."""
-    errors.print(Text.assemble(("warning: ", "bold yellow"), text))
+    errors.print(Text.assemble(("warning: ", "bold yellow"), visible(text, keep="\n")))
 
 
 @contextmanager
@@ -52,15 +52,21 @@ def plain_errors() -> Iterator[None]:
 
 def progress_bar() -> Progress:
     """A bar that is gone when it is done."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), text_column("{task.description}"), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
 
 
 def say(progress: Progress, bar: TaskID, text: str, advance: int = 0) -> None:
     """Next to the bar, or as a line of its own where there is no terminal to draw a bar on."""
-    progress.update(bar, description=escape(text), advance=advance)
+    progress.update(bar, description=visible(text), advance=advance)
     if not console.is_terminal:
-        console.print(text, highlight=False, markup=False)
+        console.print(text)
+
+
+def write(text: str, keep: str = "\n\t") -> None:
+    """Write what a model has written to stdout: as it is into a file or a pipe, seen and not obeyed on a terminal."""
+    sys.stdout.write(visible(text, keep) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def names(text: str) -> list[str]:

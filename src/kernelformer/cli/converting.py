@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import literal_text
-from kernelformer.cli.common import console, plain_errors, progress_bar, say, use_threads
+from kernelformer.cli.common import console, plain_errors, progress_bar, say, use_threads, write
 
 
 def convert(
@@ -69,8 +69,8 @@ def convert(
         for what, used in found.texts.items():
             console.print(f"{what} {used}", highlight=False, markup=False)
         for remark in found.remarks:
-            console.print(f"note: {remark}", highlight=False, markup=False)
-        console.print(f"model: {target}   figures: {target / 'report.json'}", highlight=False, markup=False)
+            console.print(f"note: {remark}")
+        console.print(f"model: {target}   figures: {target / 'report.json'}")
 
 
 def continue_(
@@ -95,12 +95,11 @@ def continue_(
         with progress_bar() as progress:
             bar = progress.add_task("writing", total=tokens)
             found = write_on(folder, before, **options, tell=lambda _: progress.advance(bar))  # type: ignore[arg-type]
-        console.print(before + found.text, highlight=False, markup=False)
+        write(f"{before}{found.text}\n")
         first, last = sorted(found.cache)[min(1, len(found.cache) - 1)], max(found.cache)
         console.print(
             f"{found.tokens} tokens, {found.tokens / found.seconds:.1f} a second; cache {found.cache[first]:,} bytes "
             f"after {first} tokens and {found.cache[last]:,} after {last}"
             + ("" if found.constant else " (exact attention keeps every key)"),
             style="dim",
-            highlight=False,
         )

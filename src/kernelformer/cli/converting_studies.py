@@ -73,7 +73,7 @@ def normalized(
         write_json(file, {"environment": environment(thread_count(threads)), **found.as_json()})
         picture = file.with_suffix(".png")
         study.picture(found, picture)
-        console.print(f"figures: {file}   picture: {picture}", highlight=False)
+        console.print(f"figures: {file}   picture: {picture}")
 
 
 @renamed(methods="attention")
@@ -124,4 +124,4 @@ def conversion(
         console.print(show.table(rows))
         picture = file.with_suffix(".png")
         show.picture(rows, picture)
-        console.print(f"figures: {file}   picture: {picture}", highlight=False)
+        console.print(f"figures: {file}   picture: {picture}")

@@ -54,7 +54,7 @@ def attention(
         )
         pictures.picture(found, file, *chosen)
         console.print(pictures.table(found))
-        console.print(f"picture: {file}", highlight=False)
+        console.print(f"picture: {file}")
 
 
 def _selected(what: str, text: str) -> list[int] | None:
@@ -112,4 +112,4 @@ def lengths(
             console.print(table)
         picture = file.with_suffix(".png")
         shown.picture(found, picture)
-        console.print(f"figures: {file}   picture: {picture}", highlight=False)
+        console.print(f"figures: {file}   picture: {picture}")

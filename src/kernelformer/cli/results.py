@@ -22,7 +22,7 @@ def results(
     with plain_errors():
         files, records, others = write_results(folder, [*(add or ()), *(folders or ())], date)
         for path in files:
-            console.print(f"written: {path}", highlight=False, markup=False)
+            console.print(f"written: {path}")
         said = f"comparisons on record: {len(records)}"
         left = f"; of another kind, and not on the page: {', '.join(path.name for path in others)}" if others else ""
-        console.print(f"{said}{left}.", highlight=False, markup=False)
+        console.print(f"{said}{left}.")

@@ -25,6 +25,7 @@ from kernelformer.environment import environment
 from kernelformer.files import write_json
 from kernelformer.recipes.catalogue import find_recipe
 from kernelformer.recipes.settings import ENCODER_ATTENTIONS, POSITION_LENGTHS, SparsitySetting
+from kernelformer.units import visible
 
 app = typer.Typer(help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
 app.command()(converting_studies.conversion)
@@ -61,13 +62,13 @@ def sparsity(
                 setting,
                 file,
                 seeds=range(seeds),
-                tell=lambda text: progress.update(bar, description=text),
+                tell=lambda text: progress.update(bar, description=visible(text)),
                 done=lambda: progress.advance(bar),
             )
         console.print(study.table(curves))
         picture = file.with_suffix(".png")
         study.picture(curves, picture)
-        console.print(f"figures: {file}   picture: {picture}", highlight=False)
+        console.print(f"figures: {file}   picture: {picture}")
 
 
 @app.command()
@@ -87,7 +88,7 @@ def kernels(
         for table in kernel_study.tables(found):
             console.print(table)
         kernel_study.picture(found, file)
-        console.print(f"picture: {file}", highlight=False)
+        console.print(f"picture: {file}")
 
 
 @app.command()
@@ -188,7 +189,7 @@ def _show(study: Any, found: Any, file: Path, threads: int | None) -> None:
     _keep(found, file, threads)
     picture = file.with_suffix(".png")
     study.picture(found, picture)
-    console.print(f"figures: {file}   picture: {picture}", highlight=False)
+    console.print(f"figures: {file}   picture: {picture}")
 
 
 @app.command()
@@ -211,7 +212,7 @@ def overhead(
             found = study.run(chosen.run(), specs, lambda x: say(progress, bar, x, advance=1))
         console.print(study.table(found))
         write_json(file, {"environment": environment(thread_count(threads)), "steps": study.as_json(found)})
-        console.print(f"figures: {file}", highlight=False)
+        console.print(f"figures: {file}")
 
 
 @app.command()
@@ -237,4 +238,4 @@ def tour(
         for table in figures.tables(found):
             console.print(table)
         figures.picture(found, file)
-        console.print(f"picture: {file}", highlight=False)
+        console.print(f"picture: {file}")

@@ -16,10 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kernelformer.cli.aliases import literal_text
-from kernelformer.cli.common import console, errors, names, plain_errors, progress_bar, say, thread_count, use_threads
+from kernelformer.cli.common import (
+    console,
+    errors,
+    names,
+    plain_errors,
+    progress_bar,
+    say,
+    thread_count,
+    use_threads,
+    write,
+)
 from kernelformer.recipes.catalogue import change, find_recipe
 from kernelformer.training.run import attention_settings
-from kernelformer.units import human_bytes, visible
+from kernelformer.units import human_bytes
 
 if TYPE_CHECKING:
     from kernelformer.models import KernelformerForCausalLM
@@ -151,13 +161,13 @@ def evaluate(
         some = TRAINING_SAMPLES if samples is None and split == "train" else samples
         found = evaluate_model(folder, split=split, batch_size=batch, samples=some, tell=_remark)
         for name, value in found.items():
-            console.print(f"{split} {name.replace('_', ' ')}: {value:.4f}", highlight=False)
+            console.print(f"{split} {name.replace('_', ' ')}: {value:.4f}")
         if some is not None:
-            console.print(f"at most {some:,} samples, spread evenly over the split", highlight=False)
+            console.print(f"at most {some:,} samples, spread evenly over the split")
 
 
 def _remark(text: str) -> None:
-    console.print(text, highlight=False, markup=False)
+    console.print(text)
 
 
 def compare(
@@ -211,7 +221,7 @@ def _compare(plan: Plan, resume: bool, threads: int) -> None:
             done=lambda: progress.advance(bar),
         )
     console.print(table(found))
-    console.print(f"report: {plan.folder / REPORT}", highlight=False)
+    console.print(f"report: {plan.folder / REPORT}")
 
 
 def generate(
@@ -242,22 +252,18 @@ def generate(
 def _write(model: KernelformerForCausalLM, prompt: str, **settings: Any) -> None:
     from kernelformer.recipes.decoding import sample_bytes
 
-    shown = sys.stdout.isatty()  # a terminal would obey control characters
-
     before = prompt  # written with the first byte, when nothing is left to refuse
 
-    def write(text: str) -> None:
+    def show(text: str) -> None:
         nonlocal before
         text, before = before + text, ""
-        sys.stdout.write(visible(text, keep="\n\t") if shown else text)
-        sys.stdout.flush()
+        write(text)
 
-    made = sample_bytes(model, prompt, write=write, **settings)
+    made = sample_bytes(model, prompt, write=show, **settings)
     errors.print(
         f"\n\n{made.tokens} bytes in {made.seconds:.1f} s, {made.tokens / made.seconds:.0f} a second; "
         f"kept between two: {human_bytes(made.state_bytes)}",
         style="dim",
-        highlight=False,
     )
 
 
@@ -279,6 +285,6 @@ def demo(
         use_threads(threads)
         _, model = load_run(plan.place(plan.runs[-1]))
         assert isinstance(model, KernelformerForCausalLM)
-        console.print(f"\nwritten by {plan.runs[-1].label}:\n", style="bold", highlight=False)
+        console.print(f"\nwritten by {plan.runs[-1].label}:\n", style="bold")
         _write(model, PROMPT, tokens=400)
-        console.print(f"the report with curves, memory and decoding: {out / REPORT}", highlight=False)
+        console.print(f"the report with curves, memory and decoding: {out / REPORT}")

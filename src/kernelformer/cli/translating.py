@@ -14,8 +14,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kernelformer.cli.aliases import renamed
-from kernelformer.cli.common import errors, plain_errors, use_threads
-from kernelformer.units import visible
+from kernelformer.cli.common import errors, plain_errors, use_threads, write
 
 BLOCKS = 16  # batches that are read before they are translated: sentences of similar length go together
 
@@ -48,22 +47,19 @@ def _write(translator: object, lines: BinaryIO, where: str, batch: int, block: i
     from kernelformer.recipes.translating import Translator, translate_texts
 
     assert isinstance(translator, Translator)
-    shown = sys.stdout.isatty()  # a terminal would obey control characters
     texts, count, seconds = _texts(lines, where), 0, 0.0
     while some := list(islice(texts, block)):
         found = translate_texts(translator, some, batch_size=batch)
         for text in found.texts:
-            sys.stdout.write((visible(text) if shown else text) + "\n")
-        sys.stdout.flush()
+            write(text + "\n", keep="\n")
         for i in found.cut:
             errors.print(
                 f"line {count + i + 1} has more than {translator.task.length - 1} tokens and was cut",
                 style="yellow",
-                highlight=False,
             )
         count, seconds = count + len(some), seconds + found.seconds
     if count:
-        errors.print(f"{count} lines in {seconds:.1f} s, {count / seconds:.1f} a second", style="dim", highlight=False)
+        errors.print(f"{count} lines in {seconds:.1f} s, {count / seconds:.1f} a second", style="dim")
 
 
 def _texts(lines: BinaryIO, where: str) -> Iterator[str]:

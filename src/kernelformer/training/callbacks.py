@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from kernelformer.training.meter import Recorder, Tell
+from kernelformer.training.terminal import text_column
 
 
 class LastDraw(TrainerCallback):
@@ -99,10 +100,10 @@ class Bar(TrainerCallback):
 
     def __init__(self, console: Console, recorder: Recorder, title: str) -> None:
         columns = (
-            TextColumn("{task.description}"),
+            text_column("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
+            text_column("{task.fields[note]}"),
             TimeRemainingColumn(),
         )
         self.progress = Progress(*columns, console=console, transient=True)

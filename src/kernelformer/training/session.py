@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed  # type: ignore[import-untyped]
-from rich.console import Console
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations.integration_utils import is_tensorboard_available
 
@@ -43,6 +42,7 @@ from kernelformer.training.meter import Meter, Recorder, Tell
 from kernelformer.training.run import Run, StoppedError, everywhere
 from kernelformer.training.silence import silent_libraries
 from kernelformer.training.start import check_vocabulary, start_from, weights_hash
+from kernelformer.training.terminal import VisibleConsole
 from kernelformer.training.trainer import RunTrainer, training_arguments
 
 
@@ -85,7 +85,7 @@ def train(
     with silent_libraries(), ExitStack() as stack:
         args = training_arguments(run, folder)
         main = args.process_index == 0
-        console = Console()
+        console = VisibleConsole()
         say = _voice(console, tell) if main and not quiet else _nothing
         bar = main and not quiet and console.is_terminal
         data = functools.cache(lambda: make_task(run.task, **run.task_options).fingerprint())
@@ -157,8 +157,8 @@ def _nothing(text: str) -> None:
     pass
 
 
-def _voice(console: Console, tell: Tell | None) -> Tell:
-    return tell if tell is not None else lambda text: console.print(text, highlight=False, markup=False)
+def _voice(console: VisibleConsole, tell: Tell | None) -> Tell:
+    return tell if tell is not None else console.print
 
 
 def _enter(
