@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 from kernelformer.bench.contenders import Case, contender
 from kernelformer.environment import environment
 from kernelformer.errors import WorkerError
+from kernelformer.subprocesses import finished
 
 __all__ = ["HEAPS", "Row", "WorkerError", "cases", "environment", "job", "run_case"]
 
@@ -49,14 +49,7 @@ def job(kind: str, case: Case, names: Sequence[str], *, heap: str, threads: int,
     """Run one job in a process of its own."""
     request = {"kind": kind, "case": asdict(case), "names": list(names), "threads": threads, "budget": budget}
     env = {**os.environ, **HEAPS[heap], "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        [sys.executable, "-m", "kernelformer.bench.worker"],
-        input=json.dumps(request),
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = finished([sys.executable, "-m", "kernelformer.bench.worker"], json.dumps(request), env)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1]
         raise WorkerError(f"{', '.join(names)} at {case.title}: {last}")

@@ -17,6 +17,7 @@ import torch
 
 from kernelformer.bench.contenders import Case, contender
 from kernelformer.environment import peak, reset_peak
+from kernelformer.subprocesses import end_with_parent
 
 
 def check(case: Case, names: list[str]) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def _timed(run: Callable[[], Any]) -> float:
 
 def main() -> None:
     """Do one job."""
+    end_with_parent()
     job = json.load(sys.stdin)
     torch.set_num_threads(job["threads"])
     case = Case(**job["case"])

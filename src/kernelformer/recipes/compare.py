@@ -22,6 +22,7 @@ from kernelformer.errors import positive_int
 from kernelformer.files import write_json
 from kernelformer.recipes.worker import ERROR, STOPPED
 from kernelformer.records import RUN, SAMPLE
+from kernelformer.subprocesses import started
 from kernelformer.tasks import make_task
 from kernelformer.training.inspection import check_same
 from kernelformer.training.run import Run, StoppedError, TrainingError, attention_settings
@@ -134,17 +135,19 @@ def _train(run: Run, folder: Path, threads: int, command: str, tell: Callable[[s
     order = [sys.executable, *WORKER, json.dumps(request)]
     # A file and not a pipe: nobody reads it before the end, and a full pipe would stop the worker.
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        with subprocess.Popen(order, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
-            assert worker.stdout is not None
-            try:
-                for line in worker.stdout:
-                    tell(f"{_name(run)}: {line.rstrip()}")
-            except KeyboardInterrupt:
-                worker.terminate()  # from a terminal it has heard Ctrl-C too; then this one changes nothing
-                for line in worker.stdout:
-                    tell(f"{_name(run)}: {line.rstrip()}")
-                worker.wait()
-                raise StoppedError(f"stopped in {folder}; go on with --resume.") from None
+        try:
+            with started(order, env, stdout=subprocess.PIPE, stderr=errors) as worker:
+                assert worker.stdout is not None
+                try:
+                    for line in worker.stdout:
+                        tell(f"{_name(run)}: {line.rstrip()}")
+                except KeyboardInterrupt:
+                    worker.terminate()  # from a terminal it has heard Ctrl-C too; then this one changes nothing
+                    for line in worker.stdout:
+                        tell(f"{_name(run)}: {line.rstrip()}")
+                    raise
+        except KeyboardInterrupt:
+            raise StoppedError(f"stopped in {folder}; go on with --resume.") from None
         errors.seek(0)
         said = errors.read().strip().splitlines()
     if worker.returncode:

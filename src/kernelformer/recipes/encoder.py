@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.modules.build import parse_attention
 from kernelformer.recipes.encoder_worker import BOUNDS, PASSES, Case, build
 from kernelformer.recipes.settings import ENCODER_ATTENTIONS as ATTENTIONS
+from kernelformer.subprocesses import finished
 from kernelformer.units import human_bytes, human_ratio, human_time
 
 EXACT = "softmax"
@@ -159,14 +159,8 @@ def job(kind: str, case: Case, wanted: dict[str, list[str]], setting: Setting) -
     request = {"kind": kind, "case": asdict(case), "wanted": wanted, "threads": setting.threads}
     request |= {"rounds": setting.rounds, "budget": setting.budget}
     heap = WEIGHED if kind == "memory" else HEAPS[setting.heap]
-    done = subprocess.run(
-        [sys.executable, "-m", "kernelformer.recipes.encoder_worker"],
-        input=json.dumps(request),
-        env={**os.environ, **heap, "OMP_NUM_THREADS": str(setting.threads)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, **heap, "OMP_NUM_THREADS": str(setting.threads)}
+    done = finished([sys.executable, "-m", "kernelformer.recipes.encoder_worker"], json.dumps(request), env)
     if done.returncode:  # a system that runs out of memory leaves no last words
         last = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1]
         raise WorkerError(last)

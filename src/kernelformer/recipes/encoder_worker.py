@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kernelformer.environment import peak, reset_peak
 from kernelformer.recipes.settings import ENCODER_BOUNDS
+from kernelformer.subprocesses import end_with_parent
 
 VOCABULARY = 256
 PASSES = ("forward", "forward + backward")
@@ -224,6 +225,7 @@ def do(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read a job, write its result."""
+    end_with_parent()
     job = json.load(sys.stdin)
     torch.set_num_threads(job["threads"])
     json.dump(do(job), sys.stdout)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,6 +24,7 @@ from kernelformer.files import write_json
 from kernelformer.hf.attentions import find_attentions
 from kernelformer.modules.build import parse_method
 from kernelformer.recipes.lengths_worker import BASELINES, MOST_ROUNDS, PASSES, TASKS, TOKEN, Subject, contender
+from kernelformer.subprocesses import finished
 from kernelformer.training.silence import silent_libraries
 from kernelformer.units import human_time
 
@@ -306,14 +306,8 @@ def _measure(what: str, rows: Sequence[Row], setting: Setting) -> None:
 def job(request: Mapping[str, Any]) -> dict[str, Any]:
     """Run one job in a process of its own: {contender: figures}."""
     heap = WEIGHED if request["what"] == "memory" else {}
-    done = subprocess.run(
-        [sys.executable, "-m", "kernelformer.recipes.lengths_worker"],
-        input=json.dumps(request),
-        env={**os.environ, **heap, "OMP_NUM_THREADS": str(request["threads"])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, **heap, "OMP_NUM_THREADS": str(request["threads"])}
+    done = finished([sys.executable, "-m", "kernelformer.recipes.lengths_worker"], json.dumps(request), env)
     if done.returncode:  # a system that runs out of memory leaves no last words
         last = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1]
         raise WorkerError(last)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernelformer.environment import peak, reset_peak
+from kernelformer.subprocesses import end_with_parent
 
 BASELINES = ("sdpa", "eager")  # implementations of the original
 PASSES = ("forward", "forward + backward")
@@ -295,6 +296,7 @@ def do(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read a job, write its result."""
+    end_with_parent()
     job = json.load(sys.stdin)
     torch.set_num_threads(job["threads"])
     json.dump(do(job), sys.stdout)

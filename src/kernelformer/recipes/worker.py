@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from kernelformer.files import write_json, write_text
 from kernelformer.models import MODELS, KernelformerForCausalLM
 from kernelformer.recipes.decoding import decode_costs, room, sample_bytes
 from kernelformer.records import RESULT, SAMPLE, Result, read_object
+from kernelformer.subprocesses import end_with_parent
 from kernelformer.tasks import TASKS
 from kernelformer.training.evaluation import load_run
 from kernelformer.training.run import Run, StoppedError, TrainingError
@@ -25,6 +27,7 @@ ERROR = "error: "  # before the reason of a failure, to tell it from what librar
 
 def main(request: str) -> int:
     """Train what the request says, and look at the model; lines on stdout, the reason of a failure on stderr."""
+    end_with_parent()
     asked = json.loads(request)
     torch.set_num_threads(asked["threads"])
     run, folder = Run.from_json(asked["run"]), Path(asked["folder"])
@@ -34,7 +37,7 @@ def main(request: str) -> int:
             folder,
             resume=asked["resume"],
             command=asked["command"],
-            tell=lambda text: print(text, flush=True),
+            tell=_tell,
         )
         if not result.diverged and issubclass(MODELS[TASKS[run.task].model], KernelformerForCausalLM):
             look(run, folder, result)
@@ -44,6 +47,12 @@ def main(request: str) -> int:
         print(f"{ERROR}{problem}", file=sys.stderr)
         return STOPPED if isinstance(problem, StoppedError) else 2
     return 0
+
+
+def _tell(text: str) -> None:
+    """One line to whoever started this process; where nobody reads any more, the run still saves before it stops."""
+    with suppress(BrokenPipeError):
+        print(text, flush=True)
 
 
 def look(run: Run, folder: Path, result: Result) -> None:

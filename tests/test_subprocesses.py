@@ -1,0 +1,77 @@
+"""Workers end with the process that started them, whichever way it is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from test_compare import SMALL
+
+# A parent that waits for a worker as all measurements do; the worker says who it is and would sleep for a minute.
+PARENT = """
+import sys
+from kernelformer.subprocesses import finished
+worker = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+finished([sys.executable, "-c", worker, sys.argv[1]], "", __import__("os").environ)
+"""
+
+
+def wait_for(condition, seconds=90.0):
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def runs(pid):
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children(pid):
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_measuring_worker_ends_with_a_signal_to_its_parent_alone(number, tmp_path):
+    place = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(place)], stderr=subprocess.PIPE, text=True) as parent:
+        wait_for(lambda: place.exists() and place.read_text())
+        parent.send_signal(number)
+        assert "KeyboardInterrupt" in parent.communicate(timeout=20)[1]
+    wait_for(lambda: not runs(int(place.read_text())), 5)
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_comparison_that_is_ended_leaves_a_checkpoint_and_no_worker(number, tmp_path):
+    folder = tmp_path / "out" / "elu-seed0"
+    options = ["compare", "bytes", "--attention", "elu", *SMALL, "--out", str(tmp_path / "out")]
+    options[options.index("--steps") + 1] = "20000"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "kernelformer", *options]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        lines = folder / "metrics.jsonl"
+        wait_for(lambda: lines.exists() and '"step": 3,' in lines.read_text())
+        (worker,) = children(process.pid)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+    if number == signal.SIGTERM:
+        assert process.returncode == 130
+        assert said.startswith(f"error: stopped in {folder}")
+    wait_for(lambda: not runs(worker), 30)
+    assert json.loads(next(folder.glob("checkpoint-*/trainer_state.json")).read_text())["global_step"] >= 3
