@@ -145,10 +145,21 @@ def test_a_stopped_distillation_goes_on_where_it_was(model, text, tmp_path):
     assert [x.name for x in tmp_path.iterdir()] == ["d"]
 
 
+def test_a_damaged_state_of_a_distillation_is_named(model, text, tmp_path):
+    kept = checkpoint.Checkpoint(checkpoint.Checkpoint.place(tmp_path / "d"), {})
+    kept.save(torch.nn.Linear(64, 64), {"transfer": [1.0]}, now=True)
+    path = kept.folder / checkpoint.FILE
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # in the midst of the weights
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"no readable progress\.pt: \S+ in it has another checksum\).* --force to"):
+        converting.run(model, tmp_path / "d", Setting(features=16, text=text))
+
+
 def test_a_partial_folder_of_somebody_else_is_never_removed(model, text, tmp_path):
     (tmp_path / "d.partial").mkdir()
     (tmp_path / "d.partial" / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"d\.partial is of another call \(it has no readable progress\.pt\)"):
+    with pytest.raises(ValueError, match=r"d\.partial is of another call \(it has no readable progress\.pt: "):
         converting.run(model, tmp_path / "d", Setting(features=16, text=text), force=True)
     assert (tmp_path / "d.partial" / "mine.txt").read_text() == "mine"
 

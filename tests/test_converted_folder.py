@@ -30,6 +30,8 @@ def saved(folder, kind="BertForMaskedLM", method="loglinear", dtype=torch.float6
 
 
 def change(folder, **values):
+    """Change the configuration, as somebody who knows what they do."""
+    (folder / "hashes.json").unlink()
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
@@ -47,7 +49,7 @@ def test_a_saved_model_comes_back(kind, tmp_path):
     assert list(left) == list(right)
     assert all(torch.equal(x, right[name]) and x.dtype == right[name].dtype for name, x in left.items())
     more = {"generation_config.json"} if model.can_generate() else set()
-    assert {x.name for x in tmp_path.iterdir()} == {"config.json", "model.safetensors"} | more
+    assert {x.name for x in tmp_path.iterdir()} == {"config.json", "hashes.json", "model.safetensors"} | more
     other.save_pretrained(tmp_path)
     assert torch.equal(outputs(load(tmp_path), **given), outputs(model, **given))
 
@@ -91,7 +93,7 @@ def test_large_weights_come_in_shards_and_go_when_they_are_written_anew(tmp_path
     assert torch.equal(outputs(load(tmp_path), **given), outputs(model, **given))
     model.save_pretrained(tmp_path)
     names = {x.name for x in tmp_path.iterdir()}
-    assert names == {"config.json", "model.safetensors", "vocab.txt"}
+    assert names == {"config.json", "hashes.json", "model.safetensors", "vocab.txt"}
 
 
 def test_precision_is_kept_or_chosen(tmp_path):
@@ -244,6 +246,7 @@ def test_conversions_that_do_not_fit_the_weights_are_refused(field, value, words
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     saved(tmp_path)
+    (tmp_path / "hashes.json").unlink()
     path, name = tmp_path / "model.safetensors", "bert.encoder.layer.0.attention.self.query.weight"
     whole = load_file(path)
     for change_of, words in (
@@ -296,3 +299,18 @@ def test_a_model_without_a_pooler_comes_back_without(tmp_path):
     ids = torch.tensor([[5, 6, 7]])
     assert again.pooler is None
     assert torch.equal(again(ids)[0], model(ids)[0])
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_byte_that_has_changed_is_found_and_named(file, tmp_path):
+    saved(tmp_path)
+    content = bytearray((tmp_path / file).read_bytes())
+    content[content.index(b"0.02") + 3 if file == "config.json" else -1] ^= 1  # of a number: the file is well-formed
+    (tmp_path / file).write_bytes(content)
+    expected = json.loads((tmp_path / "hashes.json").read_text())["blake2b"][file]
+    words = rf"{file} has changed since it was saved: its blake2b hash is \w{{32}}, it was saved with {expected}; .*"
+    for use in (load, AutoModelForMaskedLM.from_pretrained):
+        with pytest.raises(ValueError, match=words + r"remove .*hashes\.json if you changed it on purpose"):
+            use(tmp_path)
+    (tmp_path / "hashes.json").unlink()
+    load(tmp_path)

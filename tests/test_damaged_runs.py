@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.training import StoppedError, TrainingError, evaluate, load_run, train
+from kernelformer.training.inspection import newest_whole
 from test_training import OWN, TASKS, interrupted, losses, register, tiny
 
 
@@ -65,6 +67,17 @@ def other_weights(path):
     save_file({**weights, name: weights[name][:5].clone()}, path)
 
 
+class Code:
+    """What unpickling would run."""
+
+    def __reduce__(self):
+        return print, ("this must not be run",)
+
+
+def code(path):
+    torch.save({"state": Code()}, path)
+
+
 def garbage(path):
     path.write_bytes(b"not what it was")
 
@@ -74,33 +87,70 @@ def garbage(path):
     [
         ("model.safetensors", cut, "model.safetensors is damaged: "),
         ("model.safetensors", garbage, "model.safetensors is damaged: "),
-        ("model.safetensors", other_weights, r"model.safetensors is damaged: .*wide.weight"),
+        (
+            "model.safetensors",
+            other_weights,
+            "model.safetensors is damaged: its blake2b hash is",
+        ),
+        ("model.safetensors", flip, r"model.safetensors is damaged: its blake2b hash is \w+, it was saved with \w+"),
         ("optimizer.pt", garbage, "optimizer.pt is damaged: File is not a zip file"),
         ("optimizer.pt", cut, "optimizer.pt is damaged: File is not a zip file"),
         ("optimizer.pt", flip, "optimizer.pt is damaged: .* has another checksum"),
-        ("optimizer.pt", lambda path: torch.save({}, path), "optimizer.pt is damaged: "),
+        ("optimizer.pt", lambda path: torch.save({}, path), "optimizer.pt is damaged: its blake2b hash is"),
+        ("optimizer.pt", code, r"optimizer.pt is damaged: it asks for builtins\.print, which no state of a run needs"),
+        ("scheduler.pt", code, r"scheduler.pt is damaged: it asks for builtins\.print"),
+        ("rng_state.pth", code, r"rng_state.pth is damaged: it asks for builtins\.print"),
+        ("trainer_state.json", lambda path: path.write_text("[" * 100_000), "its brackets are nested too deeply"),
+        ("hashes.json", cut, "hashes.json is damaged: "),
         ("scheduler.pt", lambda path: path.unlink(), "scheduler.pt is damaged: it is missing"),
         ("rng_state.pth", cut, "rng_state.pth is damaged: "),
         ("trainer_state.json", cut, "trainer_state.json is damaged: "),
         ("trainer_state.json", lambda path: path.write_text("{}"), "trainer_state.json is damaged: it has no 'global"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(stopped, runs, file, damage, message):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(stopped, file, damage, message):
     damage(stopped / "checkpoint-7" / file)
-    with pytest.raises(TrainingError, match=message) as problem:
-        train(tiny(), stopped, resume=True, quiet=True)
-    way = f"; remove {stopped / 'checkpoint-7'}, and the run goes on from the checkpoint before it."
-    assert str(problem.value).endswith(way)
-    assert "\n" not in str(problem.value)
-    if file == "optimizer.pt" and damage is cut:
-        shutil.rmtree(stopped / "checkpoint-7")
-        train(tiny(), stopped, resume=True, quiet=True)
-        assert losses(stopped) == losses(runs / "finished")
+    checkpoint, step, remarks = newest_whole(stopped)
+    assert (checkpoint, step) == (stopped / "checkpoint-5", 5)
+    (remark,) = remarks
+    assert re.search(message, remark)
+    assert remark.endswith("; going back to checkpoint-5; damaged-checkpoint-7 is what it is called now")
+    assert "\n" not in remark
 
 
-def test_a_run_without_another_checkpoint_starts_again(stopped):
+def test_a_run_goes_back_to_the_checkpoint_before_a_damaged_one_and_says_so(stopped, runs):
+    flip(stopped / "checkpoint-7" / "model.safetensors")
+    told = []
+    train(tiny(keep=1), stopped, resume=True, tell=told.append)
+    assert "model.safetensors is damaged: its blake2b hash is" in told[0]
+    assert told[1] == "going on from step 5"
+    assert losses(stopped) == losses(runs / "finished")
+    names = {x.name for x in stopped.glob("*checkpoint-*")}
+    assert names == {"damaged-checkpoint-7", "checkpoint-12"}  # not the damaged one was kept as the newest
+
+
+def test_a_checkpoint_without_hashes_serves_as_before(stopped, runs):
+    for checkpoint in stopped.glob("checkpoint-*"):
+        (checkpoint / "hashes.json").unlink()
+    train(tiny(), stopped, resume=True, quiet=True)
+    assert losses(stopped) == losses(runs / "finished")
+
+
+def test_weights_of_another_model_in_a_checkpoint_without_hashes_are_named(stopped):
+    (stopped / "checkpoint-7" / "hashes.json").unlink()
+    other_weights(stopped / "checkpoint-7" / "model.safetensors")
+    with pytest.raises(
+        TrainingError, match=r"model.safetensors is damaged: .*wide.weight.*; remove .*checkpoint-7, and"
+    ):
+        train(tiny(), stopped, resume=True, quiet=True)
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_started_again_by_itself(stopped):
+    for checkpoint in stopped.glob("checkpoint-*"):
+        cut(checkpoint / "model.safetensors")
+    with pytest.raises(TrainingError, match=r"checkpoint-7/model.* is damaged: .*remove all, and the run starts again"):
+        train(tiny(), stopped, resume=True, quiet=True)
     shutil.rmtree(stopped / "checkpoint-5")
-    cut(stopped / "checkpoint-7" / "model.safetensors")
     with pytest.raises(TrainingError, match=r"remove .*checkpoint-7, and the run starts again"):
         train(tiny(), stopped, resume=True, quiet=True)
 
@@ -133,11 +183,13 @@ def test_a_damaged_result_is_named_and_made_again(finished, runs):
 
 
 def more_blocks(path):
+    (path.parent / "hashes.json").unlink(missing_ok=True)  # as somebody who changes it on purpose
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "num_hidden_layers": 2}))
 
 
 def wider(path):
+    (path.parent / "hashes.json").unlink(missing_ok=True)  # as somebody who changes it on purpose
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "hidden_size": 32}))
 
@@ -146,6 +198,12 @@ def wider(path):
     ("file", "damage", "message"),
     [
         ("model/model.safetensors", cut, "model.safetensors cannot be used: "),
+        (
+            "model/model.safetensors",
+            flip,
+            r"model.safetensors has changed since it was saved: its blake2b hash is \w+, it was saved with \w+; "
+            r"bring the file back, or remove .*hashes.json if you changed it on purpose; or",
+        ),
         ("model/model.safetensors", lambda path: path.unlink(), "model.safetensors cannot be used: "),
         ("model/config.json", cut, "config.json cannot be used: "),
         (
@@ -161,7 +219,7 @@ def test_a_damaged_model_is_named_and_made_again(finished, file, damage, message
     for use in (load_run, evaluate):
         with pytest.raises(TrainingError, match=message) as problem:
             use(finished)
-        assert f"; remove {finished / 'result.json'} and resume the run" in str(problem.value)
+        assert f"remove {finished / 'result.json'} and resume the run" in str(problem.value)
         assert "\n" not in str(problem.value)
     if damage is cut:
         (finished / "result.json").unlink()

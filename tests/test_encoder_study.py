@@ -246,16 +246,16 @@ def test_a_process_has_its_own_heap_and_threads_and_says_why_it_failed(monkeypat
         SimpleNamespace(returncode=-9, stdout="", stderr=""),
     ]
     seen = []
-    monkeypatch.setattr(encoder.subprocess, "run", lambda *_, **more: seen.append(more) or ends.pop(0))
+    monkeypatch.setattr(encoder, "finished", lambda _, *given: seen.append(given) or ends.pop(0))
     given = (kind, TINY, {"forward": ["opt"]}, Setting(heap="kept", threads=3))
     assert encoder.job(*given) == {"forward": {}}
     with pytest.raises(WorkerError, match="ValueError: no"):
         encoder.job(*given)
     with pytest.raises(WorkerError, match="the process ended with code -9"):
         encoder.job(*given)
-    assert next(name for name in seen[0]["env"] if name.startswith("MALLOC")) == setting
-    assert seen[0]["env"]["OMP_NUM_THREADS"] == "3"
-    request = json.loads(seen[0]["input"])
+    assert next(name for name in seen[0][1] if name.startswith("MALLOC")) == setting
+    assert seen[0][1]["OMP_NUM_THREADS"] == "3"
+    request = json.loads(seen[0][0])
     assert Case(**request["case"]) == TINY
     assert (request["kind"], request["threads"], request["wanted"]) == (kind, 3, {"forward": ["opt"]})
 

@@ -553,6 +553,7 @@ def test_weights_of_another_configuration_are_refused(tmp_path):
     build("causal-lm", "favor+:num_features=8").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for attention in ("favor+:num_features=16", "favor+:num_features=8:draw=iid"):
+        (tmp_path / "hashes.json").unlink(missing_ok=True)
         (tmp_path / "config.json").write_text(json.dumps({**config, "attention": attention}))
         with pytest.raises((ValueError, RuntimeError), match=r"size|saved with draw"):
             MODELS["causal-lm"].from_pretrained(tmp_path)

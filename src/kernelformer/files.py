@@ -37,7 +37,29 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write all or nothing."""
-    write_text(path, json.dumps(record, indent=2) + "\n")
+    write_text(path, json_text(record))
+
+
+def json_text(record: Mapping[str, Any]) -> str:
+    """As `write_json` writes it."""
+    return json.dumps(record, indent=2) + "\n"
+
+
+def parse_json(content: bytes | str) -> Any:
+    """A value of JSON in UTF-8.
+
+    Raises:
+        ValueError: not JSON, or brackets within brackets beyond what can be followed.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply to be read") from None
+
+
+def read_json(path: Path) -> Any:
+    """The JSON of a file; see `parse_json`."""
+    return parse_json(path.read_bytes())
 
 
 def sync(path: Path) -> None:

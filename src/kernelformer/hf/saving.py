@@ -21,7 +21,8 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from kernelformer.files import PART, sync, write_json
+from kernelformer.files import PART, json_text, sync, write_json
+from kernelformer.hashes import check_hashes, write_hashes
 from kernelformer.hf.attend import CORE
 from kernelformer.hf.converting import Conversion, apply, conversion
 
@@ -130,6 +131,7 @@ def save(
         (folder / CONFIG).unlink(missing_ok=True)  # from here on it is no model until it is the new one
         for path in {x for pattern in (*_WEIGHTS, GENERATION_CONFIG_NAME) for x in folder.glob(pattern)}:
             path.unlink()
+        write_hashes(part, coming={CONFIG: json_text(record).encode()})
         for path in part.iterdir():
             os.replace(path, folder / path.name)
     finally:
@@ -185,10 +187,12 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str | 
         device: where to; default: the CPU.
 
     Raises:
-        ValueError: not a converted model, of another layout, or with weights that do not fit its configuration.
+        ValueError: not a converted model, of another layout, with files that are not those that were saved, or with
+            weights that do not fit its configuration.
     """
     folder = Path(folder)
     record = _read(folder)
+    check_hashes(folder)
     problem = _misfit(record)
     if problem:
         raise ValueError(f"{folder / CONFIG}: {problem}")

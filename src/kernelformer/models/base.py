@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import initialization as init
 
 from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
+from kernelformer.hashes import WEIGHTS, check_hashes, write_hashes
 from kernelformer.hf import StateCache
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.modules import KernelAttention, RelativePositions
@@ -60,13 +62,21 @@ class KernelformerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, FirstToken):
             init.normal_(module.vector, std=1.0 if std is None else std)
 
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:  # type: ignore[override]
+        """As Hugging Face's; beside the files come their hashes."""
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if is_main_process:
+            write_hashes(Path(save_directory), WEIGHTS)
+
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As Hugging Face's; seeds and draws of feature maps go on from what was saved.
 
         Raises:
-            ValueError: weights of a model of another family, or of a map with other settings.
+            ValueError: weights of a model of another family, or of a map with other settings; files of a folder that
+                are not those that were saved.
         """
+        _check_files(*args, **kwargs)
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in model.config.architectures or ():
@@ -120,6 +130,13 @@ class KernelformerPreTrainedModel(PreTrainedModel):
     def new_cache(self) -> StateCache:
         """An empty cache for the decoder."""
         raise ValueError(f"{type(self).__name__} does not generate.")
+
+
+def _check_files(name: Any = None, *args: Any, subfolder: str = "", **kwargs: Any) -> None:
+    """Compare a local folder with its hashes; the arguments are those of `from_pretrained`."""
+    name = kwargs.get("pretrained_model_name_or_path", name)
+    if name is not None and (folder := Path(name) / (subfolder or "")).is_dir():
+        check_hashes(folder)
 
 
 def _descendants(kind: type[KernelformerPreTrainedModel]) -> Iterator[type[KernelformerPreTrainedModel]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kernelformer.files import PART, replacing, sync
+from kernelformer.hashes import check_archive
 
 FILE = "progress.pt"
 SECONDS = 60.0  # between two of them
@@ -65,9 +66,11 @@ class Checkpoint:
     def _other(self) -> str:
         """What is different there; empty if nothing is."""
         try:
+            check_archive(self.folder / FILE)
             left = self._read()["identity"]
-        except Exception:  # not there, damaged, or of somebody else: torch has many ways to say so
-            return f"it has no readable {FILE}"
+        except Exception as problem:  # not there, damaged, or of somebody else: torch has many ways to say so
+            first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+            return f"it has no readable {FILE}: {first.rstrip('.')}"
         return ", ".join(sorted(x for x in {*left, *self.identity} if left.get(x) != self.identity.get(x)))
 
     def load(self, model: Any) -> tuple[dict[str, list[float]], Any]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped]
 from safetensors import SafetensorError
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from kernelformer.files import PART, sync, write_text
 from kernelformer.records import METRICS, read_metrics
@@ -23,6 +23,7 @@ from kernelformer.training.run import TrainingError, everywhere
 
 T = TypeVar("T")
 STAGE = PART  # the folder in which others grow until they are whole; no checkpoint by Hugging Face's pattern
+DAMAGED = "damaged-"  # before the name of a checkpoint that was found so
 WRITING = (OSError, SafetensorError, RuntimeError)  # how the disk, safetensors and torch.save say that they cannot
 
 
@@ -50,12 +51,25 @@ def rotate(folder: Path, keep: int) -> None:
     rotate_checkpoints(output_dir=str(folder), save_total_limit=keep)
 
 
+def checkpoints_of(folder: Path) -> list[tuple[Path, int]]:
+    """All checkpoints with their steps, the newest first."""
+    named = [(path, re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)) for path in folder.glob("*")]
+    steps = [(path, int(match[1])) for path, match in named if match and path.is_dir()]
+    return sorted(steps, key=lambda x: x[1], reverse=True)
+
+
 def checkpoint_of(folder: Path) -> tuple[Path | None, int]:
     """The newest checkpoint and its step, or None and 0."""
-    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if found is None:
-        return None, 0
-    return Path(found), int(re.findall(r"\d+", Path(found).name)[0])
+    return next(iter(checkpoints_of(folder)), (None, 0))
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints after ``step``, which cannot be used: they would count as the newest ones."""
+    for path, number in checkpoints_of(folder):
+        if number > step:
+            aside = folder / f"{DAMAGED}{path.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def reason(problem: BaseException) -> str:

@@ -20,6 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.errors import choice, positive_int
+from kernelformer.hashes import HashError
 from kernelformer.models import MODELS, KernelformerForCausalLM, KernelformerPreTrainedModel
 from kernelformer.records import MODEL, RESULT, RUN
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
@@ -135,16 +136,20 @@ def load_model(kind: str, folder: Path) -> PreTrainedModel:
         with silent_libraries():
             return _load(MODELS[kind], folder)
     except DAMAGE as problem:
-        home = folder.parent
+        home, why = folder.parent, reason(problem).rstrip(".")
         again = f"remove {home / RESULT} and resume the run, which makes it again from its last checkpoint"
         way = again if (home / RUN).exists() else "save the model again"
-        raise TrainingError(f"{file} cannot be used: {reason(problem).rstrip('.')}; {way}.") from None
+        if isinstance(problem, HashError):  # which names its file and a way out itself
+            raise TrainingError(f"{why}; or {way}.") from None
+        raise TrainingError(f"{file} cannot be used: {why}; {way}.") from None
 
 
 def _load(kind: Any, folder: Path) -> PreTrainedModel:
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         model, found = kind.from_pretrained(folder, **how)
+    except HashError:
+        raise
     except ValueError:  # a map that has read numbers of another: which weights do not fit says more
         _check_fit(super(KernelformerPreTrainedModel, kind).from_pretrained(folder, **how)[1])
         raise

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from kernelformer.files import read_json
+from kernelformer.hashes import HASHES, check_archive, check_hash, read_hashes
 from kernelformer.records import METRICS, RESULT, RUN, Result, read_head, read_result, reading
-from kernelformer.training.checkpoints import checkpoint_of, metrics
+from kernelformer.training.checkpoints import DAMAGED, checkpoint_of, checkpoints_of, metrics
 from kernelformer.training.meter import Meter
 from kernelformer.training.run import Run, TrainingError
 
 # How files say that they are not what they should be: the system, JSON, zip archives, safetensors, torch.
-DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, SafetensorError)
+DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    RuntimeError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    SafetensorError,
+)
+
+
+class DamagedError(TrainingError):
+    """A checkpoint that cannot be used.
+
+    Args:
+        fact: which file, and what is wrong with it.
+        way: what to do about it.
+    """
+
+    def __init__(self, fact: str, way: str) -> None:
+        super().__init__(f"{fact}; {way}.")
+        self.fact = fact
 
 
 def saved_run(folder: Path) -> tuple[Run, dict[str, Any]]:
@@ -50,8 +77,8 @@ def examine(
     resume: bool,
     data: Callable[[], str],
     start: Callable[[], str | None] = lambda: None,
-) -> tuple[Result | None, Path | None, int]:
-    """What there is already: the result of a finished run, or the checkpoint to go on from and its step.
+) -> tuple[Result | None, Path | None, int, list[str]]:
+    """What there is already: the result of a finished run, or the checkpoint to go on from, its step, and remarks.
 
     Args:
         run: what is to be trained.
@@ -66,7 +93,7 @@ def examine(
     checkpoint, step = checkpoint_of(folder)
     finished, lines = (folder / RESULT).exists(), folder / METRICS
     if not (checkpoint or finished or (lines.exists() and lines.stat().st_size)):
-        return None, None, 0
+        return None, None, 0, []
     if not resume:
         raise TrainingError(
             f"{folder} holds a run already, {'finished' if finished else f'saved at step {step}'}; go on with resume, "
@@ -74,13 +101,34 @@ def examine(
         )
     check_same(run, folder, None if finished else data())
     if finished:
-        return read_result(folder), checkpoint, step
+        return read_result(folder), checkpoint, step, []
+    remarks: list[str] = []
     if checkpoint is not None:
-        check_checkpoint(checkpoint, step)
+        checkpoint, step, remarks = newest_whole(folder)
     else:
         _check_start(run, folder, start())
     metrics(folder)
-    return None, checkpoint, step
+    return None, checkpoint, step, remarks
+
+
+def newest_whole(folder: Path) -> tuple[Path, int, list[str]]:
+    """The newest checkpoint that can be used, its step, and what is wrong with those after it.
+
+    Raises:
+        DamagedError: there is none.
+    """
+    damaged: list[tuple[Path, DamagedError]] = []
+    for checkpoint, step in checkpoints_of(folder):
+        try:
+            check_checkpoint(checkpoint, step)
+        except DamagedError as problem:
+            damaged.append((checkpoint, problem))
+            continue
+        way = f"going back to {checkpoint.name}; {DAMAGED}{{name}} is what it is called now"
+        return checkpoint, step, [f"{x.fact}; {way.format(name=path.name)}" for path, x in damaged]
+    if len(damaged) == 1:
+        raise damaged[0][1]
+    raise DamagedError(damaged[0][1].fact, "nor is one before it whole; remove all, and the run starts again")
 
 
 def check_same(run: Run, folder: Path, data: str | None) -> None:
@@ -119,7 +167,7 @@ def whole(file: Path) -> Iterator[None]:
         folder = file.parent
         others = [x for x in folder.parent.glob("checkpoint-*") if x != folder]
         rest = "goes on from the checkpoint before it" if others else "starts again"
-        raise TrainingError(f"{file} is damaged: {_why(problem)}; remove {folder}, and the run {rest}.") from None
+        raise DamagedError(f"{file} is damaged: {_why(problem)}", f"remove {folder}, and the run {rest}") from None
 
 
 def _why(problem: BaseException) -> str:
@@ -131,12 +179,17 @@ def _why(problem: BaseException) -> str:
 
 
 def check_checkpoint(folder: Path, step: int) -> None:
-    """Raise if a file is missing or cut off: the trainer would stop half way, or go on without it."""
+    """Raise `DamagedError` if a file is missing, cut off, not what was saved, or would do more than give tensors."""
     weights = SAFE_WEIGHTS_INDEX_NAME if (folder / SAFE_WEIGHTS_INDEX_NAME).exists() else SAFE_WEIGHTS_NAME
     numbers = sorted(x.name for x in folder.glob("rng_state*.pth")) or ["rng_state.pth"]
     for name in (TRAINER_STATE_NAME, weights, OPTIMIZER_NAME, SCHEDULER_NAME, *numbers):
         with whole(folder / name):
             _check(folder / name, step)
+    with whole(folder / HASHES):
+        hashes = read_hashes(folder)
+    for name, expected in hashes.items():
+        with whole(folder / name):
+            check_hash(folder / name, expected)
 
 
 def _check(file: Path, step: int) -> None:
@@ -144,13 +197,14 @@ def _check(file: Path, step: int) -> None:
         with safe_open(file, framework="pt"):
             return
     if file.suffix == ".json":
-        state = json.loads(file.read_bytes())
+        state = read_json(file)
         if file.name == TRAINER_STATE_NAME:
             if state["global_step"] != step:
                 raise ValueError(f"it says global_step {state['global_step']}, in the folder of step {step}")
             state["stateful_callbacks"][Meter.__name__]["attributes"]
         return
-    with zipfile.ZipFile(file) as archive:  # as torch.save writes
-        broken = archive.testzip()
-    if broken is not None:
-        raise ValueError(f"{broken} in it has another checksum")
+    check_archive(file)
+    with safe_globals():
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if others:
+        raise ValueError(f"it asks for {', '.join(sorted(others)[:3])}, which no state of a run needs; nothing was run")

@@ -20,6 +20,7 @@ from transformers.integrations.integration_utils import is_tensorboard_available
 from kernelformer.environment import environment
 from kernelformer.errors import flag
 from kernelformer.files import write_json
+from kernelformer.hashes import write_hashes
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.modules import redraw
 from kernelformer.modules.redraw import random_maps
@@ -34,6 +35,7 @@ from kernelformer.training.checkpoints import (
     main_does,
     metrics,
     publish,
+    set_aside,
     writing,
 )
 from kernelformer.training.evaluation import judged
@@ -69,7 +71,8 @@ def train(
     Args:
         run: the settings.
         folder: its place; it may not hold a run yet, except with ``resume``.
-        resume: go on from the last checkpoint, or start if there is none. A finished run only gives its result.
+        resume: go on from the last checkpoint that is whole, or start if there is none. A finished run only gives its
+            result.
         command: what the user typed, for the record.
         quiet: no progress bar and no sentences.
         tell: hears the sentences; default: they are printed.
@@ -90,10 +93,14 @@ def train(
         bar = main and not quiet and console.is_terminal
         data = functools.cache(lambda: make_task(run.task, **run.task_options).fingerprint())
         start = functools.cache(lambda: None if run.start is None else weights_hash(Path(run.start)))
-        finished, checkpoint, step = main_does(main, folder, lambda: _enter(run, folder, resume, data, start, stack))
+        finished, checkpoint, step, damage = main_does(
+            main, folder, lambda: _enter(run, folder, resume, data, start, stack)
+        )
         if finished is not None:
             say(f"{folder} is finished; nothing is left to do")
             return finished
+        for remark in damage:
+            say(remark)
         if resume:
             say(f"going on from step {step}" if checkpoint else "there is no checkpoint yet: starting from step 0")
         task = make_task(run.task, **run.task_options)
@@ -168,7 +175,7 @@ def _enter(
     data: Callable[[], str],
     start: Callable[[], str | None],
     stack: ExitStack,
-) -> tuple[Result | None, Path | None, int]:
+) -> tuple[Result | None, Path | None, int, list[str]]:
     stack.enter_context(locked(folder))
     return examine(run, folder, resume, data, start)
 
@@ -178,6 +185,7 @@ def _begin(
 ) -> None:
     """Leave only what the run can go on from; the record of a resumed run tells of its start and of what came later."""
     clear(folder)
+    set_aside(folder, step)
     cut_metrics(folder, step)
     here: dict[str, Any] = {
         "environment": {**environment(torch.get_num_threads()), "processes": processes},
@@ -226,6 +234,7 @@ def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, told: list[
     else:
         trainer.network.save_pretrained(folder / STAGE / MODEL)
         task.save_extra(folder / STAGE / MODEL)
+        write_hashes(folder / STAGE / MODEL)
         publish(folder / STAGE / MODEL, folder / MODEL)
         say(f"finished: {task.metric} {result.value:.4f} after {result.steps} steps, {result.seconds:.0f} s")
     write_json(folder / RESULT, result.as_json())

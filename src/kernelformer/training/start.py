@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.errors import shape
+from kernelformer.hashes import check_hashes
 from kernelformer.models import KernelformerConfig
 from kernelformer.modules import RelativePositions
 from kernelformer.records import MODEL, RUN
@@ -38,9 +39,10 @@ def start_from(model: PreTrainedModel, folder: Path) -> str:
     """
     place = _place(folder)
     try:
+        check_hashes(place)
         config = KernelformerConfig.from_pretrained(place)
         weights = load_file(place / SAFE_WEIGHTS_NAME)
-    except (OSError, ValueError, SafetensorError) as problem:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as problem:
         raise TrainingError(
             f"{place} cannot start a run: {reason(problem).rstrip('.')}; give the folder of a finished run, or one "
             f"with {CONFIG_NAME} and {SAFE_WEIGHTS_NAME} of this library."

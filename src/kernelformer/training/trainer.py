@@ -14,6 +14,7 @@ from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_pt_utils import LabelSmoother, nested_gather
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from kernelformer.hashes import write_hashes
 from kernelformer.modules import RelativePositions, parameter_groups
 from kernelformer.modules.redraw import random_maps
 from kernelformer.tasks import Task
@@ -267,6 +268,7 @@ class RunTrainer(TaskTrainer):
 
     def _publish(self) -> None:
         name = f"checkpoint-{self.state.global_step}"
+        write_hashes(self.folder / STAGE / name)
         publish(self.folder / STAGE / name, self.folder / name)
         rotate(self.folder, self.run.keep)
 
