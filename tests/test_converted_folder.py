@@ -305,7 +305,8 @@ def test_a_model_without_a_pooler_comes_back_without(tmp_path):
 def test_a_byte_that_has_changed_is_found_and_named(file, tmp_path):
     saved(tmp_path)
     content = bytearray((tmp_path / file).read_bytes())
-    content[content.index(b"0.02") + 3 if file == "config.json" else -1] ^= 1  # of a number: the file is well-formed
+    place = content.index(b"0.02") + 3 if file == "config.json" else len(content) // 2
+    content[place] ^= 1  # of a number: the file stays well-formed
     (tmp_path / file).write_bytes(content)
     expected = json.loads((tmp_path / "hashes.json").read_text())["blake2b"][file]
     words = rf"{file} has changed since it was saved: its blake2b hash is \w{{32}}, it was saved with {expected}; .*"

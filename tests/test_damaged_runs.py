@@ -205,7 +205,7 @@ def wider(path):
             r"bring the file back, or remove .*hashes.json if you changed it on purpose; or",
         ),
         ("model/model.safetensors", lambda path: path.unlink(), "model.safetensors cannot be used: "),
-        ("model/config.json", cut, "config.json cannot be used: "),
+        ("model/config.json", cut, "config.json has changed since it was saved: "),
         (
             "model/config.json",
             wider,
