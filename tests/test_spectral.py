@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import pickle
@@ -468,10 +469,9 @@ def test_a_stream_makes_its_frequencies_once_and_keeps_them(method, monkeypatch)
         for x in core.parameters():
             x.mul_(1.5)
         assert torch.equal(core.step(*one, state)[0], other.step(*one, forgotten)[0])
-    out, after = core.step(*one, state)  # with gradients the parameters are asked again
+    out, _ = core.step(*one, state)  # with gradients the parameters are asked again
     grads = torch.autograd.grad(out.sum(), list(core.parameters()), allow_unused=True)
     assert any(g is not None and g.abs().max() > 0 for g in grads)
-    assert after.prepared is None
 
 
 def by_optimizer(core):
@@ -518,14 +518,13 @@ def test_a_stream_goes_on_with_the_weights_of_now_however_they_were_written(meth
         _, state = core(q, k, v, is_causal=True, return_state=True)
         one = q[:, :, :1], k[:, :, :1], v[:, :, :1]
         before, state = core.step(*one, state)
-        assert state.prepared is not None
-        forgotten = pickle.loads(pickle.dumps(state))
+        assert core._prepared is not None
         before, _ = core.step(*one, state)
         WRITES[write](core, tmp_path)
         found, after = core.step(*one, state)
-        assert torch.equal(found, core.step(*one, forgotten)[0])
+        assert torch.equal(found, copy.deepcopy(core).step(*one, state)[0])  # a copy makes its frequencies anew
         assert (found - before).abs().max() > 1e-4
-        assert torch.equal(core.step(*one, after)[0], core.step(*one, pickle.loads(pickle.dumps(after)))[0])
+        assert torch.equal(core.step(*one, after)[0], copy.deepcopy(core).step(*one, after)[0])
 
 
 @pytest.mark.parametrize("method", LEARNED)

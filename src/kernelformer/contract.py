@@ -71,8 +71,13 @@ class PositiveChunks(ABC):
         """Gradient at x of `keys`, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
 
     @abstractmethod
-    def at(self, row: int) -> PositiveChunks:
-        """The same map for one row of N; what its pulls add to `tensor_grads` counts for the whole."""
+    def at(self, row: int, head: int = 0) -> PositiveChunks:
+        """The same map for one row of N; what its pulls add to `tensor_grads` counts for the whole.
+
+        Args:
+            row: of N.
+            head: the query head of the row's group whose queries are meant, for maps that tell them apart.
+        """
 
     def tensor_grads(self) -> list[Tensor]:
         """Gradients of the bound tensors, (N, ...) each, summed over all pulls so far."""

@@ -199,7 +199,7 @@ class PositiveEngine(Engine):
         if bool(lost.any()):
             note.masked_fill_(lost, 0)
             out.mul_(note.unsqueeze(2))
-            for row, index in _rescued(lost & _visible(t.before, hidden, xk.shape[1], xq.shape[1])):
+            for row, index in _rescued(lost & _visible(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
                 out[row, index] = r.shares_before @ r.mean + r.shares.sum(1) @ v[row]
                 note[row, index] = -1
@@ -241,7 +241,7 @@ class PositiveEngine(Engine):
 
         rescues = []
         if bool((note < 0).any()):
-            for row, index in _rescued(note < 0):
+            for row, index in _rescued(note < 0, xk.shape[1]):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
                 rescues.append(
                     (row, index, r, _rescue_backward(r, g[row, index], out[row, index], v[row], self.normalize))
@@ -261,15 +261,18 @@ class PositiveEngine(Engine):
     def _rescue(
         self, t: _Group, state: Tensors, row: int, index: Tensor, xq: Tensor, xk: Tensor, hidden: Tensor | None
     ) -> _Rescue:
-        """Weigh every pair (feature, visible key) of the queries ``index`` of row ``row`` in log space."""
+        """Weigh every pair (feature, visible key) of the queries ``index`` of row ``row`` in log space.
+
+        The queries are those of one head.
+        """
         rows, features, _ = state[1].shape
         together = xk.shape[0] // rows
         before = state[1][row // together]
         for earlier in range(row // together * together, row):  # unscaled: `old` has lost what the large key dwarfs
             before = before * t.decay[earlier] + t.kv[earlier]
-        one = self.chunks.at(row)
         q, k = xq[row, index].unsqueeze(0), xk[row : row + 1]
         size = k.shape[1]
+        one = self.chunks.at(row, int(index[0]) // size)
         lq = one.queries(q, q.new_zeros(1, 1, features), q.new_empty(1, q.shape[1], features))[0]
         here = None if hidden is None else hidden[row : row + 1]
         lk = _key_logits(one, k, here, EMPTY, k.new_empty(1, features, size))[0]
@@ -322,12 +325,19 @@ def _visible(before: Tensor, hidden: Tensor | None, size: int, queries: int) -> 
     return (here | earlier).repeat(1, queries // size)
 
 
-def _rescued(lost: Tensor) -> list[tuple[int, Tensor]]:
-    """The rows n with lost queries, a few queries at a time, so that (queries, M, C) stays small."""
+def _rescued(lost: Tensor, size: int) -> list[tuple[int, Tensor]]:
+    """The rows n with lost queries, a few queries of one head at a time, so that (queries, M, C) stays small.
+
+    Args:
+        lost: (N c, R C) bool.
+        size: C.
+    """
     return [
-        (row, part)
+        (row, head * size + part)
         for row in lost.any(1).nonzero().squeeze(1).tolist()
-        for part in lost[row].nonzero().squeeze(1).split(32)
+        for head, queries in enumerate(lost[row].split(size))
+        if bool(queries.any())
+        for part in queries.nonzero().squeeze(1).split(32)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -16,27 +16,34 @@ from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
 MadeBy = tuple[tuple[str, object], ...]
 
 
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Memory that tensors keep, in bytes: all of what they are views of, and what they share once."""
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A map's tensors as a stream keeps them, and the learned weights that they were made from.
+    """A map's tensors for the calls of a stream, and what they were made from.
 
     Weights are compared by their numbers: versions do not count what is written through ``.data``.
     """
 
     tensors: tuple[Tensor, ...]
     weights: tuple[Tensor, ...] | None = None  # copies, or views of them; None: not to be kept
+    how: tuple[object, ...] = ()  # what else they depend on
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> Prepared:
+    def of(tensors: Sequence[Tensor], weights: Sequence[Tensor], how: tuple[object, ...]) -> Prepared:
         """To be kept as long as the weights stay what they are, if that can be seen without waiting for a device."""
         if {x.data_ptr() for x in tensors} <= {x.data_ptr() for x in weights}:  # views, which change with them
-            return Prepared(tuple(tensors), tuple(x.detach() for x in weights))
+            return Prepared(tuple(tensors), tuple(x.detach() for x in weights), how)
         on_cpu = all(x.device.type == "cpu" for x in weights)
-        return Prepared(tuple(tensors), tuple(x.detach().clone() for x in weights) if on_cpu else None)
+        return Prepared(tuple(tensors), tuple(x.detach().clone() for x in weights) if on_cpu else None, how)
 
-    def made_from(self, weights: Sequence[Tensor]) -> bool:
-        """Whether these are still the weights."""
-        if self.weights is None or len(self.weights) != len(weights):
+    def made_from(self, weights: Sequence[Tensor], how: tuple[object, ...]) -> bool:
+        """Whether these are still the weights, and everything else is the same."""
+        if self.weights is None or len(self.weights) != len(weights) or self.how != how:
             return False
         return all(_same(x, kept) for x, kept in zip(weights, self.weights, strict=True))
 
@@ -61,18 +68,16 @@ class State:
         length: number of tokens taken in, padding included.
         made_by: the core that made it, by its settings and its draw: another one cannot go on from it. Learned weights
             are not looked at: after they have changed, start anew.
-        prepared: tensors of the map, made once for a stream without gradients while the weights stay; not pickled.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
     """
 
     tensors: tuple[Tensor, ...]
     length: int
     made_by: MadeBy
-    prepared: Prepared | None = None
     fits: tuple[object, ...] = ()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "prepared": None, "fits": ()}
+        return {**vars(self), "fits": ()}
 
     @property
     def batch(self) -> int:
@@ -81,16 +86,16 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors in bytes."""
-        return sum(x.numel() * x.element_size() for x in self.tensors)
+        """Memory that it keeps, in bytes, see `storage_bytes`."""
+        return storage_bytes(self.tensors)
 
     def to(self, device: torch.device | str) -> State:
         """The same on another device."""
-        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), prepared=None, fits=())
+        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=())
 
     def detach(self) -> State:
         """The same, cut off from the graph: gradients of later tokens stop here."""
-        return replace(self, tensors=tuple(x.detach() for x in self.tensors), prepared=None)
+        return replace(self, tensors=tuple(x.detach() for x in self.tensors))
 
     def reorder(self, index: Tensor | Sequence[int]) -> State:
         """Samples by their index, repeats allowed: what beam search does between steps."""

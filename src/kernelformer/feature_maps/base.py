@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ class FeatureMap(nn.Module):
         seed: of the draws.
         draw: see `draws.draw_frequencies`.
         norms: see `draws.draw_frequencies`.
-        per_head: one independent map for each head instead of one for all. With grouped queries a shared one keeps the
-            state at the size of the key heads.
+        per_head: one independent map for each head instead of one for all.
+        num_key_heads: G, with ``per_head``: one map for each of so many key heads instead of each query head, which
+            keeps the state of grouped queries at the size of the key heads. None means num_heads.
         settings: what else tells this map from others of its class, by the names of the options.
     """
 
@@ -64,21 +65,27 @@ class FeatureMap(nn.Module):
         draw: str = "orthogonal",
         norms: str | None = None,
         per_head: bool = False,
+        num_key_heads: int | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.key = register(spec)
+        # Of the tensors that `for_query_heads` gives.
+        self.spread_spec, self.spread_key = spec, self.key
         self.head_dim = positive_int("head_dim", head_dim)
         self.num_heads = positive_int("num_heads", num_heads)
         self.num_features = num_features
         self.draw_kind, self.norms = draw, norms
-        self.heads = num_heads if flag("per_head", per_head) else 1
+        self.num_key_heads = _check_key_heads(num_key_heads, num_heads, flag("per_head", per_head))
+        self.heads = self.num_key_heads if per_head else 1
         drawing = {"num_features": num_features, "draw": draw, "norms": norms, "per_head": per_head}
         self.options: dict[str, object] = {
             "head_dim": self.head_dim,
             **(settings or {}),
             **(drawing if num_features else {}),
+            # Absent where it changes nothing, so that weights from before it existed are those of the same map.
+            **({} if self.num_key_heads == num_heads else {"num_key_heads": self.num_key_heads}),
         }
         # The numbers stand beside their buffers, so that nothing has to be read back from a device.
         self.seed_number, self.draw_number = integer("seed", seed), 0
@@ -197,6 +204,7 @@ class FeatureMap(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         register(self.spec)  # in the process that unpickles
+        register(self.spread_spec)
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``omega`` (heads, M, D), heads = H or 1: what `tensors` hands over, in ``dtype``."""
@@ -209,6 +217,15 @@ class FeatureMap(nn.Module):
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """What the spec is bound to: (B or 1, H or 1, ...) each."""
         return [self.frequencies(dtype).unsqueeze(0)] if self.is_random else []
+
+    def for_query_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What `prepare` gave, for keys that were repeated for every query head: (B or 1, H or 1, ...) each."""
+        return [self._spread_heads(x, 1) for x in tensors]
+
+    def _spread_heads(self, x: Tensor, dim: int) -> Tensor:
+        """Something for each key head as one for each query head; what all heads share stays as it is."""
+        repeats = 1 if self.heads == 1 else self.num_heads // self.heads
+        return x if repeats == 1 else x.repeat_interleave(repeats, dim)
 
     @property
     def sees_sequence(self) -> bool:
@@ -241,7 +258,7 @@ class FeatureMap(nn.Module):
             omega = self.frequencies().detach()
             centred = omega - omega.mean(1, keepdim=True)
             sample = centred.transpose(1, 2) @ centred / omega.shape[1]
-        return sample.unsqueeze(1).expand(self.num_heads, -1, -1, -1)
+        return self._spread_heads(sample.unsqueeze(1), 0).expand(self.num_heads, -1, -1, -1)
 
     def resample(self, draw: int | None = None) -> None:
         """Go to the next draw, or to number ``draw``.
@@ -267,24 +284,43 @@ class FeatureMap(nn.Module):
         self._reset_learned()
 
     def forward(self, x: Tensor, role: str = "query", scale: float = 1.0) -> Tensor:
-        """phi(sqrt(scale) x) as one tensor, (B, H, L, D) -> (B, H, L, M): for looking and for small L."""
+        """phi(sqrt(scale) x) as one tensor, (B, H, L, D) -> (B, H, L, M): for looking and for small L.
+
+        Keys may come by key head too, (B, G, L, D) -> (B, G, L, M).
+        """
         if self.sees_sequence:
             raise ValueError(
                 f"{type(self).__name__} takes its landmarks from the queries and keys of a call, so that it has no "
                 f"features of x alone; use the core's attention_matrix, or landmarks='learned'."
             )
         with no_autocast(x.device.type):
-            tensors = self.prepare(x, x, None, scale)
+            spec, tensors = self.spec, self.prepare(x, x, None, scale)
+            if role == "query" or x.shape[1] == self.num_heads:
+                spec, tensors = self.spread_spec, self.for_query_heads(tensors)
             x = x.to(compute_dtype(x.dtype))
-            if isinstance(self.spec, PositiveSpec):
-                return self.spec.log_features(x, tensors, scale, role).exp()  # type: ignore[arg-type]
-            phi, factor = self.spec.features(x, tensors, scale, role)  # type: ignore[attr-defined]
+            if isinstance(spec, PositiveSpec):
+                return spec.log_features(x, tensors, scale, role).exp()  # type: ignore[arg-type]
+            phi, factor = spec.features(x, tensors, scale, role)  # type: ignore[attr-defined]
             return phi if factor is None else phi * factor.exp()  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
         what: dict[str, Any] = {"features": self.feature_dim, "heads": self.num_heads, "head_dim": self.head_dim}
         return ", ".join(f"{k}={v}" for k, v in {**what, **self.options}.items()) + f", spec={self.spec}"
+
+
+def _check_key_heads(num_key_heads: int | None, num_heads: int, per_head: bool) -> int:
+    """The number of key heads with maps of their own, which divides that of the query heads."""
+    if num_key_heads is None:
+        return num_heads
+    if num_heads % positive_int("num_key_heads", num_key_heads):
+        raise ValueError(f"num_key_heads must divide num_heads, got {num_key_heads} and {num_heads}.")
+    if not per_head:
+        raise ValueError(
+            f"num_key_heads={num_key_heads} says how many maps there are, but per_head=False shares one between all "
+            f"heads; leave one of them out."
+        )
+    return num_key_heads
 
 
 def _encode(options: Mapping[str, object]) -> Tensor:

@@ -185,7 +185,7 @@ class LogElementwiseChunks(PositiveChunks):
         """The same for a transposed gradient."""
         return self.pull_queries(x, grad.transpose(1, 2), out)
 
-    def at(self, row: int) -> PositiveChunks:
+    def at(self, row: int, head: int = 0) -> PositiveChunks:
         """Row ``row`` of the projection."""
         return LogElementwiseChunks(self.spec, self.projection.at(row), self.width)
 
@@ -220,6 +220,7 @@ class GeneralizedMap(FeatureMap):
         draw: str = "orthogonal",
         norms: str | None = None,
         per_head: bool = False,
+        num_key_heads: int | None = None,
     ) -> None:
         choice("activation", activation, (*ACTIVATIONS, "exp", "elu"))
         if flag("projection", projection):
@@ -244,6 +245,7 @@ class GeneralizedMap(FeatureMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
+            num_key_heads=num_key_heads,
             settings={"activation": activation, "projection": projection, "eps": eps},
         )
         self._start()

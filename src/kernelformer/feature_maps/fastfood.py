@@ -59,6 +59,7 @@ class FastFoodMap(SpectralMap):
         smoothing: Smoothing = 1.0,
         seed: int = 0,
         per_head: bool = True,
+        num_key_heads: int | None = None,
     ) -> None:
         choice("learn", learn, LEARN)
         num_features, head_dim = positive_int("num_features", num_features), positive_int("head_dim", head_dim)
@@ -80,6 +81,7 @@ class FastFoodMap(SpectralMap):
             seed=seed,
             draw="fastfood",
             per_head=per_head,
+            num_key_heads=num_key_heads,
         )
         self.learned, self.sigma, self.by_rows = LEARN[learn], sigma, kind == "fwht"
         for name, x in self._draw(0).items():

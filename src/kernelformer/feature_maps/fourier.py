@@ -132,6 +132,7 @@ class TrigonometricMap(FeatureMap):
         draw: str = "orthogonal",
         norms: str | None = None,
         per_head: bool = False,
+        num_key_heads: int | None = None,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
@@ -144,6 +145,7 @@ class TrigonometricMap(FeatureMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
+            num_key_heads=num_key_heads,
             settings={"kernel": kernel},
         )
         self._start()

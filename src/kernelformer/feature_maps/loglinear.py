@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.contract import PositiveChunks, PositiveSpec, Role
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role, register
 from kernelformer.errors import flag, positive_int
 from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import draw_frequencies, generator
@@ -23,9 +23,12 @@ class LogLinearSpec(PositiveSpec):
 
     Args:
         unit_keys: the features of each key are divided by their sum.
+        grouped: the R query heads of a key head have maps of their own, w (B or 1, G, R, M, D) and b (B or 1, G, R, M)
+            of the queries; their rows come head after head, (B, G, R L, D).
     """
 
     unit_keys: bool = True
+    grouped: bool = False
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
         """One feature per row of w."""
@@ -39,28 +42,52 @@ class LogLinearSpec(PositiveSpec):
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """The formula as it stands."""
         w, b = tensors[:2] if role == "query" else tensors[2:]
+        if role == "query" and self.grouped:
+            rows: Tensor = x.unflatten(2, (w.shape[2], -1))  # (B, G, R, L, D)
+            return (Dense().project(rows, [w], math.sqrt(scale)) + b.unsqueeze(-2)).flatten(2, 3)
         logs = Dense().project(x, [w], math.sqrt(scale)) + b.unsqueeze(-2)
         return logs.log_softmax(-1) if role == "key" and self.unit_keys else logs
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """In chunks; every summand differs from feature to feature, so nothing cancels."""
-        parts = [Dense().bind(tensors[i : i + 1], math.sqrt(scale), learn) for i in (0, 2)]
-        biases = [tensors[1], tensors[3]]
+        w_q, b_q, w_k, b_k = tensors
+        group = w_q.shape[1] if self.grouped else 1
+        if self.grouped:
+            w_q, b_q = w_q.flatten(0, 1), b_q.flatten(0, 1)
+        parts = [Dense().bind([w], math.sqrt(scale), learn) for w in (w_q, w_k)]
+        biases = [b_q, b_k]
         grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in biases] if learn else None
-        return LogLinearChunks(parts, biases, grads, self.unit_keys)
+        return LogLinearChunks(parts, biases, grads, self.unit_keys, group)
 
 
 class LogLinearChunks(PositiveChunks):
-    """`LogLinearSpec` on chunks; first of each pair the queries', second the keys'."""
+    """`LogLinearSpec` on chunks; first of each pair the queries', second the keys'.
+
+    Args:
+        group: R, query heads of a row that have maps of their own, N R of them; 1 where they share the row's.
+    """
 
     def __init__(
-        self, parts: list[Projection], biases: list[Tensor], grads: list[Tensor] | None, unit_keys: bool
+        self,
+        parts: list[Projection],
+        biases: list[Tensor],
+        grads: list[Tensor] | None,
+        unit_keys: bool,
+        group: int = 1,
     ) -> None:
         self.parts, self.biases, self.grads, self.unit_keys = parts, biases, grads, unit_keys
+        self.group = group
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Rows (N, R C, X) with a map for each head, (N R, C, X): a view."""
+        return x if self.group == 1 else x.view(x.shape[0] * self.group, -1, x.shape[2])
 
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
         """Both summands ride on the product."""
-        return self.parts[0].rows(x, out, shift + self.biases[0].unsqueeze(1))
+        if self.group > 1:
+            shift = shift.repeat_interleave(self.group, 0)
+        self.parts[0].rows(self._by_head(x), self._by_head(out), shift + self.biases[0].unsqueeze(1))
+        return out
 
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
         """Likewise; what a key's features sum to goes off each."""
@@ -69,9 +96,11 @@ class LogLinearChunks(PositiveChunks):
 
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """``grad W``."""
+        grad = self._by_head(grad)
         if self.grads is not None:
             self.grads[0] += grad.sum(1)
-        return self.parts[0].pull_rows(x, grad, out)
+        self.parts[0].pull_rows(self._by_head(x), grad, self._by_head(out))
+        return out
 
     def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient; ``grad - phi sum(grad)`` first where features sum to 1."""
@@ -82,35 +111,45 @@ class LogLinearChunks(PositiveChunks):
             self.grads[1] += grad.sum(2)
         return self.parts[1].pull_columns(x, grad, out)
 
-    def at(self, row: int) -> PositiveChunks:
-        """Row ``row`` as views."""
-        one = slice(row, row + 1)
-        grads = None if self.grads is None else [x[one] for x in self.grads]
-        return LogLinearChunks([x.at(row) for x in self.parts], [x[one] for x in self.biases], grads, self.unit_keys)
+    def at(self, row: int, head: int = 0) -> PositiveChunks:
+        """Row ``row`` as views, for the queries of one head."""
+        rows = (row * self.group + (head if self.group > 1 else 0), row)
+        biases, grads = (
+            None if pair is None else [x[i : i + 1] for x, i in zip(pair, rows, strict=True)]
+            for pair in (self.biases, self.grads)
+        )
+        assert biases is not None
+        parts = [x.at(i) for x, i in zip(self.parts, rows, strict=True)]
+        return LogLinearChunks(parts, biases, grads, self.unit_keys)
 
     def tensor_grads(self) -> list[Tensor]:
         """Of w and b, in the order of the tensors."""
         assert self.grads is not None
         (w_q,), (w_k,) = (x.tensor_grads() for x in self.parts)
-        return [w_q, self.grads[0], w_k, self.grads[1]]
+        queries = [w_q, self.grads[0]]
+        if self.group > 1:
+            queries = [x.unflatten(0, (-1, self.group)) for x in queries]
+        return [*queries, w_k, self.grads[1]]
 
 
 class LogLinearMap(FeatureMap):
     """Positive features without a tie to a density.
 
-        log phi_i(q) = w_i . q + b_i       w and b of their own for queries and keys, and for each head
+        log phi_i(q) = w_i . q + b_i       w and b of their own for queries and keys, and for each head of both
         log phi_i(k) = w_i . k + b_i - log sum_j exp(w_j . k + b_j)
 
     Always positive and exactly stabilized. Each key spreads one unit over the features, so that no key drowns the
     others by its norm alone: the part that exp(-|k|^2 / 2) has in positive random features. It starts like those: w
     drawn, the same for queries and keys, b = -log(M) / 2.
 
-    Parameters: w_q, w_k (heads, M, D), b_q, b_k (heads, M).
+    Parameters: w_q (H, M, D) and b_q (H, M), w_k (G, M, D) and b_k (G, M); H = G = 1 where the heads share one map.
 
     Args:
         draw: of the first w, see `draws.draw_frequencies`.
         per_head: False shares one map between the heads.
         unit_keys: False leaves the sum over j out: log phi_i(k) = w_i . k + b_i.
+        num_key_heads: G, of grouped queries: maps of keys for each key head. Those of queries stay each query head's
+            own, so that heads of a group look for different things in one state.
 
     The others are those of `FeatureMap`; nothing is redrawn.
     """
@@ -125,24 +164,53 @@ class LogLinearMap(FeatureMap):
         draw: str = "orthogonal",
         per_head: bool = True,
         unit_keys: bool = True,
+        num_key_heads: int | None = None,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         settings = {"num_features": num_features, "per_head": per_head, "unit_keys": flag("unit_keys", unit_keys)}
-        common = {"head_dim": head_dim, "num_heads": num_heads, "seed": seed, "per_head": per_head}
-        super().__init__(LogLinearSpec(unit_keys), num_features=0, draw=draw, settings=settings, **common)  # type: ignore[arg-type]
-        self.w_q, self.w_k = (parameter(self.heads, num_features, head_dim) for _ in range(2))
-        self.b_q, self.b_k = (parameter(self.heads, num_features) for _ in range(2))
+        super().__init__(
+            LogLinearSpec(unit_keys, num_key_heads not in (None, num_heads)),
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_features=0,
+            seed=seed,
+            draw=draw,
+            per_head=per_head,
+            num_key_heads=num_key_heads,
+            settings=settings,
+        )
+        self.spread_spec = LogLinearSpec(unit_keys)
+        self.spread_key = register(self.spread_spec)
+        heads = (num_heads if per_head else 1, self.heads)
+        self.w_q, self.w_k = (parameter(x, num_features, head_dim) for x in heads)
+        self.b_q, self.b_k = (parameter(x, num_features) for x in heads)
         self._start()
 
     def _reset_learned(self) -> None:
         gen = generator(self.seed_number, FIRST)
         rows, dim = self.w_q.shape[1:]
         w = torch.stack([draw_frequencies(rows, dim, gen, draw=self.draw_kind) for _ in range(self.heads)])
-        for x in (self.w_q, self.w_k):
-            x.copy_(w)
+        self.w_k.copy_(w)
+        self.w_q.copy_(w.repeat_interleave(self.w_q.shape[0] // self.heads, 0))
         for x in (self.b_q, self.b_k):
             x.fill_(-0.5 * math.log(rows))
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """w_q, b_q, w_k, b_k."""
-        return [x.to(dtype).unsqueeze(0) for x in (self.w_q, self.b_q, self.w_k, self.b_k)]
+        w_q, b_q, w_k, b_k = (x.to(dtype).unsqueeze(0) for x in (self.w_q, self.b_q, self.w_k, self.b_k))
+        if self.grouped:
+            w_q, b_q = (x.unflatten(1, (self.heads, -1)) for x in (w_q, b_q))
+        return [w_q, b_q, w_k, b_k]
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads with maps of their own share the map of a key head."""
+        return self.num_key_heads != self.num_heads
+
+    def for_query_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Maps of keys repeated, those of queries as they are."""
+        if not self.grouped:
+            return list(tensors)
+        w_q, b_q, w_k, b_k = tensors
+        keys = [x.repeat_interleave(w_q.shape[2], 1) for x in (w_k, b_k)]
+        return [w_q.flatten(1, 2), b_q.flatten(1, 2), *keys]

@@ -160,6 +160,7 @@ class NystromMap(FeatureMap):
             Softmax attention does not notice, but the Gaussian kernel between them grows, and errors fall: keys far
             from all queries are what a ridge cannot resolve. Not in the paper.
         seed: of the draws.
+        num_key_heads: of learned landmarks, see `FeatureMap`.
 
     Cost: O(L s (D + s + E)), and O(s^3) once per sample and head.
     """
@@ -178,6 +179,7 @@ class NystromMap(FeatureMap):
         landmarks: str = "uniform",
         align: bool = False,
         seed: int = 0,
+        num_key_heads: int | None = None,
     ) -> None:
         choice("kernel", kernel, _ROW)
         choice("inverse", inverse, ("cholesky", "iterative"))
@@ -190,6 +192,11 @@ class NystromMap(FeatureMap):
                 f"align=True uses what softmax attention does not notice, and looks at the whole sequence; got "
                 f"kernel={kernel!r} and landmarks={landmarks!r}. Leave it out, or take kernel='softmax' and landmarks "
                 f"from tokens."
+            )
+        if num_key_heads is not None and landmarks != "learned":
+            raise ValueError(
+                f"num_key_heads is for learned landmarks, got num_key_heads={num_key_heads} and "
+                f"landmarks={landmarks!r}: those of tokens are each query head's own. Leave it out."
             )
         gamma = number("gamma", gamma, above=0)  # without a ridge equal tokens have no inverse
         settings = {
@@ -207,12 +214,13 @@ class NystromMap(FeatureMap):
             num_features=0,
             seed=seed,
             per_head=True,
+            num_key_heads=num_key_heads,
             settings=settings,
         )
         self.num_landmarks, self.gamma, self.inverse, self.landmarks = num_landmarks, gamma, inverse, landmarks
         self.normalized, self.aligns = kernel == "softmax", align
         if landmarks == "learned":
-            self.Z = parameter(num_heads, num_landmarks, head_dim)
+            self.Z = parameter(self.heads, num_landmarks, head_dim)
         self._start()
 
     @property

@@ -74,7 +74,7 @@ class ExponentialChunks(PositiveChunks):
         self.projection.pull_columns(x, grad, out)
         return out.addcmul_(x, grad.sum(1).unsqueeze(2), value=2 * self.row)
 
-    def at(self, row: int) -> PositiveChunks:
+    def at(self, row: int, head: int = 0) -> PositiveChunks:
         """Row ``row`` of the projection."""
         return ExponentialChunks(self.projection.at(row), self.spec, self.scale, self.normalize)
 
@@ -112,6 +112,7 @@ class PositiveMap(FeatureMap):
         draw: str = "orthogonal",
         norms: str | None = None,
         per_head: bool = False,
+        num_key_heads: int | None = None,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
@@ -131,6 +132,7 @@ class PositiveMap(FeatureMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
+            num_key_heads=num_key_heads,
             settings={"kernel": kernel, "hyperbolic": hyperbolic, "regularized": regularized},
         )
         self._start()

@@ -43,6 +43,7 @@ class ScaledFourierMap(SpectralMap):
         draw: str = "orthogonal",
         norms: str | None = None,
         per_head: bool = True,
+        num_key_heads: int | None = None,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         super().__init__(
@@ -58,6 +59,7 @@ class ScaledFourierMap(SpectralMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
+            num_key_heads=num_key_heads,
         )
         self.sigma = parameter(self.heads, head_dim)
         self._start()

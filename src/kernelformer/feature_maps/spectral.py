@@ -124,6 +124,7 @@ class MixtureMap(SpectralMap):
         draw: str = "orthogonal",
         norms: str | None = None,
         per_head: bool = True,
+        num_key_heads: int | None = None,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         components = positive_int("components", components)
@@ -144,6 +145,7 @@ class MixtureMap(SpectralMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
+            num_key_heads=num_key_heads,
         )
         self.components, self.tied, self.diagonal, self.mean_std = components, tied, covariance == "diagonal", mean_std
         own = components // 2 if tied else components
@@ -169,7 +171,7 @@ class MixtureMap(SpectralMap):
         S = self.S.detach().float()
         own = S.square().diag_embed() if self.diagonal else S @ S.transpose(-1, -2)
         both = own.repeat_interleave(2, 1) if self.tied else own
-        return both.expand(self.num_heads, -1, -1, -1)
+        return self._spread_heads(both, 0).expand(self.num_heads, -1, -1, -1)
 
 
 class Generator(nn.Module):
@@ -241,6 +243,7 @@ class GenerativeMap(SpectralMap):
         draw: str = "orthogonal",
         norms: str | None = None,
         per_head: bool = False,
+        num_key_heads: int | None = None,
     ) -> None:
         num_features, head_dim = positive_int("num_features", num_features), positive_int("head_dim", head_dim)
         if num_features == 1:
@@ -263,6 +266,7 @@ class GenerativeMap(SpectralMap):
             draw=draw,
             norms=norms,
             per_head=per_head,
+            num_key_heads=num_key_heads,
         )
         self.generator = Generator(head_dim, width, depth)
         self._start()

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kernelformer.attention import State
+from kernelformer.attention.recurrent import storage_bytes
 
 _OWNER = "_kernelformer_layer"  # attribute of keys on their way from the cache to the attention
 
@@ -149,9 +150,9 @@ class StateCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Size of all states in bytes."""
-        kept = (x for layer in self.layers for x in (layer.state, layer.memory))
-        return sum(x.nbytes for x in kept if x is not None)
+        """Memory that all states keep, in bytes, see `storage_bytes`."""
+        states = (x for layer in self.layers for x in (layer.state, layer.memory) if x is not None)
+        return storage_bytes(tensor for state in states for tensor in state.tensors)
 
     @property
     def is_initialized(self) -> bool:

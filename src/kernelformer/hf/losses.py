@@ -50,6 +50,7 @@ def attention_loss(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     assert isinstance(core, KernelCore)
     groups = query.shape[1] // key.shape[1]
+    inputs = (query, key, value)
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     L, S = query.shape[2], key.shape[2]
     real = torch.ones(query.shape[0], L, dtype=torch.bool, device=query.device)
@@ -68,7 +69,7 @@ def attention_loss(
         logits = logits if position_bias is None else logits + position_bias[:, :, rows]
         wanted = logits.masked_fill(~seen, -torch.inf).log_softmax(-1)
     if whole:
-        return _output_loss(core, (query, key, value), wanted.exp() @ value, key_mask, causal, position_bias, real)
+        return _output_loss(core, inputs, wanted.exp() @ value, key_mask, causal, position_bias, real)
     weights = _weights(core, query[:, :, rows], key, key_mask)
     if position_bias is not None:
         extra = position_bias[:, :, rows]
@@ -82,12 +83,12 @@ def attention_loss(
 
 
 def _weights(core: KernelCore, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
-    """phi(q) phi(k) (B, H, L, S) up to a factor for each row."""
+    """phi(q) phi(k) (B, H, L, S) up to a factor for each row; keys (B, H, S, D)."""
     phi, scale = core.feature_map, core.scale
     query, key = core._units(query, key, key_mask)
-    spec = phi.spec
+    spec = phi.spread_spec
     assert isinstance(spec, PositiveSpec)
-    tensors = phi.prepare(query, key, key_mask, scale)
+    tensors = phi.for_query_heads(phi.prepare(query, key, key_mask, scale))
     logs_q, logs_k = spec.log_shares(query, tensors, scale, "query"), spec.log_shares(key, tensors, scale, "key")
     visible = logs_k.detach()
     if key_mask is not None:

@@ -87,8 +87,8 @@ METHODS: dict[str, Method] = {
     "loglinear": Method("free positive map, for fitting a pretrained model", LogLinearMap),
 }
 _CORE_OPTIONS = ("scale", "normalize_qk")
-_DRAWING = ("num_features", "seed", "draw", "norms", "per_head")
-_UNUSED = {"elu": ("eps", *_DRAWING)}
+_DRAWING = ("num_features", "seed", "draw", "norms", "per_head", "num_key_heads")
+_UNUSED = {"elu": ("eps", *_DRAWING), "rfa-gate": ("num_key_heads",)}  # gates are each query head's own
 POSITION_OPTIONS = ("relative", "scheme", "max_length", "max_distance", "num_buckets", "grid", "num_prefix")
 
 
@@ -167,7 +167,8 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
         num_heads: H, of the queries.
         options: by method; `method_options` lists them, and the map's class explains them. For random maps:
             ``num_features`` (256), ``seed`` (0), ``draw`` ("orthogonal", "iid", "spherical", "hadamard", "givens"; not
-            for fastfood), ``norms``, ``per_head`` (True for gmm, fastfood and loglinear, else False), ``kernel``
+            for fastfood), ``norms``, ``per_head`` (True for gmm, fastfood and loglinear, else False), ``num_key_heads``
+            (maps by key head, so that grouped queries have the state of their key heads), ``kernel``
             ("softmax", "gaussian"; performer's maps). For learned kernels: ``components``, ``tied``, ``covariance``,
             ``mean_std`` (gmm), ``learn``, ``sigma``, ``transform`` (fastfood), ``width``, ``depth`` (generative),
             ``smoothing`` (rks). For all: ``scale`` and ``normalize_qk``.

@@ -110,7 +110,8 @@ class GatedCore(KernelCore):
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         dtype, work = call.query.dtype, compute_dtype(call.query.dtype)
         with no_autocast(call.query.device.type):
-            prepared = self._prepare(call.query, call.key, call.key_mask, call.scale, call.state)
+            streams = call.streams or call.state is not None
+            prepared = self._prepare(call.query, call.key, call.key_mask, call.scale, call.state, streams=streams)
             key, value = self._per_map_head(call.key).to(work), self._per_map_head(call.value).to(work)
             query = call.query.to(work)
             if call.key_mask is not None:
@@ -140,7 +141,7 @@ class GatedCore(KernelCore):
                 if past.shape[2]:
                     state = [state[0] + past[:, :, -1:].unsqueeze(-1), *state[1:]]
             assert state is not None
-            after = self._state(state, call.state, call.key.shape[2], call.scale, prepared)
+            after = self._state(state, call.state, call.key.shape[2], call.scale)
             return torch.cat(outs, 2).to(dtype), after
 
     def _step(

@@ -30,6 +30,10 @@ class KernelCore(BiasedCore):
     The others are those of `AttentionCore`.
     """
 
+    # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
+    # the states, of which there may be many.
+    _prepared: Prepared | None = None
+
     def __init__(self, method: str, feature_map: FeatureMap, *, normalize: bool | None = None, **options: Any) -> None:
         super().__init__(method, head_dim=feature_map.head_dim, num_heads=feature_map.num_heads, **options)
         self.feature_map = feature_map
@@ -72,24 +76,41 @@ class KernelCore(BiasedCore):
         scale: float,
         state: State | None,
         query_mask: Tensor | None = None,
+        *,
+        biased: bool = False,
+        streams: bool = True,
     ) -> Prepared:
-        """The map's tensors: those of the stream where they are still right, else made anew.
+        """The map's tensors: in a stream those of the call before where they are still right, else made anew.
 
-        With gradients they belong to a graph, and a compiled step cannot compare weights: both make them each time.
+        With a bias they are for keys that are repeated for every query head. With gradients they belong to a graph, and
+        a compiled step cannot compare weights: both make them each time.
         """
-        keeps = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        weights = self.feature_map.learned_weights() if keeps else []
-        if keeps and state is not None and state.prepared is not None and state.prepared.made_from(weights):
-            return state.prepared
-        tensors = self.feature_map.prepare(query, key, key_mask, scale, query_mask)
-        return Prepared.of(tensors, weights) if keeps else Prepared(tuple(tensors))
+        phi = self.feature_map
+        keeps = streams and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        weights: list[Tensor] = []
+        how: tuple[object, ...] = ()
+        if keeps:
+            weights, place = phi.learned_weights(), (compute_dtype(query.dtype), query.device)
+            how = (*place, scale, biased, phi.seed_number, phi.draw_number, torch.is_inference_mode_enabled())
+            if state is not None and self._prepared is not None and self._prepared.made_from(weights, how):
+                return self._prepared
+        tensors = phi.prepare(query, key, key_mask, scale, query_mask)
+        tensors = phi.for_query_heads(tensors) if biased else tensors
+        if not keeps:
+            return Prepared(tuple(tensors))
+        self._prepared = Prepared.of(tensors, weights, how)
+        return self._prepared
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "_prepared"}
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
         with no_autocast(call.query.device.type):
             query, key = phi.align(call.query, call.key, call.key_mask, call.query_mask)
             inputs = (query, self._per_map_head(key), self._per_map_head(call.value))
-            prepared = self._prepare(query, key, call.key_mask, call.scale, call.state, call.query_mask)
+            how = {"biased": call.bias is not None, "streams": call.streams or call.state is not None}
+            prepared = self._prepare(query, key, call.key_mask, call.scale, call.state, call.query_mask, **how)
             if call.bias is not None:
                 return self._attend_with_bias(replace(call, query=query, key=key), prepared)
             common: dict[str, Any] = {
@@ -103,7 +124,7 @@ class KernelCore(BiasedCore):
                 return linear_attention(*inputs, **common), None
             past = None if call.state is None else call.state.tensors
             out, after = causal_attention(*inputs, **common, state=past)
-            return out, self._state(after, call.state, call.key.shape[2], call.scale, prepared)
+            return out, self._state(after, call.state, call.key.shape[2], call.scale)
 
     def step(
         self,
@@ -143,7 +164,7 @@ class KernelCore(BiasedCore):
             query, key, value = (x.to(work_dtype) for x in (query, key, value))
         if bias is not None:
             with no_autocast(query.device.type):
-                prepared = self._prepare(query, key, key_mask, scale, state)
+                prepared = self._prepare(query, key, key_mask, scale, state, biased=True)
                 call = Call(query, key, value, True, key_mask, scale, state)
                 out, after_bias = self._step_with_bias(call, bias, slope, prepared)
             return out.to(dtype), after_bias
@@ -152,7 +173,7 @@ class KernelCore(BiasedCore):
         with no_autocast(query.device.type):
             prepared = self._prepare(query, key, key_mask, scale, state)
             out, after = self._step(prepared, (query, key, value), past, scale, key_mask, gate)
-        return out.to(dtype), self._state(after, state, 1, scale, prepared, fits)
+        return out.to(dtype), self._state(after, state, 1, scale, fits)
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a whole context: sums of constant size, or all of it where landmarks see queries."""
@@ -170,7 +191,7 @@ class KernelCore(BiasedCore):
         if self.feature_map.sees_sequence:
             return super().recall(query, memory)
         self._check_memory(memory)
-        sample = query[:, :1, :1]
+        sample = query[:, :1, :1]  # in place of keys, of which none are needed
         query, _, _ = self._accept(query, sample, sample, None)
         main = memory.tensors[1]
         if main.shape[0] != query.shape[0] or main.device != query.device:
@@ -222,6 +243,18 @@ class KernelCore(BiasedCore):
         kinds = (query.dtype, key.dtype, value.dtype, query.device, key.device, value.device)
         return (query.shape, key.shape, value.shape, *kinds, self._made_by(scale))
 
+    def _accept(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super()._accept(query, key, value, key_mask)
+        maps = self.feature_map.num_key_heads
+        if maps % key.shape[1]:
+            raise ValueError(
+                f"this {self.method!r} core was built with num_key_heads={maps}, got keys of {key.shape[1]} heads "
+                f"(shape {shape(key)}); build it with num_key_heads={key.shape[1]}, or without for any number."
+            )
+        return query, key, value
+
     def _key_heads(self, key: Tensor) -> int:
         """Heads of the state: those of the keys, or those of a map that differs from head to head."""
         return max(key.shape[1], self.feature_map.heads)
@@ -245,12 +278,10 @@ class KernelCore(BiasedCore):
         before: State | None,
         count: int,
         scale: float,
-        prepared: Prepared,
         fits: tuple[object, ...] = (),
     ) -> State:
         made_by = self._made_by(scale) if before is None else before.made_by
-        kept = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else prepared
-        return State(tuple(tensors), count + (before.length if before else 0), made_by, kept, fits)
+        return State(tuple(tensors), count + (before.length if before else 0), made_by, fits)
 
     def _check_streaming(
         self,

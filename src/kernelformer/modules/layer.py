@@ -63,6 +63,12 @@ class KernelAttention(nn.Module):
         kv_heads = positive_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         if num_heads % kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {kv_heads} and {num_heads}.")
+        maps = options.get("num_key_heads")
+        if isinstance(maps, int) and maps % kv_heads:
+            raise ValueError(
+                f"num_key_heads={maps} maps of keys do not fit the key heads of this layer, num_kv_heads={kv_heads}; "
+                f"give both the same number."
+            )
         self.positions = _positions(relative, num_heads, causal, options, method)
         if num_features is not None:
             options["num_features"] = num_features

@@ -40,7 +40,6 @@ class BiasedCore(AttentionCore):
         before: State | None,
         count: int,
         scale: float,
-        prepared: Prepared,
         fits: tuple[object, ...] = (),
     ) -> State:
         """The state with these tensors, ``count`` tokens after the one before."""
@@ -62,7 +61,7 @@ class BiasedCore(AttentionCore):
             query, unit_key = self._units(call.query, call.key, call.key_mask)
             call = replace(call, query=query, key=unit_key)
         key, value = (self._per_head(x) for x in (call.key, call.value))
-        common: dict[str, Any] = {"spec": self.feature_map.key, "tensors": prepared.tensors, "scale": call.scale}
+        common: dict[str, Any] = {"spec": self.feature_map.spread_key, "tensors": prepared.tensors, "scale": call.scale}
         if not call.streams and call.state is None:
             out = biased_attention(
                 call.query,
@@ -134,7 +133,7 @@ class BiasedCore(AttentionCore):
         common: dict[str, Any] = {"scale": call.scale, "slope": slope}
         quick = None
         if self._is_quick(query, key, sums, window):
-            spec = cast(PositiveSpec, self.feature_map.spec)
+            spec = cast(PositiveSpec, self.feature_map.spread_spec)
             rows = (query.to(dtype), key, value, mask, table.to(dtype), sums)
             quick = step_near(spec, maps, *rows, **common)
         out, after = quick or relative_attention(
@@ -142,7 +141,7 @@ class BiasedCore(AttentionCore):
             key,
             value,
             table,
-            spec=self.feature_map.key,
+            spec=self.feature_map.spread_key,
             tensors=maps,
             key_mask=mask if hidden else None,
             is_causal=True,
@@ -153,11 +152,13 @@ class BiasedCore(AttentionCore):
             **common,
         )
         keep = slice(None) if window is None else slice(max(0, key.shape[2] - window), None)
-        tensors = (*after, key[:, :, keep], value[:, :, keep], mask[:, keep])
-        state = self._state(tensors, call.state, count, call.scale, prepared)
+        kept = [key[:, :, keep], value[:, :, keep], mask[:, keep]]
+        if count > 1 and window is not None:  # views would keep all of a prompt; after a step they keep one token more
+            kept = [x.clone() for x in kept]
+        state = self._state((*after, *kept), call.state, count, call.scale)
         if call.state is None:
-            kept = (("near keys", "all" if window is None else window), ("fades", slope is not None))
-            state = replace(state, made_by=(*state.made_by, *kept))
+            how = (("near keys", "all" if window is None else window), ("fades", slope is not None))
+            state = replace(state, made_by=(*state.made_by, *how))
         return out, state
 
     def _is_quick(self, query: Tensor, key: Tensor, sums: Sequence[Tensor], window: int | None) -> bool:

@@ -1,0 +1,233 @@
+"""Maps by key head: what grouped queries keep is of the size of their key heads, and nothing else changes."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+
+import kernelformer as kf
+from definition import SIZES, VARIANTS, close, inputs, learn_something, padding
+
+G = 2
+# Every per-head map, with the options that make it one.
+MAPS = {
+    name: VARIANTS[name]
+    for name in (
+        "loglinear",
+        "loglinear free keys",
+        "gmm-rks",
+        "gmm-prf full",
+        "fastfood-rks",
+        "fastfood-prf by rows",
+        "generative-prf",
+        "rfa",
+        "favor+ per head",
+        "skyformer learned softmax",
+    )
+}
+MAPS["loglinear unnormalized"] = ("loglinear", {"num_features": 24, "normalize": False})
+MAPS["trigonometric"] = ("trigonometric", {"num_features": 24, "per_head": True})
+MAPS["relu"] = ("relu", {"num_features": 24, "per_head": True})
+maps = pytest.mark.parametrize("name", MAPS)
+
+
+def pair(name: str, key_heads: int = G, dtype: torch.dtype = torch.float64):
+    """A core with maps by key head, and one with the same maps written out for each query head."""
+    method, options = MAPS[name]
+    core = kf.build_attention(method, **SIZES, **options, num_key_heads=key_heads)
+    learn_something(core)
+    whole = kf.build_attention(method, **SIZES, **options)
+    numbers = ("seed", "draw", "age", "settings")
+    state = {
+        key: x
+        if key.rsplit(".", 1)[-1] in numbers or x.shape == whole.state_dict()[key].shape
+        else x.repeat_interleave(SIZES["num_heads"] // key_heads, 0)
+        for key, x in core.state_dict().items()
+    }
+    state |= {key: x for key, x in whole.state_dict().items() if key.endswith("settings")}
+    whole.load_state_dict(state)
+    return core.to(dtype), whole.to(dtype)
+
+
+@maps
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_outputs_and_gradients_are_those_of_the_maps_written_out(name, is_causal, key_heads, small_blocks):
+    core, whole = pair(name, key_heads)
+    leaves = inputs(37, G=key_heads, grad=True)
+    options = {"is_causal": is_causal, "key_mask": padding(2, 37)}
+    out, want = core(*leaves, **options), whole(*leaves, **options)
+    close(out, want)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    own, theirs = dict(core.named_parameters()), dict(whole.named_parameters())
+    found = torch.autograd.grad((out * weight).sum(), [*leaves, *own.values()], materialize_grads=True)
+    wanted = torch.autograd.grad((want * weight).sum(), [*leaves, *theirs.values()], materialize_grads=True)
+    for x, y in zip(found, wanted, strict=True):  # a map that several heads share gets what each of them asks for
+        close(x, y if x.shape == y.shape else y.unflatten(0, (x.shape[0], -1)).sum(1))
+
+
+@maps
+def test_streams_remember_the_same_in_the_room_of_the_key_heads(name):
+    core, whole = pair(name)
+    q, k, v = inputs(12, G=G)
+    with torch.no_grad():
+        want = whole(q, k, v, is_causal=True)
+        out, state = core(q[:, :, :5], k[:, :, :5], v[:, :, :5], is_causal=True, return_state=True)
+        parts = [out]
+        for t in range(5, 12):
+            one = slice(t, t + 1)
+            out, state = core.step(q[:, :, one], k[:, :, one], v[:, :, one], state)
+            parts.append(out)
+        close(torch.cat(parts, 2), want)
+        _, repeated = whole(q, k, v, is_causal=True, return_state=True)
+        _, state = core(q, k, v, is_causal=True, return_state=True)
+        assert state.nbytes * SIZES["num_heads"] == repeated.nbytes * G
+        close(core.recall(q, core.remember(k, v)), whole(q, k, v))
+
+
+@pytest.mark.parametrize("name", [x for x in MAPS if "unnormalized" not in x])
+@pytest.mark.parametrize("algorithm", ["direct", "fft", "windowed"])
+def test_a_bias_is_each_query_heads_own(name, algorithm, small_blocks):
+    core, whole = pair(name)
+    leaves = inputs(23, G=G, grad=True)
+    bias = torch.randn(4, 45, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    options = {"bias": bias.requires_grad_(), "algorithm": algorithm}
+    out, want = core(*leaves, **options), whole(*leaves, **options)
+    close(out, want)
+    found, wanted = (torch.autograd.grad(x.square().sum(), [*leaves, bias]) for x in (out, want))
+    for x, y in zip(found, wanted, strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("name", ["loglinear", "gmm-rks"])
+def test_a_stream_with_a_bias_goes_on_as_the_whole(name):
+    core, whole = pair(name)
+    q, k, v = inputs(14, G=G)
+    near = torch.randn(4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    distances = torch.arange(-13, 14).abs().clamp(max=3)
+    with torch.no_grad():
+        want = whole(q, k, v, is_causal=True, bias=near[:, distances])
+        state, parts = None, []
+        for t in range(14):
+            one = slice(t, t + 1)
+            out, state = core.step(q[:, :, one], k[:, :, one], v[:, :, one], state, bias=near)
+            parts.append(out)
+    close(torch.cat(parts, 2), want)
+
+
+def test_a_row_that_a_later_key_dwarfs_is_rescued_for_the_right_head():
+    core, whole = pair("loglinear free keys", dtype=torch.float32)
+    q, k, v = inputs(70, G=G, dtype=torch.float32, grad=True)
+    with torch.no_grad():
+        k[:, :, 40] *= 200
+        q[:, 1] *= 3
+    outs = [x(q, k, v, is_causal=True) for x in (core, whole)]
+    close(*outs)
+    grads = [
+        torch.autograd.grad(x.square().sum(), (q, k, v, y.feature_map.w_q))
+        for x, y in zip(outs, (core, whole), strict=True)
+    ]
+    for x, y in zip(*grads, strict=True):
+        close(x, y, 1e-4)
+    with torch.no_grad():
+        exact = copy.deepcopy(core).double()(q.double(), k.double(), v.double(), is_causal=True)
+    close(outs[0], exact.float(), 1e-3)
+
+
+@maps
+def test_at_the_start_heads_of_a_group_have_the_map_of_their_key_head(name):
+    method, options = MAPS[name]
+    core = kf.build_attention(method, **SIZES, **options, num_key_heads=G)
+    x = inputs(3)[0].float()
+    phi = core.feature_map
+    if not phi.sees_sequence:
+        same = x[:, :1].expand(-1, 4, -1, -1)
+        mapped = phi(same)
+        assert mapped.shape[:2] == (2, 4)
+        close(mapped[:, 0], mapped[:, 1])
+        assert (mapped[:, 1] - mapped[:, 2]).abs().max() > 1e-4
+        assert phi(x[:, :2], "key").shape[1] == 2
+    if phi.has_density and method != "loglinear":
+        assert core.covariances().shape[0] == 4
+
+
+def test_weights_from_before_load_and_others_are_told_apart():
+    before = kf.build_attention("loglinear", **SIZES, num_features=8)
+    assert "num_key_heads" not in before.feature_map.options
+    same = kf.build_attention("loglinear", **SIZES, num_features=8, num_key_heads=4)
+    same.load_state_dict(before.state_dict())
+    q, k, v = inputs(5, G=2, dtype=torch.float32)
+    close(same(q, k, v), before(q, k, v))
+    grouped = kf.build_attention("loglinear", **SIZES, num_features=8, num_key_heads=2)
+    with pytest.raises(RuntimeError, match="was saved with num_key_heads=None, this one has num_key_heads=2"):
+        grouped.load_state_dict(before.state_dict())
+
+
+def test_key_heads_that_do_not_fit_are_refused():
+    def build(method="loglinear", **options):
+        return kf.build_attention(method, **SIZES, **{"num_features": 8, **options})
+
+    with pytest.raises(ValueError, match="num_key_heads must divide num_heads, got 3 and 4"):
+        build(num_key_heads=3)
+    with pytest.raises(ValueError, match="num_key_heads=2 says how many maps there are, but per_head=False"):
+        build("favor+", num_key_heads=2)
+    with pytest.raises(ValueError, match=r"built with num_key_heads=2, got keys of 4 heads"):
+        build(num_key_heads=2)(*inputs(5, dtype=torch.float32))
+    with pytest.raises(ValueError, match="unknown option for method 'rfa-gate'"):
+        build("rfa-gate", num_key_heads=2)
+    with pytest.raises(ValueError, match="num_key_heads is for learned landmarks, got num_key_heads=2"):
+        kf.build_attention("skyformer", **SIZES, num_key_heads=2)
+    layer = kf.KernelAttention(32, 4, "loglinear", num_kv_heads=2, num_key_heads=2, num_features=8, causal=True)
+    assert layer(torch.randn(2, 5, 32)).shape == (2, 5, 32)
+    with pytest.raises(ValueError, match=r"num_key_heads=2 .* num_kv_heads=4"):
+        kf.KernelAttention(32, 4, "loglinear", num_key_heads=2, num_features=8)
+
+
+@maps
+def test_a_state_holds_its_sums_and_no_tensor_of_the_map(name):
+    core, _ = pair(name, dtype=torch.float32)
+    q, k, v = inputs(6, G=G, dtype=torch.float32)
+    with torch.no_grad():
+        _, state = core(q, k, v, is_causal=True, return_state=True)
+        for _ in range(3):
+            _, state = core.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], state)
+    assert reachable_bytes(state) == state.nbytes == sum(x.nbytes for x in state.tensors)
+    # Nor does a copy of the core carry what it keeps for its streams.
+    fresh = len(pickle.dumps(pair(name, dtype=torch.float32)[0]))
+    assert len(pickle.dumps(core)) == fresh
+    assert len(pickle.dumps(copy.deepcopy(core))) == fresh
+
+
+def test_a_stream_with_a_window_keeps_nothing_of_a_long_prompt():
+    core = kf.build_attention("favor+", **SIZES, num_features=8)
+    q, k, v = inputs(200, dtype=torch.float32)
+    bias = torch.zeros(4, 399)
+    with torch.no_grad():
+        _, state = core(q, k, v, is_causal=True, bias=bias, max_distance=4, return_state=True)
+        assert reachable_bytes(state) == state.nbytes < k.nbytes / 4
+        sizes = set()
+        for _ in range(4):
+            _, state = core.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], state, bias=torch.zeros(4, 5))
+            assert reachable_bytes(state) == state.nbytes
+            sizes.add(state.nbytes)
+    assert len(sizes) == 1
+
+
+def reachable_bytes(*roots: object) -> int:
+    """Bytes of all tensor storages that can be reached from objects through attributes and containers."""
+    storages, seen, left = {}, set(), list(roots)
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, (str, int, float, type, torch.dtype, torch.device)):
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.Tensor):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        elif isinstance(x, dict):
+            left += itertools.chain(x.keys(), x.values())
+        elif isinstance(x, (list, tuple, set)):
+            left += x
+        left += vars(x).values() if hasattr(x, "__dict__") else []
+    return sum(storages.values())
