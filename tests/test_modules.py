@@ -51,6 +51,7 @@ def test_every_listed_option_is_taken(method):
         "covariance": "full", "smoothing": 0.5, "learn": "S", "sigma": 2.0, "transform": "fwht", "width": 7, "depth": 1,
         "num_landmarks": 6, "gamma": 0.1, "inverse": "iterative", "landmarks": "segments", "rounds": 3, "conv": 3,
         "max_length": 20, "rank": 5, "own_gate": True, "align": False, "unit_keys": False,
+        "attention_dropout": 0.1,
     }  # fmt: skip
     options = {name: values[name] for name in kf.method_options(method) if name not in ("hyperbolic", "regularized")}
     if method.startswith("fastfood"):

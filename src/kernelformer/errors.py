@@ -62,6 +62,14 @@ def number(what: str, value: object, *, at_least: float = -math.inf, above: floa
     raise ValueError(f"{what} must be a finite number{bound}, got {value!r}.")
 
 
+def fraction(what: str, value: object) -> float:
+    """Return ``value`` as a float if it is a number of at least 0 and below 1, as dropout is; else raise."""
+    share = number(what, value)
+    if not 0 <= share < 1:
+        raise ValueError(f"{what} must be at least 0 and below 1, got {value!r}.")
+    return share
+
+
 def integer(what: str, value: object, at_least: int | None = None) -> int:
     """Return ``value`` as an int if it is one, of any library, and large enough; else raise."""
     bound = "" if at_least is None else f" of at least {at_least}"

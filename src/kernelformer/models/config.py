@@ -8,7 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from kernelformer.errors import choice, flag, integer, number, positive_int, unknown
+from kernelformer.errors import choice, flag, fraction, integer, number, positive_int, unknown
 from kernelformer.modules.build import POSITION_OPTIONS, parse_attention
 
 POSITIONS = ("auto", "sinusoidal", "learned", "image", "none")
@@ -124,8 +124,7 @@ class KernelformerConfig(PreTrainedConfig):
                 f"the models classify by one label, or tell a number, got problem_type={self.problem_type!r}; leave it "
                 f"out."
             )
-        if not 0 <= number("dropout", self.dropout) < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
+        fraction("dropout", self.dropout)
         if self.image_size is not None:
             if len(self.image_size) != 2:
                 raise ValueError(f"image_size must be (rows, columns), got {self.image_size!r}.")

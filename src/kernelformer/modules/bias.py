@@ -171,7 +171,15 @@ def check_values(table: Tensor) -> None:
 
 
 def biased_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, bias: Bias, *, scale: float, is_causal: bool, key_mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Bias,
+    *,
+    scale: float,
+    is_causal: bool,
+    key_mask: Tensor | None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Softmax attention with a bias; keys and values (B, H, S, .) as many heads as the queries.
 
@@ -186,7 +194,9 @@ def biased_sdpa(
         hidden = layout.hide_future(table) if is_causal else table
         size = (hidden.shape[0], layout.L, layout.S)
         view = hidden.contiguous().as_strided(size, (hidden.shape[1], 1, 1))
-        out = F.scaled_dot_product_attention(query.flip(2), key, value, attn_mask=view.unsqueeze(0), scale=scale)
+        out = F.scaled_dot_product_attention(
+            query.flip(2), key, value, attn_mask=view.unsqueeze(0), dropout_p=dropout, scale=scale
+        )
         return out.flip(2)
     if key_mask is not None:
         gone = ~key_mask[:, None, :, None]
@@ -202,7 +212,7 @@ def biased_sdpa(
         seen = (mask > -torch.inf).any(-1, keepdim=True)
         mask = torch.where(seen, mask, torch.zeros_like(mask))
         q = query[:, :, span[0] : span[1]].flip(2)
-        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
         parts.append(out.masked_fill(~seen, 0).flip(2))
     return torch.cat(parts, 2)
 

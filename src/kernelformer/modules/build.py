@@ -154,8 +154,19 @@ def _split(name: str) -> tuple[str, dict[str, Any]]:
 def _check_options(method: str, options: Mapping[str, Any], more: Sequence[str] = ()) -> None:
     known = [*method_options(method), *more]
     for name in options:
+        if name == "attention_dropout" and name not in known:
+            raise no_weights(method, f"{name}={options[name]!r}")
         if name not in known:
             raise unknown(f"option for method {method!r},", name, known)
+
+
+def no_weights(method: str, asked: str) -> ValueError:
+    """The error for dropout of weights that a method does not have."""
+    exact = ", ".join(repr(x) for x in METHODS if "attention_dropout" in method_options(x))
+    return ValueError(
+        f"{asked} drops attention weights, which method {method!r} never forms; leave it at 0, or use an exact method "
+        f"({exact}). Dropout of the output is KernelAttention's dropout=."
+    )
 
 
 def build_attention(method: str, *, head_dim: int, num_heads: int, **options: Any) -> AttentionCore:
@@ -171,7 +182,7 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
             (maps by key head, so that grouped queries have the state of their key heads), ``kernel``
             ("softmax", "gaussian"; performer's maps). For learned kernels: ``components``, ``tied``, ``covariance``,
             ``mean_std`` (gmm), ``learn``, ``sigma``, ``transform`` (fastfood), ``width``, ``depth`` (generative),
-            ``smoothing`` (rks). For all: ``scale`` and ``normalize_qk``.
+            ``smoothing`` (rks). For exact methods: ``attention_dropout``. For all: ``scale`` and ``normalize_qk``.
 
     Raises:
         ValueError: unknown method or option, with the known ones.

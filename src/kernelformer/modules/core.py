@@ -33,6 +33,7 @@ class Call:
     bias: Bias | None = None
     streams: bool = False  # whether the state after the keys is wanted
     past: int = 0  # keys before the first query, beside its own
+    dropout: float = 0.0  # of the weights
 
 
 class AttentionCore(nn.Module):
@@ -48,6 +49,7 @@ class AttentionCore(nn.Module):
 
     takes_gate = False
     takes_bias = False
+    takes_dropout = False  # whether it has weights to drop, `attention_dropout`
     mixes_queries = False  # whether one query's output depends on the others
     units_inside = False  # whether a method with a bias normalizes queries and keys itself, without copies
 

@@ -13,6 +13,7 @@ from kernelformer.attention import gaussian_attention
 from kernelformer.attention.recurrent import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import flag
+from kernelformer.kernels import gaussian_kernel
 from kernelformer.modules.bias import biased_sdpa
 from kernelformer.modules.core import Call
 from kernelformer.modules.growing import GrowingCore
@@ -37,7 +38,14 @@ class SoftmaxCore(GrowingCore):
         repeat = call.query.shape[1] // call.key.shape[1]
         key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
         return biased_sdpa(
-            call.query, key, value, call.bias, scale=call.scale, is_causal=call.is_causal, key_mask=call.key_mask
+            call.query,
+            key,
+            value,
+            call.bias,
+            scale=call.scale,
+            is_causal=call.is_causal,
+            key_mask=call.key_mask,
+            dropout=call.dropout,
         )
 
 
@@ -49,11 +57,11 @@ class GaussianCore(GrowingCore):
     Args:
         normalize: divide by the sum of the weights; the paper does not.
 
-    The others are those of `AttentionCore`.
+    The others are those of `GrowingCore`.
     """
 
-    def __init__(self, method: str, *, normalize: bool = False, **options: Any) -> None:
-        super().__init__(method, **options)
+    def __init__(self, method: str, *, normalize: bool = False, attention_dropout: float = 0.0, **options: Any) -> None:
+        super().__init__(method, attention_dropout=attention_dropout, **options)
         self.normalize = flag("normalize", normalize)
 
     def _exact(self, call: Call) -> Tensor:
@@ -68,14 +76,11 @@ class GaussianCore(GrowingCore):
 
     @staticmethod
     def _sums(call: Call, keys: slice, is_causal: bool) -> Tensor:
-        return gaussian_attention(
-            call.query,
-            call.key[:, :, keys],
-            call.value[:, :, keys],
-            scale=call.scale,
-            key_mask=None if call.key_mask is None else call.key_mask[:, keys],
-            is_causal=is_causal,
-        )
+        query, key, value = call.query, call.key[:, :, keys], call.value[:, :, keys]
+        key_mask = None if call.key_mask is None else call.key_mask[:, keys]
+        if call.dropout:
+            return _dropped_sums(query, key, value, call.scale, key_mask, is_causal, call.dropout)
+        return gaussian_attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
 
     def _made_by(self, scale: float) -> MadeBy:
         return (*super()._made_by(scale), ("normalize", self.normalize))
@@ -96,6 +101,29 @@ class GaussianCore(GrowingCore):
         return sdpa(replace(call, query=query, key=key, value=value))[..., :width].to(dtype)
 
 
+def _dropped_sums(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    dropout: float,
+) -> Tensor:
+    """Gaussian attention by its whole matrix of weights, some of which are dropped."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+    visible = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    visible = visible.tril() if is_causal else visible
+    if key_mask is not None:
+        hidden = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+        visible = visible & key_mask[:, None, None, :]
+    dtype = compute_dtype(query.dtype)
+    weights = gaussian_kernel(*(scale**0.5 * x.to(dtype) for x in (query, key))).masked_fill(~visible, 0)
+    return (F.dropout(weights, dropout) @ value.to(dtype)).to(query.dtype)
+
+
 TILE = 512
 
 
@@ -108,7 +136,9 @@ def sdpa(call: Call) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     is_causal = call.is_causal and call.past + 1 < key.shape[2]  # else the first query sees every key
     if key_mask is None and not (is_causal and call.past):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=call.dropout, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
     if key_mask is not None:
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
@@ -117,7 +147,13 @@ def sdpa(call: Call) -> Tensor:
         # A row that sees nothing attends to everything and is zeroed after: no kernel of torch promises zeros there.
         seen = mask.any(-1, keepdim=True)
         out = F.scaled_dot_product_attention(
-            query, key[:, :, :keys], value[:, :, :keys], attn_mask=mask | ~seen, scale=scale, enable_gqa=grouped
+            query,
+            key[:, :, :keys],
+            value[:, :, :keys],
+            attn_mask=mask | ~seen,
+            dropout_p=call.dropout,
+            scale=scale,
+            enable_gqa=grouped,
         )
         return out.masked_fill(~seen, 0)
 

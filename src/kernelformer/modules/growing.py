@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor
 from kernelformer.attention import State
 from kernelformer.attention.recurrent import MadeBy
 from kernelformer.attention.toeplitz import Layout
-from kernelformer.errors import shape
+from kernelformer.errors import fraction, shape
 from kernelformer.modules.bias import Bias, check_step_bias
 from kernelformer.modules.checks import check_scale, check_step, check_stream, other_maker
 from kernelformer.modules.core import AttentionCore, Call
@@ -21,13 +22,25 @@ class GrowingCore(AttentionCore):
     """What exact methods share: a state of all keys (B, G, S, D), values (B, G, S, E) and, once one was hidden, a mask.
 
     Cost of a stream: O(S) time and memory per token.
+
+    Args:
+        attention_dropout: the share of weights that training sets to 0, the others being divided by what is left;
+            torch forms the whole (L, S) matrix then. The others are those of `AttentionCore`.
     """
+
+    takes_dropout = True
+
+    def __init__(self, method: str, *, attention_dropout: float = 0.0, **options: Any) -> None:
+        super().__init__(method, **options)
+        self.attention_dropout = fraction("attention_dropout", attention_dropout)
 
     def _exact(self, call: Call) -> Tensor:
         """The method itself: query i sees keys up to ``call.past + i`` where it is causal."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
+        if self.attention_dropout and self.training:
+            call = replace(call, dropout=self.attention_dropout)
         if call.state is None and not call.streams:
             return self._exact(call), None
         joined = self._join(call)
@@ -56,6 +69,11 @@ class GrowingCore(AttentionCore):
         tensors = (joined.key, joined.value, *(() if joined.key_mask is None else (joined.key_mask,)))
         made_by = self._made_by(call.scale) if call.state is None else call.state.made_by
         return State(tensors, joined.key.shape[2], made_by)
+
+    def extra_repr(self) -> str:
+        """The settings, for printing a model."""
+        dropout = f", attention_dropout={self.attention_dropout:g}" if self.attention_dropout else ""
+        return super().extra_repr() + dropout
 
     def _made_by(self, scale: float) -> MadeBy:
         return (("method", self.method), ("normalize_qk", self.normalize_qk), ("scale", scale))

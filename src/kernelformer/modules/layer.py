@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
-from kernelformer.errors import choice, positive_int, shape
+from kernelformer.errors import choice, fraction, positive_int, shape
 from kernelformer.modules.build import POSITION_OPTIONS, build_attention, method_options
 from kernelformer.modules.positions import RelativePositions
 
@@ -33,6 +33,9 @@ class KernelAttention(nn.Module):
         head_dim: D; default embed_dim / num_heads.
         context_dim: width of the context; default embed_dim.
         bias: whether the projections have a bias.
+        dropout: the share of the output y that training sets to 0, as `torch.nn.Dropout` after the layer would.
+        attention_dropout: the same of the attention weights, as `torch.nn.MultiheadAttention`'s ``dropout``; for exact
+            methods, since the others form no weights.
         device: of the projections.
         dtype: of the projections.
         options: of the core, see `build_attention`. Layers of one model do well with different seeds.
@@ -51,6 +54,8 @@ class KernelAttention(nn.Module):
         head_dim: int | None = None,
         context_dim: int | None = None,
         bias: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -72,6 +77,9 @@ class KernelAttention(nn.Module):
         self.positions = _positions(relative, num_heads, causal, options, method)
         if num_features is not None:
             options["num_features"] = num_features
+        if attention_dropout:
+            options["attention_dropout"] = attention_dropout
+        self.dropout = fraction("dropout", dropout)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else positive_int("head_dim", head_dim)
         self.causal = causal
@@ -161,7 +169,7 @@ class KernelAttention(nn.Module):
 
     def _merge(self, heads: Tensor) -> Tensor:
         y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
-        return y
+        return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
     @overload
     def forward(
@@ -258,7 +266,8 @@ class KernelAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}"
+        dropout = f", dropout={self.dropout:g}" if self.dropout else ""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}{dropout}"
 
 
 def _positions(
