@@ -11,25 +11,33 @@ if TYPE_CHECKING:
     from kernelformer.attention import State
     from kernelformer.modules import (
         KernelAttention,
+        MultiheadAttention,
         RelativePositions,
         build_attention,
+        kernel_attention,
         list_methods,
         method_options,
         parameter_groups,
         redraw,
+        replace_attention,
+        restore_attention,
     )
 
 __version__ = "0.1.0"
 __all__ = [
     "KernelAttention",
+    "MultiheadAttention",
     "RelativePositions",
     "State",
     "__version__",
     "build_attention",
+    "kernel_attention",
     "list_methods",
     "method_options",
     "parameter_groups",
     "redraw",
+    "replace_attention",
+    "restore_attention",
 ]
 _PACKAGES = ("attention", "contract", "errors", "feature_maps", "kernels", "modules")  # there without an import
 __getattr__, __dir__ = lazy_names(

@@ -17,10 +17,12 @@ from kernelformer.hf.adapters import ADAPTERS, derive, tabulate_bias, underive, 
 from kernelformer.hf.attend import CORE, CROSS
 from kernelformer.hf.attentions import find_attentions, held_configs, run
 from kernelformer.hf.cache import StateCache
-from kernelformer.hf.multihead import KernelMultiheadAttention, pad_batches, unpad_batches
+from kernelformer.hf.multihead import KernelMultiheadAttention
 from kernelformer.hf.plans import EXACT, Conversion, Layer, make_plan
-from kernelformer.hf.registering import CONVERTED, kernel_attention, place, register_converted
+from kernelformer.hf.registering import CONVERTED, kernel_attention, register_converted
 from kernelformer.modules import AttentionCore
+from kernelformer.modules.build import place
+from kernelformer.modules.replacing import dropout_left_out, swap
 
 __all__ = [
     "EXACT",
@@ -166,13 +168,14 @@ def apply(model: nn.Module, plan: Conversion) -> None:
     register_converted()
     for layer, module, new in zip(plan.layers, modules, built, strict=True):
         if layer.way == "multihead":
-            _replace(model, module, new)
+            swap(model, module, new)
             continue
         module.add_module(CORE, new)
         if layer.way == "adapter":
             ADAPTERS[type(module).__name__].apply(module, kernel_attention)
+    attentions = zip(plan.layers, built, strict=True)
+    dropout_left_out(model, {layer.name: x for layer, x in attentions if isinstance(x, KernelMultiheadAttention)})
     tabulate_bias(model)
-    pad_batches(model)
     if isinstance(model, PreTrainedModel):
         vars(model)[BEFORE] = _own_configs(model)
         derive(model, ConvertedModel)
@@ -197,7 +200,7 @@ def _build(module: nn.Module, layer: Layer, number: int) -> nn.Module:
         assert isinstance(module, nn.MultiheadAttention)
         if not layer.name:
             raise ValueError("the model is itself an attention; convert a module that holds it.")
-        new = KernelMultiheadAttention(module, core)
+        new = KernelMultiheadAttention.from_torch(module, core)
     return new.train(module.training)
 
 
@@ -222,23 +225,15 @@ def _own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
     return before
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Wherever it is: layers that share an attention have it under several names."""
-    for parent in list(model.modules()):
-        for name in [name for name, child in parent._modules.items() if child is old]:
-            setattr(parent, name, new)
-
-
 def undo(model: nn.Module) -> None:
     """The model with its own attention again; what cores learned is lost."""
     plan = conversion(model)
     _stop_looking(model)
     untabulate_bias(model)
-    unpad_batches(model)
     for layer in plan.layers:
         module = model.get_submodule(layer.name)
         if isinstance(module, KernelMultiheadAttention):
-            _replace(model, module, module.restored())
+            swap(model, module, module.restored())
             continue
         if layer.way == "adapter":
             ADAPTERS[type(module).__name__].undo(module)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kernelformer.errors import unknown
 from kernelformer.hf.attentions import Attention, Way
-from kernelformer.hf.registering import build_core
 from kernelformer.modules import AttentionCore, MixedCore, method_options
+from kernelformer.modules.build import build_core
+from kernelformer.modules.replacing import select
 
 EXACT = "softmax"
 
@@ -133,12 +133,7 @@ def make_plan(
     settings = dict(options)
     if "max_length" in known and longest is not None:
         settings.setdefault("max_length", longest)
-    wanted = [layers] if isinstance(layers, int | str) else layers
-    if wanted is not None and not isinstance(wanted, Iterable):
-        raise ValueError(f"layers are numbers or patterns of names, got {type(layers).__name__}.")
-    chosen = set(range(len(found)))
-    if wanted is not None:
-        chosen = {number for x in wanted for number in _numbers(found, x)}
+    chosen = select([x.name for x in found], layers)
     heads = _heads(found, exact_heads or {})
     return Conversion(
         tuple(
@@ -159,22 +154,10 @@ def _layer(found: Attention, method: str, heads: tuple[int, ...], options: Mappi
     return Layer(**own, method=method, options=dict(options), exact_heads=heads)
 
 
-def _numbers(found: Sequence[Attention], wanted: int | str) -> set[int]:
-    """The attentions that a number or a pattern means."""
-    if isinstance(wanted, str):
-        some = {i for i, x in enumerate(found) if fnmatch.fnmatchcase(x.name, wanted)}
-        if not some:
-            raise unknown("attention", wanted, [x.name for x in found])
-        return some
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or not -len(found) <= wanted < len(found):
-        raise ValueError(f"this model has {len(found)} attentions, numbered from 0, got {wanted!r:.60}.")
-    return {wanted % len(found)}
-
-
 def _heads(found: Sequence[Attention], exact: Mapping[int | str, Sequence[int]]) -> dict[int, tuple[int, ...]]:
     heads: dict[int, tuple[int, ...]] = {}
     for wanted, numbers in exact.items():
-        for i in _numbers(found, wanted):
+        for i in select([x.name for x in found], wanted):
             for x in numbers:
                 if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < found[i].num_heads:
                     raise ValueError(f"{found[i].name} has heads 0 to {found[i].num_heads - 1}, got {x!r}.")

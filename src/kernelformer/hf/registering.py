@@ -10,40 +10,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kernelformer.errors import unknown
 from kernelformer.hf.attend import CORE, attend, make_mask
-from kernelformer.modules import AttentionCore, build_attention, list_methods, method_options
+from kernelformer.modules import AttentionCore, list_methods, method_options
+from kernelformer.modules.build import build_core, place
 
 CONVERTED = "kernelformer"  # the implementation of converted models, whose modules have their cores
 SETTINGS = "registered_as"  # attribute of cores that were built on the way: for whom
-
-
-def build_core(
-    method: str, *, num_heads: int, head_dim: int, scale: float, layer: int = 0, **options: Any
-) -> AttentionCore:
-    """The core for an attention of a model: its scale, and draws of its own in each layer.
-
-    Args:
-        method: a name from `list_methods`.
-        num_heads: H.
-        head_dim: D.
-        scale: the model's; methods that have one of their own (unit vectors, elu) keep it.
-        layer: counts the attentions of a model; added to the seed.
-        options: of the method.
-    """
-    known = method_options(method)
-    own_scale = method in ("elu", "nprf", "rfa", "rfa-gate") or bool(options.get("normalize_qk"))
-    settings = dict(options)
-    if not own_scale:
-        settings.setdefault("scale", scale)
-    if "seed" in known:
-        settings["seed"] = int(settings.get("seed", 0)) + layer
-    if "own_gate" in known:
-        settings.setdefault("own_gate", True)
-    return build_attention(method, head_dim=head_dim, num_heads=num_heads, **settings)
-
-
-def place(core: AttentionCore, like: Tensor) -> AttentionCore:
-    """Move a core to where its inputs are; in half precision it stays in float32, which is what its sums are in."""
-    return core.to(like.device, torch.float64 if like.dtype == torch.float64 else None)
 
 
 def kernel_attention(

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from kernelformer.errors import unknown
 from kernelformer.feature_maps import (
     FastFoodMap,
@@ -208,3 +211,33 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
         assert isinstance(feature_map, ScaledFourierMap)
         return GatedCore(method, feature_map, **outer)
     return KernelCore(method, feature_map, **outer)
+
+
+def build_core(
+    method: str, *, num_heads: int, head_dim: int, scale: float | None = None, layer: int = 0, **options: Any
+) -> AttentionCore:
+    """The core for an attention of a model: its scale, and draws of its own in each layer.
+
+    Args:
+        method: a name from `list_methods`.
+        num_heads: H.
+        head_dim: D.
+        scale: the model's; None: 1 / sqrt(D). Methods that have one of their own (unit vectors, elu) keep it.
+        layer: numbers the attentions of a model; added to the seed.
+        options: of the method.
+    """
+    known = method_options(method)
+    own_scale = method in ("elu", "nprf", "rfa", "rfa-gate") or bool(options.get("normalize_qk"))
+    settings = dict(options)
+    if not own_scale:
+        settings.setdefault("scale", scale)
+    if "seed" in known and options.get("projection", True):
+        settings["seed"] = int(settings.get("seed", 0)) + layer
+    if "own_gate" in known:
+        settings.setdefault("own_gate", True)
+    return build_attention(method, head_dim=head_dim, num_heads=num_heads, **settings)
+
+
+def place(core: AttentionCore, like: Tensor) -> AttentionCore:
+    """Move a core to where its inputs are; in half precision it stays in float32, which is what its sums are in."""
+    return core.to(like.device, torch.float64 if like.dtype == torch.float64 else None)

@@ -49,7 +49,8 @@ class AttentionCore(nn.Module):
 
     takes_gate = False
     takes_bias = False
-    takes_dropout = False  # whether it has weights to drop, `attention_dropout`
+    takes_dropout = False  # whether it forms weights that can be dropped
+    attention_dropout = 0.0  # the share that training drops
     mixes_queries = False  # whether one query's output depends on the others
     units_inside = False  # whether a method with a bias normalizes queries and keys itself, without copies
 

@@ -1,0 +1,286 @@
+"""`torch.nn.MultiheadAttention` by any method: its constructor, its call, its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from kernelformer.errors import fraction, positive_int, shape
+from kernelformer.modules.build import build_core, no_weights, place
+from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.torch_masks import hidden_keys, is_causal_mask
+
+# What the two share, by the names under which torch keeps it.
+_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """A drop-in for `torch.nn.MultiheadAttention`, also inside torch's own Transformer layers.
+
+        layer = nn.TransformerEncoderLayer(512, 8, batch_first=True)
+        layer.self_attn = kf.MultiheadAttention(512, 8, batch_first=True, method="favor+", num_features=256)
+
+    Arguments, shapes, masks and names of weights are torch's, and with ``method="softmax"`` so are the numbers. A state
+    dict of torch's module loads as it is; the other way it loads with ``strict=False``, since a core has draws or
+    parameters of its own under ``kernel.``. Copies of a module, such as `nn.TransformerEncoder` makes of its layer,
+    have one draw: `replace_attention` gives each its own.
+
+    It differs where kernel attention must: masks hide keys or the future, and nothing else; a query that sees no key
+    gets zeros and not NaN; ``is_causal=True`` needs no mask. Attention of a tensor to itself (the same object) is
+    self-attention, whose queries are padded where its keys are. Torch's fused kernels are never used: they would go
+    around the method.
+
+    Args:
+        embed_dim: width of queries and outputs.
+        num_heads: H, divides embed_dim.
+        dropout: of the attention weights, in training; for exact methods, since the others form no weights.
+        bias: whether the projections have a bias.
+        add_bias_kv: whether there is one more key and value, learned, which every query sees.
+        add_zero_attn: whether there is one more key and value, zero, which every query sees.
+        kdim: width of the keys; default embed_dim.
+        vdim: width of the values; default embed_dim.
+        batch_first: whether inputs are (B, L, E) instead of (L, B, E).
+        device: of everything.
+        dtype: of the projections.
+        method: a name from `list_methods`.
+        options: of the method, see `build_attention`.
+    """
+
+    kernel: AttentionCore
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        method: str = "favor+",
+        **options: Any,
+    ) -> None:
+        if positive_int("embed_dim", embed_dim) % positive_int("num_heads", num_heads):
+            raise ValueError(f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}.")
+        if "attention_dropout" in options:
+            raise ValueError(
+                f"dropout= is the name that torch has for attention_dropout, got {options['attention_dropout']!r} for "
+                f"that; give dropout=."
+            )
+        more = (bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
+        super().__init__(embed_dim, num_heads, fraction("dropout", dropout), *more)
+        core = build_core(method, num_heads=num_heads, head_dim=self.head_dim, **options)
+        if dropout and not core.takes_dropout:
+            raise no_weights(method, f"dropout={dropout!r}")
+        self._attach(core)
+
+    @classmethod
+    def from_torch(cls, original: nn.MultiheadAttention, core: AttentionCore) -> MultiheadAttention:
+        """One that takes over the weights of another, not copies, and attends by ``core``.
+
+        Dropout of weights is left out where the core forms none; `restored` gives it back.
+        """
+        new = cls.__new__(cls)
+        nn.MultiheadAttention.__init__(new, **_settings(original))
+        _take_over(original, new)
+        new._attach(core)
+        return new.train(original.training)
+
+    def restored(self) -> nn.MultiheadAttention:
+        """Torch's own module with these weights, not copies; what the core has learned stays behind."""
+        original = nn.MultiheadAttention(**_settings(self))
+        _take_over(self, original)
+        return original.train(self.training)
+
+    def _attach(self, core: AttentionCore) -> None:
+        if self.dropout and core.takes_dropout:
+            core.attention_dropout = self.dropout
+        self.kernel = place(core, self.out_proj.weight)
+
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        # nn.TransformerEncoderLayer goes around this module by a fused kernel where torch finds True here.
+        self._qkv_same_embed_dim = False
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # A state dict of torch's module knows of no core, which stays as it is. One with a part of a core is checked.
+        inner = f"{prefix}kernel."
+        if not any(name.startswith(inner) for name in state_dict):
+            state_dict.update(self.kernel.state_dict(prefix=inner))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, as torch's module does.
+
+        Args:
+            query: (B, L, E) with ``batch_first``, else (L, B, E); or (L, E).
+            key: (B, S, kdim), (S, B, kdim) or (S, kdim).
+            value: (B, S, vdim), (S, B, vdim) or (S, vdim).
+            key_padding_mask: (B, S) or (S); True, or -inf, = ignore.
+            need_weights: also return the weights, which costs L x S: torch's default, but for looking, at small L and
+                S. Torch's own layers pass False.
+            attn_mask: (L, S) or (B H, L, S), True or -inf = ignore: causal, or empty. Others are refused.
+            average_attn_weights: whether the weights are the mean over heads.
+            is_causal: key j is visible to query i iff j <= i. A mask, if there is one, has to say the same.
+
+        Returns:
+            Outputs as wide as the queries, in their layout; and the weights (B, L, S), or (B, H, L, S) for each head,
+            without B where the inputs have none; None if nobody needs them. Keys of `add_bias_kv` and `add_zero_attn`
+            are the last columns.
+        """
+        if query.is_nested:
+            return self._attend_nested(
+                query, key, value, key_padding_mask, attn_mask, need_weights, average_attn_weights, is_causal
+            )
+        self._check_inputs(query, key, value)
+        itself, single = query is key, query.dim() == 2
+        if single:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        (batch, length), keys = query.shape[:2], key.shape[1]
+        causal = is_causal_mask(attn_mask, length, keys, batch * self.num_heads, is_causal)
+        hidden = hidden_keys(key_padding_mask, batch, keys)
+        q, k, v = self._project(query, key, value)
+        out, weights = self._attend(q, k, v, hidden, causal, itself, need_weights)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if single:
+            return out[0], None if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, itself: bool, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, H, L, D), and the weights (B, H, L, S + extra)."""
+        key_mask = query_mask = None
+        if hidden is not None:
+            key_mask = ~hidden
+            # Said in any case: by default a core would take a mask of as many keys for one of the queries.
+            query_mask = key_mask if itself else torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
+        k, v, extra = self._with_own_keys(k, v)
+        if extra:  # they come first, so that causality hides them from nobody: as many queries before the others
+            key_mask = None if key_mask is None else F.pad(key_mask, (extra, 0), value=True)
+            if causal:
+                q = F.pad(q, (0, 0, extra, 0))
+                query_mask = None if query_mask is None else F.pad(query_mask, (extra, 0), value=False)
+        options: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": query_mask}
+        weights = self.kernel.attention_matrix(q, k, **options) if need_weights else None
+        drops = bool(self.dropout) and self.training and self.kernel.takes_dropout
+        # Another pass would drop other weights than those that are returned.
+        out = weights @ v if drops and weights is not None else self.kernel(q, k, v, **options)
+        first = extra if causal else 0
+        if weights is not None:
+            weights = weights[:, :, first:].roll(-extra, -1)
+        return out[:, :, first:], weights
+
+    def _attend_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        need_weights: bool,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Self-attention of a nested tensor, which `nn.TransformerEncoder` makes of a padded batch in evaluation."""
+        masked = key_padding_mask is not None or attn_mask is not None
+        if query is not key or key is not value or masked or not self.batch_first:
+            raise ValueError(
+                "a nested tensor attends to itself, without masks and with batch_first=True; pad other inputs."
+            )
+        rows = query.unbind()
+        lengths = torch.tensor([len(x) for x in rows], device=query.device)
+        padded = pad_sequence(list(rows), batch_first=True)
+        hidden = torch.arange(padded.shape[1], device=query.device) >= lengths.unsqueeze(1)
+        out, weights = MultiheadAttention.forward(
+            self, padded, padded, padded, hidden, need_weights, None, average_attn_weights, is_causal
+        )
+        parts = [x[: len(row)] for x, row in zip(out, rows, strict=True)]
+        return torch.nested.as_nested_tensor(parts, layout=query.layout), weights
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        widths = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
+        for name, (x, width) in widths.items():
+            if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
+                order = "(batch, length, width)" if self.batch_first else "(length, batch, width)"
+                raise ValueError(
+                    f"{name} must be {order} or (length, width) with width {width}, as all three, got {shape(x)}."
+                )
+
+    def _project(self, *inputs: Tensor) -> list[Tensor]:
+        """(B, H, L, D) each."""
+        if self.in_proj_weight is None:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        else:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projected = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+        return [self._heads(x) for x in projected]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return heads
+
+    def _with_own_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Keys and values with those that belong to the module before them, and how many these are."""
+        own: list[tuple[Tensor, Tensor]] = []
+        if self.bias_k is not None and self.bias_v is not None:
+            own.append((self._heads(self.bias_k).to(k.dtype), self._heads(self.bias_v).to(v.dtype)))
+        if self.add_zero_attn:
+            own.append((torch.zeros_like(k[:1, :, :1]), torch.zeros_like(v[:1, :, :1])))
+        if not own:
+            return k, v, 0
+        keys, values = ([x.expand(k.shape[0], -1, -1, -1) for x in rows] for rows in zip(*own, strict=True))
+        return torch.cat([*keys, k], 2), torch.cat([*values, v], 2), len(own)
+
+    def extra_repr(self) -> str:
+        """The settings, for printing a model."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def _settings(module: nn.MultiheadAttention) -> dict[str, Any]:
+    """What builds another like it; without memory for weights, which come from elsewhere."""
+    return {
+        "embed_dim": module.embed_dim,
+        "num_heads": module.num_heads,
+        "dropout": module.dropout,
+        "bias": module.in_proj_bias is not None,
+        "add_bias_kv": module.bias_k is not None,
+        "add_zero_attn": module.add_zero_attn,
+        "kdim": module.kdim,
+        "vdim": module.vdim,
+        "batch_first": module.batch_first,
+        "device": "meta",
+    }
+
+
+def _take_over(old: nn.MultiheadAttention, new: nn.MultiheadAttention) -> None:
+    """Give one module the very parameters of another."""
+    for name in _WEIGHTS:
+        setattr(new, name, getattr(old, name))
+    new.out_proj = old.out_proj
