@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 import pickle
 
@@ -252,3 +254,53 @@ def test_every_task_says_what_it_is():
         assert needed <= set(make_task(name).settings())  # without data
     with pytest.raises(ValueError, match="unknown split 'dev'; choose from test, train, validation"):
         make_task("bytes").split("dev")
+
+
+TEXTS = ["one, two", 'say "three"', "four\nfive"]
+
+
+def table(tmp_path, kind):
+    path = tmp_path / f"rows{kind}"
+    if kind == ".jsonl":
+        path.write_text("".join(json.dumps({"id": i, "text": x}) + "\n" for i, x in enumerate(TEXTS * 40)))
+    else:
+        with path.open("w", newline="") as out:
+            csv.writer(out).writerows([("id", "text"), *enumerate(TEXTS * 40)])
+    return path
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".csv"])
+def test_the_texts_of_a_column_are_modelled_without_the_syntax_of_the_table(tmp_path, kind):
+    path = table(tmp_path, kind)
+    task = make_task("bytes", data=path, column="text", length=8, validation_share=0.0, test_share=0.5)
+    whole = "".join(f"{x}\n" for x in TEXTS * 40).encode()
+    assert task.split("test").text.tobytes() == whole[len(whole) // 2 :]
+    assert task.remarks() == []
+    assert f"with {len(whole)} bytes" in task.fingerprint()
+    raw = make_task("bytes", data=path, length=8, test_share=0.5)
+    assert raw.split("test").text.tobytes() in path.read_bytes()
+    (remark,) = raw.remarks()
+    assert remark == f"{path.name} is modelled as it stands, with its syntax; task.column=NAME takes texts of its rows"
+
+
+def test_files_of_a_folder_have_columns_too(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("train", "validation"):
+        table(tmp_path, ".csv").rename(tmp_path / "data" / f"{name}.csv")
+    task = make_task("bytes", data=tmp_path / "data", column="text", length=8)
+    assert task.split("validation").text.tobytes() == "".join(f"{x}\n" for x in TEXTS * 40).encode()
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("id;text\n1;hello\n")
+    hint = (
+        r"is not there, found columns id;text; its values seem to be separated by semicolons: write commas into a \.csv"
+    )
+    with pytest.raises(ValueError, match=hint):
+        make_task("bytes", data=path, column="text", length=2).split("train")
+    path.write_text('{"text": 3}\n')
+    with pytest.raises(ValueError, match=r"line 1: column 'text' must be a text and has 3, found columns text"):
+        make_task("bytes", data=path.rename(tmp_path / "rows.jsonl"), column="text", length=2).split("train")
+    with pytest.raises(ValueError, match=r"column='text' is of the rows of a table .* got the file"):
+        make_task("bytes", data=__file__, column="text")

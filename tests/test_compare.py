@@ -22,8 +22,9 @@ from kernelformer.cli.app import app
 from kernelformer.cli.common import names
 from kernelformer.cli.training import _settings
 from kernelformer.recipes import compare, worker
-from kernelformer.recipes.catalogue import RECIPES, change, find_recipe
+from kernelformer.recipes.catalogue import RECIPES, change, find_recipe, recipe_name, recipes_of
 from kernelformer.recipes.compare import make_plan
+from kernelformer.tasks import TASKS
 from kernelformer.training import TrainingError, train
 
 TEXT = argparse.__file__  # real text that every machine has
@@ -335,6 +336,57 @@ def test_values_of_the_command_line_are_read_as_people_write_them():
         "i": "x",
         "task.length": 3,
     }
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "value"),
+    [
+        ("images", "task.augment=none", "none"),  # a string wins where the setting is one
+        ("images", "task.augment='none'", "none"),
+        ("images", "task.views=none", None),
+        ("images", "task.views=NULL", None),
+        ("images", "task.views=3", 3),
+        ("images", "task.resize=False", False),
+        ("images", "task.mean=[0.5, 0.4, 1]", [0.5, 0.4, 1]),
+        ("images", "task.mean=0.5", 0.5),
+        ("bytes", "task.column=1", "1"),
+        ("bytes", "task.column=true", "true"),
+        ("bytes", "task.column=null", None),
+        ("bytes", "task.pattern=[ab]*.txt", "[ab]*.txt"),
+        ("sentences", "task.labels=[no, yes]", ["no", "yes"]),
+        ("sentences", "task.labels=[0, none]", ["0", "none"]),
+        ("sentences", "task.labels=2", 2),
+        ("sentences", "task.lowercase=TRUE", True),
+        ("bytes", "model.positions=none", "none"),
+        ("bytes", "model.head_dim=none", None),
+        ("bytes", "model.norm_first=false", False),
+        ("bytes", "model.image_size=[8, 12]", [8, 12]),
+        ("bytes", "redraw=none", None),
+        ("bytes", "schedule=none", "none"),
+        ("bytes", "learning_rate=1e-3", 1e-3),
+        ("bytes", "attention=[elu, favor+]", ["elu", "favor+"]),
+        ("bytes", "attention=favor+:num_features=64", "favor+:num_features=64"),
+        ("bytes", "steps=many", "many"),  # which the run refuses by name
+    ],
+)
+def test_values_are_read_as_their_setting_is_declared(task, text, value):
+    (found,) = _settings([text], task).values()
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_a_tasks_name_runs_its_first_recipe(tmp_path):
+    means = {"bytes": "bytes", "listops": "listops", "images": "rpe-imagenet", "demo": "demo"}
+    assert {x: recipe_name(x) for x in means} == means
+    assert all(recipes_of(task) for task in TASKS)
+    assert find_recipe("pathfinder").task == "pathfinder"
+    with pytest.raises(ValueError, match=r"unknown recipe or task 'imags'.*images"):
+        recipe_name("imags")
+    result = CliRunner().invoke(app, ["train", "images", "--threads", "1", "--out", str(tmp_path / "x")])
+    assert "task images: recipe rpe-imagenet" in result.output
+    assert "data" in result.output  # which no machine has
+    listed = CliRunner().invoke(app, ["list", "tasks"], env={"COLUMNS": "300"}).output
+    assert any("images" in line and "rpe-imagenet" in line for line in listed.splitlines())
 
 
 def test_data_is_found_from_anywhere(tmp_path, monkeypatch):

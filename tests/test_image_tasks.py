@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import zipfile
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from kernelformer.tasks import decoding, make_task, npz
 from kernelformer.tasks.base import Outcome
 from kernelformer.tasks.sources import divide
+from kernelformer.training import Run, train
 from sampling import SIGMAS
 
 TASKS = ("grey", "images", "pixels")
@@ -731,3 +733,13 @@ def test_nothing_in_a_file_is_run(data):
     (data / "train.npz").write_bytes(content.getvalue())
     with pytest.raises(ValueError, match="must be integers, one for each of 4 images, got object"):
         make_task("grey", data=data, **SMALL).split("train")
+
+
+def test_tokens_of_a_run_on_images_are_its_patches(data, tmp_path):
+    written(data, train=12, validation=4, test=4)
+    model = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2, "pooling": "cls"}
+    options = {"data": str(data), **SMALL, "classes": 10}
+    run = Run(task="images", attention="elu", task_options=options, model=model, steps=3, batch_size=4, log_every=1)
+    train(run, tmp_path / "run")
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [x["tokens"] for x in lines if "loss" in x] == [4 * n * (2 * 3 + 1) for n in (1, 2, 3)]

@@ -406,3 +406,17 @@ def test_plain_texts_are_one_a_line_and_bad_ones_are_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\n\xff\n")
     with pytest.raises(ValueError, match=r"a\.txt, line 2: not UTF-8: invalid start byte at byte 0 of the line"):
         list(read_texts(tmp_path / "a.txt"))
+
+
+@pytest.mark.parametrize(("sign", "word"), [(";", "semicolons"), ("\t", "tabs")])
+def test_a_csv_with_another_separator_gets_a_hint(tmp_path, sign, word):
+    path = tmp_path / "a.csv"
+    hint = f"its values seem to be separated by {word}: write commas into a .csv"
+    for row in ("good,1", "good, and long"):  # as one value, or as more than the head line has
+        path.write_text(f"text{sign}label\n{row.replace(',1', sign + '1')}\n")
+        with pytest.raises(ValueError, match=re.escape(hint)):
+            source(path).rows("train")
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="has no column 'text'") as problem:
+        source(path).rows("train")
+    assert "separated" not in str(problem.value)

@@ -11,7 +11,7 @@ from kernelformer import __version__
 from kernelformer.cli import benchmark, converting, pictures, results, studies, training, translating
 from kernelformer.cli.common import console, plain_errors
 from kernelformer.errors import choice
-from kernelformer.recipes.catalogue import RECIPES
+from kernelformer.recipes.catalogue import RECIPES, recipes_of
 from kernelformer.recipes.papers import Recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -79,9 +79,10 @@ def _methods() -> Table:
 def _tasks() -> Table:
     from kernelformer.tasks import TASKS, task_options
 
-    table = _table("task", "about", "metric", "options (--set task.NAME=VALUE)")
+    table = _table("task", "about", "metric", "recipes", "options (--set task.NAME=VALUE)")
+    table.caption = "`train TASK` runs the first of its recipes"
     for name, task in TASKS.items():
-        table.add_row(name, task.about, task.metric, ", ".join(task_options(name)))
+        table.add_row(name, task.about, task.metric, ", ".join(recipes_of(name)), ", ".join(task_options(name)))
     return table
 
 

@@ -5,7 +5,6 @@ What trains is imported by the command that needs it: transformers takes seconds
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
 import sys
@@ -27,7 +26,8 @@ from kernelformer.cli.common import (
     use_threads,
     write,
 )
-from kernelformer.recipes.catalogue import change, find_recipe
+from kernelformer.recipes.catalogue import change, find_recipe, recipe_name
+from kernelformer.recipes.setting_values import read_value
 from kernelformer.training.run import attention_settings
 from kernelformer.units import human_bytes
 
@@ -53,22 +53,12 @@ PROMPT = "def "  # of `generate`, and of the demo
 Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
 
 
-def _value(name: str, text: str) -> Any:
-    """As Python reads it, true and false too, and none where it is not a word of the model's."""
-    plain = {"true": True, "false": False} | ({} if name.startswith("model.") else {"none": None})
-    if text.lower() in plain:
-        return plain[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError):
-        return text
-
-
-def _settings(sets: Sequence[str] | None, **options: Any) -> dict[str, Any]:
+def _settings(sets: Sequence[str] | None, task: str | None = None, **options: Any) -> dict[str, Any]:
     """By name: those of --set, and those that have options of their own; none twice.
 
     Args:
         sets: texts name=value.
+        task: of the run, which declares what its options are.
         options: values of --steps, --seed, ... by these names; None: not given.
     """
     found: dict[str, Any] = {}
@@ -78,7 +68,7 @@ def _settings(sets: Sequence[str] | None, **options: Any) -> dict[str, Any]:
             raise ValueError(f"--set takes name=value, got {text!r}.")
         if name in found:
             raise ValueError(f"{name} is set twice, to {found[name]!r} and {value!r}; give it once.")
-        found[name] = _value(name, value)
+        found[name] = read_value(name, value, task)
     for option, value in options.items():
         name = f"task.{option}" if option in ("data", "length", "skip_bad") else option
         if value is not None and name in found:
@@ -107,12 +97,20 @@ def _sides(text: str) -> dict[str, Any]:
     return {name: some[0] if len(some) == 1 else some for name, some in found.items()}
 
 
+def _named(recipe: str) -> str:
+    """The recipe that a name means, said where it is another one."""
+    name = recipe_name(recipe)
+    if name != recipe:
+        console.print(f"task {recipe}: recipe {name}")
+    return name
+
+
 def _command() -> str:
     return shlex.join(["kernelformer", *sys.argv[1:]])
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="a name of `kernelformer list`")],
+    recipe: Annotated[str, typer.Argument(help="a recipe of `kernelformer list`, or a task for its first recipe")],
     attention: Annotated[
         str,
         typer.Option(
@@ -137,7 +135,8 @@ def train(
     use_threads(threads)
     with plain_errors():
         own = {"steps": steps, "seed": seed, "data": data, "length": length, "skip_bad": skip_bad or None}
-        settings = _settings(sets, **own, **(_sides(attention) if attention else {}))
+        recipe = _named(recipe)
+        settings = _settings(sets, find_recipe(recipe).task, **own, **(_sides(attention) if attention else {}))
         if attention:  # A alone is for the decoder too, whatever the recipe has there
             settings.setdefault("decoder_attention", None)
         run = change(find_recipe(recipe).run(size), settings)
@@ -194,7 +193,9 @@ def compare(
     from kernelformer.recipes.compare import make_plan
 
     with plain_errors():
-        settings = _settings(sets, steps=steps, data=data, length=length, skip_bad=skip_bad or None)
+        recipe = _named(recipe)
+        own = {"steps": steps, "data": data, "length": length, "skip_bad": skip_bad or None}
+        settings = _settings(sets, find_recipe(recipe).task, **own)
         for name, way in (("attention", "--attention"), ("decoder_attention", "--attention 'A > B'")):
             if name in settings:
                 raise ValueError(f"compare takes several attentions, got --set {name}={settings[name]}; give {way}.")

@@ -43,6 +43,7 @@ class KernelformerForImageClassification(KernelformerPreTrainedModel):
         self.patches = nn.Conv2d(config.num_channels, config.hidden_size, size, stride=size)
         self.places = nn.Embedding(grid[0] * grid[1], config.hidden_size) if positions == "learned" else None
         first = config.pooling == "cls"
+        self.tokens_per_image = grid[0] * grid[1] + int(first)
         self.first = FirstToken(config.hidden_size) if first else None
         self.dropout = nn.Dropout(config.dropout)
         self.stack = Stack(config, specs, causal=False, length=grid[0] * grid[1], grid=grid, num_prefix=int(first))

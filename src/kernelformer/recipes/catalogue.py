@@ -78,11 +78,24 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+def recipes_of(task: str) -> list[str]:
+    """The recipes that run a task; the first is what the task's name alone means."""
+    return sorted((name for name, recipe in RECIPES.items() if recipe.task == task), key=lambda name: name != task)
+
+
+def recipe_name(name: str) -> str:
+    """The name of a recipe, or of a task's first recipe."""
+    if name in RECIPES:
+        return name
+    found = recipes_of(name)
+    if not found:
+        raise unknown("recipe or task", name, [*RECIPES, *{recipe.task: None for recipe in RECIPES.values()}])
+    return found[0]
+
+
 def find_recipe(name: str) -> Recipe:
-    """A recipe by its name."""
-    if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
-    return RECIPES[name]
+    """A recipe by its name, or a task's first recipe."""
+    return RECIPES[recipe_name(name)]
 
 
 def change(run: Run, settings: Mapping[str, Any]) -> Run:

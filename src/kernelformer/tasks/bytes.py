@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
+from kernelformer.tasks.readers import column_bytes
 from kernelformer.tasks.sources import ALIASES, EXTENSIONS, check_shares, spread
 
 Text = NDArray[np.uint8]
@@ -109,7 +110,8 @@ class Bytes(Task):
 
     A window of n bytes predicts its last n - 1: bits per byte at length n have contexts of 1 to n - 1 bytes.
 
-    A file is taken as it is, whatever its bytes are, and split by position: training, validation, test. With the
+    A file is taken as it is, whatever its bytes are, also the syntax of a table; ``column`` takes the texts of its rows
+    instead, a line end after each. It is split by position: training, validation, test. With the
     default shares enwik8 has the usual 90, 5 and 5 million bytes.
 
     Files of a folder are in the splits that their names say, where some do: ``train/*``, ``validation/*``, ``test/*``
@@ -122,6 +124,7 @@ class Bytes(Task):
     Args:
         data: path of a file or folder; None takes the standard library of the running Python (without tests and
             generated tables), which every machine has, and which differs from one version of Python to the next.
+        column: of ``.jsonl``, ``.csv`` and ``.tsv`` files, whose texts are modelled; None: the bytes as they are.
         pattern: which files of a folder, as a glob; default "**/*.py" for the standard library, else "**/*".
         length: bytes of a sample.
         samples: training samples, at random places; sample i is a function of (seed, i).
@@ -144,6 +147,7 @@ class Bytes(Task):
         self,
         *,
         data: str | os.PathLike[str] | None = None,
+        column: str | None = None,
         pattern: str | None = None,
         length: int = 512,
         samples: int = 1_000_000,
@@ -169,8 +173,15 @@ class Bytes(Task):
             raise ValueError(
                 f"pattern chooses files of a folder, got pattern={pattern!r} and the file {self.path}; leave it out."
             )
+        if column is not None and self.path.is_file() and self.path.suffix not in EXTENSIONS:
+            raise ValueError(
+                f"column={column!r} is of the rows of a table ({', '.join(EXTENSIONS)}), got the file {self.path}; "
+                f"leave it out."
+            )
+        self.column = column
         self.pattern = str(pattern) if pattern is not None else "**/*.py" if self.library else "**/*"
         self._left = ""  # remark on files that are in no split
+        self._table = ""  # a table that was read with its syntax
 
     def settings(self) -> dict[str, Any]:
         """A byte is a token, and no token is padding."""
@@ -192,8 +203,9 @@ class Bytes(Task):
         return f"{self.path.name} with {len(names)} files, {size} bytes, blake2b {digest.hexdigest()}"
 
     def remarks(self) -> list[str]:
-        """Files left out."""
-        return [self._left] if self._left else []
+        """Files left out, and tables that are modelled with their syntax."""
+        syntax = f"{self._table} is modelled as it stands, with its syntax; task.column=NAME takes texts of its rows"
+        return [x for x in (self._left, syntax if self._table else "") if x]
 
     def split(self, name: str) -> Windows:
         """Windows of the split's bytes."""
@@ -273,12 +285,18 @@ class Bytes(Task):
         return mine, named
 
     def _mapped(self) -> Text:
-        """All of a file."""
+        """All of a file, or the texts of its rows."""
+        if self.column is not None:
+            return np.frombuffer(column_bytes(self.path, self.column), np.uint8)
+        self._notice_table(self.path)
         try:
             size = self.path.stat().st_size
             return np.asarray(np.memmap(self.path, np.uint8, "r")) if size else np.empty(0, np.uint8)
         except OSError as problem:
             raise ValueError(f"{self.path} cannot be read: {problem.strerror}; data must be a readable file.") from None
+
+    def _notice_table(self, path: Path) -> None:
+        self._table = self._table or (path.name if path.suffix in EXTENSIONS else "")
 
     def _files(self) -> list[str]:
         """Names relative to the folder, sorted."""
@@ -307,6 +325,9 @@ class Bytes(Task):
 
     def _content(self, file: str) -> bytes:
         path = self.path / file
+        if self.column is not None:
+            return column_bytes(path, self.column)
+        self._notice_table(path)
         try:
             return path.read_bytes()
         except OSError as problem:

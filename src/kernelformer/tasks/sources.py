@@ -23,7 +23,7 @@ from kernelformer.tasks.readers import read_bytes as read_bytes
 from kernelformer.tasks.readers import read_file_rows as read_file_rows
 from kernelformer.tasks.readers import read_lines as read_lines
 from kernelformer.tasks.readers import read_texts as read_texts
-from kernelformer.tasks.readers import said_names, unreadable
+from kernelformer.tasks.readers import said_names, separator_hint, unreadable
 from kernelformer.tasks.values import Check as Check
 from kernelformer.tasks.values import label_names as label_names
 from kernelformer.tasks.values import label_value as label_value
@@ -264,9 +264,10 @@ def one_each(folder: Path, found: Sequence[Path], known: Mapping[str, Sequence[s
 
 def wrong_columns(where: object, lacking: Sequence[str], found: Iterable[object], layout: str) -> ValueError:
     """Columns that do not fit, with those that are there."""
+    found = list(found)
     return ValueError(
-        f"{where} has no column {' and no '.join(map(repr, lacking))}, found {said_names(found)}; a row must have "
-        f"{layout}, and the task's options name the columns."
+        f"{where} has no column {' and no '.join(map(repr, lacking))}, found {said_names(found)}"
+        f"{separator_hint(found)}; a row must have {layout}, and the task's options name the columns."
     )
 
 

@@ -187,10 +187,11 @@ class RunTrainer(TaskTrainer):
             return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """The trainer's; it counts tokens without padding, and images."""
+        """The trainer's; it counts tokens without padding, of images their patches."""
         given, mask = inputs[self.network.main_input_name], inputs.get("attention_mask")
         size = given.numel() if mask is None else mask.sum()  # a tensor: reading it would wait for the device
-        self._pending += len(given) if given.is_floating_point() else size
+        patches = getattr(self.network, "tokens_per_image", None)
+        self._pending += size if patches is None else len(given) * patches
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
