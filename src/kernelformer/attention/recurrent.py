@@ -26,34 +26,33 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 class Prepared:
     """A map's tensors for the calls of a stream, and what they were made from.
 
-    Weights are compared by their numbers: versions do not count what is written through ``.data``.
+    Weights are compared by their numbers, all in one go: versions do not count what is written through ``.data``.
     """
 
     tensors: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...] | None = None  # copies, or views of them; None: not to be kept
+    weights: tuple[Tensor, ...] | None = None  # views of them; None: not to be kept
     how: tuple[object, ...] = ()  # what else they depend on
+    flat: tuple[Tensor, ...] = ()  # the weights, (n) each, where there is something to compare
+    numbers: Tensor | None = None  # what they held
 
     @staticmethod
     def of(tensors: Sequence[Tensor], weights: Sequence[Tensor], how: tuple[object, ...]) -> Prepared:
         """To be kept as long as the weights stay what they are, if that can be seen without waiting for a device."""
-        if {x.data_ptr() for x in tensors} <= {x.data_ptr() for x in weights}:  # views, which change with them
-            return Prepared(tuple(tensors), tuple(x.detach() for x in weights), how)
-        on_cpu = all(x.device.type == "cpu" for x in weights)
-        return Prepared(tuple(tensors), tuple(x.detach().clone() for x in weights) if on_cpu else None, how)
+        if not all(x.device.type == "cpu" and x.is_contiguous() for x in weights):
+            return Prepared(tuple(tensors))
+        views = tuple(x.detach() for x in weights)
+        if not weights or {x.data_ptr() for x in tensors} <= {x.data_ptr() for x in weights}:
+            return Prepared(tuple(tensors), views, how)  # the tensors are views, too, and change with the weights
+        flat = tuple(x.view(-1) for x in views)
+        return Prepared(tuple(tensors), views, how, flat, torch.cat(flat))
 
     def made_from(self, weights: Sequence[Tensor], how: tuple[object, ...]) -> bool:
-        """Whether these are still the weights, and everything else is the same."""
+        """Whether these are still the weights, in the same memory and with the same numbers, and all else is too."""
         if self.weights is None or len(self.weights) != len(weights) or self.how != how:
             return False
-        return all(_same(x, kept) for x, kept in zip(weights, self.weights, strict=True))
-
-
-def _same(x: Tensor, kept: Tensor) -> bool:
-    if x.dtype != kept.dtype or x.device != kept.device:
-        return False
-    if x.data_ptr() == kept.data_ptr():
-        return True
-    return x.device.type == "cpu" and torch.equal(x, kept)
+        if not all(map(Tensor.is_set_to, weights, self.weights)):
+            return False
+        return self.numbers is None or torch.cat(self.flat).sub_(self.numbers).abs_().sum().item() == 0
 
 
 @dataclass(frozen=True, eq=False)
