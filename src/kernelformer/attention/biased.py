@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernelformer.attention.blocks import all_finite
 from kernelformer.attention.fft import fft_attention, is_safe
 from kernelformer.attention.relative import relative_attention
 from kernelformer.attention.toeplitz import Layout, constant_beyond
@@ -54,7 +55,7 @@ def biased_attention(
         layout: of the tokens.
         algorithm: ``direct``, ``fft``, ``windowed``, or None: `windowed` where the bias is known to be a straight line
             beyond a distance, or a constant by its values; else `fft` where it is faster and its rounding does not
-            show; else `direct`.
+            show; else `direct`. A transform would spread NaN and infinities to all rows: `direct` takes its place.
         window: the distance beyond which the bias is a straight line, if known.
         slope: (H), of that line.
         unit: divide queries and keys by their L2 norm first.
@@ -69,15 +70,25 @@ def biased_attention(
         if looks and faster_by_fft(features, value.shape[3], layout, is_causal):
             near = _units(query, key, unit, common.get("key_mask"))
             chosen = "fft" if is_safe(*near, bias, layout=layout, **common) else "direct"
-    if chosen == "fft" and layout.L and layout.S:
+    if chosen == "fft" and layout.L and layout.S and _is_finite(query, key, value, common.get("key_mask")):
         near = _units(query, key, unit, common.get("key_mask"))
         return fft_attention(*near, value, bias, layout=layout, **common)
     if chosen == "windowed" and window is None:
         window = max(layout.L, layout.S)
-    if chosen == "direct":
+    if chosen in ("direct", "fft"):
         window = slope = None
     common |= {"window": window, "slope": slope, "layout": layout, "unit": unit}
     return relative_attention(query, key, value, bias, **common)[0]
+
+
+def _is_finite(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> bool:
+    """Whether a transform may be taken; a compiled graph cannot look."""
+    if torch.compiler.is_compiling() or query.is_meta or all_finite(query, key, value):
+        return True
+    if key_mask is None:
+        return False
+    hidden = ~key_mask[:, None, :, None]
+    return all_finite(query, key.masked_fill(hidden, 0), value.masked_fill(hidden, 0))
 
 
 def _units(query: Tensor, key: Tensor, unit: bool, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ lie one after the other in the row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.contract import Workspace
+from kernelformer.contract import Workspace, compute_dtype
 
 # Numbers in one (N, C, M) buffer: 2 MiB in float32. Fastest on a CPU whose cores have 1 MiB of L2 each, and flat
 # around it.
@@ -146,6 +147,14 @@ def tail_hidden(length: int, chunks: int, size: int, rows: int, device: torch.de
         return None
     hidden = torch.arange(chunks * size, device=device) >= length
     return hidden.view(1, chunks, size).expand(rows, chunks, size).reshape(-1, size)
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether no number is NaN or infinite: by their sums, and one by one only where a sum is not finite."""
+    for x in (x.detach() for x in tensors):
+        if not math.isfinite(x.sum(dtype=compute_dtype(x.dtype)).item()) and not bool(x.isfinite().all()):
+            return False
+    return True
 
 
 def visible_pair(k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:

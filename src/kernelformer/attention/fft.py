@@ -167,7 +167,7 @@ def fft_attention(
         seen = _counts(
             real.unsqueeze(1).expand(-1, query.shape[1], -1), (factors > 0).to(dtype), plain * 0 + 1, places, is_causal
         )
-    some = (den > 0) & (seen > 0.5).unsqueeze(-1)
+    some = ~(den <= 0) & (seen > 0.5).unsqueeze(-1)
     return torch.where(some, sums[..., :-1] / torch.where(some, den, 1.0), 0.0).to(query.dtype)
 
 

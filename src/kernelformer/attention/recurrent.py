@@ -227,7 +227,7 @@ def _answer_signed(
         length = spec.length(normalize)
         norm_q = phi_q.norm(dim=-1, keepdim=True) if length is None else length
         den = torch.maximum(den, GUARD * norm_q * norm_sum)
-    some = den > 0
+    some = ~(den <= 0)  # NaN stays NaN
     return torch.where(some, out / torch.where(some, den, 1.0), 0.0)
 
 

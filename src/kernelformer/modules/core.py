@@ -13,6 +13,7 @@ from kernelformer.attention import State
 from kernelformer.attention.recurrent import MadeBy
 from kernelformer.contract import autocasts, compute_dtype
 from kernelformer.errors import flag, positive_int, shape
+from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.bias import Bias, check_bias
 from kernelformer.modules.checks import check_floats, check_inputs, check_mask, check_scale, other_maker
 
@@ -52,6 +53,7 @@ class AttentionCore(nn.Module):
     takes_dropout = False  # whether it forms weights that can be dropped
     attention_dropout = 0.0  # the share that training drops
     mixes_queries = False  # whether one query's output depends on the others
+    delegates = False  # whether other cores attend, which look at the tokens themselves
     units_inside = False  # whether a method with a bias normalizes queries and keys itself, without copies
 
     def __init__(
@@ -127,6 +129,13 @@ class AttentionCore(nn.Module):
     ) -> Tensor | tuple[Tensor, State]:
         """Attend.
 
+        A token with NaN or an infinity in its query, key, value or gate: a causal row that sees it is NaN, and so is
+        the row of a bad query; all other rows, their gradients and the other samples and heads are those of a call
+        without it, whatever the algorithm. What is kept in a state is NaN from then on. Compiled graphs do not look at
+        numbers, nor do calls on an accelerator, which would have to wait for it: there a bad token may reach earlier
+        rows of its own chunk (64 tokens; with a bias or for ``gaussian`` a tile of up to 512), and for ``softmax`` and
+        ``algorithm="fft"`` all rows of its sequence. Keys that ``key_mask`` hides never reach anything, anywhere.
+
         Args:
             query: (B, H, L, D).
             key: (B, G, S, D), G divides H.
@@ -188,9 +197,16 @@ class AttentionCore(nn.Module):
         if checked is None or not self.units_inside:
             query, key = self._units(query, key, key_mask)
             value = value.to(query.dtype)
+        bad = None
+        if is_causal and not self.delegates:
+            bad = BadTokens.of(query, key, value, gate, key_mask)
+        if bad is not None:
+            query, key, value, gate = bad.remove(query, key, value, gate)
         out, after = self._attend(
             Call(query, key, value, is_causal, key_mask, scale, state, gate, query_mask, checked, return_state)
         )
+        if bad is not None:
+            out, after = bad.mark(out, checked), bad.mark_state(after)
         out = out.to(dtype)
         return (out, after) if return_state and after is not None else out
 
