@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernelformer as kf
 from definition import close, inputs
@@ -210,6 +211,17 @@ def test_large_numbers_are_not_taken_for_bad_ones():
     core, (q, k, v) = make("softmax"), inputs(L, dtype=torch.float32)
     v = v.sign() * 3e38  # whose sum is infinite
     assert core(q, k, v.abs(), is_causal=True)[:, :, 0].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("method", ["softmax", "gaussian"])
+def test_calls_without_numbers_to_look_at_go_on(method):
+    core, x = make(method), torch.stack([inputs(9, E=8)[0], inputs(9, E=8, seed=1)[0]])
+    want = torch.stack([core(y, y, y, is_causal=True) for y in x])
+    close(torch.func.vmap(lambda y: core(y, y, y, is_causal=True))(x), want)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        shape_only = fake.from_tensor(x[0])
+        assert core(shape_only, shape_only, shape_only, is_causal=True).shape == x[0].shape
 
 
 def test_mixed_heads_mark_their_own():

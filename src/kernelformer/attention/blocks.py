@@ -150,11 +150,16 @@ def tail_hidden(length: int, chunks: int, size: int, rows: int, device: torch.de
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether no number is NaN or infinite: by their sums, and one by one only where a sum is not finite."""
-    for x in (x.detach() for x in tensors):
-        if not math.isfinite(x.sum(dtype=compute_dtype(x.dtype)).item()) and not bool(x.isfinite().all()):
-            return False
-    return True
+    """Whether no number is NaN or infinite: by their sums, and one by one only where a sum is not finite.
+
+    Also True where there are no numbers to look at: under `torch.vmap`, and for tensors that are shapes only.
+    """
+    given = [x.detach() for x in tensors]
+    try:
+        sums = [x.sum(dtype=compute_dtype(x.dtype)).item() for x in given]
+    except RuntimeError:  # torch has no public way to ask
+        return True
+    return all(math.isfinite(total) or bool(x.isfinite().all()) for total, x in zip(sums, given, strict=True))
 
 
 def visible_pair(k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
