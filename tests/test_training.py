@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +22,13 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
+from typer.testing import CliRunner
 
+from kernelformer.cli.app import app
 from kernelformer.models import KernelformerForCausalLM
 from kernelformer.models.blocks import Block
 from kernelformer.modules.redraw import random_maps
+from kernelformer.records import is_finished, standing, unfinished
 from kernelformer.tasks import TASKS, Task, make_task
 from kernelformer.training import Result, Run, StoppedError, TrainingError, build_model, evaluate, train
 from kernelformer.training.checkpoints import checkpoint_of, main_does, metrics
@@ -305,6 +309,44 @@ def test_signals_mean_after_a_run_what_they_did_before(tmp_path):
     assert checkpoint_of(tmp_path / "b")[1] == 0
 
 
+def test_a_finished_run_can_be_told_from_a_stopped_one(tmp_path, whole):
+    stopped = tmp_path / "stopped"
+    with pytest.raises(StoppedError):
+        interrupted(tiny(), stopped, step=7)
+    assert (is_finished(whole), is_finished(stopped)) == (True, False)
+    assert standing(whole).startswith("finished after 12 steps, perplexity ")
+    assert standing(stopped) == "unfinished, saved at step 7 of 12"
+    assert [json.loads((x / "run.json").read_text())["finished"] for x in (whole, stopped)] == [True, False]
+    with pytest.raises(TrainingError, match=r"no model/: the run is unfinished, saved at step 7 of 12; go on with"):
+        evaluate(stopped)
+    told = []
+    evaluate(whole, tell=told.append)
+    evaluate(whole / "model", tell=told.append)
+    assert told == []
+    evaluate(stopped / "checkpoint-7", tell=told.append)
+    assert told == [f"{stopped / 'checkpoint-7'} is a checkpoint after step 7 of 12, not the model of a finished run"]
+    assert unfinished(whole / "checkpoint-12") is None  # the last one is the model
+    shown = CliRunner().invoke(app, ["list", str(stopped)]).stdout
+    assert "ragged" in shown
+    assert "unfinished, saved at step 7 of 12" in shown
+    train(tiny(), stopped, resume=True, quiet=True)
+    assert standing(stopped) == standing(whole)
+
+
+def test_a_run_that_was_made_longer_and_stopped_is_unfinished_though_it_has_a_model(tmp_path, whole):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    record = json.loads((folder / "run.json").read_text())
+    record["run"]["steps"], record["finished"] = 20, False
+    (folder / "run.json").write_text(json.dumps(record))
+    told = []
+    evaluate(folder, tell=told.append)
+    assert told == ["this is the model after 12 steps; the run was made longer since, to 20, and is unfinished"]
+    del record["finished"]  # as older versions wrote it
+    (folder / "run.json").write_text(json.dumps(record))
+    assert is_finished(folder)
+
+
 def test_a_killed_run_resumes_to_the_same_numbers_and_says_each_step_once(others, whole):
     folder, process = others["killed"]
     file = folder / "metrics.jsonl"
@@ -446,6 +488,9 @@ def test_a_run_that_diverges_ends_there_and_says_so(tmp_path):
     saved = [json.loads(x.read_text()) for x in tmp_path.glob("checkpoint-*/trainer_state.json")]
     assert all(math.isfinite(x["stateful_callbacks"]["Meter"]["attributes"]["loss"]) for x in saved)
     assert train(run, tmp_path, resume=True, quiet=True).diverged
+    assert standing(tmp_path) == f"diverged at step {result.steps} of 200"
+    with pytest.raises(TrainingError, match=r"no model/: the run is diverged at step \d+ of 200; train anew"):
+        evaluate(tmp_path)
 
 
 def test_all_methods_see_the_same_samples_in_the_same_order(tmp_path):

@@ -14,10 +14,12 @@ from kernelformer.errors import flag, integer, number
 
 RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
 MODEL = "model"  # the folder of the final one
+CHECKPOINT = "trainer_state.json"  # in a checkpoint, by transformers: how far it is
 SAMPLE = "sample.txt"  # what a language model wrote after training, where somebody asked it to
 WAYS_OUT = {
     RUN: "put it right, or train anew in another folder",
     METRICS: "remove that line",
+    CHECKPOINT: "take another checkpoint",
     RESULT: "remove the file, and resuming the run makes it again",
 }
 Decode = tuple[tuple[int, float, int], ...]
@@ -152,6 +154,53 @@ def read_result(folder: Path) -> Result:
     record = read_object(folder / RESULT)
     with reading(folder / RESULT):
         return Result.from_json(record)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in a folder came to its end, diverged or not: it has a result, and ``run.json`` says so."""
+    head = read_head(folder)
+    with reading(folder / RUN):
+        said = flag("finished", head.get("finished", True))  # older runs did not say
+    return said and (folder / RESULT).exists()
+
+
+def last_step(folder: Path) -> int:
+    """The step of the newest checkpoint of a run; 0 where there is none."""
+    return max((int(x.name[11:]) for x in folder.glob("checkpoint-*") if x.name[11:].isdecimal()), default=0)
+
+
+def standing(folder: Path) -> str:
+    """How far the run in a folder is, in a few words."""
+    steps = read_head(folder)["run"].get("steps")
+    if not is_finished(folder):
+        return f"unfinished, saved at step {last_step(folder)} of {steps}"
+    result = read_result(folder)
+    if result.diverged:
+        return f"diverged at step {result.steps} of {steps}"
+    return f"finished after {result.steps} steps, {result.metric} {result.value:.4f}"
+
+
+def unfinished(folder: Path) -> str | None:
+    """A sentence on a saved model that is not that of a finished run; None where it is, or nobody can tell.
+
+    Args:
+        folder: of a run, of its model, or of a checkpoint.
+    """
+    home = folder.parent if folder.name == MODEL and (folder.parent / RUN).is_file() else folder
+    if (home / RUN).is_file():
+        if is_finished(home):
+            return None
+        if (home / RESULT).exists():
+            steps, now = read_result(home).steps, read_head(home)["run"].get("steps")
+            return f"this is the model after {steps} steps; the run was made longer since, to {now}, and is unfinished"
+        return f"{home} is {standing(home)}"
+    if (folder / CHECKPOINT).is_file():
+        state = read_object(folder / CHECKPOINT)
+        with reading(folder / CHECKPOINT):
+            step, steps = (integer(x, state.get(x), at_least=0) for x in ("global_step", "max_steps"))
+        if step < steps:
+            return f"{folder} is a checkpoint after step {step} of {steps}, not the model of a finished run"
+    return None
 
 
 def _content(path: Path) -> bytes:

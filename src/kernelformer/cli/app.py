@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from kernelformer.cli.common import console, plain_errors
 from kernelformer.errors import choice
 from kernelformer.recipes.catalogue import RECIPES, recipes_of
 from kernelformer.recipes.papers import Recipe
+from kernelformer.records import RUN, read_head, standing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(training.train)
@@ -47,14 +49,21 @@ def _options(
 @app.command("list")
 def list_(
     what: Annotated[
-        str, typer.Argument(help="methods, tasks, recipes, or the name of a recipe; default: all three")
+        str,
+        typer.Argument(
+            help="methods, tasks, recipes, the name of a recipe, or the folder of a run; default: all three"
+        ),
     ] = "",
 ) -> None:
-    """Show methods, tasks and recipes, or all settings of one recipe."""
+    """Show methods, tasks and recipes, all settings of one recipe, or how far a run is."""
     parts = {"methods": _methods, "tasks": _tasks, "recipes": _recipes}
     with plain_errors():
         if what in RECIPES:
             _recipe(RECIPES[what], what)
+            return
+        if what and (Path(what) / RUN).is_file():
+            run = read_head(Path(what))["run"]
+            console.print(f"{what}: {run.get('task')}, {run.get('attention')}; {standing(Path(what))}")
             return
         for part in parts if not what else [choice("part of the list, or recipe,", what, [*parts, *RECIPES])]:
             console.print(parts[part]())

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TimeElapse
 from rich.text import Text
 
 from kernelformer.errors import WorkerError
+from kernelformer.records import unfinished
 from kernelformer.training.run import StoppedError, TrainingError
 from kernelformer.training.terminal import VisibleConsole, text_column
 from kernelformer.units import visible
@@ -35,6 +36,13 @@ def fail(problem: Exception, code: int = 2) -> NoReturn:
 def warn(text: str) -> None:
     """Say on stderr what works, but not as it should be asked for."""
     errors.print(Text.assemble(("warning: ", "bold yellow"), visible(text, keep="\n")))
+
+
+def say_unfinished(folder: Path) -> None:
+    """Warn of a model that is not that of a finished run."""
+    remark = unfinished(folder)
+    if remark is not None:
+        warn(remark)
 
 
 @contextmanager

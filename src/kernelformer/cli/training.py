@@ -22,6 +22,7 @@ from kernelformer.cli.common import (
     plain_errors,
     progress_bar,
     say,
+    say_unfinished,
     thread_count,
     use_threads,
     write,
@@ -245,6 +246,7 @@ def generate(
         run, model = load_run(folder)
         if not isinstance(model, KernelformerForCausalLM):
             raise ValueError(f"{folder} was trained on {run.task!r}, which is not a language model.")
+        say_unfinished(folder)
         _write(
             model, PROMPT if before is None else before, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
         )

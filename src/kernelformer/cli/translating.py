@@ -14,7 +14,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kernelformer.cli.aliases import renamed
-from kernelformer.cli.common import errors, plain_errors, use_threads, write
+from kernelformer.cli.common import errors, plain_errors, say_unfinished, use_threads, write
 
 BLOCKS = 16  # batches that are read before they are translated: sentences of similar length go together
 
@@ -36,6 +36,7 @@ def translate(
         if text is not None and not text.is_file():
             raise ValueError(f"there is no file {text}; give one with a text in each line, or leave --text out.")
         translator = load_translator(folder, beams=beams, length_penalty=length_penalty)
+        say_unfinished(folder)
         if text is None:
             _write(translator, sys.stdin.buffer, "standard input", batch, 1 if sys.stdin.isatty() else batch * BLOCKS)
         else:

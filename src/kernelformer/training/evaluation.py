@@ -22,7 +22,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from kernelformer.errors import choice, positive_int
 from kernelformer.hashes import HashError
 from kernelformer.models import MODELS, KernelformerForCausalLM, KernelformerPreTrainedModel
-from kernelformer.records import MODEL, RESULT, RUN
+from kernelformer.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer.tasks.base import Outcome
 from kernelformer.tasks.batching import spread_evenly
@@ -116,8 +116,13 @@ def load_run(folder: Path) -> tuple[Run, PreTrainedModel]:
     """The settings and the final model of a finished run; its data need not be there."""
     run, _ = saved_run(folder)
     if not (folder / MODEL).is_dir():
-        raise TrainingError(f"{folder} has no {MODEL}/: the run has not finished; go on with resume.")
+        raise TrainingError(f"{folder} has no {MODEL}/: the run is {standing(folder)}; {way_on(folder)}.")
     return run, load_model(TASKS[run.task].model, folder / MODEL)
+
+
+def way_on(folder: Path) -> str:
+    """What to do with a run that has left no model."""
+    return "train anew with other settings in another folder" if is_finished(folder) else "go on with resume"
 
 
 def load_model(kind: str, folder: Path) -> PreTrainedModel:
@@ -185,7 +190,8 @@ def evaluate(
         split: "validation", "test" or "train".
         batch_size: samples per forward; it changes the speed, not the result.
         samples: at most so many, spread evenly over the split; None: all.
-        tell: hears a sentence each on what was left out of the data or cut, and on data that is not that of the run.
+        tell: hears a sentence each on what was left out of the data or cut, on data that is not that of the run, and on
+            a model that is not that of a finished run.
 
     Returns:
         ``{"loss": ..., metric: ...}``.
@@ -263,6 +269,9 @@ def _open(folder: Path, task: Task | None, tell: Tell | None = None) -> tuple[nn
         task = make_task(run.task, **run.task_options)
         if tell is not None:
             _compare_data(task, head.get("data"), tell)
+            remark = unfinished(folder)
+            if remark is not None:
+                tell(remark)
         if (home / MODEL).is_dir():
             task.load_extra(home / MODEL)
     if (folder / RUN).exists():

@@ -60,10 +60,11 @@ def train(
 ) -> Result:
     """Train a model, evaluate it, and leave everything in a folder.
 
-    The folder gets ``run.json`` (settings, environment, command, hashes of the data and of weights to start from),
-    ``metrics.jsonl`` (a line per interval and evaluation), ``checkpoint-N/``, ``tensorboard/``, and at the end
-    ``model/`` and ``result.json``. Every file is whole or not there, whenever the process is killed. A resumed run
-    gives the numbers it would have given without the interruption, to the last bit on as many processes and threads.
+    The folder gets ``run.json`` (settings, environment, command, hashes of the data and of weights to start from, and
+    whether it is ``finished``), ``metrics.jsonl`` (a line per interval and evaluation), ``checkpoint-N/``,
+    ``tensorboard/``, and at the end ``model/`` and ``result.json``; `records.standing` says how far it is. Every file
+    is whole or not there, whenever the process is killed. A resumed run gives the numbers it would have given without
+    the interruption, to the last bit on as many processes and threads.
 
     Started by ``torchrun`` or ``accelerate launch``, the processes share the batch; they see one folder, and only the
     first writes and talks.
@@ -199,7 +200,7 @@ def _begin(
         record = {**record, **before, "run": run.as_json(), "resumed": resumed}
     elif run.start is not None:
         record["start"] = start()
-    write_json(folder / RUN, record)
+    write_json(folder / RUN, {**record, "finished": False})
 
 
 def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, told: list[str], say: Tell) -> Result:
@@ -237,6 +238,8 @@ def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, told: list[
         write_hashes(folder / STAGE / MODEL)
         publish(folder / STAGE / MODEL, folder / MODEL)
         say(f"finished: {task.metric} {result.value:.4f} after {result.steps} steps, {result.seconds:.0f} s")
+    # In this order: whenever the process is killed, a folder with a result says that it is finished.
+    write_json(folder / RUN, {**read_head(folder), "finished": True})
     write_json(folder / RESULT, result.as_json())
     return result
 
