@@ -172,7 +172,7 @@ def row(name, error, heads, method="favor+"):
     return Row(name, 0, method, Norms(1, 1), Norms(1, 1), error, heads, None, "", None)
 
 
-def test_the_worst_layers_and_heads_are_those_with_the_largest_errors():
+def test_the_worst_heads_are_those_with_the_largest_errors():
     rows = (
         row("a", 0.2, (0.1, 0.9)),
         row("b", 0.5, (0.5, 0.6)),
@@ -182,10 +182,10 @@ def test_the_worst_layers_and_heads_are_those_with_the_largest_errors():
         row("e", math.nan, (math.nan, 0.0)),
     )
     report = Report(rows, {}, 0.0, None, None, 1, 1)
-    assert report.worst_layers(3) == ["e", "a", "b"]
     assert report.worst_heads(3, ["a", "b", "d"]) == {"a": [1], "d": [0], "b": [1]}
-    with pytest.raises(ValueError, match=r"4 attentions were converted, so that at most 3 can be kept exact, got 4"):
-        report.worst_layers(4)
+    assert report.worst_heads(1, ["a", "e"]) == {"e": [0]}
+    with pytest.raises(ValueError, match=r"2 heads were converted, so that at most 1 can be kept exact, got 2"):
+        report.worst_heads(2, ["b"])
 
 
 def test_both_models_are_left_as_they_were():

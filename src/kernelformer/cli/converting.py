@@ -22,7 +22,7 @@ def convert(
     attention: Annotated[str, typer.Option(help="method, or method:option=value; default: loglinear")] = "",
     features: Annotated[int | None, typer.Option(min=1, help="features, landmarks or rank; default: 128")] = None,
     layers: Annotated[str, typer.Option(help="0-3,5 or patterns of names; default: all")] = "",
-    keep: Annotated[int, typer.Option(min=0, help="attentions with the largest errors that stay exact")] = 0,
+    keep: Annotated[int, typer.Option(min=0, help="attentions that stay exact: those that the output needs most")] = 0,
     keep_heads: Annotated[int, typer.Option(min=0, help="heads with the largest errors that stay exact")] = 0,
     distill: Annotated[Path | None, typer.Option(help="texts to learn from: .jsonl with 'text', or one a line")] = None,
     steps: Annotated[int | None, typer.Option(min=0, help="of attention transfer; default: 300 with --distill")] = None,

@@ -63,9 +63,7 @@ class Depth:
             if self.pools and part == "layers":
                 real = None if mask is None or mask.shape != wanted[-1].shape[:2] else mask
                 self.cosine.add(torch.cosine_similarity(pooled(wanted[-1], real), pooled(found[-1], real)))
-        name = next((x for x in OUTPUTS if getattr(want, x, None) is not None), "")
-        if not name:
-            raise ValueError(f"the model returns none of {', '.join(OUTPUTS)}, so that there is nothing to compare.")
+        name = output_name(want)
         x, y = getattr(want, name), getattr(got, name)
         over = masks["decoder"] if "decoder" in self.hidden else mask
         self.output.add(_relative(x, y, over))
@@ -94,6 +92,41 @@ def next_token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tenso
     """
     losses = F.cross_entropy(logits[:, :-1].float().mT, ids[:, 1:], reduction="none")
     return losses if mask is None else losses[(mask[:, 1:] * mask[:, :-1]).bool()]
+
+
+def output_divergence(batch: Mapping[str, Any], want: Any, got: Any) -> float:
+    """How far what a model returns is from what the original does, in one number.
+
+        mean over tokens of  KL(softmax(want) || softmax(got))      logits, (B, L, V) or (B, V)
+        mean over tokens of  |got - want|^2 / |want|^2              hidden states, and logits of a single number
+
+    Args:
+        batch: inputs of both; padding does not count.
+        want: outputs of the original.
+        got: outputs of the other model.
+
+    Raises:
+        ValueError: there is nothing to compare.
+    """
+    name = output_name(want)
+    x, y = getattr(want, name), getattr(got, name)
+    mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
+    if "logits" not in name or x.shape[-1] == 1:
+        return float(_relative(x, y, mask).mean())
+    ours, theirs = (_kept_tokens(z, mask).float().log_softmax(-1) for z in (y, x))
+    return float(F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean())
+
+
+def output_name(outputs: Any) -> str:
+    """Which of a model's outputs is compared.
+
+    Raises:
+        ValueError: none of them is there.
+    """
+    name = next((x for x in OUTPUTS if getattr(outputs, x, None) is not None), "")
+    if not name:
+        raise ValueError(f"the model returns none of {', '.join(OUTPUTS)}, so that there is nothing to compare.")
+    return name
 
 
 def _kept_tokens(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from kernelformer.hf.attend import attend, attend_exactly, read_mask
 from kernelformer.hf.attentions import evaluating, probing
 from kernelformer.hf.comparing import Depth
-from kernelformer.hf.converting import EXACT, Layer, conversion, cores
+from kernelformer.hf.converting import Layer, conversion, cores
+from kernelformer.hf.plans import check_kept
 from kernelformer.hf.predicting import CEILING, predicted_error
 from kernelformer.modules import AttentionCore
 
@@ -94,14 +95,6 @@ class Report:
         """Plain values."""
         return asdict(self)
 
-    def worst_layers(self, count: int) -> list[str]:
-        """Names of the attentions with the largest errors, the largest first; those kept exact are not among them."""
-        errors: dict[str, float] = {}
-        for row in self.rows:
-            if row.method != EXACT:
-                errors[row.name] = max(row.error, errors.get(row.name, 0.0))
-        return _largest(errors, count, "attentions")
-
     def worst_heads(self, count: int, names: Iterable[str]) -> dict[str, list[int]]:
         """The heads with the largest errors among those of some attentions, by the attention's name."""
         wanted = set(names)
@@ -111,17 +104,13 @@ class Report:
                 for head, error in enumerate(row.heads):
                     errors[row.name, head] = max(error, errors.get((row.name, head), 0.0))
         found: dict[str, list[int]] = {}
-        for name, head in _largest(errors, count, "heads"):
+        for name, head in _largest(errors, count):
             found.setdefault(name, []).append(head)
         return {name: sorted(heads) for name, heads in found.items()}
 
 
-def _largest(errors: Mapping[Any, float], count: int, what: str) -> list[Any]:
-    if not 0 <= count < len(errors):
-        raise ValueError(
-            f"{len(errors)} {what} were converted, so that at most {max(0, len(errors) - 1)} can be kept exact, got "
-            f"{count}; keep fewer."
-        )
+def _largest(errors: Mapping[Any, float], count: int) -> list[Any]:
+    check_kept("heads", len(errors), count)
     # nan is the largest error of all
     return sorted(errors, key=lambda x: math.inf if math.isnan(errors[x]) else errors[x], reverse=True)[:count]
 

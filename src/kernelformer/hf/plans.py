@@ -101,6 +101,19 @@ class Conversion:
         return "\n".join(lines)
 
 
+def check_kept(what: str, converted: int, kept: int) -> None:
+    """That some attentions or heads are left to be linear.
+
+    Raises:
+        ValueError: all of them, or more than there are, would be kept exact.
+    """
+    if not 0 <= kept < converted:
+        raise ValueError(
+            f"{converted} {what} were converted, so that at most {max(0, converted - 1)} can be kept exact, got "
+            f"{kept}; keep fewer."
+        )
+
+
 def make_plan(
     found: Sequence[Attention],
     method: str,

@@ -67,10 +67,23 @@ def divide_texts(distill: Path | None, text: Path | None, samples: int, seed: in
     return Texts(others, evaluation, distill.name if distill else "", file.name if file else "", available)
 
 
-def evaluation_batches(
-    source: Source, texts: Texts, length: int, samples: int, batch: int, seed: int
-) -> tuple[Batches, TextsUsed | None]:
-    """What is measured on, once and for all, and what of the texts that is; None for random tokens.
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured on, once and for all.
+
+    Args:
+        batches: inputs of the model.
+        used: what of the texts that is; None for random tokens.
+        unused: texts of the same file that are not measured on.
+    """
+
+    batches: Batches
+    used: TextsUsed | None
+    unused: list[str]
+
+
+def evaluation_inputs(source: Source, texts: Texts, length: int, samples: int, batch: int, seed: int) -> Evaluation:
+    """Choose what is measured on.
 
     Args:
         source: the model.
@@ -80,17 +93,44 @@ def evaluation_batches(
         batch: rows of a batch.
         seed: of the choice.
     """
-    rows, used = samples, None
-    endless: Iterator[dict[str, Tensor]]
-    if texts.evaluation:
-        check_readable(source, texts.evaluation)
-        chosen, rows = some_texts(texts.evaluation, source.tokenizer, length, rows, seed, source.task)
-        made = rows_for(source, chosen, length)
-        endless = made.batches(batch, seed, start=first_token(source))
-        used = made.used(texts.evaluation_file, texts.available, [(rows, seed)])
-    else:
-        endless = made_up_inputs(source, length, batch, seed)
+    if not texts.evaluation:
+        return Evaluation(_first_rows(made_up_inputs(source, length, batch, seed), samples, batch), None, [])
+    check_readable(source, texts.evaluation)
+    chosen, rows = some_texts(texts.evaluation, source.tokenizer, length, samples, seed, source.task)
+    made = rows_for(source, chosen, length)
+    endless = made.batches(batch, seed, start=first_token(source))
+    used = made.used(texts.evaluation_file, texts.available, [(rows, seed)])
+    measured = set(chosen)
+    return Evaluation(_first_rows(endless, rows, batch), used, [x for x in texts.evaluation if x not in measured])
+
+
+def choice_inputs(
+    source: Source, texts: Texts, evaluation: Evaluation, length: int, batch: int, seed: int
+) -> tuple[Batches, TextsUsed | None]:
+    """One batch to choose on what stays exact, and what of the texts that is; None where there are no other texts.
+
+    They are texts to learn from, or where there are none others of the file that is measured on: a choice by the texts
+    that are measured would flatter the figures.
+
+    Args:
+        source: the model.
+        texts: of the conversion.
+        evaluation: what is measured on.
+        length: tokens of a row.
+        batch: rows.
+        seed: of the choice.
+    """
+    pool, file = texts.training or evaluation.unused, texts.training_file or texts.evaluation_file
+    if not pool:
+        return evaluation.batches[:1], None
+    chosen, rows = some_texts(pool, source.tokenizer, length, batch, seed, source.task)
+    made = rows_for(source, chosen, length)
+    inputs = _first_rows(made.batches(batch, seed, start=first_token(source)), rows, batch)
+    return inputs, made.used(file, len(pool), [(rows, seed)])
+
+
+def _first_rows(endless: Iterator[dict[str, Tensor]], rows: int, batch: int) -> Batches:
     batches = list(islice(endless, -(-rows // batch)))
     rest = rows - (len(batches) - 1) * batch
     batches[-1] = {name: x[:rest] for name, x in batches[-1].items()}
-    return batches, used
+    return batches

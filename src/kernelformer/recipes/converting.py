@@ -19,7 +19,14 @@ from kernelformer.errors import integer, positive_int
 from kernelformer.files import write_json, write_text
 from kernelformer.modules.build import method_options, parse_method
 from kernelformer.recipes.checkpoint import Checkpoint, appearing, check_target
-from kernelformer.recipes.conversion_texts import Batches, Texts, divide_texts, evaluation_batches
+from kernelformer.recipes.conversion_texts import (
+    Batches,
+    Evaluation,
+    Texts,
+    choice_inputs,
+    divide_texts,
+    evaluation_inputs,
+)
 from kernelformer.recipes.pretrained import Source, check_length, first_token, load_source, rows_for
 from kernelformer.recipes.sentence_files import copy_sentence_files
 from kernelformer.recipes.text_rows import TextsUsed
@@ -39,7 +46,7 @@ class Setting:
         attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest.
         features: number of features, landmarks or the rank, whichever the method has; None: `FEATURES`.
         layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
-        keep: so many attentions with the largest errors stay exact.
+        keep: so many attentions stay exact: those that the model's output needs most, see `choose_exact`.
         keep_heads: so many heads with the largest errors, of all other attentions, stay exact.
         distill: texts to learn from.
         steps: of attention transfer; None: `STEPS` if there are texts and the method learns.
@@ -192,18 +199,19 @@ def run(
     found = Found(setting, name, type(origin.model).__name__, check_length(origin, setting.length))
     found.remarks = list(origin.remarks)
     found.environment = environment(torch.get_num_threads())
-    inputs, used = evaluation_batches(origin, texts, found.length, setting.samples, setting.batch, setting.seed)
-    if used is None:
+    evaluation = evaluation_inputs(origin, texts, found.length, setting.samples, setting.batch, setting.seed)
+    inputs = evaluation.batches
+    if evaluation.used is None:
         found.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
     else:
-        found.texts["measured on"] = used
+        found.texts["measured on"] = evaluation.used
     tell(f"converting to {method}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
     stages = _stages(student, setting) if texts.training else {}
     keeps = bool(setting.keep or setting.keep_heads)
     _measure(found, "all converted" if keeps else "converted", origin, student, inputs, tell)
     if keeps:
-        _keep(student, found, method, options)
+        _keep(student, origin, found, texts, evaluation, tell)
         _measure(found, "converted", origin, student, inputs, tell)
     checkpoint = Checkpoint.of(target, _identity(source, setting, found), force)
     if stages:
@@ -223,18 +231,35 @@ def _measure(found: Found, label: str, origin: Source, student: Any, inputs: Bat
     found.reports[label] = measure(origin.model, student, inputs)
 
 
-def _keep(student: Any, found: Found, method: str, options: dict[str, Any]) -> None:
-    """Convert again, without the attentions and heads that went wrong most."""
+def _keep(student: Any, origin: Source, found: Found, texts: Texts, evaluation: Evaluation, tell: Tell) -> None:
+    """Convert again, without the attentions that the output needs most and the heads that went wrong most."""
     from kernelformer.hf import conversion, convert, undo
 
-    report, setting = found.reports["all converted"], found.setting
-    replaced = conversion(student).replaced
-    kept = report.worst_layers(setting.keep) if setting.keep else []
+    setting, replaced = found.setting, conversion(student).replaced
+    kept = _chosen(student, origin, found, texts, evaluation, tell) if setting.keep else []
     rest = [x for x in replaced if x not in kept]
-    heads = report.worst_heads(setting.keep_heads, rest) if setting.keep_heads else {}
+    heads = found.reports["all converted"].worst_heads(setting.keep_heads, rest) if setting.keep_heads else {}
     undo(student)
     numbers = {x: list(y) for x, y in heads.items()}
+    method, options = setting.method()
     convert(student, method, [_literal(x) for x in rest], exact_heads=numbers or None, **options)
+
+
+def _chosen(student: Any, origin: Source, found: Found, texts: Texts, evaluation: Evaluation, tell: Tell) -> list[str]:
+    """The attentions that stay exact."""
+    from kernelformer.hf.choosing import choose_exact
+
+    setting = found.setting
+    rows, used = choice_inputs(origin, texts, evaluation, found.length, setting.batch, setting.seed)
+    if used is None:
+        found.remarks.append("what stays exact was chosen by what is measured on; give more texts, or others to learn")
+    else:
+        found.texts["chosen on"] = used
+
+    def told(changed: int, total: int) -> None:
+        tell(f"choosing what stays exact: change {changed} of {total}")
+
+    return choose_exact(origin.model, student, rows, setting.keep, told)
 
 
 def _literal(name: str) -> str:
