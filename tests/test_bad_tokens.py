@@ -107,6 +107,31 @@ def test_gradients_of_rows_that_do_not_see_a_bad_token_are_those_without_it(meth
     close(grads(bad, torch.ones_like(kept))[0][0], grads(clean, torch.ones_like(kept))[0][0])
 
 
+@pytest.mark.parametrize("method", ["softmax", "gmm-prf", "gmm-rks", "loglinear"])
+def test_maps_and_biases_learn_from_rows_that_do_not_see_a_bad_token(method):
+    core, clean, place = make(method).double().requires_grad_(), inputs(L), 21
+    bias = torch.linspace(-1, 1, 4 * (2 * L - 1), dtype=torch.float64).view(4, -1).requires_grad_()
+    grads = []
+    for tensors in (spoiled(clean, "qkv", place, torch.nan), clean):
+        out = core(*tensors, is_causal=True, bias=bias)
+        loss = out[0].sum() + out[1, :, :place].square().sum()
+        grads.append(torch.autograd.grad(loss, [bias, *core.parameters()]))
+    for found, want in zip(*grads, strict=True):
+        close(found, want)
+
+
+@pytest.mark.parametrize("method", ["softmax", "favor+", "rfa-gate"])
+def test_a_bad_token_of_a_layer_reaches_only_the_rows_that_see_it(method):
+    layer = kf.KernelAttention(32, 4, method, causal=True)
+    clean = torch.randn(2, L, 32, generator=torch.Generator().manual_seed(0))
+    bad = clean.clone()
+    bad[1, 21, 3] = torch.nan
+    found, want = layer(bad), layer(clean)
+    close(found[0], want[0])
+    close(found[1, :21], want[1, :21])
+    assert found[1, 21:].isnan().all()
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("method", [*METHODS, "softmax biased", "favor+ biased", "trigonometric biased"])
 def test_streams_stay_clean_until_a_bad_token_and_are_nan_after_it(method, which):
