@@ -13,11 +13,13 @@ from typing import Any
 from kernelformer.errors import flag, integer, number
 
 RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
+PLAN = "plan.json"  # of a comparison: its runs, started or not
 MODEL = "model"  # the folder of the final one
 CHECKPOINT = "trainer_state.json"  # in a checkpoint, by transformers: how far it is
 SAMPLE = "sample.txt"  # what a language model wrote after training, where somebody asked it to
 WAYS_OUT = {
     RUN: "put it right, or train anew in another folder",
+    PLAN: "put it right, or give the recipe and its options again",
     METRICS: "remove that line",
     CHECKPOINT: "take another checkpoint",
     RESULT: "remove the file, and resuming the run makes it again",

@@ -98,8 +98,16 @@ def read_run(path: Path | str) -> RunRecord:
         started=str(head.get("started", ""))[:10],
         training=training,
         evaluation=evaluation,
-        result=read_result(folder) if (folder / RESULT).exists() else None,
+        result=_result(folder, settings.get("steps")),
     )
+
+
+def _result(folder: Path, steps: object) -> Result | None:
+    """The end of a run; None: unfinished, or finished before it was made longer."""
+    if not (folder / RESULT).exists():
+        return None
+    result = read_result(folder)
+    return None if isinstance(steps, int) and result.steps < steps and not result.diverged else result
 
 
 def _curves(folder: Path) -> tuple[tuple[Point, ...], tuple[Point, ...]]:

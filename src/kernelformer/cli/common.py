@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +14,7 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TimeElapsedColumn
 from rich.text import Text
 
+from kernelformer.advice import typed
 from kernelformer.errors import WorkerError
 from kernelformer.records import unfinished
 from kernelformer.training.run import StoppedError, TrainingError
@@ -46,8 +47,12 @@ def say_unfinished(folder: Path) -> None:
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """What users can change ends a command without a traceback; what was told to stop, as the shell expects it."""
+def plain_errors(then: Callable[[], str] = lambda: f"{typed()} starts anew") -> Iterator[None]:
+    """What users can change ends a command without a traceback; what was told to stop, as the shell expects it.
+
+    Args:
+        then: says what to do after Ctrl-C.
+    """
     try:
         yield
     except StoppedError as stopped:
@@ -55,7 +60,7 @@ def plain_errors() -> Iterator[None]:
     except (ValueError, OSError, TrainingError, WorkerError) as problem:
         fail(problem)
     except KeyboardInterrupt:
-        fail(StoppedError("stopped at once."), 130)
+        fail(StoppedError(f"stopped at once; {then()}."), 130)
 
 
 def progress_bar() -> Progress:

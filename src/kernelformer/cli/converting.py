@@ -10,8 +10,10 @@ from typing import Annotated
 
 import typer
 
+from kernelformer.advice import typed
 from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import console, plain_errors, progress_bar, say, use_threads, write
+from kernelformer.cli.resuming import goes_on
 
 
 def convert(
@@ -41,7 +43,7 @@ def convert(
 ) -> None:
     """Make a pretrained model linear: convert its attention, measure, distill, and write it as a folder."""
     use_threads(threads)
-    with plain_errors():
+    with plain_errors(lambda: _next(target)):
         from kernelformer.recipes import conversion_report, converting
 
         setting = converting.Setting(
@@ -71,6 +73,13 @@ def convert(
         for remark in found.remarks:
             console.print(f"note: {remark}")
         console.print(f"model: {target}   figures: {target / 'report.json'}")
+
+
+def _next(target: Path) -> str:
+    """What to say after Ctrl-C: a distillation that has learned something goes on."""
+    from kernelformer.recipes.checkpoint import Checkpoint
+
+    return goes_on() if Checkpoint.place(target).exists() else f"{typed()} starts anew"
 
 
 def continue_(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kernelformer.advice import typed
 from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import (
     console,
@@ -19,6 +20,7 @@ from kernelformer.cli.common import (
     thread_count,
     use_threads,
 )
+from kernelformer.cli.resuming import goes_on
 from kernelformer.environment import environment
 from kernelformer.files import write_json
 
@@ -45,7 +47,7 @@ def normalized(
     from kernelformer.recipes import normalized as study
 
     use_threads(threads)
-    with plain_errors():
+    with plain_errors(goes_on):
         file = target(out / "normalized.json")
         setting = study.Setting(
             data=None if data is None else str(data),
@@ -66,7 +68,11 @@ def normalized(
         with progress_bar() as progress:
             bar = progress.add_task("", total=study.stages(setting))
             found = study.run(
-                setting, out / "normalized", lambda x: say(progress, bar, x), lambda: progress.advance(bar)
+                setting,
+                out / "normalized",
+                lambda x: say(progress, bar, x),
+                lambda: progress.advance(bar),
+                again=typed(),
             )
         for table in study.tables(found):
             console.print(table)
@@ -102,7 +108,7 @@ def conversion(
     from kernelformer.recipes.converting import parse_layers
 
     use_threads(threads)
-    with plain_errors():
+    with plain_errors(goes_on):
         file = target(out / "conversion.json")
         chosen = names(attention) if attention else study.method_specs(features)
         wanted = tuple(parse_layers(layers)) if layers else None

@@ -19,6 +19,7 @@ from kernelformer.cli.common import (
     thread_count,
     use_threads,
 )
+from kernelformer.cli.resuming import goes_on
 
 
 @renamed(layer="layers", head="heads")
@@ -87,7 +88,7 @@ def lengths(
     out: Annotated[Path, typer.Option(help="folder for lengths.json and lengths.png")] = Path("out"),
 ) -> None:
     """From which length on a converted model is faster and leaner than the original; goes on where it was stopped."""
-    with plain_errors():
+    with plain_errors(goes_on):
         from kernelformer.recipes import lengths as study
         from kernelformer.recipes import lengths_show as shown
         from kernelformer.recipes.lengths_worker import Subject

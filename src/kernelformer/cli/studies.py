@@ -21,6 +21,7 @@ from kernelformer.cli.common import (
     thread_count,
     use_threads,
 )
+from kernelformer.cli.resuming import goes_on
 from kernelformer.environment import environment
 from kernelformer.files import write_json
 from kernelformer.recipes.catalogue import find_recipe
@@ -49,7 +50,7 @@ def sparsity(
     from kernelformer.recipes import sparsity as study
 
     use_threads(threads)
-    with plain_errors():
+    with plain_errors(goes_on):
         file = target(out / "sparsity.json")
         chosen = names(attention) if attention else list(study.METHODS)
         relevant = shares("--relevances", relevances)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kernelformer.advice import resume_command, typed
 from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import (
     console,
@@ -27,7 +28,9 @@ from kernelformer.cli.common import (
     use_threads,
     write,
 )
+from kernelformer.cli.resuming import goes_on, next_command, refuse_options, saved_folder, saved_plan, saved_settings
 from kernelformer.recipes.catalogue import change, find_recipe, recipe_name
+from kernelformer.recipes.papers.base import CPU
 from kernelformer.recipes.setting_values import read_value
 from kernelformer.training.run import attention_settings
 from kernelformer.units import human_bytes
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 Steps = Annotated[int | None, typer.Option(min=1, help="updates; default: the recipe's")]
 Data = Annotated[str | None, typer.Option(help="of the task: a file or folder, or hub:NAME of a Hugging Face data set")]
-Size = Annotated[str, typer.Option(help="cpu (minutes on a CPU) or full (as printed in the paper)")]
+Size = Annotated[str | None, typer.Option(help="cpu (minutes on a CPU, the default) or full (as printed in the paper)")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="leave bad rows of the data out, and say how many")]
 Length = Annotated[int | None, typer.Option(min=2, help="tokens of a sample")]
 Sets = Annotated[
@@ -111,7 +114,13 @@ def _command() -> str:
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="a recipe of `kernelformer list`, or a task for its first recipe")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="a recipe of `kernelformer list`, or a task for its first recipe; with --resume the folder of a run is "
+            "enough"
+        ),
+    ],
     attention: Annotated[
         str,
         typer.Option(
@@ -123,7 +132,7 @@ def train(
     seed: Annotated[int | None, typer.Option(min=0, help="of weights, draws and data order; default: 0")] = None,
     data: Data = None,
     length: Length = None,
-    size: Size = "cpu",
+    size: Size = None,
     skip_bad: SkipBad = False,
     sets: Sets = None,
     resume: Resume = False,
@@ -133,15 +142,22 @@ def train(
     """Train a model. Also by `torchrun -m kernelformer train ...` on several processes."""
     from kernelformer.training.session import train as train_model
 
-    use_threads(threads)
-    with plain_errors():
+    folder = out or Path("out") / recipe
+    with plain_errors(lambda: next_command(folder)):
+        there = saved_folder(recipe, resume, "train")
+        if there is None:
+            recipe = _named(recipe)
+            folder, run = out or Path("out") / recipe, find_recipe(recipe).run(size or CPU)
+        else:
+            refuse_options(there, {"size": size, "out": out if out != there else None})
+            folder, (run, before) = there, saved_settings(there)
+            threads = threads or before
         own = {"steps": steps, "seed": seed, "data": data, "length": length, "skip_bad": skip_bad or None}
-        recipe = _named(recipe)
-        settings = _settings(sets, find_recipe(recipe).task, **own, **(_sides(attention) if attention else {}))
+        settings = _settings(sets, run.task, **own, **(_sides(attention) if attention else {}))
         if attention:  # A alone is for the decoder too, whatever the recipe has there
             settings.setdefault("decoder_attention", None)
-        run = change(find_recipe(recipe).run(size), settings)
-        train_model(run, out or Path("out") / recipe, resume=resume, command=_command())
+        use_threads(threads)
+        train_model(change(run, settings), folder, resume=resume, command=_command())
 
 
 def evaluate(
@@ -171,7 +187,9 @@ def _remark(text: str) -> None:
 
 
 def compare(
-    recipe: Annotated[str, typer.Argument(help="a name of `kernelformer list`")],
+    recipe: Annotated[
+        str, typer.Argument(help="a name of `kernelformer list`; with --resume the folder of a comparison is enough")
+    ],
     attention: Annotated[
         str,
         typer.Option(
@@ -179,11 +197,11 @@ def compare(
             "default: the recipe's"
         ),
     ] = "",
-    seeds: Annotated[int, typer.Option(min=1, help="runs of each")] = 1,
+    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each; default: 1")] = None,
     steps: Steps = None,
     data: Data = None,
     length: Length = None,
-    size: Size = "cpu",
+    size: Size = None,
     skip_bad: SkipBad = False,
     sets: Sets = None,
     resume: Resume = False,
@@ -193,22 +211,32 @@ def compare(
     """Train several attentions on the same data in the same order, and write a report."""
     from kernelformer.recipes.compare import make_plan
 
-    with plain_errors():
+    folder = out or Path("out") / recipe
+    with plain_errors(lambda: next_command(folder, "compare")):
+        there = saved_folder(recipe, resume, "compare")
+        if there is not None:
+            given = {"attention": attention or None, "seeds": seeds, "data": data, "length": length, "size": size}
+            given |= {"skip-bad": skip_bad or None, "set": " ".join(sets) if sets else None}
+            refuse_options(there, {**given, "out": out if out != there else None})
+            folder, (plan, before) = there, saved_plan(there, steps)
+            _compare(plan, resume, threads or before, resume_command(folder, "compare"))
+            return
         recipe = _named(recipe)
+        folder = out or Path("out") / recipe
         own = {"steps": steps, "data": data, "length": length, "skip_bad": skip_bad or None}
         settings = _settings(sets, find_recipe(recipe).task, **own)
         for name, way in (("attention", "--attention"), ("decoder_attention", "--attention 'A > B'")):
             if name in settings:
                 raise ValueError(f"compare takes several attentions, got --set {name}={settings[name]}; give {way}.")
         found = find_recipe(recipe)
-        run = change(found.run(size), settings)
-        chosen = names(attention) if attention else found.attentions(size)
-        about = {"recipe": recipe, "size": size, "source": found.source, "note": found.note}
-        plan = make_plan(recipe, run, chosen, seeds, out or Path("out") / recipe, about)
-        _compare(plan, resume, thread_count(threads))
+        run = change(found.run(size or CPU), settings)
+        chosen = names(attention) if attention else found.attentions(size or CPU)
+        about = {"recipe": recipe, "size": size or CPU, "source": found.source, "note": found.note}
+        plan = make_plan(recipe, run, chosen, seeds or 1, folder, about)
+        _compare(plan, resume, thread_count(threads), resume_command(folder, "compare"))
 
 
-def _compare(plan: Plan, resume: bool, threads: int) -> None:
+def _compare(plan: Plan, resume: bool, threads: int, again: str) -> None:
     from kernelformer.analysis.comparison import table
     from kernelformer.recipes.compare import REPORT, carry_out
 
@@ -219,6 +247,7 @@ def _compare(plan: Plan, resume: bool, threads: int) -> None:
             resume=resume,
             threads=threads,
             command=_command(),
+            again=again,
             tell=lambda text: say(progress, bar, text),
             done=lambda: progress.advance(bar),
         )
@@ -279,12 +308,12 @@ def demo(
     from kernelformer.recipes.compare import REPORT, make_plan
     from kernelformer.training.evaluation import load_run
 
-    with plain_errors():
+    with plain_errors(goes_on):
         recipe = find_recipe("demo")
         plan = make_plan(
             "Attention by kernels on the Python standard library", recipe.run(), recipe.attentions(), 1, out
         )
-        _compare(plan, True, thread_count(threads))
+        _compare(plan, True, thread_count(threads), typed())
         use_threads(threads)
         _, model = load_run(plan.place(plan.runs[-1]))
         assert isinstance(model, KernelformerForCausalLM)

@@ -21,7 +21,7 @@ from kernelformer.analysis.report import write_report
 from kernelformer.errors import positive_int
 from kernelformer.files import write_json
 from kernelformer.recipes.worker import ERROR, STOPPED
-from kernelformer.records import RUN, SAMPLE
+from kernelformer.records import PLAN, RUN, SAMPLE, part, read_object, reading
 from kernelformer.subprocesses import started
 from kernelformer.tasks import make_task
 from kernelformer.training.inspection import check_same
@@ -30,6 +30,7 @@ from kernelformer.training.session import build_model
 
 REPORT = "report.html"
 FIGURES = "comparison.json"
+AGAIN = "the same call and resume=True"
 WORKER = ("-m", "kernelformer.recipes.worker")
 
 
@@ -56,6 +57,23 @@ class Plan:
             plain = f"{plain[:70]}-{hashlib.sha256(run.label.encode()).hexdigest()[:8]}"
         return self.folder / f"{plain}-seed{run.seed}"
 
+    def save(self, threads: int) -> None:
+        """Write it into its folder, where `read_plan` finds it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        runs = [run.as_json() for run in self.runs]
+        write_json(
+            self.folder / PLAN, {"title": self.title, "about": dict(self.about), "threads": threads, "runs": runs}
+        )
+
+
+def read_plan(folder: Path) -> tuple[Plan, int]:
+    """The comparison that a folder holds, finished or not, and its threads."""
+    record = read_object(folder / PLAN)
+    with reading(folder / PLAN):
+        runs = [Run.from_json(x) for x in part(record, "runs", list)]
+        threads = positive_int("threads", record.get("threads"))
+        return Plan(part(record, "title", str), runs, folder, part(record, "about", dict)), threads
+
 
 def make_plan(
     title: str, run: Run, attentions: Sequence[str], seeds: int, folder: Path, about: Mapping[str, str] | None = None
@@ -77,13 +95,17 @@ def make_plan(
     return Plan(title, runs, folder, about or {})
 
 
-def check(plan: Plan, resume: bool) -> None:
-    """Find what cannot work before anything is trained: data, models without their numbers, folders."""
+def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
+    """Find what cannot work before anything is trained: data, models without their numbers, folders.
+
+    Args:
+        plan: what to train.
+        resume: go on with what is in the folder.
+        again: how a user does that, for the error if it was not asked for.
+    """
     there = [x for x in plan.runs if (plan.place(x) / RUN).exists()]
     if there and not resume:
-        raise TrainingError(
-            f"{plan.place(there[0])} is there already; go on with --resume, or take another folder by --out."
-        )
+        raise TrainingError(f"{plan.place(there[0])} is there already; go on with {again}, or take another folder.")
     first = plan.runs[0]
     task = make_task(first.task, **first.task_options)
     for split in ("train", "validation"):
@@ -103,6 +125,7 @@ def carry_out(
     resume: bool,
     threads: int,
     command: str,
+    again: str = AGAIN,
     tell: Callable[[str], None] = lambda _: None,
     done: Callable[[], None] = lambda: None,
 ) -> Comparison:
@@ -113,13 +136,15 @@ def carry_out(
         resume: go on with what is in the folder; otherwise it must not hold these runs yet.
         threads: of each process.
         command: what the user typed, for the record.
+        again: how to go on with a comparison that was stopped, for the message.
         tell: hears one line at a time.
         done: called after each run.
     """
-    check(plan, resume)
+    check(plan, resume, again)
+    plan.save(threads)
     for run in plan.runs:
         tell(_name(run))
-        _train(run, plan.place(run), threads, command, tell)
+        _train(run, plan.place(run), threads, command, again, tell)
         done()
     return report(plan)
 
@@ -128,7 +153,7 @@ def _name(run: Run) -> str:
     return f"{run.label}, seed {run.seed}"
 
 
-def _train(run: Run, folder: Path, threads: int, command: str, tell: Callable[[str], None]) -> None:
+def _train(run: Run, folder: Path, threads: int, command: str, again: str, tell: Callable[[str], None]) -> None:
     request = {"run": run.as_json(), "folder": str(folder), "command": command, "threads": threads}
     request["resume"] = (folder / RUN).exists()
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -147,15 +172,16 @@ def _train(run: Run, folder: Path, threads: int, command: str, tell: Callable[[s
                         tell(f"{_name(run)}: {line.rstrip()}")
                     raise
         except KeyboardInterrupt:
-            raise StoppedError(f"stopped in {folder}; go on with --resume.") from None
+            raise StoppedError(f"stopped in {folder}; go on with {again}.") from None
         errors.seek(0)
         said = errors.read().strip().splitlines()
+    if worker.returncode == STOPPED:
+        raise StoppedError(f"stopped in {folder}; go on with {again}.")
     if worker.returncode:
         killed = f"its process was killed by signal {-worker.returncode}"
         last = killed if worker.returncode < 0 else " ".join(said[-1:])
         reason = next((x.removeprefix(ERROR) for x in said if x.startswith(ERROR)), last)
-        kind = StoppedError if worker.returncode == STOPPED else TrainingError
-        raise kind(f"{_name(run)}: {reason or 'stopped; go on with --resume.'}")
+        raise TrainingError(f"{_name(run)}: {reason or 'it stopped without a word'}")
 
 
 def report(plan: Plan) -> Comparison:

@@ -205,7 +205,14 @@ def stages(setting: Setting) -> int:
     return len(VARIANTS) * (1 + len(setting.features))
 
 
-def run(setting: Setting, folder: Path, tell: Tell = lambda _: None, done: Callable[[], None] = lambda: None) -> Found:
+def run(
+    setting: Setting,
+    folder: Path,
+    tell: Tell = lambda _: None,
+    done: Callable[[], None] = lambda: None,
+    *,
+    again: str = "the same call",
+) -> Found:
     """Train what is not trained yet, convert and measure.
 
     Args:
@@ -213,6 +220,7 @@ def run(setting: Setting, folder: Path, tell: Tell = lambda _: None, done: Calla
         folder: of the trained models; a study in the same folder takes them, and goes on with an unfinished one.
         tell: hears what is being done.
         done: called after each of `stages` stages.
+        again: what goes on with a study that was stopped, for the message.
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM in a training, which was saved.
@@ -222,7 +230,7 @@ def run(setting: Setting, folder: Path, tell: Tell = lambda _: None, done: Calla
     check(plan, resume=True)
     found = Found(setting)
     for variant, training in zip(VARIANTS, plan.runs, strict=True):
-        model, seconds = _trained(variant.name, training, plan.place(training), tell)
+        model, seconds = _trained(variant.name, training, plan.place(training), tell, again)
         done()
         task = make_task(training.task, **training.task_options)
         one = Converted(variant.trained(setting), _bits(model, task), kernel_norms(model, _tokens(task)), seconds)
@@ -235,15 +243,13 @@ def run(setting: Setting, folder: Path, tell: Tell = lambda _: None, done: Calla
     return found
 
 
-def _trained(name: str, training: Run, place: Path, tell: Tell) -> tuple[Any, float]:
+def _trained(name: str, training: Run, place: Path, tell: Tell, again: str) -> tuple[Any, float]:
     """The model of a run, trained now or before, and the seconds that it took."""
     tell(f"{name}: training")
     try:
         result = train(training, place, resume=True, quiet=True, callbacks=[_Progress(name, tell)])
     except StoppedError:
-        raise StoppedError(
-            f"stopped in the training of the {name} model; the same command goes on from there."
-        ) from None
+        raise StoppedError(f"stopped in the training of the {name} model; {again} goes on from there.") from None
     if result.diverged:
         raise TrainingError(
             f"the {name} model diverged at step {result.steps} with lr={training.learning_rate:g}; take a smaller one, "

@@ -58,6 +58,8 @@ def _tell(text: str) -> None:
 def look(run: Run, folder: Path, result: Result) -> None:
     """Add what decoding costs to the result of a language model, and a text of one over bytes; once."""
     sample = folder / SAMPLE if run.task == "bytes" else None
+    if sample is not None and sample.exists() and result.decode is None:
+        sample.unlink()  # of the model before the run was made longer
     if result.decode is not None and (sample is None or sample.exists()):
         return
     _, model = load_run(folder)

@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object  # type: ignor
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from kernelformer.advice import resume_command
 from kernelformer.files import PART, sync, write_text
 from kernelformer.records import METRICS, read_metrics
 from kernelformer.training.run import TrainingError, everywhere
@@ -83,7 +84,7 @@ def cannot_write(folder: Path, why: str) -> TrainingError:
     """The error for a folder or disk that does not take the run."""
     return TrainingError(
         f"cannot save the run in {folder}: {why}. Earlier checkpoints are as they were; when there is room and "
-        f"permission, go on with resume."
+        f"permission, go on with {resume_command(folder)}."
     )
 
 

@@ -19,6 +19,7 @@ from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Train
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from kernelformer.advice import resume_command
 from kernelformer.errors import choice, positive_int
 from kernelformer.hashes import HashError
 from kernelformer.models import MODELS, KernelformerForCausalLM, KernelformerPreTrainedModel
@@ -122,7 +123,8 @@ def load_run(folder: Path) -> tuple[Run, PreTrainedModel]:
 
 def way_on(folder: Path) -> str:
     """What to do with a run that has left no model."""
-    return "train anew with other settings in another folder" if is_finished(folder) else "go on with resume"
+    anew = "train anew with other settings in another folder"
+    return anew if is_finished(folder) else f"go on with {resume_command(folder)}"
 
 
 def load_model(kind: str, folder: Path) -> PreTrainedModel:
@@ -142,7 +144,7 @@ def load_model(kind: str, folder: Path) -> PreTrainedModel:
             return _load(MODELS[kind], folder)
     except DAMAGE as problem:
         home, why = folder.parent, reason(problem).rstrip(".")
-        again = f"remove {home / RESULT} and resume the run, which makes it again from its last checkpoint"
+        again = f"remove {home / RESULT}, and {resume_command(home)} makes it again from the last checkpoint"
         way = again if (home / RUN).exists() else "save the model again"
         if isinstance(problem, HashError):  # which names its file and a way out itself
             raise TrainingError(f"{why}; or {way}.") from None

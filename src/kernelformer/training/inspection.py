@@ -6,6 +6,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from kernelformer.advice import resume_command
 from kernelformer.files import read_json
 from kernelformer.hashes import HASHES, check_archive, check_hash, read_hashes
 from kernelformer.records import METRICS, RESULT, RUN, Result, read_head, read_result, reading
@@ -96,12 +98,19 @@ def examine(
         return None, None, 0, []
     if not resume:
         raise TrainingError(
-            f"{folder} holds a run already, {'finished' if finished else f'saved at step {step}'}; go on with resume, "
-            f"or take another folder."
+            f"{folder} holds a run already, {'finished' if finished else f'saved at step {step}'}; go on with "
+            f"{resume_command(folder)}, or take another folder."
         )
-    check_same(run, folder, None if finished else data())
-    if finished:
-        return read_result(folder), checkpoint, step, []
+    result = read_result(folder) if finished else None
+    done = result is not None and (result.diverged or result.steps >= run.steps)
+    check_same(run, folder, None if done else data())
+    if done:
+        return result, checkpoint, step, []
+    if result is not None and checkpoint is None:
+        raise TrainingError(
+            f"{folder} is finished after {result.steps} steps, and no checkpoint is left to go on from to {run.steps}; "
+            f"train anew in another folder."
+        )
     remarks: list[str] = []
     if checkpoint is not None:
         checkpoint, step, remarks = newest_whole(folder)
@@ -132,13 +141,13 @@ def newest_whole(folder: Path) -> tuple[Path, int, list[str]]:
 
 
 def check_same(run: Run, folder: Path, data: str | None) -> None:
-    """Raise if the run in a folder is not this one, or not on this data (None: whatever it was)."""
+    """Raise if the run in a folder is not this one, or not on this data (None: whatever it was); it may get longer."""
     other, head = saved_run(folder)
-    different = other.differences(run)
+    different = replace(other, steps=max(other.steps, run.steps)).differences(run)
     if different:
         raise TrainingError(
             f"{folder} holds a run with other settings, there and here: {'; '.join(different)}. Take the same "
-            f"settings, or another folder."
+            f"settings, or another folder; {resume_command(folder)} takes those that are there."
         )
     before = head.get("data")  # older runs did not say
     if data is not None and before is not None and before != data:

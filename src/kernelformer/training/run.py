@@ -17,6 +17,7 @@ SCHEDULES = {
     "constant": "constant_with_warmup",
     "inverse_sqrt": "inverse_sqrt",
 }
+DECAYING = ("linear", "cosine")  # to 0, at the last step
 PRECISIONS = ("float32", "bf16")
 BETWEEN = ">"  # the encoder's attention and the decoder's, in a label and in `compare`
 # Settings of a model that the run itself has, or that are fixed.
@@ -212,6 +213,21 @@ class Run:
             for name in mine
             if name not in FREE and mine[name] != theirs[name]
         ]
+
+
+def extension(run: Run, before: Run) -> str | None:
+    """What more steps than a run had before mean for its learning rate, or None where there are no more.
+
+    The rate of step s is that of a run of the new number of steps at s, whatever came before: so a run that is made
+    longer and then stopped goes on to the same numbers. Without decay to 0 ("constant", "inverse_sqrt") it is the run
+    that would have been longer from the start, to the last bit.
+    """
+    if run.steps <= before.steps:
+        return None
+    rule = f"what it was: the {run.schedule} schedule does not depend on the number of steps"
+    if run.schedule in DECAYING:
+        rule = f"that of a run of {run.steps} steps: the {run.schedule} schedule is laid out anew over all of them"
+    return f"{run.steps} steps instead of {before.steps}; from here on the learning rate is {rule}"
 
 
 def attention_settings(text: str) -> dict[str, str | None]:

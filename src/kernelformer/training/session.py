@@ -17,6 +17,7 @@ from accelerate.utils import set_seed  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations.integration_utils import is_tensorboard_available
 
+from kernelformer.advice import resume_command
 from kernelformer.environment import environment
 from kernelformer.errors import flag
 from kernelformer.files import write_json
@@ -39,9 +40,9 @@ from kernelformer.training.checkpoints import (
     writing,
 )
 from kernelformer.training.evaluation import judged
-from kernelformer.training.inspection import examine
+from kernelformer.training.inspection import examine, saved_run
 from kernelformer.training.meter import Meter, Recorder, Tell
-from kernelformer.training.run import Run, StoppedError, everywhere
+from kernelformer.training.run import Run, StoppedError, everywhere, extension
 from kernelformer.training.silence import silent_libraries
 from kernelformer.training.start import check_vocabulary, start_from, weights_hash
 from kernelformer.training.terminal import VisibleConsole
@@ -73,7 +74,8 @@ def train(
         run: the settings.
         folder: its place; it may not hold a run yet, except with ``resume``.
         resume: go on from the last checkpoint that is whole, or start if there is none. A finished run only gives its
-            result.
+            result, unless ``run`` has more steps than it had: then it goes on, by the rule of `run.extension`, and its
+            model and result stay until the new ones are there.
         command: what the user typed, for the record.
         quiet: no progress bar and no sentences.
         tell: hears the sentences; default: they are printed.
@@ -98,12 +100,14 @@ def train(
             main, folder, lambda: _enter(run, folder, resume, data, start, stack)
         )
         if finished is not None:
-            say(f"{folder} is finished; nothing is left to do")
+            say(f"{folder} is finished, after {finished.steps} steps; nothing is left to do unless --steps says more")
             return finished
         for remark in damage:
             say(remark)
         if resume:
             say(f"going on from step {step}" if checkpoint else "there is no checkpoint yet: starting from step 0")
+            if main and checkpoint is not None and (rule := extension(run, saved_run(folder)[0])):
+                say(rule)
         task = make_task(run.task, **run.task_options)
         splits = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
         told = task.remarks()
@@ -143,7 +147,9 @@ def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None,
     if reached < run.steps and not trainer.recorder.diverged:
         where = folder / f"checkpoint-{reached}"
         raise everywhere(
-            StoppedError(f"stopped after step {reached} of {run.steps}, saved in {where}; go on with resume.")
+            StoppedError(
+                f"stopped after step {reached} of {run.steps}, saved in {where}; go on with {resume_command(folder)}."
+            )
         )
 
 
@@ -196,7 +202,8 @@ def _begin(
     record: dict[str, Any] = {"run": run.as_json(), **here, "data": data}
     if step:
         before = read_head(folder)
-        resumed = [*before.get("resumed", []), {"step": step, **here}]
+        longer = before["run"].get("steps", 0) < run.steps
+        resumed = [*before.get("resumed", []), {"step": step, **({"steps": run.steps} if longer else {}), **here}]
         record = {**record, **before, "run": run.as_json(), "resumed": resumed}
     elif run.start is not None:
         record["start"] = start()

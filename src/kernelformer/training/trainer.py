@@ -259,6 +259,20 @@ class RunTrainer(TaskTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with whole(Path(checkpoint or "") / OPTIMIZER_NAME):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._follow_schedule()
+
+    def _follow_schedule(self) -> None:
+        """Take the rate of the next step from the schedule: in a run that was made longer it is not the saved one."""
+        schedule: Any = self.lr_scheduler
+        assert self.optimizer is not None
+        rates = [
+            base * factor(schedule.last_epoch)
+            for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
 
     def _stage(self, model: nn.Module, trial: Any) -> None:
         self._staging = True

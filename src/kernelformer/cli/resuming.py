@@ -1,0 +1,82 @@
+"""Going on with what is in a folder, which then stands where a recipe could: ``kernelformer train out/x --resume``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kernelformer.advice import resume_command, typed
+from kernelformer.recipes.catalogue import RECIPES, change
+from kernelformer.records import PLAN, RUN
+
+if TYPE_CHECKING:
+    from kernelformer.recipes.compare import Plan
+    from kernelformer.training.run import Run
+
+Command = Literal["train", "compare"]
+FILES: dict[Command, tuple[str, str]] = {"train": (RUN, "run"), "compare": (PLAN, "comparison")}
+
+
+def goes_on() -> str:
+    """What to say of a command that takes up what it has done before."""
+    return f"{typed()} goes on from there"
+
+
+def next_command(folder: Path, command: Command = "train") -> str:
+    """What to say of a run or comparison in a folder: it goes on, where it has begun."""
+    begun = (folder / FILES[command][0]).is_file()
+    return f"go on with {resume_command(folder, command)}" if begun else f"{typed()} starts anew"
+
+
+def saved_folder(name: str, resume: bool, command: Command) -> Path | None:
+    """The folder that is given in the place of a recipe, or None: a name without a slash may be that of a recipe.
+
+    Raises:
+        ValueError: it holds nothing that the command could go on with, or --resume was not asked for.
+    """
+    folder, (file, kind) = Path(name), FILES[command]
+    if name in RECIPES or not ((folder / file).is_file() if os.sep not in name and resume else os.sep in name):
+        return None
+    if not (folder / file).is_file():
+        for other, (theirs, their_kind) in FILES.items():
+            if (folder / theirs).is_file():
+                raise ValueError(f"{folder} holds a {their_kind}; go on with {resume_command(folder, other)}.")
+        lacks = f"it has no {file}" if folder.is_dir() else "there is no such folder"
+        raise ValueError(
+            f"{folder} is neither a recipe nor the folder of a {kind}: {lacks}; give the recipe and its options, with "
+            f"--out {folder}."
+        )
+    if not resume:
+        raise ValueError(f"{folder} holds a {kind} already; go on with {resume_command(folder, command)}.")
+    return folder
+
+
+def refuse_options(folder: Path, given: Mapping[str, Any]) -> None:
+    """Raise for an option that was given, not None, although what is in the folder has it already."""
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"what is in {folder} has its settings, got --{option} {value} too; leave it out, or train anew in "
+                f"another folder."
+            )
+
+
+def saved_settings(folder: Path) -> tuple[Run, int | None]:
+    """The run in a folder and its threads; what is given along and contradicts it training refuses."""
+    from kernelformer.training.inspection import saved_run
+
+    run, head = saved_run(folder)
+    threads = head["environment"].get("threads")
+    return run, threads if isinstance(threads, int) and threads > 0 else None
+
+
+def saved_plan(folder: Path, steps: int | None) -> tuple[Plan, int]:
+    """The comparison in a folder, made longer if ``steps`` says so, and its threads."""
+    from dataclasses import replace
+
+    from kernelformer.recipes.compare import read_plan
+
+    plan, threads = read_plan(folder)
+    return plan if steps is None else replace(plan, runs=[change(x, {"steps": steps}) for x in plan.runs]), threads
