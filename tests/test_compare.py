@@ -132,6 +132,28 @@ def test_of_a_comparison_its_runs_are_offered(command, compared):
     assert "there is no such folder" in call(command, folder / "nothing").stderr
 
 
+def test_runs_under_other_conditions_are_told_of_at_once_and_stand_in_the_figures(compared, tmp_path):
+    folder = shutil.copytree(compared[0], tmp_path / "runs")
+    plan, threads = compare.read_plan(folder)
+    assert threads == 1
+    assert {plan.place(x) for x in plan.runs} == set(folders(folder))
+    told = []
+    compare._tell_conditions(plan, 1, told.append)
+    assert told == []
+    compare._tell_conditions(plan, 2, told.append)
+    first = plan.place(plan.runs[0])
+    assert told == [f"{first} was made under other conditions (threads 1, now 2): speeds will not be compared"]
+    compare.report(plan)
+    assert "conditions" not in (folder / "comparison.json").read_text()
+    file = plan.place(plan.runs[1]) / "run.json"
+    record = json.loads(file.read_text())
+    record["resumed"] = [{"step": 2, "environment": {**record["environment"], "threads": 2}}]
+    file.write_text(json.dumps(record))
+    compare.report(plan)
+    runs = json.loads((folder / "comparison.json").read_text())["runs"]
+    assert [[x["threads"] for x in run["conditions"]] for run in runs] == [[1], [1, 2]]
+
+
 def test_training_samples_are_evaluated_in_part(compared):
     result = call("evaluate", folders(compared[0])[0], "--split", "train", "--samples", "8", "--threads", "1")
     assert result.exit_code == 0, result.output

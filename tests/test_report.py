@@ -295,6 +295,55 @@ def test_the_fastest_are_named_with_their_lead(tmp_path):
     )
 
 
+def environment(folder, resumed=(), **here):
+    """The same run, made under these conditions."""
+    head = json.loads((folder / "run.json").read_text())
+    head["environment"] |= here
+    head["resumed"] = [{"step": 100, "environment": {**head["environment"], **x}} for x in resumed]
+    (folder / "run.json").write_text(json.dumps(head))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"threads": 1}, "threads 2 (a) and 1 (b)"),
+        ({"processor": "Another"}, "processor One (a) and Another (b)"),
+        ({"resumed": [{"threads": 1}]}, "threads 2 (a, b) and 1 (b)"),
+        ({"threads": 1, "torch": "3"}, "threads 2 (a) and 1 (b); torch 2.13 (a) and 3 (b)"),
+    ],
+)
+def test_speeds_under_different_conditions_are_marked_with_the_reason_and_not_compared(changes, reason, tmp_path):
+    decode = [[128, 0.001, 64]]
+    one = environment(make_run(tmp_path, "a", 0, decode=decode), threads=2, processor="One")
+    two = make_run(tmp_path, "b", 0, tokens_per_second=4000.0, decode=decode)
+    comparison = compare(one, environment(two, **{"threads": 2, "processor": "One", **changes}))
+    said = f"Not comparable, since measured under different conditions: {reason}."
+    head, lines = cells(comparison)
+    for name, shown in zip(head, lines[0], strict=True):
+        assert ("*" in shown) == (name in ("tokens/s", "peak memory", "training", "decoding a token")), name
+    out = io.StringIO()
+    Console(file=out, width=400).print(table(comparison))
+    assert f"* {said}" in " ".join(out.getvalue().split())
+    told = " ".join(words(comparison))
+    assert reason in told
+    assert "times" not in told
+    assert "fastest" not in told.lower()
+    _, page = written(comparison, tmp_path)
+    assert said in page.text
+    assert "Training speed, tokens/s * (not comparable)" in page.text
+
+
+def test_speeds_under_the_same_conditions_are_compared_also_after_a_resume(tmp_path):
+    one = environment(make_run(tmp_path, "a", 0), threads=2)
+    two = environment(make_run(tmp_path, "b", 0, tokens_per_second=4000.0), threads=2, resumed=[{"date": "later"}])
+    old = make_run(tmp_path, "c", 0)  # an older record that does not tell its threads
+    comparison = compare(one, two, old)
+    assert comparison.unequal == ""
+    assert "4 times" in " ".join(words(comparison))
+    assert not any("*" in x for line in cells(comparison)[1] for x in line)
+
+
 def test_diverged_and_unfinished_runs_stand_beside_the_others(tmp_path):
     runs = tmp_path / "runs"
     comparison = compare(

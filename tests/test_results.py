@@ -163,6 +163,25 @@ def test_a_section_tells_what_was_done_and_how_far_it_is_from_the_paper(tmp_path
     assert ("a", "href", "./2026-03-04-proteins.json") in page.attributes
 
 
+def test_conditions_that_differ_stay_on_record_and_speeds_are_marked_not_drawn(tmp_path):
+    runs = [run("softmax", 0, 0.5), run("elu", 0, 0.4)]
+    conditions = [[{"threads": 2}], [{"threads": 2}, {"threads": 1}]]
+    unequal = [{**x, "conditions": y} for x, y in zip(runs, conditions, strict=True)]
+    write_results(tmp_path / "a", [compared(tmp_path / "out", "same", {}, runs=runs)])
+    write_results(tmp_path / "b", [compared(tmp_path / "out", "unequal", {}, runs=unequal)])
+    (same,), (marked,) = read_results(tmp_path / "a"), read_results(tmp_path / "b")
+    assert same.comparison.unequal == ""
+    assert marked.comparison.unequal == "threads 2 (softmax, elu) and 1 (elu)"
+    for folder, differ in (("a", False), ("b", True)):
+        _, page = shown(tmp_path / folder)
+        assert (cells(page, 1, "softmax")[1][:5] == "25 s*") == differ
+        assert ("threads 2 (softmax, elu) and 1 (elu)" in page.text) == differ
+        assert ("Final accuracy over training speed" in page.text) != differ
+    bad = compared(tmp_path / "out", "bad", {}, runs=[{**runs[0], "conditions": [3]}])
+    with pytest.raises(ValueError, match="conditions must be objects, got"):
+        write_results(tmp_path / "a", [bad])
+
+
 def test_time_spent_on_batches_is_said_where_it_was_measured(tmp_path):
     """Runs from before it was measured have NaN in their comparison, and go on record all the same."""
     folders = [compared(tmp_path, name, TWO) for name in ("old", "new")]

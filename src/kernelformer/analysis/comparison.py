@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -14,11 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kernelformer.errors import integer
-from kernelformer.records import RESULT, RUN, Result, read_head, read_metrics, read_result, reading
+from kernelformer.records import RESULT, RUN, Result, part, read_head, read_metrics, read_result, reading
 from kernelformer.units import human_bytes, human_time, visible
 
 FOLDER = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)", re.DOTALL)
 NONE = "–"  # noqa: RUF001
+# What speed and memory depend on besides the run; those of runs that differ in one of them are not compared.
+CONDITIONS = ("threads", "processes", "processor", "machine", "system", "cpus", "accelerator", "torch")
+MARK = "*"  # at numbers that are not comparable
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,12 @@ class RunRecord:
     evaluation: tuple[Point, ...]
     result: Result | None = None  # None: unfinished
     started: str = ""  # the day, where the record tells it
+    resumed: tuple[Mapping[str, Any], ...] = ()  # environments in which it went on
+
+    @property
+    def conditions(self) -> list[dict[str, Any]]:
+        """What its speed was measured under, where it started and wherever it went on."""
+        return [conditions_of(x) for x in (self.environment, *self.resumed)]
 
     @property
     def diverged(self) -> bool:
@@ -66,6 +75,11 @@ class RunRecord:
     def step(self) -> int:
         """The last step it told of."""
         return max((p.step for p in (*self.training, *self.evaluation)), default=0)
+
+
+def conditions_of(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an environment, what speed depends on."""
+    return {key: environment[key] for key in CONDITIONS if key in environment}
 
 
 def read_run(path: Path | str) -> RunRecord:
@@ -99,6 +113,7 @@ def read_run(path: Path | str) -> RunRecord:
         training=training,
         evaluation=evaluation,
         result=_result(folder, settings.get("steps")),
+        resumed=tuple(part(x, "environment", dict) for x in head.get("resumed", ())),
     )
 
 
@@ -190,6 +205,22 @@ class Comparison:
         return self.metric if known else "loss"
 
     @property
+    def unequal(self) -> str:
+        """Under which different conditions speed and memory were measured; empty where they can be compared."""
+        ended = [run for run in self.runs if run.result is not None]
+        found = []
+        for key in CONDITIONS:
+            by: dict[str, dict[str, None]] = {}
+            for run in ended:
+                for here in run.conditions:
+                    if key in here:
+                        by.setdefault(str(here[key]), {})[run.label] = None
+            if len(by) > 1:
+                sides = [f"{value} ({', '.join(labels)})" for value, labels in by.items()]
+                found.append(f"{key} {' and '.join(sides)}")
+        return "; ".join(found)
+
+    @property
     def labels(self) -> list[str]:
         """In the order of the runs."""
         return list(dict.fromkeys(run.label for run in self.runs))
@@ -244,7 +275,7 @@ def score(rows: Sequence[Summary], row: Summary) -> str:
 
 def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """The summary as text: the head and a row per label; decoding only if somebody did."""
-    rows = comparison.summary()
+    rows, mark = comparison.summary(), MARK if comparison.unequal else ""
     better = "higher" if comparison.higher_is_better else "lower"
     head = ["label", f"{comparison.metric.replace('_', ' ')} ({better} is better)", "tokens/s", "peak memory"]
     head += ["parameters", "training", "decoding a token"]
@@ -252,13 +283,13 @@ def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     for row in rows:
         line = [row.label, f"{score(rows, row)} (n={len(row.values)})" if row.values else NONE]
         for value, show in (
-            (row.tokens_per_second, "{:,.0f}".format),
-            (row.peak_bytes, human_bytes),
+            (row.tokens_per_second, lambda x: f"{x:,.0f}{mark}"),
+            (row.peak_bytes, lambda x: human_bytes(x) + mark),
             (row.parameters, "{:,}".format),
-            (row.seconds, human_time),
+            (row.seconds, lambda x: human_time(x) + mark),
         ):
             line.append(NONE if value is None else show(value))
-        line += [f"{human_time(seconds)} at {context:,}" for context, seconds, _ in row.decode[-1:]] or [NONE]
+        line += [f"{human_time(seconds)}{mark} at {context:,}" for context, seconds, _ in row.decode[-1:]] or [NONE]
         lines.append([*map(visible, line)])
     count = len(head) if any(row.decode for row in rows) else len(head) - 1
     return [visible(name) for name in head[:count]], [line[:count] for line in lines]
@@ -267,10 +298,19 @@ def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 CAPTION = "Mean ± standard deviation of the seeds that finished; medians of speed and time, the largest peak memory."
 
 
+def incomparable(comparison: Comparison) -> str:
+    """The reason why speed and memory are not compared, in a sentence; empty where they are."""
+    reason = comparison.unequal
+    said = f"Not comparable, since measured under different conditions: {reason}."
+    return f"{said} Train the runs anew under the same ones for their speed." if reason else ""
+
+
 def table(comparison: Comparison) -> Table:
     """The summary for a terminal, with the numbers of the report."""
     head, lines = cells(comparison)
     notes = "".join(f"\n{visible(row.label)}: {row.note}" for row in comparison.summary() if row.note)
+    if reason := incomparable(comparison):
+        notes += f"\n{MARK} {visible(reason)}"
     out = Table(title=Text(visible(comparison.title)), caption=Text(CAPTION + notes), box=None, padding=(0, 2, 0, 0))
     out.title_justify = out.caption_justify = "left"
     for index, name in enumerate(head):

@@ -9,7 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernelformer.analysis.comparison import CAPTION, NONE, Comparison, Summary, cells, score, smoothed
+from kernelformer.analysis.comparison import (
+    CAPTION,
+    MARK,
+    NONE,
+    Comparison,
+    Summary,
+    cells,
+    incomparable,
+    score,
+    smoothed,
+)
 from kernelformer.analysis.figures import draw_bars, draw_curves, draw_decode, legend_key
 from kernelformer.analysis.page import figure, pre, safe, safe_label, section, table, whole_page
 from kernelformer.files import write_text
@@ -37,11 +47,14 @@ def words(comparison: Comparison) -> list[str]:
     rows = comparison.summary()
     ranked = [row for row in rows if row.mean is not None]
     said = [_best(comparison.metric.replace("_", " "), ranked, rows)]
-    timed = sorted((r for r in rows if r.tokens_per_second), key=lambda r: -(r.tokens_per_second or 0))
+    if reason := incomparable(comparison):
+        said.append(f"{MARK} Speed and memory are marked: {reason[0].lower()}{reason[1:]}")
+    timed = [r for r in rows if r.tokens_per_second and not reason]
+    timed.sort(key=lambda r: -(r.tokens_per_second or 0))
     if len(timed) > 1:
         (fast, a), (slow, b) = ((r.label, r.tokens_per_second or 1) for r in (timed[0], timed[-1]))
         said.append(f"Fastest in training is {fast} with {a:,.0f} tokens/s, {a / b:.3g} times {slow}, the slowest.")
-    contexts = [{c for c, seconds, _ in row.decode if seconds > 0} for row in rows if row.decode]
+    contexts = [{c for c, seconds, _ in row.decode if seconds > 0} for row in rows if row.decode and not reason]
     if contexts and (shared := set.intersection(*contexts)):
         at = max(shared)
         quick = sorted((t, r.label, size) for r in rows for c, t, size in r.decode if c == at)
@@ -101,12 +114,12 @@ def _cost(comparison: Comparison) -> str:
     rows = [row for row in comparison.summary() if row.tokens_per_second is not None]
     if not rows:
         return ""
-    parts = []
+    parts, mark = [], f" {MARK} (not comparable)" if comparison.unequal else ""
     for name, title, values, show in (
         ("speed", "Training speed, tokens/s", [r.tokens_per_second or 0.0 for r in rows], "{:,.0f}".format),
         ("memory", "Peak memory", [float(r.peak_bytes or 0) for r in rows], human_bytes),
     ):
-        given = {row.label: value for row, value in zip(rows, values, strict=True)}
+        given, title = {row.label: value for row, value in zip(rows, values, strict=True)}, f"{title}{mark}"
         alt = f"{title}: {', '.join(f'{label} {show(value)}' for label, value in given.items())}"
         draw = partial(draw_bars, comparison=comparison, values=given, show=show)
         parts.append(figure(name, title, alt, draw, 0.4 + 0.36 * len(rows)))
@@ -202,9 +215,10 @@ def results_table(
 
 def _page(comparison: Comparison, samples: Mapping[str, str]) -> str:
     results = results_table(comparison, {label: i for i, label in enumerate(comparison.labels)})
+    mark = f"{MARK} {incomparable(comparison)}" if comparison.unequal else ""
     texts = "".join(f"<h3>{safe(name)}</h3>\n{pre(said)}" for name, said in samples.items())
     main = f"""<p>{safe(" ".join(words(comparison)))}</p>
-{section("Results", results, f'<p class="soft">{safe(CAPTION)}</p>')}
+{section("Results", results, f'<p class="soft">{safe(" ".join((CAPTION, mark)).rstrip())}</p>')}
 {_learning(comparison)}{_cost(comparison)}{_decoding(comparison)}
 {section("Samples", texts) if texts else ""}
 {_details(comparison)}"""

@@ -172,12 +172,14 @@ def _run(path: Path, index: int, found: Mapping[str, Any]) -> RecordedRun:
             raise ValueError(f"not a JSON object but {raw!r:.60}")
         shared, own = (part({"settings": {}, **x}, "settings", dict) for x in (found, raw))
         end = raw.get("result")
+        first, *others = _conditions(raw) or [found.get("environment") or {}]
         return RecordedRun(
             path=path,
             label=part(raw, "label", str),
             seed=integer("seed", raw.get("seed")),
             settings={**shared, **own},
-            environment=found.get("environment") or {},
+            environment=first,
+            resumed=tuple(others),
             command=_text(found, "command"),
             training=(),
             evaluation=_points(raw.get("evaluation"), _text(found, "curve") or found["metric"]),
@@ -185,6 +187,14 @@ def _run(path: Path, index: int, found: Mapping[str, Any]) -> RecordedRun:
         )
     except ValueError as problem:
         raise ValueError(f"{path}: run {index + 1} of {len(found['runs'])}: {problem}") from None
+
+
+def _conditions(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the run was measured under, one after the other, where its comparison found differences."""
+    rows: list[dict[str, Any]] = part({"conditions": [], **raw}, "conditions", list)
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"conditions must be objects, got {rows!r:.60}.")
+    return rows
 
 
 def _points(rows: Any, curve: str) -> tuple[Point, ...]:

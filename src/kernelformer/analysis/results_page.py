@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
-from kernelformer.analysis.comparison import CAPTION, NONE, Comparison, Summary, cells, score, smoothed
+from kernelformer.analysis.comparison import CAPTION, MARK, NONE, Comparison, Summary, cells, score, smoothed
 from kernelformer.analysis.figures import COLOURS, STYLES, draw_curves, draw_points, draw_sizes, legend_key
 from kernelformer.analysis.labels import QUADRATIC, linear, normalized, parts, rank, series, sides
 from kernelformer.analysis.page import figure, pre, safe, section, table, whole_page
@@ -57,7 +57,8 @@ LEFT_OUT = (
 )
 COST = (
     "Medians of training time over seeds, below them the largest peak memory, beyond what the process had before. "
-    "Compare within a column: tasks differ in steps, and may have been measured on different machines."
+    "Compare within a column: tasks differ in steps, and may have been measured on different machines. A star is at "
+    "what cannot be compared within its column either; the task's own section says why."
 )
 READING = (
     f"{CAPTION} In figures lines are means over those seeds, bands and bars one standard deviation to either side; "
@@ -176,7 +177,8 @@ def _overview(records: Sequence[Recorded], anchors: Mapping[str, str], places: M
         plain.append(f'<a href="#{anchors[record.name]}">{safe(record.name)}</a>')
         heads.append(f"{plain[-1]}<small>{_arrow(record.comparison)}</small><small>n = {count}</small>")
         values.append({label: scores[row.label] for label, row in column.items()})
-        costs.append({label: _cost(row) for label, row in column.items()})
+        mark = MARK if record.comparison.unequal else ""
+        costs.append({label: _cost(row, mark) for label, row in column.items()})
 
     def by_task(name: str, prefix: str, head: Sequence[str], found: Sequence[Mapping[str, str]]) -> str:
         keys = [f"{legend_key(f'{prefix}{i}', places[label])}{_method(label)}" for i, label in enumerate(labels)]
@@ -205,10 +207,10 @@ def _column(record: Recorded, records: Sequence[Recorded]) -> dict[str, Summary]
     return found
 
 
-def _cost(row: Summary) -> str:
+def _cost(row: Summary, mark: str) -> str:
     if row.seconds is None:
         return NONE
-    return f"{safe(human_time(row.seconds))}<small>{safe(human_bytes(row.peak_bytes))}</small>"
+    return f"{safe(human_time(row.seconds))}{mark}<small>{safe(human_bytes(row.peak_bytes))}</small>"
 
 
 def _waiting(records: Sequence[Recorded]) -> str:
@@ -324,7 +326,7 @@ def _figures(record: Recorded, places: Mapping[str, int], anchor: str) -> str:
             draw_curves, comparison=comparison, curves=curves, x=1, mark=True, places=places
         )
         made.append(figure(f"{anchor}-curve", title, f"{title}: {names}", draw))
-    if len(rows) > 1:
+    if len(rows) > 1 and not comparison.unequal:
         points = [(places[x.label], x.tokens_per_second or 0.0, x.mean or 0.0, x.deviation or 0.0) for x in rows]
         title = f"Final {metric} over training speed"
         told = ", ".join(f"{x.label} {x.mean:.4g} at {x.tokens_per_second or 0:,.0f} tokens/s" for x in rows)

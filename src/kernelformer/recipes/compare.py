@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from kernelformer.analysis.comparison import Comparison, read_run
+from kernelformer.analysis.comparison import Comparison, conditions_of, read_run
 from kernelformer.analysis.report import write_report
+from kernelformer.environment import environment
 from kernelformer.errors import positive_int
 from kernelformer.files import write_json
 from kernelformer.recipes.worker import ERROR, STOPPED
-from kernelformer.records import PLAN, RUN, SAMPLE, part, read_object, reading
+from kernelformer.records import PLAN, RUN, SAMPLE, part, read_head, read_object, reading
 from kernelformer.subprocesses import started
 from kernelformer.tasks import make_task
 from kernelformer.training.inspection import check_same
@@ -142,11 +143,23 @@ def carry_out(
     """
     check(plan, resume, again)
     plan.save(threads)
+    _tell_conditions(plan, threads, tell)
     for run in plan.runs:
         tell(_name(run))
         _train(run, plan.place(run), threads, command, again, tell)
         done()
     return report(plan)
+
+
+def _tell_conditions(plan: Plan, threads: int, tell: Callable[[str], None]) -> None:
+    """Say at once that speeds will not be comparable: a run that is there was made under other conditions."""
+    now = conditions_of(environment(threads))
+    for place in (plan.place(x) for x in plan.runs if (plan.place(x) / RUN).exists()):
+        before = read_head(place)["environment"]
+        other = [f"{key} {before[key]}, now {x}" for key, x in now.items() if key in before and before[key] != x]
+        if other:
+            tell(f"{place} was made under other conditions ({'; '.join(other)}): speeds will not be compared")
+            return
 
 
 def _name(run: Run) -> str:
@@ -206,6 +219,7 @@ def _figures(found: Comparison) -> dict[str, Any]:
             "settings": run.settings,
             "evaluation": [[p.step, p.seconds, p.values.get(found.curve)] for p in run.evaluation],
             "result": None if run.result is None else asdict(run.result),
+            **({"conditions": run.conditions} if found.unequal else {}),
         }
         for run in found.runs
     ]
