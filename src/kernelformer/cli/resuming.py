@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kernelformer.advice import resume_command, typed
-from kernelformer.recipes.catalogue import RECIPES, change
+from kernelformer.recipes.catalogue import RECIPES, change, recipes_of
 from kernelformer.records import PLAN, RUN
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ def next_command(folder: Path, command: Command = "train") -> str:
 
 
 def saved_folder(name: str, resume: bool, command: Command) -> Path | None:
-    """The folder that is given in the place of a recipe, or None: a name without a slash may be that of a recipe.
+    """The folder that is given in the place of a recipe, or None: a name of a recipe or of a task means that.
 
     Raises:
         ValueError: it holds nothing that the command could go on with, or --resume was not asked for.
     """
     folder, (file, kind) = Path(name), FILES[command]
-    if name in RECIPES or not ((folder / file).is_file() if os.sep not in name and resume else os.sep in name):
+    path = os.sep in name
+    if name in RECIPES or recipes_of(name) or not (path or (resume and (folder / file).is_file())):
         return None
     if not (folder / file).is_file():
         for other, (theirs, their_kind) in FILES.items():

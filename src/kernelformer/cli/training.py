@@ -117,8 +117,8 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="a recipe of `kernelformer list`, or a task for its first recipe; with --resume the folder of a run is "
-            "enough"
+            help="a recipe of `kernelformer list`, or a task for its first recipe; with --resume the folder of a run "
+            "is enough"
         ),
     ],
     attention: Annotated[
@@ -188,7 +188,10 @@ def _remark(text: str) -> None:
 
 def compare(
     recipe: Annotated[
-        str, typer.Argument(help="a name of `kernelformer list`; with --resume the folder of a comparison is enough")
+        str,
+        typer.Argument(
+            help="a recipe, or a task for its first one; with --resume the folder of a comparison is enough"
+        ),
     ],
     attention: Annotated[
         str,
