@@ -98,7 +98,7 @@ def short(tmp_path_factory):
 def test_a_stopped_run_goes_on_by_the_command_that_it_names(tmp_path):
     with pytest.raises(StoppedError, match="stopped after step 3 of 6") as stopped:
         train(replace(RUN, steps=6), tmp_path / "a b", quiet=True, callbacks=[StopAt(2)])
-    with pytest.raises(TrainingError, match="has no model/: the run has not finished") as unfinished:
+    with pytest.raises(TrainingError, match="has no model/: the run is unfinished, saved at step 3 of 6") as unfinished:
         load_run(tmp_path / "a b")
     options = advised(str(stopped.value))
     assert options == advised(str(unfinished.value)) == ["train", str(tmp_path / "a b"), "--resume"]
