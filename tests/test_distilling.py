@@ -154,6 +154,7 @@ def test_transfer_sees_the_attention_that_the_model_has(make, padded, method):
         teacher(**batch)
     real = batch["attention_mask"].bool()
     for core, (q, k, v) in zip(cores(student).values(), seen, strict=True):
+        grouped = (q, k, v)
         k, v = (x.repeat_interleave(4 // x.shape[1], 1) for x in (k, v))
         pairs = real[:, None, None] & torch.ones(20, 20, dtype=torch.bool).tril(0 if make is decoder else 20)
         exact = (8**-0.5 * q @ k.transpose(2, 3)).masked_fill(~pairs, -torch.inf).softmax(-1)
@@ -161,7 +162,7 @@ def test_transfer_sees_the_attention_that_the_model_has(make, padded, method):
         if method == "loglinear":
             own.append(by_definition(core, q, k, pairs, 8**-0.5)[rows].mean())
         else:
-            off = core(q, k, v, is_causal=make is decoder, key_mask=real) - exact @ v
+            off = core(*grouped, is_causal=make is decoder, key_mask=real) - exact @ v
             own.append(off[rows].square().sum() / (exact @ v)[rows].square().sum())
     assert loss == pytest.approx(float(sum(own) / len(own)), rel=1e-4)
 

@@ -231,3 +231,68 @@ def reachable_bytes(*roots: object) -> int:
             left += x
         left += vars(x).values() if hasattr(x, "__dict__") else []
     return sum(storages.values())
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=61, max_position_embeddings=64)
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "heads"),
+    [
+        ("loglinear", {}, 2),
+        ("loglinear", {"num_key_heads": 4}, 4),
+        ("loglinear", {"per_head": False}, 2),
+        ("gmm-prf", {}, 2),
+        ("favor+", {}, 2),
+        ("favor+", {"per_head": True}, 2),
+        ("rfa-gate", {}, 4),
+        ("skyformer", {"landmarks": "learned"}, 2),
+    ],
+)
+def test_the_cache_of_a_converted_model_is_what_it_says_and_of_the_size_of_the_keys(method, options, heads):
+    from kernelformer.hf import convert, cores, new_cache
+
+    own = {"num_landmarks": 8} if method == "skyformer" else {"num_features": 8}
+    model = convert(llama(), method, **own, **options)
+    cache = new_cache(model)
+    ids = torch.randint(61, (1, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+        sizes = set()
+        for _ in range(3):
+            model(input_ids=ids[:, :1], past_key_values=cache)
+            sizes.add(cache.nbytes)
+            assert reachable_bytes(cache) == cache.nbytes
+    assert len(sizes) == 1
+    assert {x.shape[1] for layer in cache.layers for x in layer.state.tensors} == {heads}
+    states = sum(x.nbytes for layer in cache.layers for x in layer.state.tensors)
+    assert cache.nbytes == states  # no view keeps more than itself
+    assert all(isinstance(x.feature_map.num_key_heads, int) for x in cores(model).values())
+
+
+def test_converted_folders_keep_their_maps_and_those_from_before_theirs(tmp_path):
+    import json
+
+    from kernelformer.hf import convert, load
+    from kernelformer.hf.plans import Conversion
+
+    model = convert(llama(), "loglinear", num_features=8)
+    assert {x.options["num_key_heads"] for x in model.conversion.layers} == {2}
+    model.save_pretrained(tmp_path / "new")
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        close(load(tmp_path / "new")(input_ids=ids).logits, model(input_ids=ids).logits)
+    rows = json.loads(json.dumps(model.conversion.as_json()))
+    for row in rows:
+        del row["options"]["num_key_heads"]  # as folders were written before it existed
+    assert Conversion.from_json(rows).layers[0].build(0).feature_map.w_k.shape[0] == 4
+    with pytest.raises(ValueError, match=r"has exact heads among its 4.*got num_key_heads=2, leave it out"):
+        convert(llama(), "loglinear", exact_heads={0: [1]}, num_features=8, num_key_heads=2)
+    mixed = convert(llama(), "loglinear", exact_heads={0: [1]}, num_features=8).conversion
+    assert ["num_key_heads" in x.options for x in mixed.layers] == [False, True]

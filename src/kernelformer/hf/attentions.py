@@ -37,6 +37,7 @@ class Attention:
         causal: whether it was causal when the model was tried.
         calls: in one pass; several where layers share their weights, 0 where nobody has tried.
         cross: whether its keys were those of other tokens than its queries.
+        num_key_heads: G, fewer than H for grouped queries; None where nobody has tried.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Attention:
     causal: bool
     calls: int = 0
     cross: bool = False
+    num_key_heads: int | None = None
 
 
 @dataclass
@@ -56,6 +58,7 @@ class _Seen:
     scale: float
     causal: bool
     cross: bool
+    key_heads: int
     calls: int = 1
 
 
@@ -81,6 +84,7 @@ class Probe:
                 query.shape[3] ** -0.5 if scale is None else float(scale),
                 read_mask(mask, query, key, causal)[1],
                 query.shape[2] != key.shape[2],
+                key.shape[1],
             )
         return attend_exactly(module, query, key, value, mask, **options)
 
@@ -170,7 +174,9 @@ def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
         return Attention(name, "adapter", heads, dim, dim**-0.5, False, probe.calls(module))
     if seen is None:
         return None
-    return Attention(name, "interface", seen.heads, seen.dim, seen.scale, seen.causal, seen.calls, seen.cross)
+    return Attention(
+        name, "interface", seen.heads, seen.dim, seen.scale, seen.causal, seen.calls, seen.cross, seen.key_heads
+    )
 
 
 def _refuse(model: nn.Module, uncovered: list[str], idle: list[Attention]) -> None:

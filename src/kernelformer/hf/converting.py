@@ -130,7 +130,8 @@ def convert(
         exact_heads: heads that stay exact, by attention (number or name).
         inputs: keyword arguments of a call to try the model with; default: made from its configuration. A plain PyTorch
             model without them is not tried; its first call then checks that every attention is reached.
-        options: of the method.
+        options: of the method. Of grouped queries per-head maps are by key head (``num_key_heads``), which keeps the
+            state at the size of the keys; ``num_key_heads`` = H gives every query head maps of its own.
 
     Returns:
         The model itself.

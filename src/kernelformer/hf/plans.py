@@ -9,7 +9,7 @@ from typing import Any
 from kernelformer.errors import unknown
 from kernelformer.hf.attentions import Attention, Way
 from kernelformer.modules import AttentionCore, MixedCore, method_options
-from kernelformer.modules.build import build_core
+from kernelformer.modules.build import build_core, maps_by_head
 from kernelformer.modules.replacing import select
 
 EXACT = "softmax"
@@ -159,12 +159,23 @@ def make_plan(
 
 
 def _layer(found: Attention, method: str, heads: tuple[int, ...], options: Mapping[str, Any]) -> Layer:
-    """One attention; where all heads are exact, all of it is."""
+    """One attention; where all heads are exact, all of it is.
+
+    Grouped queries get maps by key head, unless they are told otherwise: the state is then of the size of the keys.
+    """
     copied = ("name", "way", "num_heads", "head_dim", "scale", "causal", "cross")
     own: dict[str, Any] = {x: getattr(found, x) for x in copied}
     if method == EXACT or len(heads) == found.num_heads:
         return Layer(**own, method=EXACT)
-    return Layer(**own, method=method, options=dict(options), exact_heads=heads)
+    settings = dict(options)
+    if heads and "num_key_heads" in settings:
+        raise ValueError(
+            f"{found.name} has exact heads among its {found.num_heads}, so that keys are repeated for each of the "
+            f"others; got num_key_heads={settings['num_key_heads']!r}, leave it out."
+        )
+    if found.num_key_heads not in (None, found.num_heads) and not heads and maps_by_head(method, settings):
+        settings.setdefault("num_key_heads", found.num_key_heads)
+    return Layer(**own, method=method, options=settings, exact_heads=heads)
 
 
 def _heads(found: Sequence[Attention], exact: Mapping[int | str, Sequence[int]]) -> dict[int, tuple[int, ...]]:

@@ -114,6 +114,17 @@ def method_options(method: str) -> list[str]:
     return sorted(x for x in names if x not in entry.fixed and x not in _UNUSED.get(method, ()))
 
 
+def maps_by_head(method: str, options: Mapping[str, Any]) -> bool:
+    """Whether a method with these options has a map for each head, so that ``num_key_heads`` says how many."""
+    if "num_key_heads" not in method_options(method):
+        return False
+    make = _entry(method).make
+    if make is NystromMap:
+        return options.get("landmarks") == "learned"
+    default = inspect.signature(make).parameters["per_head"].default
+    return bool(options.get("per_head", default)) and options.get("projection") is not False
+
+
 def _entry(method: str) -> Method:
     if not isinstance(method, str) or method not in METHODS:
         raise unknown("method", method, METHODS)
