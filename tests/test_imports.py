@@ -27,11 +27,12 @@ LIGHT = (
 # A finder that knows nothing of some modules, as if they were not installed.
 BLOCKED = """
 import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition('.')[0] in {names!r}:
-            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
-sys.meta_path.insert(0, Blocked())
+from importlib.machinery import PathFinder
+class Others:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return None if name.partition('.')[0] in {names!r} else PathFinder.find_spec(name, path, target)
+sys.meta_path = [Others if x is PathFinder else x for x in sys.meta_path]
 """
 
 

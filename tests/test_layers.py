@@ -18,11 +18,11 @@ ORDER = [
     {"hf"},
     {"modules"},
     {"feature_maps", "attention"},
-    {"contract", "kernels", "errors", "environment", "units", "files", "records", "lazy"},
+    {"contract", "kernels", "errors", "environment", "units", "files", "records", "lazy", "hashes", "subprocesses"},
 ]
 LEVEL = {name: index for index, names in enumerate(ORDER) for name in names}
 # Within a level, who may use whom: exact kernels, the contract and records of runs stand on the wording of errors.
-WITHIN = {("contract", "errors"), ("kernels", "errors"), ("records", "errors")}
+WITHIN = {("contract", "errors"), ("kernels", "errors"), ("records", "errors"), ("hashes", "files")}
 
 
 def imports(path: Path) -> set[str]:

@@ -240,10 +240,12 @@ def test_the_final_model_loads_and_evaluates_to_the_same(whole):
         evaluate(model)
 
 
-def test_a_run_says_little_and_nothing_when_quiet(tmp_path, capfd):
+def test_a_run_says_where_it_writes_how_large_it_is_and_nothing_when_quiet(tmp_path, capfd):
     told = []
-    train(tiny(steps=2), tmp_path / "a", tell=told.append)
-    assert [x.split(":")[0] for x in told] == ["step 2/2", "step 2/2", "finished"]
+    result = train(tiny(steps=2), tmp_path / "a", tell=told.append)
+    assert told[0] == f"writing to {tmp_path / 'a'}"
+    assert told[1] == f"model: {result.parameters:,} parameters, attention {tiny().label}"
+    assert [x.split(":")[0] for x in told[2:]] == ["step 2/2", "step 2/2", "finished"]
     train(tiny(steps=2), tmp_path / "b", quiet=True)
     assert capfd.readouterr() == ("", "")
 

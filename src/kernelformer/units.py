@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 
 
 def human_time(seconds: float) -> str:
@@ -26,6 +27,22 @@ def human_bytes(count: float | None) -> str:
 def human_ratio(ratio: float) -> str:
     """Two or three digits."""
     return f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
+
+
+def shortened(text: str, width: int = 40) -> str:
+    """A text of at most ``width`` characters: the middle of a longer one is left out, and three dots say so."""
+    if len(text) <= width:
+        return text
+    end = max(0, (width - 1) // 2)
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def short_names(names: Iterable[str], width: int = 40) -> dict[str, str]:
+    """`shortened` names by the whole ones, a little longer where two would look the same."""
+    whole = list(dict.fromkeys(names))
+    while len({shortened(x, width) for x in whole}) < len(whole):
+        width += 8
+    return {x: shortened(x, width) for x in whole}
 
 
 def visible(text: object, keep: str = "") -> str:

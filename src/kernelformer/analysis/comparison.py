@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kernelformer.errors import integer
 from kernelformer.records import RESULT, RUN, Result, part, read_head, read_metrics, read_result, reading
-from kernelformer.units import human_bytes, human_time, visible
+from kernelformer.units import human_bytes, human_time, short_names, visible
 
 FOLDER = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)", re.DOTALL)
 NONE = "–"  # noqa: RUF001
@@ -308,13 +308,15 @@ def incomparable(comparison: Comparison) -> str:
 def table(comparison: Comparison) -> Table:
     """The summary for a terminal, with the numbers of the report."""
     head, lines = cells(comparison)
+    short = short_names(line[0] for line in lines)
     notes = "".join(f"\n{visible(row.label)}: {row.note}" for row in comparison.summary() if row.note)
     if reason := incomparable(comparison):
         notes += f"\n{MARK} {visible(reason)}"
+    notes += "".join(f"\n{name}: {whole}" for whole, name in short.items() if name != whole)
     out = Table(title=Text(visible(comparison.title)), caption=Text(CAPTION + notes), box=None, padding=(0, 2, 0, 0))
     out.title_justify = out.caption_justify = "left"
     for index, name in enumerate(head):
         out.add_column(Text(name), justify="right" if index else "left", overflow="fold", no_wrap=1 < index < 6)
-    for line in lines:
-        out.add_row(*map(Text, line))
+    for label, *rest in lines:
+        out.add_row(*map(Text, (short[label], *rest)))
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.signed import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
+from kernelformer.units import human_bytes
 
 MadeBy = tuple[tuple[str, object], ...]
 
@@ -77,6 +78,14 @@ class State:
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "fits": ()}
+
+    def __repr__(self) -> str:
+        """One line: the method, how many tokens, and the tensors' shapes, size, types and devices."""
+        methods = " and ".join(str(x) for name, x in self.made_by if name == "method")
+        shapes = ", ".join(str(tuple(x.shape)) for x in self.tensors)
+        kinds = [str(x.dtype).removeprefix("torch.") for x in self.tensors] + [str(x.device) for x in self.tensors]
+        said = [methods or "unknown method", f"{self.length} tokens", f"shapes {shapes or 'none'}"]
+        return f"{type(self).__name__}({', '.join([*said, human_bytes(self.nbytes), *dict.fromkeys(kinds)])})"
 
     @property
     def batch(self) -> int:

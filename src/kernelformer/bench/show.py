@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from kernelformer.bench.run import Row
-from kernelformer.units import human_bytes, human_ratio, human_time
+from kernelformer.units import human_bytes, human_ratio, human_time, short_names
 
 
 def tables(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> list[Table]:
@@ -34,10 +34,11 @@ def _table(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> Table:
     out.add_column("contender", no_wrap=True)
     for name in (*(f"heap {heap}" for heap in heaps), *(("peak", "beyond") if weighed else ()), "error"):
         out.add_column(name, justify="right", no_wrap=True)
+    short = short_names(row.name for row in rows)
     for row in rows:
         if row.note:
             continue
-        cells = [row.name]
+        cells = [short[row.name]]
         for heap in heaps:
             ratio = "" if base is None or row is base else f" {human_ratio(row.seconds[heap] / base.seconds[heap])}"
             cells.append(human_time(row.seconds[heap]) + ratio)

@@ -51,13 +51,18 @@ def list_(
     what: Annotated[
         str,
         typer.Argument(
-            help="methods, tasks, recipes, the name of a recipe, or the folder of a run; default: all three"
+            help="methods, tasks, recipes, the name of a method or a recipe, or the folder of a run; default: all three"
         ),
     ] = "",
 ) -> None:
-    """Show methods, tasks and recipes, all settings of one recipe, or how far a run is."""
+    """Show methods, tasks and recipes, the options of one method, all settings of one recipe, or how far a run is."""
+    from kernelformer import list_methods
+
     parts = {"methods": _methods, "tasks": _tasks, "recipes": _recipes}
     with plain_errors():
+        if what in (methods := list_methods()):
+            _method(what, methods[what])
+            return
         if what in RECIPES:
             _recipe(RECIPES[what], what)
             return
@@ -65,7 +70,8 @@ def list_(
             run = read_head(Path(what))["run"]
             console.print(f"{what}: {run.get('task')}, {run.get('attention')}; {standing(Path(what))}")
             return
-        for part in parts if not what else [choice("part of the list, or recipe,", what, [*parts, *RECIPES])]:
+        known = [*parts, *methods, *RECIPES]
+        for part in parts if not what else [choice("part of the list, method or recipe,", what, known)]:
             console.print(parts[part]())
 
 
@@ -97,6 +103,7 @@ def _tasks() -> Table:
 
 def _recipes() -> Table:
     table = _table("recipe", "about", "source", "task")
+    table.caption_justify = "left"
     table.caption = "by default at the size --size cpu; recipes of papers have --size full too; `list NAME` shows both"
     for name, recipe in RECIPES.items():
         table.add_row(name, recipe.about, recipe.source, recipe.task)
@@ -104,9 +111,33 @@ def _recipes() -> Table:
 
 
 def _recipe(recipe: Recipe, name: str) -> None:
-    """All that a recipe sets, side by side."""
+    """All settings of a recipe, its sizes side by side."""
+    from kernelformer.recipes.listing import recipe_settings
+
     console.print(f"{recipe.about}\n{recipe.source}\n{recipe.note}".rstrip())
     table = _table(name, *recipe.sizes)
-    for setting, values in recipe.settings().items():
+    table.caption_justify = "left"
+    table.caption = "above the line what the recipe or its task sets, below it defaults; --set NAME=VALUE changes them"
+    chosen, default = recipe_settings(recipe)
+    for setting, values in chosen.items():
+        table.add_row(setting, *values)
+    table.add_row("compared", *(", ".join(recipe.attentions(size)) for size in recipe.sizes), end_section=True)
+    for setting, values in default.items():
         table.add_row(setting, *values)
     console.print(table)
+
+
+def _method(name: str, about: str) -> None:
+    """The options of a method, and those that a model's attention has besides."""
+    from kernelformer.modules.options import describe_options, describe_positions
+
+    console.print(f"{name}: {about}")
+    options = describe_options(name)
+    example = next((x for x in options if x.name in ("num_features", "num_landmarks", "rank")), options[0])
+    for title, rows in (("", options), ("relative positions, in a layer or model", describe_positions())):
+        table = _table("option", "default", "about")
+        table.title, table.title_justify = title, "left"
+        for x in rows:
+            table.add_row(x.name, str(x.default), x.about)
+        console.print(table)
+    console.print(f"as an attention: {name}:{example.name}={example.default}")

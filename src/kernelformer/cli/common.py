@@ -19,7 +19,7 @@ from kernelformer.errors import WorkerError
 from kernelformer.records import unfinished
 from kernelformer.training.run import StoppedError, TrainingError
 from kernelformer.training.terminal import VisibleConsole, text_column
-from kernelformer.units import visible
+from kernelformer.units import shortened, visible
 
 console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
 errors = VisibleConsole(stderr=True, soft_wrap=True)  # a path stays in one piece
@@ -71,7 +71,7 @@ def progress_bar() -> Progress:
 
 def say(progress: Progress, bar: TaskID, text: str, advance: int = 0) -> None:
     """Next to the bar, or as a line of its own where there is no terminal to draw a bar on."""
-    progress.update(bar, description=visible(text), advance=advance)
+    progress.update(bar, description=shortened(visible(text), max(40, console.width - 40)), advance=advance)
     if not console.is_terminal:
         console.print(text)
 

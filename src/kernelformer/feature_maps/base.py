@@ -36,9 +36,11 @@ class FeatureMap(nn.Module):
         head_dim: D.
         num_heads: H.
         num_features: number of frequencies drawn; 0 for a map without any.
-        seed: of the draws.
-        draw: see `draws.draw_frequencies`.
-        norms: see `draws.draw_frequencies`.
+        seed: of the random draws.
+        draw: how frequencies are drawn: ``orthogonal``, ``iid``, ``spherical``, ``hadamard`` or ``givens``; see
+            `draws.draw_frequencies`.
+        norms: lengths of the frequencies: ``chi``, as of Gaussian vectors, or ``sqrt``, all sqrt(D). None: chi for iid
+            and orthogonal draws, else sqrt.
         per_head: one independent map for each head instead of one for all.
         num_key_heads: G, with ``per_head``: one map for each of so many key heads instead of each query head, which
             keeps the state of grouped queries at the size of the key heads. None means num_heads.

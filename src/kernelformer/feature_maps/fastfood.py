@@ -35,7 +35,7 @@ class FastFoodMap(SpectralMap):
         sigma: width of the kernel at the start.
         transform: ``fwht`` sends every row through the fast transform, O(M log d'); ``dense`` multiplies V out once per
             call and every row with it, O(M D). Default: the one that measured faster.
-        smoothing: of RKS features, see `spectral.spectral_spec`.
+        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral.spectral_spec`.
         per_head: a matrix of its own for each head.
 
     The others are those of `FeatureMap`.

@@ -118,7 +118,12 @@ class TrigonometricMap(FeatureMap):
         phi(x) = exp(|x|^2 / 2) / sqrt(m) [cos(w_i . x), sin(w_i . x)]     softmax kernel    (performer Eq. 5)
         phi(x) = 1 / sqrt(m) [cos(w_i . x), sin(w_i . x)]                  Gaussian kernel
 
-    M = 2 num_features. Arguments as `PositiveMap`.
+    M = 2 num_features.
+
+    Args:
+        kernel: ``softmax`` or ``gaussian``.
+
+    The others are those of `FeatureMap`.
     """
 
     def __init__(

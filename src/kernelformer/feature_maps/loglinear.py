@@ -145,7 +145,7 @@ class LogLinearMap(FeatureMap):
     Parameters: w_q (H, M, D) and b_q (H, M), w_k (G, M, D) and b_k (G, M); H = G = 1 where the heads share one map.
 
     Args:
-        draw: of the first w, see `draws.draw_frequencies`.
+        draw: how the first w are drawn: ``orthogonal``, ``iid`` and others, see `draws.draw_frequencies`.
         per_head: False shares one map between the heads.
         unit_keys: False leaves the sum over j out: log phi_i(k) = w_i . k + b_i.
         num_key_heads: G, of grouped queries: maps of keys for each key head. Those of queries stay each query head's

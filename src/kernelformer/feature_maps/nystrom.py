@@ -148,7 +148,7 @@ class NystromMap(FeatureMap):
     part.
 
     Args:
-        num_landmarks: s.
+        num_landmarks: s, the number of landmarks.
         gamma: the ridge; at least 1e-6, with float64 inputs 1e-10. Rounding is multiplied by 1 / sqrt(gamma).
         inverse: ``cholesky``, or the paper's division-free iteration, ``iterative``, whose result is factored here.
         kernel: ``gaussian`` or ``softmax``.

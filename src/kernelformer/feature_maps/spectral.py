@@ -57,7 +57,7 @@ class SpectralMap(FeatureMap):
     Args:
         features: ``rks`` or ``prf``.
         width: how many frequencies there are; ``num_features`` of them are independent.
-        smoothing: of RKS features, see `spectral_spec`.
+        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
         settings: see `FeatureMap`.
         transform: x -> W x.
         common: other arguments of `FeatureMap`.
@@ -98,11 +98,11 @@ class MixtureMap(SpectralMap):
 
     Args:
         features: ``rks`` or ``prf``.
-        components: C.
+        components: C, the number of Gaussians in the mixture.
         tied: components in pairs (S, mu), (S, -mu), as in the paper's experiments.
         covariance: ``full`` or ``diagonal``; the paper: full for RKS, diagonal for PRF.
         mean_std: standard deviation of the first means.
-        smoothing: of RKS features, see `spectral_spec`.
+        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
         per_head: parameters and noise of its own for each head.
 
     The others are those of `FeatureMap`.
@@ -223,7 +223,7 @@ class GenerativeMap(SpectralMap):
         features: ``rks`` or ``prf``.
         width: of the generator's hidden layers, default head_dim.
         depth: number of hidden layers.
-        smoothing: of RKS features, see `spectral_spec`.
+        smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
         per_head: noise of its own for each head.
 
     The others are those of `FeatureMap`.

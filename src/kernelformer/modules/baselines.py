@@ -59,8 +59,9 @@ class NystromformerCore(BaselineCore):
 
     Args:
         num_landmarks: number of segments.
-        rounds: of the iteration.
+        rounds: how many rounds the iteration has.
         conv: length of the convolution, odd; 0 for none.
+        seed: of the first values of the convolution.
 
     Cost: O(L s (D + E)), and O(s^3) once per sample and head.
     """

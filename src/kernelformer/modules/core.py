@@ -44,7 +44,7 @@ class AttentionCore(nn.Module):
         method: the method's name, for messages.
         head_dim: D.
         num_heads: H, of the queries.
-        scale: default of the calls; None means 1 / sqrt(D), or 1 with ``normalize_qk``.
+        scale: of the product q . k, where a call gives none; None means 1 / sqrt(D), or 1 with ``normalize_qk``.
         normalize_qk: divide queries and keys by their L2 norm first (kernelized-rpe Sec. 3.2).
     """
 

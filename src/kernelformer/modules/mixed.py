@@ -13,7 +13,7 @@ from kernelformer.attention import State
 from kernelformer.modules.core import AttentionCore, Call
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PairState(State):
     """The states of both kinds; its tensors are those of the first, then those of the second."""
 

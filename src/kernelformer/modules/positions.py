@@ -27,7 +27,7 @@ class RelativePositions(nn.Module):
         max_length: the longest sequence, tokens of a state included; a table without ``max_distance`` needs it.
         max_distance: distances beyond it share its entry, which makes the cost of attention linear; t5: where buckets
             end, default 128.
-        num_buckets: of t5.
+        num_buckets: how many buckets t5 has.
         causal: distances to the future have no entries.
         grid: (R, C), for tokens on a grid; then there is a table over row and column differences, and nothing above but
             ``num_heads`` counts.

@@ -28,6 +28,7 @@ from kernelformer.tasks import make_task
 from kernelformer.training.inspection import check_same
 from kernelformer.training.run import Run, StoppedError, TrainingError, attention_settings
 from kernelformer.training.session import build_model
+from kernelformer.units import shortened
 
 REPORT = "report.html"
 FIGURES = "comparison.json"
@@ -145,7 +146,7 @@ def carry_out(
     plan.save(threads)
     _tell_conditions(plan, threads, tell)
     for run in plan.runs:
-        tell(_name(run))
+        tell(_short(run))
         _train(run, plan.place(run), threads, command, again, tell)
         done()
     return report(plan)
@@ -166,6 +167,10 @@ def _name(run: Run) -> str:
     return f"{run.label}, seed {run.seed}"
 
 
+def _short(run: Run) -> str:
+    return f"{shortened(run.label)}, seed {run.seed}"
+
+
 def _train(run: Run, folder: Path, threads: int, command: str, again: str, tell: Callable[[str], None]) -> None:
     request = {"run": run.as_json(), "folder": str(folder), "command": command, "threads": threads}
     request["resume"] = (folder / RUN).exists()
@@ -178,11 +183,11 @@ def _train(run: Run, folder: Path, threads: int, command: str, again: str, tell:
                 assert worker.stdout is not None
                 try:
                     for line in worker.stdout:
-                        tell(f"{_name(run)}: {line.rstrip()}")
+                        tell(f"{_short(run)}: {line.rstrip()}")
                 except KeyboardInterrupt:
                     worker.terminate()  # from a terminal it has heard Ctrl-C too; then this one changes nothing
                     for line in worker.stdout:
-                        tell(f"{_name(run)}: {line.rstrip()}")
+                        tell(f"{_short(run)}: {line.rstrip()}")
                     raise
         except KeyboardInterrupt:
             raise StoppedError(f"stopped in {folder}; go on with {again}.") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from kernelformer.recipes.conversion_study import Row
+from kernelformer.units import short_names
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -21,18 +22,19 @@ def table(rows: Sequence[Row]) -> Table:
             out.add_column(f"{name}, {stage}", justify="right")
     out.add_column("steps", justify="right")
     out.add_row("original", *(f"{first.scores['original'][x]:.4f}" for x in names for _ in range(2)), "")
+    short = short_names(row.method for row in rows)
     for row in rows:
         if row is first:
             continue
         if row.problem:
-            out.add_row(row.method, row.problem[:60])
+            out.add_row(short[row.method], row.problem[:60])
             continue
         cells = [
             f"{row.scores[stage][x]:.4f}" if stage in row.scores else ""
             for x in names
             for stage in ("converted", "distilled")
         ]
-        out.add_row(row.method, *cells, " + ".join(str(x) for x in row.steps.values()))
+        out.add_row(short[row.method], *cells, " + ".join(str(x) for x in row.steps.values()))
     return out
 
 

@@ -23,7 +23,7 @@ from kernelformer.modules.build import parse_attention
 from kernelformer.recipes.encoder_worker import BOUNDS, PASSES, Case, build
 from kernelformer.recipes.settings import ENCODER_ATTENTIONS as ATTENTIONS
 from kernelformer.subprocesses import finished
-from kernelformer.units import human_bytes, human_ratio, human_time
+from kernelformer.units import human_bytes, human_ratio, human_time, short_names
 
 EXACT = "softmax"
 # Whatever is larger than 64 KiB goes back to the system at once, so that resident memory is what is in use.
@@ -234,11 +234,12 @@ def _table(found: Found, rows: Sequence[Row]) -> Table:
     ratios = ["faster by" if name == EXACT else f"of {name}" for name in others]
     for name in ("a step", *ratios, "peak", "rounds"):
         out.add_column(name, justify="right", no_wrap=True)
+    short = short_names(row.attention for row in rows)
     for row, after in zip(rows, [*rows[1:], None], strict=True):
         out.add_row(
             str(row.layers),
             str(row.length),
-            row.attention,
+            short[row.attention],
             "not run" if row.seconds is None else human_time(row.seconds),
             *(_ratio(row, name, found.seconds(row, name)) for name in others),
             human_bytes(row.peak),

@@ -12,7 +12,7 @@ from rich.table import Table
 from kernelformer.analysis.figures import style
 from kernelformer.recipes.lengths import Found, Row
 from kernelformer.recipes.lengths_worker import BASELINES, TOKEN
-from kernelformer.units import human_bytes, human_ratio, human_time
+from kernelformer.units import human_bytes, human_ratio, human_time, short_names
 
 
 def tables(found: Found) -> list[Table]:
@@ -24,8 +24,9 @@ def tables(found: Found) -> list[Table]:
         last.add_column(name, no_wrap=True)
     for name in ("time", "memory"):
         last.add_column(name, justify="right", no_wrap=True)
+    short = short_names(x["attention"] for x in found.crossovers())
     for x in found.crossovers():
-        last.add_row(x["kind"], x["attention"], x["against"], x["seconds in words"], x["peak in words"])
+        last.add_row(x["kind"], short[x["attention"]], x["against"], x["seconds in words"], x["peak in words"])
     return [*out, last]
 
 
@@ -49,11 +50,12 @@ def _table(found: Found, rows: Sequence[Row]) -> Table:
     for name in ("time", f"{first} / it", "cache" if kind == TOKEN else "peak", f"{first} / it", "rounds"):
         out.add_column(name, justify="right", no_wrap=True)
     rows = sorted(rows, key=lambda x: x.length)
+    short = short_names(row.attention for row in rows)
     for row, after in zip(rows, [*rows[1:], None], strict=True):
         time, peak = (_ratio(found, row, what) for what in ("seconds", "peak"))
         out.add_row(
             str(row.length),
-            row.attention,
+            short[row.attention],
             "not run" if row.seconds is None else human_time(row.seconds),
             time,
             human_bytes(row.peak),

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from kernelformer.training.run import Run
 from kernelformer.training.session import train
-from kernelformer.units import human_time
+from kernelformer.units import human_time, short_names
 
 WARM, TIMED, PROFILED = 5, 15, 5  # steps
 OPERATORS = ("aten::", "kernelformer::")
@@ -109,9 +109,10 @@ def table(found: Sequence[Step]) -> Table:
     out = Table("attention", title="A training step", title_justify="left")
     for name in ("step", "profiled", "outside of operations", "without the profiler", "operations"):
         out.add_column(name, justify="right")
+    short = short_names(x.attention for x in found)
     for x in found:
         shares = (f"{100 * share:.1f}%" for share in (x.outside, x.own))
-        out.add_row(x.attention, human_time(x.seconds), human_time(x.profiled), *shares, f"{x.operations:,}")
+        out.add_row(short[x.attention], human_time(x.seconds), human_time(x.profiled), *shares, f"{x.operations:,}")
     return out
 
 

@@ -24,6 +24,7 @@ from kernelformer.modules import KernelAttention, method_options, parameter_grou
 from kernelformer.modules.redraw import random_maps
 from kernelformer.recipes.settings import SparsitySetting as Setting
 from kernelformer.tasks.sparsity import CLASSES, SparseSums, sparse_sums
+from kernelformer.units import short_names
 
 METHODS = (
     "softmax",
@@ -204,7 +205,7 @@ def table(curves: Sequence[Curve]) -> Table:
     for p in relevances:
         out.add_column(f"relevance {p:g}", justify="right")
     out.add_column("s/run", justify="right")
-    for method in dict.fromkeys(c.method for c in curves):
+    for method, short in short_names(c.method for c in curves).items():
         mine = [c for c in curves if c.method == method]
         cells = []
         for p in relevances:
@@ -213,7 +214,7 @@ def table(curves: Sequence[Curve]) -> Table:
             known = [s for s in steps if s is not None]
             when = f"{sum(known) / len(known):.0f}" if known and len(known) == len(steps) else "-"
             cells.append(f"{100 * sum(c.accuracy[-1] for c in some) / len(some):.1f}% ({when})" if some else "")
-        out.add_row(method, *cells, f"{sum(c.seconds for c in mine) / len(mine):.0f}")
+        out.add_row(short, *cells, f"{sum(c.seconds for c in mine) / len(mine):.0f}")
     return out
 
 

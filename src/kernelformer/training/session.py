@@ -47,6 +47,7 @@ from kernelformer.training.silence import silent_libraries
 from kernelformer.training.start import check_vocabulary, start_from, weights_hash
 from kernelformer.training.terminal import VisibleConsole
 from kernelformer.training.trainer import RunTrainer, training_arguments
+from kernelformer.units import shortened
 
 
 def train(
@@ -108,6 +109,7 @@ def train(
             say(f"going on from step {step}" if checkpoint else "there is no checkpoint yet: starting from step 0")
             if main and checkpoint is not None and (rule := extension(run, saved_run(folder)[0])):
                 say(rule)
+        say(f"writing to {folder}")
         task = make_task(run.task, **run.task_options)
         splits = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
         told = task.remarks()
@@ -115,6 +117,7 @@ def train(
             say(remark)
         meter = Meter(args.device, args.gradient_accumulation_steps)
         model = build_model(run, task)
+        say(f"model: {model.num_parameters():,} parameters, attention {run.label}")
         if run.start is not None and checkpoint is None:
             check_vocabulary(task, Path(run.start))
             say(start_from(model, Path(run.start)))
@@ -126,7 +129,7 @@ def train(
             with writing(folder):
                 others.append(stack.enter_context(Board(folder / "tensorboard", step)))
         if bar:
-            others.append(stack.enter_context(Bar(console, recorder, run.label)))
+            others.append(stack.enter_context(Bar(console, recorder, shortened(run.label))))
         trainer = RunTrainer(run, task, model, args, meter=meter, recorder=recorder, callbacks=others, **splits)
         _learn(run, folder, trainer, checkpoint, say)
         return main_does(main, folder, lambda: _finish(run, folder, task, trainer, told, say))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from kernelformer.errors import choice, positive_int
 from kernelformer.training.run import Run
 
 CPU, FULL = "cpu", "full"
-_NESTED = {"model": "model", "task": "task_options"}
 FEATURES = 64  # of every method at the size for a CPU: features or landmarks
 ANYWHERE = (
     "softmax",
@@ -66,20 +65,6 @@ class Recipe:
     def attentions(self, size: str = CPU) -> Sequence[str]:
         """What `compare` compares by default, in a size."""
         return self.compared[choice("size of this recipe,", size, self.sizes)]
-
-    def settings(self) -> dict[str, list[str]]:
-        """What the sizes set, as texts by the names that ``--set`` takes; "" where one leaves the default."""
-        flat = [_flat(self.run(size)) for size in self.sizes]
-        names = sorted(set().union(*flat), key=lambda x: (x.count("."), x))
-        found = {name: [one.get(name, "") for one in flat] for name in names}
-        return {**found, "compared": [", ".join(self.compared[size]) for size in self.sizes]}
-
-
-def _flat(run: Run) -> dict[str, str]:
-    own = run.as_json()
-    default = {x.name: x.default for x in fields(Run)}
-    nested = {f"{head}.{x}": y for head in ("model", "task") for x, y in own.pop(_NESTED[head]).items()}
-    return {x: str(y) for x, y in {**own, **nested}.items() if "." in x or y != default[x]}
 
 
 def arena_rate(base: float, warmup: int, steps: int) -> dict[str, Any]:
