@@ -70,7 +70,8 @@ def biased_attention(
         if looks and faster_by_fft(features, value.shape[3], layout, is_causal):
             near = _units(query, key, unit, common.get("key_mask"))
             chosen = "fft" if is_safe(*near, bias, layout=layout, **common) else "direct"
-    if chosen == "fft" and layout.L and layout.S and _is_finite(query, key, value, common.get("key_mask")):
+    some = layout.L and layout.S and query.shape[0]
+    if chosen == "fft" and some and _is_finite(query, key, value, common.get("key_mask")):
         near = _units(query, key, unit, common.get("key_mask"))
         return fft_attention(*near, value, bias, layout=layout, **common)
     if chosen == "windowed" and window is None:

@@ -171,7 +171,7 @@ class PositiveEngine(Engine):
         old = self.work.take("old", many, features, width)
         self.turn = not self.turn  # two buffers in turn: a rescue still wants the state from before the group
         mean = self.work.take(f"mean{self.turn}", rows, features, width).copy_(mean)
-        for step, add, keep in zip(*(x.view(rows, -1, *x.shape[1:]).unbind(1) for x in (old, kv, decay)), strict=True):
+        for step, add, keep in zip(*(x.unflatten(0, (rows, -1)).unbind(1) for x in (old, kv, decay)), strict=True):
             torch.mul(mean, keep, out=step)
             torch.add(step, add, out=mean)
         weights, size = self._weights(after, xq)

@@ -145,12 +145,13 @@ def step(
     if hidden is not None:
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
     batch, heads, _, width = query.shape
-    query = query.reshape(batch, key.shape[1], -1, width)  # (B, G, R, D): the group's queries as rows
+    groups = key.shape[1]
+    query = query.reshape(batch, groups, heads // groups, width)  # (B, G, R, D): the group's queries as rows
     if spec.family == "positive":
         out, after = _positive(cast(PositiveSpec, spec), tensors, query, key, value, state, scale, hidden, normalize)
     else:
         out, after = _signed(cast(SignedSpec, spec), tensors, query, key, value, state, scale, hidden, normalize)
-    return out.reshape(batch, heads, 1, -1), after
+    return out.reshape(batch, heads, 1, value.shape[-1]), after
 
 
 def _positive(
@@ -254,7 +255,8 @@ def read(
     Cost: O(L M (D + E)) time, whatever the number of keys in the state.
     """
     batch, heads, length, width = query.shape
-    rows = query.reshape(batch, state[1].shape[1], -1, width)
+    groups = state[1].shape[1]
+    rows = query.reshape(batch, groups, heads // groups * length, width)
     if spec.family == "positive":
         positive = cast(PositiveSpec, spec)
         features = positive.log_shares if normalize else positive.log_features
@@ -263,7 +265,7 @@ def read(
         signed = cast(SignedSpec, spec)
         phi_q, factor = signed.features(rows, tensors, scale, "query", normalize)
         out = _answer_signed(signed, phi_q, factor, state, normalize)
-    return out.reshape(batch, heads, length, -1)
+    return out.reshape(batch, heads, length, out.shape[-1])
 
 
 def step_near(

@@ -91,7 +91,17 @@ def _forward(
             block.note(inverses, inverse, span)
         if keep >= 0:
             ends.append(end_sums(block, scan, keep))
+    if keep >= 0 and not ends:  # of no samples
+        return out, units, inverses, _empty_sums(query, value, tensors, spec)
     return out, units, inverses, [torch.cat(x) for x in zip(*ends, strict=True)] if ends else []
+
+
+def _empty_sums(query: Tensor, value: Tensor, tensors: Sequence[Tensor], spec: str) -> list[Tensor]:
+    """Room for the sums (B, H, ...) of a call: shift, kv, ks and ns."""
+    known = lookup(spec)
+    features, width = known.feature_dim(tensors, query.shape[3]), value.shape[3]
+    sizes = ((1, features if known.family == "positive" else 1), (features, width), (features, 1), (1, 1))
+    return [query.new_empty(*query.shape[:2], *x, dtype=compute_dtype(query.dtype)) for x in sizes]
 
 
 @_forward.register_fake
@@ -112,12 +122,9 @@ def _(
     unit: bool,
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    known, dtype = lookup(spec), compute_dtype(query.dtype)
-    like = query.new_empty(*query.shape[:3], 1, dtype=dtype)
-    features, width = known.feature_dim(tensors, query.shape[3]), value.shape[3]
-    sizes = ((1, features if known.family == "positive" else 1), (features, width), (features, 1), (1, 1))
-    sums = [query.new_empty(*query.shape[:2], *x, dtype=dtype) for x in sizes] if keep >= 0 else []
-    return query.new_empty(*query.shape[:3], width), like, torch.empty_like(like), sums
+    like = query.new_empty(*query.shape[:3], 1, dtype=compute_dtype(query.dtype))
+    sums = _empty_sums(query, value, tensors, spec) if keep >= 0 else []
+    return query.new_empty(*query.shape[:3], value.shape[3]), like, torch.empty_like(like), sums
 
 
 @torch.library.custom_op("kernelformer::relative_attention_backward", mutates_args=())

@@ -151,14 +151,14 @@ def finish(block: Block, rows: Rows, q: Queries, unit: Tensor) -> tuple[Tensor, 
 
 def end_sums(block: Block, scan: Scan, keep: int) -> list[Tensor]:
     """The sums after the last key, but for the last ``keep`` keys; relative to the position after the last."""
-    assert scan.tail is not None
     call = block.call
     stop = call.layout.S - keep
-    behind = scan.waiting
-    scan.waiting = []
-    scan.to(call.layout.S, call.layout.S)
-    for first, last in behind:
-        if first < stop:
-            part = (first, min(last, stop))
-            scan.sums.add_keys(block.map_keys(part), scan.tail.fade(scan.distance(part, False), True))
+    if scan.tail is not None:  # without entries in the table there is no query, and no key that is not kept
+        behind = scan.waiting
+        scan.waiting = []
+        scan.to(call.layout.S, call.layout.S)
+        for first, last in behind:
+            if first < stop:
+                part = (first, min(last, stop))
+                scan.sums.add_keys(block.map_keys(part), scan.tail.fade(scan.distance(part, False), True))
     return [x.unflatten(0, (block.count, call.heads)) for x in scan.sums.tensors]

@@ -350,7 +350,7 @@ def _running(
     """Sums before each chunk, (N c, ...), and after the last, (N, ...)."""
     old, end = [], []
     for index, (now, add) in enumerate(zip(start, adds, strict=True)):
-        steps = add.reshape(rows, -1, *add.shape[1:])
+        steps = add.unflatten(0, (rows, -1))
         before = work.take(f"before{index}", *steps.shape)
         for c in range(steps.shape[1]):
             before[:, c] = now
@@ -366,7 +366,7 @@ def _later(
     """The same backwards: gradients of the sums after each chunk, (N c, ...), and before the first, (N, ...)."""
     later, before = [], []
     for index, (now, own) in enumerate(zip(grads, local, strict=True)):
-        steps = own.view(rows, -1, *own.shape[1:])
+        steps = own.unflatten(0, (rows, -1))
         after = work.take(f"after{index}", *steps.shape)
         for c in reversed(range(steps.shape[1])):
             after[:, c] = now

@@ -48,7 +48,7 @@ def fwht(x: Tensor) -> Tensor:
         raise ValueError(f"the transform needs a power of two, got {dim} (shape {tuple(x.shape)}); pad with zeros.")
     inner = 1
     for size in _factors(dim):
-        x = hadamard(size, x.dtype, x.device) @ x.reshape(*lead, -1, size, inner * width)
+        x = hadamard(size, x.dtype, x.device) @ x.reshape(*lead, dim // (inner * size), size, inner * width)
         inner *= size
     return x.reshape(*lead, dim, width)
 

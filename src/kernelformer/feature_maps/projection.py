@@ -88,7 +88,7 @@ class Dense(Transform):
                 z = (flat * factor) @ omega
             else:
                 z = torch.addmm(offset.reshape(-1, 1), flat, omega, beta=weight, alpha=factor)
-            return z.view(*x.shape[:-1], -1)
+            return z.view(*x.shape[:-1], z.shape[-1])
         z = (x * factor) @ omega.transpose(-1, -2)
         return z if offset is None else torch.add(z, offset, alpha=weight)
 

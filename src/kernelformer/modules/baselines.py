@@ -14,6 +14,7 @@ from kernelformer.errors import integer, positive_int
 from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.landmarks import Tokens, sharper
+from kernelformer.modules.bias import of_nothing
 from kernelformer.modules.core import AttentionCore, Call
 from kernelformer.modules.exact import sdpa
 
@@ -90,7 +91,7 @@ class NystromformerCore(BaselineCore):
     def _whole(self, call: Call) -> Tensor:
         query, key, value, scale = call.query, call.key, call.value, call.scale
         if key.shape[2] == 0 or query.shape[2] == 0:
-            return sdpa(call)
+            return of_nothing(query, key, value, *self.parameters())
         slots = min(self.num_landmarks, query.shape[2], key.shape[2])
         queries, keys = Tokens(query, call.query_mask, slots), Tokens(key, call.key_mask, slots)
         number = None
@@ -177,7 +178,5 @@ class LinformerCore(BaselineCore):
                 f"this linformer was built with max_length={self.max_length}, got {length} keys; build it with "
                 f"max_length={length}, or cut the sequence."
             )
-        if length == 0:
-            return sdpa(call)
         key, value = (m[:, :length].to(x.dtype) @ x for m, x in ((self.E, call.key), (self.F, call.value)))
         return sdpa(replace(call, key=key, value=value, key_mask=None))

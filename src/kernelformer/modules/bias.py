@@ -186,9 +186,9 @@ def biased_sdpa(
     A mask of L x S is made only where a view cannot say it (on a grid, or with a key mask), some queries at a time.
     """
     layout = bias.layout
-    if layout.S == 0 or layout.L == 0:
-        return query.sum(-1, keepdim=True).mul(0) * value.new_zeros(value.shape[-1]) + 0 * (key.sum() + value.sum())
     table = bias.table.to(query.dtype)
+    if layout.S == 0 or query.numel() == 0 or value.numel() == 0:
+        return of_nothing(query, key, value, table)
     whole = bool(table.isneginf().any()) if not torch.compiler.is_compiling() else True
     if not layout.rows and key_mask is None and not whole:
         hidden = layout.hide_future(table) if is_causal else table
@@ -215,6 +215,14 @@ def biased_sdpa(
         out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
         parts.append(out.masked_fill(~seen, 0).flip(2))
     return torch.cat(parts, 2)
+
+
+def of_nothing(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
+    """Attention where there is no key, or nothing to put out: zeros (B, H, L, E), with gradients of 0 to everything."""
+    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for x in (query, key, value, *others):
+        out = out + x.flatten()[:0].sum()
+    return out
 
 
 def _nothing(table: Tensor, query: tuple[int, int], key: tuple[int, int]) -> Tensor:

@@ -14,7 +14,7 @@ from kernelformer.attention.recurrent import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import flag
 from kernelformer.kernels import gaussian_kernel
-from kernelformer.modules.bias import biased_sdpa
+from kernelformer.modules.bias import biased_sdpa, of_nothing
 from kernelformer.modules.core import Call
 from kernelformer.modules.growing import GrowingCore
 
@@ -132,7 +132,7 @@ def sdpa(call: Call) -> Tensor:
     query, key, value, scale = call.query, call.key, call.value, call.scale
     key_mask, length = call.key_mask, call.query.shape[2]
     if key.shape[2] == 0:
-        return query.sum(-1, keepdim=True).mul(0) * value.new_zeros(value.shape[-1]) + 0 * (key.sum() + value.sum())
+        return of_nothing(query, key, value)
     grouped = query.shape[1] != key.shape[1]
     is_causal = call.is_causal and call.past + 1 < key.shape[2]  # else the first query sees every key
     if key_mask is None and not (is_causal and call.past):
