@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernelformer as kf
-from definition import inputs
+from definition import attend, build, inputs
 from kernelformer.attention import positive, reference
 
 D, L = 64, 1024
@@ -115,6 +115,37 @@ def test_a_future_key_cannot_overflow_an_unnormalized_past():
         later = torch.cat([k[:, :, :10], size * k[:, :, 10:]], 2)
         got = core(q, later, v, is_causal=True)[:, :, :10]
         assert worst_row(got.detach(), want) < 1e-4
+
+
+@pytest.mark.parametrize("way", ["bidirectional", "causal", "step"])
+@pytest.mark.parametrize("variant", ["loglinear unnormalized", "exp unnormalized"])
+def test_a_size_beyond_float_range_does_not_lose_a_row_that_fits(variant, way):
+    core = build(variant, torch.float32)
+    whole = copy.deepcopy(core).double()
+    # Weights of up to 1e48 and values of 1e-12: sums of them fit into float32, the weights do not.
+    q, k, v = (x.float() for x in inputs(70, B=1, size=20 if core.method == "loglinear" else 10))
+    v = 1e-12 * v
+    v[..., 0] = 0
+    leaves, exact = ([x.detach().to(t).requires_grad_() for x in (q, k, v)] for t in (torch.float32, torch.float64))
+    want = attend(variant, whole, *exact, is_causal=way != "bidirectional")
+    if way == "step":
+        state, rows = None, []
+        for i in range(70):
+            row, state = core.step(*(x[:, :, i : i + 1] for x in leaves), state)
+            rows.append(row)
+        got = torch.cat(rows, 2)
+    else:
+        got = core(*leaves, is_causal=way == "causal")
+    largest = want.detach().abs().amax(-1)
+    fits = largest < 1e30
+    weights = attend(variant, whole, *exact[:2], torch.ones_like(exact[2]), is_causal=way != "bidirectional")
+    assert ((weights.amax(-1) > 1e39) & fits).sum() > 5  # else nothing is shown
+    assert worst_row(got.detach()[fits], want.detach()[fits]) < 2e-4
+    ask = (fits / largest.clamp_min(1e-6)).unsqueeze(-1)  # so that every row has its say
+    slopes = torch.autograd.grad((want * ask).sum(), exact)
+    for a, b in zip(torch.autograd.grad((got * ask.float()).sum(), leaves), slopes, strict=True):
+        assert a.isfinite().all()
+        assert float((a.double() - b).norm() / b.norm()) < 1e-3
 
 
 def test_a_rescued_row_is_right_to_float64(monkeypatch):

@@ -14,6 +14,9 @@ In a causal chunk a query sees only part of the chunk's mass: ``seen_i``, what i
 normalized by, divides. A later, far larger key of the same chunk can push it below float range; such rows are done
 again in log space (`_rescue`), forward and backward.
 
+Without normalization a row is its mixture times its size, ``sum_m exp(l_m(q_i) + log_mass_m)``, which may lie beyond
+float range where its product with small values does not: its root is multiplied with twice.
+
 Gradients are taken of sums: ``(d_kv, d_mass)`` are those of ``sum_j phi_m(k_j) v_j`` and ``sum_j phi_m(k_j)``, in
 units in which the current mass is 1.
 """
@@ -53,7 +56,7 @@ class _Group:
 
     p: Tensor  # (N c, M, C) keys' share of the mixture up to and with their chunk
     weights: Tensor  # (N c, R C, M) p(m | i) under that mixture
-    size: Tensor | None  # (N c, R C, 1) of the rows, unnormalized
+    root: Tensor | None  # (N c, R C, 1) of the rows' sizes, unnormalized
     before: Tensor  # (N c, M, 1) log mass before the chunk
     decay: Tensor  # (N c, M, 1) share of the mixture from before the chunk
     kv: Tensor  # (N c, M, E) what the chunk adds
@@ -109,31 +112,32 @@ class PositiveEngine(Engine):
         log_mass.copy_(total)
 
     def _weights(self, log_mass: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``p(m | i)`` and, unnormalized, the size of the row (N, C, 1) that it was divided by."""
+        """``p(m | i)`` and, unnormalized, the root of the row's size (N, C, 1), which it was divided by."""
         out = self.work.take("queries", *x.shape[:2], log_mass.shape[1])
         weights = self.chunks.queries(x, log_mass.transpose(1, 2), out)
         if self.normalize:
             return torch.softmax(weights, -1, out=weights), None
-        size = _softmax_mass(weights).exp_()
-        return weights, size
+        root = _softmax_mass(weights).mul_(0.5).exp_()
+        return weights, root
 
     def read(self, state: Tensors, x: Tensor) -> Tensor:
         """The mixture's mean, feature by feature as the query weighs them."""
-        weights, size = self._weights(state[0], x)
+        weights, root = self._weights(state[0], x)
         out = torch.bmm(weights, state[1], out=self.work.take("out", *weights.shape[:2], state[1].shape[2]))
-        return out if size is None else out.mul_(size)
+        return out if root is None else out.mul_(root).mul_(root)
 
     def read_backward(self, state: Tensors, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
         """Softmax's gradient: ``p (g . mean - g . out)``."""
         d_kv, d_mass = grads
-        weights, size = self._weights(state[0], x)
+        weights, root = self._weights(state[0], x)
         slope = self.work.take("slope", *weights.shape)
-        if size is None:
+        if root is None:
             delta = self._delta(g, out)
             d_mass.add_(torch.mul(weights, delta, out=slope).sum(1).unsqueeze(2))
             torch.baddbmm(delta, g, state[1].transpose(1, 2), out=slope)
         else:
-            weights.mul_(size)
+            weights.mul_(root)
+            g = g * root
             torch.bmm(g, state[1].transpose(1, 2), out=slope)
         d_kv.baddbmm_(weights.transpose(1, 2), g)
         return self.chunks.pull_queries(x, slope.mul_(weights), self.work.take("dxq", *x.shape))
@@ -174,8 +178,8 @@ class PositiveEngine(Engine):
         for step, add, keep in zip(*(x.unflatten(0, (rows, -1)).unbind(1) for x in (old, kv, decay)), strict=True):
             torch.mul(mean, keep, out=step)
             torch.add(step, add, out=mean)
-        weights, size = self._weights(after, xq)
-        return _Group(p, weights, size, before, decay, kv, old, [log_mass, mean])
+        weights, root = self._weights(after, xq)
+        return _Group(p, weights, root, before, decay, kv, old, [log_mass, mean])
 
     def causal(
         self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
@@ -191,17 +195,17 @@ class PositiveEngine(Engine):
         past = torch.mul(t.weights, t.decay.transpose(1, 2), out=self.work.take("slope", *t.weights.shape))
         seen = past.sum(2).add_(scores.sum(2))
         lost = seen < LOST
-        if t.size is None:
+        if t.root is None:
             note = seen.reciprocal_()
         else:
-            note = t.size.squeeze(2)
+            note = t.root.squeeze(2).square()
             lost |= note.isinf()
         if bool(lost.any()):
             note.masked_fill_(lost, 0)
             out.mul_(note.unsqueeze(2))
             for row, index in _rescued(lost & _visible(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
-                out[row, index] = r.shares_before @ r.mean + r.shares.sum(1) @ v[row]
+                out[row, index] = (r.shares_before @ r.mean + r.shares.sum(1) @ v[row]) * r.root
                 note[row, index] = -1
             return out, note, t.state
         return out.mul_(note.unsqueeze(2)), note, t.state
@@ -280,10 +284,12 @@ class PositiveEngine(Engine):
         pairs = (lq.unsqueeze(2) + lk).masked_fill_(later.unsqueeze(1), -torch.inf)
         past = lq + t.before[row, :, 0]
         total = torch.logaddexp(pairs.flatten(1).logsumexp(1), past.logsumexp(1))
+        root = torch.ones_like(total)
         if not self.normalize:
-            total = torch.zeros_like(total)
+            total = total / 2
+            root = total.exp()
         shares = pairs.sub_(total.view(-1, 1, 1)).exp_()
-        return _Rescue(one, q, k, shares, past.sub_(total.unsqueeze(1)).exp_(), before)
+        return _Rescue(one, q, k, shares, past.sub_(total.unsqueeze(1)).exp_(), before, root.unsqueeze(1))
 
 
 def _later(
@@ -348,9 +354,10 @@ class _Rescue:
     chunks: PositiveChunks
     xq: Tensor  # (1, r, D)
     xk: Tensor  # (1, C, D)
-    shares: Tensor  # (r, M, C) of the keys of the chunk; unnormalized, their weights
+    shares: Tensor  # (r, M, C) of the keys of the chunk; unnormalized, their weights divided by the root
     shares_before: Tensor  # (r, M) of what came before it
     mean: Tensor  # (M, E) before it
+    root: Tensor  # (r, 1) of the row's size, unnormalized; else 1
 
 
 @dataclass
@@ -366,6 +373,7 @@ class _RescueGrads:
 
 def _rescue_backward(r: _Rescue, g: Tensor, out: Tensor, v: Tensor, normalize: bool) -> _RescueGrads:
     delta = -(g * out).sum(1, keepdim=True) if normalize else g.new_zeros(g.shape[0], 1)
+    g = g * r.root
     pairs = r.shares * (g @ v.T + delta).unsqueeze(1)
     past = r.shares_before * (g @ r.mean.T + delta)
     value = r.shares.sum(1).T @ g

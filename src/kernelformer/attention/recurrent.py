@@ -186,7 +186,10 @@ def _answer_positive(logits: Tensor, log_mass: Tensor, mean: Tensor, normalize: 
     """(B, G, R, M) log features of queries, and what the keys have left -> (B, G, R, E)."""
     logits = logits + log_mass.to(mean.dtype).transpose(-1, -2)
     out = logits.softmax(-1) @ mean
-    return out if normalize else out * logits.logsumexp(-1, keepdim=True).exp()
+    if normalize:
+        return out
+    root = (0.5 * logits.logsumexp(-1, keepdim=True)).exp()  # twice: the size itself may lie beyond float range
+    return out * root * root
 
 
 def _signed(
@@ -231,7 +234,10 @@ def _answer_signed(
     log_scale, kv, k_sum, norm_sum = state
     out = phi_q @ kv
     if not normalize:
-        return out if factor is None else out * (factor + log_scale).exp()
+        if factor is None:
+            return out
+        root = (0.5 * (factor + log_scale)).exp()
+        return out * root * root
     den = phi_q @ k_sum
     if not spec.nonnegative:
         length = spec.length(normalize)
