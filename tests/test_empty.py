@@ -34,7 +34,7 @@ KINDS = [
     "nystromformer",
     "linformer",
 ]
-STREAMING = KINDS[:8]
+STREAMING = ["softmax", "gaussian", "favor+", "trigonometric", "loglinear", "rfa-gate"]
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +85,13 @@ def test_all_at_once_and_from_a_memory(cores, kind, B, L, S, E):
             assert core.attention_matrix(q, k).shape == (B, H, L, S)
 
 
-@pytest.mark.parametrize("window", [None, 0, 1, 2, "all"])  # None: no bias; "all": one without a window
+@pytest.mark.parametrize("window", [None, 0, 2, "all"])  # None: no bias; "all": one without a window
 @pytest.mark.parametrize("kind", STREAMING)
 def test_streams_in_empty_pieces(cores, kind, window):
     core = cores[kind]
     if window is not None and not core.takes_bias:
         return
-    for (B, E), cuts in itertools.product(
-        ((0, 6), (2, 0), (2, 6)), ((0, 0, 0), (0, 0, 3), (0, 3, 3), (0, 1, 1), (0, 0, 1, 1, 3))
-    ):
+    for (B, E), cuts in itertools.product(((0, 6), (2, 0), (2, 6)), ((0, 0, 3), (0, 1, 1))):
         n = cuts[-1] + 2  # two steps after the pieces
         leaves = inputs(n, B=B, E=E, G=GROUPS, dtype=torch.float32, grad=True)
         fall = -torch.arange(n).float().clamp_max(n if window in (None, "all") else window)  # by distance
