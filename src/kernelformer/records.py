@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kernelformer.errors import flag, integer, number
+from kernelformer.files import parse_json
 
 RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
 PLAN = "plan.json"  # of a comparison: its runs, started or not
@@ -216,7 +216,7 @@ def _content(path: Path) -> bytes:
 
 def _object(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content.decode())
+        found = parse_json(content.decode())
     except ValueError as problem:
         raise ValueError(f"not JSON: {problem}") from None
     if not isinstance(found, dict):
@@ -226,7 +226,7 @@ def _object(content: bytes) -> dict[str, Any]:
 
 def _is_json(content: bytes) -> bool:
     try:
-        json.loads(content.decode())
+        parse_json(content.decode())
     except ValueError:
         return False
     return True

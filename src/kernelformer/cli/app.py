@@ -12,6 +12,7 @@ from kernelformer import __version__
 from kernelformer.cli import benchmark, converting, pictures, results, studies, training, translating
 from kernelformer.cli.common import console, plain_errors
 from kernelformer.errors import choice
+from kernelformer.limits import set_limit
 from kernelformer.recipes.catalogue import RECIPES, recipes_of
 from kernelformer.recipes.papers import Recipe
 from kernelformer.records import RUN, read_head, standing
@@ -42,8 +43,23 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    limits: Annotated[
+        list[str] | None,
+        typer.Option("--limit", help="raise a bound on what files may ask for, as the error says: max_layers=5000"),
+    ] = None,
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="let links lead out of a folder of data")
+    ] = False,
 ) -> None:
     """Linear-time attention by kernels."""
+    with plain_errors():
+        for text in limits or ():
+            name, _, value = text.partition("=")
+            if not value.isdecimal():
+                raise ValueError(f"--limit takes NAME=NUMBER, got {text!r}.")
+            set_limit(name, int(value))
+        if follow_links:
+            set_limit("follow_links", 1)
 
 
 @app.command("list")

@@ -335,7 +335,7 @@ def _other_settings(prefix: str, found: Tensor, ours: Mapping[str, object]) -> s
     name = prefix.removesuffix(".") or "the map"
     try:
         theirs = json.loads(bytes(found.to(torch.uint8).tolist()))
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"{name}: its saved settings cannot be read; save the model itself again, or load it without them."
     ours = json.loads(json.dumps(ours))  # as they look after a journey
     rows = [(x, theirs.get(x), ours.get(x)) for x in {**theirs, **ours} if theirs.get(x) != ours.get(x)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import uuid
@@ -19,12 +18,14 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from kernelformer.files import PART, json_text, sync, write_json
+from kernelformer.files import PART, json_text, read_json, sync, write_json
 from kernelformer.hashes import check_hashes, write_hashes
 from kernelformer.hf.attend import CORE
 from kernelformer.hf.converting import Conversion, apply, conversion
+from kernelformer.hf.headers import check_local, check_shapes, check_sizes, saved_shapes, weight_files
+from kernelformer.limits import check_layers
 
 CONFIG = "config.json"
 KIND = "kernelformer-converted"  # model_type: whoever does not know it refuses the folder
@@ -165,7 +166,7 @@ def _refuse_original(folder: Path) -> None:
             )
         return
     try:
-        record = json.loads(path.read_text("utf-8"))
+        record = read_json(path)
     except ValueError:
         record = None
     found = record.get("model_type") if isinstance(record, dict) else None
@@ -196,21 +197,56 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str | 
     problem = _misfit(record)
     if problem:
         raise ValueError(f"{folder / CONFIG}: {problem}")
-    kind = getattr(transformers, record["architecture"])
-    with no_init_weights():  # all come from the folder
-        model = kind(_source(record), **({} if record.get("pooler", True) else {"add_pooling_layer": False}))
+    plan = Conversion.from_json(record["conversion"])
+    _compare(record, plan, folder)
+    model = _make(record, folder)
     try:
-        apply(model, Conversion.from_json(record["conversion"]))
-    except (AttributeError, TypeError, ValueError) as reason:
+        apply(model, plan)
+    except Exception as reason:  # options of cores that fit no model raise all kinds
         raise ValueError(
             f"{folder / CONFIG}: its attentions cannot be converted as it says ({reason}); convert the original again."
         ) from None
     _load_weights(model, folder, dtype)
     if model.can_generate() and (folder / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as reason:
+            raise ValueError(f"{folder / GENERATION_CONFIG_NAME} cannot be read: {reason}.") from None
     if device is not None:
         model.to(device)
     return model.eval()
+
+
+def _make(record: Mapping[str, Any], folder: Path) -> Any:
+    """The model before its conversion, its weights not set."""
+    kind, config = getattr(transformers, record["architecture"]), _source(record)
+    try:
+        with no_init_weights():  # all come from the folder
+            return kind(config, **({} if record.get("pooler", True) else {"add_pooling_layer": False}))
+    except Exception as reason:  # sizes that fit no model raise all kinds
+        first = (str(reason).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"{folder / CONFIG}: no {kind.__name__} can be built as it says ({type(reason).__name__}: {first}); "
+            f"convert the original again."
+        ) from None
+
+
+def _compare(record: Mapping[str, Any], plan: Conversion, folder: Path) -> None:
+    """Raise if the configuration does not fit the weights, before memory is asked for or anything is drawn."""
+    try:
+        files = _weight_files(folder)
+        saved = saved_shapes(files)
+    except (OSError, SafetensorError) as reason:
+        raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
+    with torch.device("meta"):
+        skeleton = _make(record, folder)
+    try:
+        check_shapes(skeleton, saved)
+        check_sizes([x.options for x in plan.layers], files)
+    except ValueError as reason:
+        raise ValueError(
+            f"the weights in {folder} do not fit its {CONFIG}: {reason}; convert the original again."
+        ) from None
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -218,7 +254,7 @@ def _read(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} is not the folder of a model: there is no {CONFIG} in it.")
     try:
-        record = json.loads(path.read_text("utf-8"))
+        record = read_json(path)
     except ValueError as reason:
         raise ValueError(f"{path} is not JSON: {reason}.") from None
     if not isinstance(record, dict) or record.get("model_type") != KIND:
@@ -243,12 +279,23 @@ def _misfit(record: dict[str, Any]) -> str | None:
         return f"transformers {transformers.__version__} has no model {record['architecture']!r}."
     try:
         Conversion.from_json(record["conversion"])
-    except (TypeError, KeyError) as reason:
+    except (AttributeError, TypeError, KeyError) as reason:
         return f"its list of converted attentions is of another version ({reason}); convert the original again."
     try:
-        _source(record)
+        check_layers("the original's configuration", record["source"])
+        check_local("the original's configuration", record["source"])
+    except ValueError as reason:
+        return str(reason)
+    try:
+        source = _source(record)
     except Exception as reason:  # whatever a configuration of another version raises
         return f"transformers {transformers.__version__} does not take the original's configuration: {reason}"
+    wanted = kind.config_class
+    if wanted is not None and not isinstance(source, wanted):
+        return (
+            f"its architecture {kind.__name__} is for a {wanted.__name__}, and the original's configuration "
+            f"is a {type(source).__name__}; convert the original again."
+        )
     return None
 
 
@@ -281,20 +328,25 @@ def _load_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | Non
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    index, names = folder / SAFE_WEIGHTS_INDEX_NAME, {SAFE_WEIGHTS_NAME}
     weights: dict[str, Tensor] = {}
     try:
-        if index.is_file():
-            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        for name in sorted(names):
-            path = folder / Path(name).name
-            if not path.is_file():
-                raise ValueError(f"there is no {name}, and a converted model has its weights as safetensors")
+        for path in _weight_files(folder):
             # Copies: a file's tensors lie anywhere in memory, and sums come out otherwise where they are not aligned.
             weights |= {key: x.clone() for key, x in load_file(path).items()}
-    except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as reason:
+    except (OSError, ValueError, SafetensorError) as reason:
         raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
     return weights
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    try:
+        files = weight_files(folder)
+    except ValueError as reason:
+        raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"there is no {path}, and a converted model has its weights as safetensors.")
+    return files
 
 
 class _Loader:

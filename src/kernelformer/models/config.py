@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from kernelformer.errors import choice, flag, fraction, integer, number, positive_int, unknown
+from kernelformer.limits import check_layers
 from kernelformer.modules.build import POSITION_OPTIONS, parse_attention
 
 POSITIONS = ("auto", "sinusoidal", "learned", "image", "none")
@@ -104,6 +105,7 @@ class KernelformerConfig(PreTrainedConfig):
         for name in ("intermediate_size", "num_decoder_layers", "head_dim", "classifier_size"):
             if getattr(self, name) is not None:
                 positive_int(name, getattr(self, name))
+        check_layers("the configuration", {x: getattr(self, x) for x in ("num_hidden_layers", "num_decoder_layers")})
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads, got {self.hidden_size} and "
@@ -132,6 +134,11 @@ class KernelformerConfig(PreTrainedConfig):
         self.encoder_specs, self.decoder_specs, self.cross_specs  # noqa: B018  (wrong ones are found here)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         positive_int("num_labels", self.num_labels)
+
+    def with_attention(self, spec: str) -> KernelformerConfig:
+        """The same model with one attention everywhere, and absolute positions where it has some."""
+        others = {"attention": spec, "decoder_attention": None, "cross_attention": None}
+        return type(self).from_dict({**self.to_dict(), **others})
 
     @property
     def feed_forward(self) -> int:

@@ -24,6 +24,7 @@ from kernelformer.feature_maps import (
     ScaledFourierMap,
     TrigonometricMap,
 )
+from kernelformer.limits import check_limit
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
@@ -152,6 +153,7 @@ def parse_attention(spec: str) -> tuple[str, dict[str, Any]]:
 def _split(name: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(name, str):
         raise ValueError(f"an attention is a string such as 'favor+:num_features=128', got {name!r:.60}.")
+    check_limit("max_attention_characters", len(name), f"the attention {name[:40]!r}... has {len(name):,} characters")
     method, *parts = name.split(":")
     options: dict[str, Any] = {}
     for part in parts:
@@ -160,7 +162,7 @@ def _split(name: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"options of a method are name=value, got {part!r} in {name!r}.")
         try:
             options[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             options[key] = value
     return method, options
 

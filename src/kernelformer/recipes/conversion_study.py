@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.errors import positive_int
-from kernelformer.files import write_json
+from kernelformer.files import read_json, write_json
 from kernelformer.modules.build import parse_method
 from kernelformer.recipes.pretrained import Source, inputs_for, load_source, read_texts
 from kernelformer.recipes.text_rows import batches, mask_tokens, packed_rows
@@ -140,7 +140,7 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 def _read(file: Path, head: dict[str, Any]) -> list[Row]:
     if not file.is_file():
         return []
-    record = json.loads(file.read_text("utf-8"))
+    record = read_json(file)
     other = [x for x in head if record.get(x) != head[x]]
     if other:
         raise ValueError(

@@ -20,7 +20,7 @@ from kernelformer.bench.case import too_large
 from kernelformer.bench.run import WorkerError
 from kernelformer.environment import environment
 from kernelformer.errors import choice, flag, integer, number, positive_int
-from kernelformer.files import write_json
+from kernelformer.files import read_json, write_json
 from kernelformer.hf.attentions import find_attentions
 from kernelformer.modules.build import parse_method
 from kernelformer.recipes.lengths_worker import BASELINES, MOST_ROUNDS, PASSES, TASKS, TOKEN, Subject, contender
@@ -274,7 +274,7 @@ def _read(path: Path, about: Mapping[str, Any]) -> list[Row]:
     if not path.exists():
         return []
     try:
-        record = json.loads(path.read_text("utf-8"))
+        record = read_json(path)
         rows = [Row(**x) for x in record["rows"]]
         other = {key: x for key, x in record["about"].items() if about.get(key) != x}
     except (ValueError, KeyError, TypeError, AttributeError) as problem:

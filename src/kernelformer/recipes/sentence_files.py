@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from kernelformer.files import read_json
 
 MODULES = "modules.json"
 FILES = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
@@ -69,7 +70,7 @@ def _local(source: str | Path, patterns: Sequence[str]) -> Path:
 
 def _module_folders(file: Path) -> list[str]:
     """Folders that ``modules.json`` names; the model itself has none."""
-    record: Any = json.loads(file.read_text("utf-8"))
+    record: Any = read_json(file)
     if not isinstance(record, list) or not all(isinstance(x, dict) for x in record):
         raise ValueError(f"{file.name} is not a list of modules")
     names = [x.get("path", "") for x in record]

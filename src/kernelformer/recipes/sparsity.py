@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
-from kernelformer.files import write_text
+from kernelformer.files import read_json, write_text
 from kernelformer.modules import KernelAttention, method_options, parameter_groups, parse_method, redraw
 from kernelformer.modules.redraw import random_maps
 from kernelformer.recipes.settings import SparsitySetting as Setting
@@ -190,7 +190,7 @@ def study(
 def _read(path: Path, setting: Setting) -> dict[tuple[str, float, int], Curve]:
     if not path.exists():
         return {}
-    record = json.loads(path.read_text())
+    record = read_json(path)
     if record["setting"] != asdict(setting):
         other = {k: v for k, v in record["setting"].items() if asdict(setting).get(k) != v}
         raise ValueError(f"{path} holds results of another setting ({other}); move it away, or choose another folder.")

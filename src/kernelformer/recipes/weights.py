@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kernelformer.files import read_json
+from kernelformer.limits import check_layers
 from kernelformer.recipes.vocabulary import tokenizer_of_vocabulary
 
 TASKS = ("auto", "masked", "causal", "seq2seq", "encoder")
@@ -83,6 +84,7 @@ def hub_options(name: str) -> dict[str, Any]:
 
 def check_folder(folder: Path) -> None:
     """That a folder holds a model of transformers which was not converted yet."""
+    from kernelformer.hf.headers import check_local
     from kernelformer.hf.saving import KIND
 
     path = folder / "config.json"
@@ -92,7 +94,7 @@ def check_folder(folder: Path) -> None:
             f"{folder} is not the folder of a model: it has neither config.json nor a .gguf file, found {names}."
         )
     try:
-        record = json.loads(path.read_text("utf-8"))
+        record = read_json(path)
     except ValueError as reason:
         raise ValueError(f"{path} is not JSON: {reason}.") from None
     if not isinstance(record, dict) or "model_type" not in record:
@@ -101,11 +103,17 @@ def check_folder(folder: Path) -> None:
         raise ValueError(
             f"{folder} was converted already; kernelformer.hf.load loads it. To convert anew give the original."
         )
+    check_layers(path, record)
+    check_local(path, record)
 
 
 def has_safe_weights(folder: Path, allow_pickle: bool) -> bool:
     """Whether the weights are safetensors; pickled ones are an error unless they are allowed."""
-    if any(folder.glob(SAFE)):
+    from kernelformer.hf.headers import saved_shapes
+
+    safe = sorted(folder.glob(SAFE))
+    if safe:
+        attempt(folder, lambda: saved_shapes(safe))
         return True
     pickled = sorted(x for pattern in PICKLED for x in folder.glob(pattern))
     if not pickled:

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
+from kernelformer.tasks.data_files import check_inside, check_regular, existing
 from kernelformer.tasks.readers import column_bytes
 from kernelformer.tasks.sources import ALIASES, EXTENSIONS, check_shares, spread
 
@@ -167,8 +168,7 @@ class Bytes(Task):
         self.seed = integer("seed", seed, at_least=0)
         self.library = data is None
         self.path = Path(str(sysconfig.get_paths()["stdlib"] if data is None else data)).expanduser()
-        if not self.path.exists():
-            raise ValueError(f"there is no file or folder {self.path}; data must be the path of one.")
+        existing(self.path, "the path of one")
         if pattern is not None and not self.path.is_dir():
             raise ValueError(
                 f"pattern chooses files of a folder, got pattern={pattern!r} and the file {self.path}; leave it out."
@@ -290,7 +290,7 @@ class Bytes(Task):
             return np.frombuffer(column_bytes(self.path, self.column), np.uint8)
         self._notice_table(self.path)
         try:
-            size = self.path.stat().st_size
+            size = check_regular(self.path).stat().st_size
             return np.asarray(np.memmap(self.path, np.uint8, "r")) if size else np.empty(0, np.uint8)
         except OSError as problem:
             raise ValueError(f"{self.path} cannot be read: {problem.strerror}; data must be a readable file.") from None
@@ -315,6 +315,8 @@ class Bytes(Task):
                 f"the folder {self.path} has no files that match pattern={self.pattern!r}; "
                 f"give another pattern, or the path of a file as data."
             )
+        if not self.library:  # systems link parts of their Python to other places
+            check_inside(self.path, (self.path / name for name in names))
         return sorted(names)
 
     def _split_of(self, file: str) -> str:
@@ -329,7 +331,7 @@ class Bytes(Task):
             return column_bytes(path, self.column)
         self._notice_table(path)
         try:
-            return path.read_bytes()
+            return check_regular(path).read_bytes()
         except OSError as problem:
             raise ValueError(
                 f"{path} cannot be read: {problem.strerror}; leave it out by pattern, which is {self.pattern!r}."

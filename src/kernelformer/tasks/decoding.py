@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kernelformer.files import replacing, write_json
+from kernelformer.files import read_json, replacing, write_json
+from kernelformer.tasks.data_files import check_regular
 from kernelformer.tasks.sources import Sieve
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Files:
 
     def open(self, number: int) -> Image:
         """By PIL."""
-        return _opened(self.where / self.names[number])
+        return _opened(check_regular(self.where / self.names[number]))
 
 
 class Rows:
@@ -300,7 +300,7 @@ def decode(encoded: Encoded, form: Form, cache: Path, sieve: Sieve) -> Decoded:
                 record = _walk(encoded, form, sieve, None)
             write_json(notes, record)  # last: it says that the pixels are whole
     try:
-        record = json.loads(notes.read_text())
+        record = read_json(notes)
         bad, fitted = [(int(number), str(why)) for number, why in record["bad"]], int(record["fitted"])
         found = mapped(pixels, shape) if whole else OnDemand(encoded, form)
     except (OSError, ValueError, KeyError, TypeError) as problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernelformer.files import replacing
+from kernelformer.limits import check_limit
+from kernelformer.tasks.data_files import check_regular
 from kernelformer.tasks.decoding import Uint8, mapped, writing
 
 MEMORY = 1 << 30  # bytes of an array that are held in memory
@@ -40,6 +43,7 @@ def _reading(path: Path) -> Iterator[None]:
 def heads(path: Path) -> dict[str, Head]:
     """All arrays of a file by name, without their values."""
     found = {}
+    check_regular(path)
     with _reading(path), zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if info.filename.endswith(".npy"):
@@ -50,6 +54,7 @@ def heads(path: Path) -> dict[str, Head]:
                     size = stream.tell() + math.prod(shape) * dtype.itemsize
                 name = info.filename.removesuffix(".npy")
                 found[name] = Head(shape, dtype)
+                check_limit("max_unpacked_bytes", size, f"{name} unpacks to {size:,} bytes")
                 # Before memory is asked for; objects, which are never read, have no size of their own.
                 if size != info.file_size and not dtype.hasobject:
                     raise ValueError(f"{name} says {found[name]}, {size:,} bytes, but has {info.file_size:,}")
@@ -70,6 +75,12 @@ def _blocks(path: Path, name: str) -> Iterator[bytes]:
             yield block
 
 
+def _free(folder: Path) -> int:
+    """Bytes that a folder, which may not be there yet, has room for."""
+    there = next(x for x in (folder, *folder.absolute().parents) if x.is_dir())
+    return shutil.disk_usage(there).free
+
+
 def pixels(path: Path, name: str, head: Head, cache: Path) -> Uint8:
     """An array of uint8: in memory up to `MEMORY` bytes, beyond that unpacked into the cache, once, and mapped."""
     if np.prod(head.shape, dtype=np.float64) <= MEMORY:
@@ -78,6 +89,12 @@ def pixels(path: Path, name: str, head: Head, cache: Path) -> Uint8:
     key = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {name}"
     place = cache / f"images-{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:24]}.npy"
     if not place.exists():
+        size, free = math.prod(head.shape), _free(cache)
+        if size > free:
+            raise ValueError(
+                f"{name} of {path} unpacks to {size:,} bytes, and {cache} has room for {free:,}; make room, or give "
+                f"another folder as cache, or set XDG_CACHE_HOME."
+            )
         with writing(place), replacing(place) as part, part.open("wb") as out:
             for block in _blocks(path, name):
                 out.write(block)

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from kernelformer.tasks.base import Sample
 from kernelformer.tasks.batching import check_indices
+from kernelformer.tasks.data_files import check_inside
 from kernelformer.tasks.sources import (
     ALIASES,
     EXTENSIONS,
@@ -88,7 +89,9 @@ class Parallel(Source):
                 f"the folder {self.found} has {alone[0]}.{has} but no {alone[0]}.{lacks}; the texts of a split are in "
                 f"two files, one for each language."
             )
-        return [self.found / f"{stem}.{self.source}" for stem in sorted(sides[0])]
+        plain = [self.found / f"{stem}.{self.source}" for stem in sorted(sides[0])]
+        check_inside(self.found, [side for x in plain for side in (x, self._mate(x))])
+        return plain
 
     def _of_file(self, path: Path) -> Rows:
         if path.suffix not in EXTENSIONS and path.stem in STEMS and path.suffix == f".{self.source}":

@@ -17,6 +17,7 @@ from kernelformer.errors import choice, flag, integer, positive_int
 from kernelformer.tasks import npz
 from kernelformer.tasks.base import SPLITS, Sample, cache_folder
 from kernelformer.tasks.batching import check_indices, check_limits, spread_evenly
+from kernelformer.tasks.data_files import check_inside, check_regular, walk
 from kernelformer.tasks.decoding import Encoded, Files, Form, Frames, Int64, Rows, Uint8, decode, grey
 from kernelformer.tasks.sources import (
     ALIASES,
@@ -200,6 +201,7 @@ class Pictures:
         there = sorted(folder.iterdir())
         fits = [x for x in there if (x.is_dir() and x.name in stems) or (x.suffix == ".npz" and x.stem in stems)]
         one_each(folder, fits)
+        check_inside(folder, fits)
         sets = {x.stem: x for x in fits}
         if not sets and self.classes is None and self._names(folder)[0]:
             return {"": folder}
@@ -320,14 +322,14 @@ class Pictures:
             return self._walked[folder]
         images: list[tuple[str, ...]] = []
         others: list[str] = []
-        for where, folders, files in os.walk(folder, followlinks=True):
-            folders[:] = [x for x in folders if not x.startswith(".")]
-            parts = Path(where).relative_to(folder).parts
+        for where, files in walk(folder, self._found):
+            parts = where.relative_to(folder).parts
             for file in files:
-                if file.lower().endswith(ENDINGS) and (parts or self.classes is None) and file[0] != ".":
+                if file.lower().endswith(ENDINGS) and (parts or self.classes is None):
                     images.append((*parts, file))
-                elif file[0] != ".":
+                else:
                     others.append("/".join((*parts, file)))
+        check_inside(self._found, (folder.joinpath(*x) for x in images))
         self._walked[folder] = ["/".join(x) for x in sorted(images)], sorted(others)
         return self._walked[folder]
 
@@ -368,7 +370,7 @@ def _hash(paths: Mapping[str, Path], limit: int) -> str:
 def _add(digest: hashlib.blake2b, path: Path) -> None:
     """All bytes of a file, not all at once."""
     try:
-        with path.open("rb") as file:
+        with check_regular(path).open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as problem:

@@ -17,6 +17,7 @@ from kernelformer.errors import choice, flag, integer
 from kernelformer.tasks import sources
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
 from kernelformer.tasks.batching import check_indices, check_limits, padded, spread_evenly
+from kernelformer.tasks.data_files import check_regular, existing
 from kernelformer.tasks.sequences import AMINO_ACIDS, Sequences
 
 TOKENS = ("<pad>", "<bos>", "<eos>", "<mask>", *AMINO_ACIDS)
@@ -186,8 +187,8 @@ class Proteins(Task):
         shares = {"validation_share": validation_share, "test_share": test_share}
         self.source = Sequences(data, str(field), deduplicate, skip_bad=skip_bad, seed=self.seed, **shares)
         self.test_file = None if test_file is None else Path(str(test_file)).expanduser()
-        if self.test_file is not None and not self.test_file.is_file():
-            raise ValueError(f"there is no file {self.test_file}; test_file must be one with {self.source.layout}.")
+        if self.test_file is not None:
+            check_regular(existing(self.test_file, f"one with {self.source.layout}", option="test_file"))
         self._packed: dict[str, Packed] = {}
         self._remarks: dict[str, str] = {}
 

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kernelformer.tasks.data_files import check_regular
+
 EXTENSIONS = (".jsonl", ".csv", ".tsv")
 LONGEST = 2**31 - 1  # characters of a value in a table
 
@@ -52,7 +54,7 @@ def hash_files(paths: list[Path]) -> str:
 def read_bytes(path: Path) -> bytes:
     """All of a file."""
     try:
-        return path.read_bytes()
+        return check_regular(path).read_bytes()
     except OSError as problem:
         unreadable(path, problem)
 
@@ -72,7 +74,7 @@ def read_lines(path: Path, separator: str = "") -> Iterator[tuple[str, str | Uni
         separator: a line that has it is not blank, also if it has nothing else.
     """
     try:
-        with path.open("rb") as lines:
+        with check_regular(path).open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     text: str | UnicodeDecodeError = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -138,7 +140,7 @@ def _csv_values(path: Path) -> Iterator[tuple[str, list[str] | str]]:
     """Values of rows with the line where each begins: quoted ones may hold line ends."""
     csv.field_size_limit(LONGEST)  # of the whole process; by default a document of 131,073 characters is an error
     try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        with check_regular(path).open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
             reader = csv.reader(lines, strict=True)
             while True:
                 first = reader.line_num + 1

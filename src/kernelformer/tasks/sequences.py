@@ -11,6 +11,7 @@ from typing import Any
 
 from kernelformer.errors import flag
 from kernelformer.tasks import sources
+from kernelformer.tasks.data_files import check_inside
 
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY" + "BOUXZ"  # the standard ones, and those that the paper calls anomalous
 FASTA = (".fasta", ".fa", ".faa")
@@ -74,6 +75,7 @@ class Sequences(sources.Source):
         if not there:
             names = ", ".join(x.name for x in everything[:10]) or "nothing"
             raise ValueError(f"{self.found} must hold train, validation and test as {SAID}, found {names}.")
+        check_inside(self.found, there)
         return there
 
     def has(self, split: str) -> bool:

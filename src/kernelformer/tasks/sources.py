@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kernelformer.errors import choice, flag, integer, number
 from kernelformer.tasks.base import SPLITS
+from kernelformer.tasks.data_files import check_inside, existing
 from kernelformer.tasks.readers import EXTENSIONS as EXTENSIONS
 from kernelformer.tasks.readers import Row as Row
 from kernelformer.tasks.readers import brief as brief
@@ -160,6 +161,7 @@ class Source:
                 f"the folder {self.found} has no train{'|'.join(EXTENSIONS)}, found {names}; it must hold a file with "
                 f"{self.layout} for each split."
             )
+        check_inside(self.found, there)
         return there
 
     def _hub(self) -> Mapping[str, Any]:
@@ -287,11 +289,8 @@ def find_place(data: str | os.PathLike[str] | None, layout: str) -> Path | str |
         if not _HUB_NAME.fullmatch(text.removeprefix(HUB)) and not Path(text.removeprefix(HUB)).exists():
             raise ValueError(f"a data set of the hub is said as hub:OWNER/NAME or hub:OWNER/NAME:SUBSET, got {text!r}.")
         return text
-    path = Path(text).expanduser()
-    if not path.exists():
-        hint = f"; a data set of the Hugging Face hub is said as {HUB}{text}" if _HUB_NAME.fullmatch(text) else ""
-        raise ValueError(f"there is no file or folder {path}; data must be one with {layout}{hint}.")
-    return path
+    hint = f"; a data set of the Hugging Face hub is said as {HUB}{text}" if _HUB_NAME.fullmatch(text) else ""
+    return existing(Path(text).expanduser(), f"one with {layout}", hint)
 
 
 def hub(place: str) -> Mapping[str, Any]:

@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.advice import resume_command
 from kernelformer.errors import choice, positive_int
-from kernelformer.hashes import HashError
-from kernelformer.models import MODELS, KernelformerForCausalLM, KernelformerPreTrainedModel
+from kernelformer.hashes import HashError, check_hashes
+from kernelformer.hf.headers import check_shapes, check_sizes, saved_shapes, weight_files
+from kernelformer.models import MODELS, KernelformerConfig, KernelformerForCausalLM, KernelformerPreTrainedModel
+from kernelformer.modules.build import parse_attention
 from kernelformer.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer.tasks.base import Outcome
@@ -136,11 +137,15 @@ def load_model(kind: str, folder: Path) -> PreTrainedModel:
     """
     file = folder / SAFE_WEIGHTS_NAME
     try:
-        if not (folder / SAFE_WEIGHTS_INDEX_NAME).exists():
-            with safe_open(file, framework="pt"):
-                pass
+        files = weight_files(folder)
+        saved = saved_shapes(files)
+        check_hashes(folder)  # before sizes are compared: that of a changed file would be said of the other one
         file = folder / CONFIG_NAME
         with silent_libraries():
+            config = KernelformerConfig.from_pretrained(folder)
+            check_sizes([parse_attention(x)[1] for x in config.encoder_specs], files)
+            with torch.device("meta"):  # the rest of the model costs nothing there; cores would draw
+                check_shapes(MODELS[kind](config.with_attention("softmax")), saved)
             return _load(MODELS[kind], folder)
     except DAMAGE as problem:
         home, why = folder.parent, reason(problem).rstrip(".")

@@ -13,6 +13,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.errors import shape
 from kernelformer.hashes import check_hashes
+from kernelformer.hf.headers import saved_shapes
 from kernelformer.models import KernelformerConfig
 from kernelformer.modules import RelativePositions
 from kernelformer.records import MODEL, RUN
@@ -40,6 +41,7 @@ def start_from(model: PreTrainedModel, folder: Path) -> str:
     place = _place(folder)
     try:
         check_hashes(place)
+        saved_shapes([place / SAFE_WEIGHTS_NAME])
         config = KernelformerConfig.from_pretrained(place)
         weights = load_file(place / SAFE_WEIGHTS_NAME)
     except (OSError, ValueError, RuntimeError, SafetensorError) as problem:

@@ -1,0 +1,101 @@
+"""Which files are data: regular ones, within the folder that was given."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kernelformer.limits import limit, raise_by
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def existing(path: Path, layout: str, hint: str = "", option: str = "data") -> Path:
+    """The path of a folder or of a regular file.
+
+    Args:
+        path: as it was given.
+        layout: what should be there, for the message.
+        hint: what else could be meant.
+        option: by which it was given.
+
+    Raises:
+        ValueError: nothing is there, or what is neither.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as problem:  # ValueError: a zero byte in the name
+        why = "" if isinstance(problem, FileNotFoundError) else f" ({getattr(problem, 'strerror', None) or problem})"
+        text = str(path)
+        named = text if len(text) <= 200 else f"{text[:100]}... of {len(text):,} characters"
+        raise ValueError(f"there is no file or folder {named}{why}; {option} must be {layout}{hint}.") from None
+    return path if stat.S_ISDIR(mode) else check_regular(path)
+
+
+def check_regular(path: Path) -> Path:
+    """The path, if it leads to a regular file: a pipe may never end, and a device never does.
+
+    Raises:
+        ValueError: it leads to something else, which is named.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as problem:
+        raise ValueError(f"{path} cannot be read: {problem.strerror}; give a readable file.") from None
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise ValueError(f"{path} is {kind}, and data is read from regular files; copy its content into one.")
+    return path
+
+
+def check_inside(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise for the first file or folder that a link leads out of a folder of data, unless that was allowed.
+
+    Args:
+        folder: that was given; it may be a link itself.
+        paths: in it.
+    """
+    if limit("follow_links"):
+        return
+    root = os.path.realpath(folder)
+    parents: dict[str, str] = {}
+    for path in paths:
+        above, name = os.path.split(path)
+        if above not in parents:
+            parents[above] = os.path.realpath(above)
+        real = os.path.realpath(path) if os.path.islink(path) else os.path.join(parents[above], name)
+        if os.path.commonpath([root, real]) != root:
+            raise ValueError(
+                f"{path} leads out of {folder}, by a link to {real}; copy what is there, or if you trust the folder "
+                f"follow its links by kernelformer --follow-links COMMAND ({raise_by('follow_links', 1)})."
+            )
+
+
+def walk(folder: Path, root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Folders within a folder, itself first, with the names of their files; links that lead back up are not followed.
+
+    Args:
+        folder: where to begin; what is hidden is not seen.
+        root: of all data, which links may not leave; see `check_inside`.
+    """
+    above = {os.fspath(folder): frozenset([os.path.realpath(folder)])}
+    for where, folders, files in os.walk(folder, followlinks=True):
+        seen = above.pop(where)
+        inner = [x for x in folders if not x.startswith(".")]
+        check_inside(root, [Path(where, x) for x in inner])
+        folders.clear()
+        for name in inner:
+            path = os.path.join(where, name)
+            real = os.path.realpath(path)
+            if real not in seen:
+                above[path] = seen | {real}
+                folders.append(name)
+        yield Path(where), [x for x in files if not x.startswith(".")]

@@ -1,0 +1,188 @@
+"""Small files that ask for much: refused in one clear sentence before anything is built, drawn, unpacked or fetched."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kernelformer.cli.app import app
+from kernelformer.hf import load
+from kernelformer.limits import LIMITS, check_limit, limit, set_limit
+from kernelformer.models import KernelformerConfig, KernelformerForCausalLM
+from kernelformer.modules.build import parse_attention
+from kernelformer.recipes.pretrained import load_source
+from kernelformer.records import read_object
+from kernelformer.tasks import make_task, npz
+from kernelformer.training import TrainingError
+from kernelformer.training.evaluation import load_model
+from test_converted_folder import change, saved
+from tiny_models import tiny as original
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A model of this library, whose configuration can be changed."""
+    KernelformerForCausalLM(KernelformerConfig(**SMALL, attention="favor+:num_features=8")).save_pretrained(tmp_path)
+    (tmp_path / "hashes.json").unlink()
+    return tmp_path
+
+
+def quickly(use, message):
+    """It is refused in one sentence, and at once."""
+    start = time.process_time()
+    with pytest.raises((ValueError, TrainingError), match=message) as problem:
+        use()
+    assert time.process_time() - start < 10
+    assert len(str(problem.value)) < 1200
+    return str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"num_attention_heads": 0}, "no BertForMaskedLM can be built as it says"),
+        ({"hidden_size": 10**9}, r"do not fit its config.json: it asks for .* of shape \(.*1000000000.*, .* has \("),
+        ({"vocab_size": 10**9}, r"do not fit its config.json: it asks for .* of shape \(1000000000"),
+        ({"intermediate_size": -16}, "no BertForMaskedLM can be built as it says"),
+        ({"num_hidden_layers": 20_000}, "asks for num_hidden_layers=20,000, the limit max_layers is 1,000; if you "),
+        ({"backbone": "some/model"}, "names backbone='some/model', a part that is not in the folder and would be fet"),
+        ({"_attn_implementation": "some/kernel"}, "names _attn_implementation='some/kernel', a part that is not in"),
+    ],
+)
+def test_a_converted_folder_with_sizes_of_no_model_is_refused(source, message, tmp_path):
+    saved(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    change(tmp_path, source={**record["source"], **source})
+    quickly(lambda: load(tmp_path), message)
+
+
+def test_an_architecture_of_another_type_is_refused(tmp_path):
+    saved(tmp_path)
+    change(tmp_path, architecture="GPT2LMHeadModel")
+    quickly(
+        lambda: load(tmp_path), "architecture GPT2LMHeadModel is for a GPT2Config, .* configuration is a BertConfig"
+    )
+
+
+@pytest.mark.parametrize("count", [10**7, 10**9])
+def test_features_that_the_weights_have_no_room_for_are_not_drawn(count, tmp_path, own):
+    saved(tmp_path / "converted")
+    rows = json.loads((tmp_path / "converted" / "config.json").read_text())["conversion"]
+    change(tmp_path / "converted", conversion=[{**x, "options": {"num_features": count}} for x in rows])
+    words = rf"it asks for num_features={count}, and its weights have [\d,]+ bytes in all"
+    quickly(lambda: load(tmp_path / "converted"), words)
+    change_own(own, attention=f"favor+:num_features={count}")
+    quickly(lambda: load_model("causal-lm", own), words)
+
+
+def change_own(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"num_hidden_layers": 20_000},
+            r"config.json cannot be used: .*num_hidden_layers=20,000, the limit max_layers",
+        ),
+        ({"hidden_size": 10**6}, r"config.json cannot be used: it asks for .* of shape \(.*1000000"),
+        ({"hidden_size": 10**9}, "config.json cannot be used: "),
+        ({"attention": "favor+:draw=" + "(" * 20_000}, r"the attention 'favor\+:draw=\(+'... has 20,012 characters"),
+    ],
+)
+def test_a_model_of_this_library_with_such_a_configuration_is_refused(values, message, own):
+    change_own(own, **values)
+    quickly(lambda: load_model("causal-lm", own), message)
+
+
+def test_brackets_without_end_are_not_json(own, tmp_path):
+    deep = "[" * 100_000
+    (own / "config.json").write_text(deep)
+    quickly(lambda: load_model("causal-lm", own), "config.json cannot be used: ")
+    quickly(lambda: load(own), "config.json is not JSON: its brackets are nested too deeply")
+    quickly(lambda: load_source(own), "config.json is not JSON: its brackets are nested too deeply")
+    (tmp_path / "run.json").write_text(deep)
+    quickly(lambda: read_object(tmp_path / "run.json"), "run.json: not JSON: its brackets are nested too deeply")
+    result = CliRunner().invoke(app, ["evaluate", str(tmp_path)])
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_a_header_of_very_many_tensors_is_refused(own, tmp_path):
+    header = {f"x{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(200_000)}
+    content = json.dumps(header).encode()
+    (own / "model.safetensors").write_bytes(struct.pack("<Q", len(content)) + content)
+    words = (
+        "model.safetensors has 200,000 tensors, the limit max_tensors is 100,000; if you trust it, raise it by kernelfo"
+    )
+    quickly(lambda: load_model("causal-lm", own), words)
+    saved(tmp_path / "converted")
+    (tmp_path / "converted" / "hashes.json").unlink()
+    (tmp_path / "converted" / "model.safetensors").write_bytes((own / "model.safetensors").read_bytes())
+    quickly(lambda: load(tmp_path / "converted"), words)
+
+
+def test_an_original_to_convert_is_looked_at_first(tmp_path):
+    original("BertModel", torch.float32).save_pretrained(tmp_path)
+    change_own(tmp_path, num_hidden_layers=5000)
+    quickly(
+        lambda: load_source(tmp_path), "config.json asks for num_hidden_layers=5,000, the limit max_layers is 1,000"
+    )
+
+
+def test_a_long_attention_is_refused_before_it_is_read():
+    quickly(
+        lambda: parse_attention("favor+:draw=" + "[" * 20_000), "has 20,012 characters, the limit max_attention_cha"
+    )
+    assert parse_attention("favor+:draw=" + "[" * 1500)[1]["draw"] == "[" * 1500  # too deep for Python, and so a text
+
+
+def test_every_limit_is_raised_by_the_environment_or_the_command(monkeypatch):
+    for name, value in LIMITS.items():
+        assert limit(name) == value
+        monkeypatch.setenv(f"KERNELFORMER_{name.upper()}", "")
+        set_limit(name, value + 7)
+        check_limit(name, value + 7, "it")
+        with pytest.raises(ValueError, match=rf"it, the limit {name} is [\d,]+; .* --limit {name}={value + 8} COMMAND"):
+            check_limit(name, value + 8, "it")
+    monkeypatch.setenv("KERNELFORMER_MAX_LAYERS", "many")
+    with pytest.raises(ValueError, match="KERNELFORMER_MAX_LAYERS must be an integer of at least 0, got 'many'"):
+        limit("max_layers")
+    assert CliRunner().invoke(app, ["--limit", "max_layers=5", "--follow-links", "list", "tasks"]).exit_code == 0
+    assert (limit("max_layers"), limit("follow_links")) == (5, 1)
+    refused = CliRunner().invoke(app, ["--limit", "layers=5", "list"])
+    assert refused.exit_code == 2
+    assert "unknown limit 'layers'; " in refused.stderr
+
+
+def test_an_archive_that_unpacks_to_more_than_the_limit_is_refused(tmp_path, monkeypatch):
+    np.savez_compressed(
+        tmp_path / "train.npz", images=np.zeros((64, 32, 32, 3), np.uint8), labels=np.zeros(64, np.int64)
+    )
+    monkeypatch.setenv("KERNELFORMER_MAX_UNPACKED_BYTES", "100000")
+    task = make_task("images", data=tmp_path, cache=tmp_path / "cache")
+    quickly(lambda: task.split("train"), r"images unpacks to 196,\d+ bytes, the limit max_unpacked_bytes is 100,000; ")
+    monkeypatch.setenv("KERNELFORMER_MAX_UNPACKED_BYTES", "200000")
+    assert len(make_task("images", data=tmp_path, cache=tmp_path / "cache").split("train")) > 0
+
+
+def test_an_archive_is_not_unpacked_into_a_cache_without_room(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "a.npz", images=np.zeros((64, 32, 32, 3), np.uint8), labels=np.zeros(64, np.int64))
+    monkeypatch.setattr(npz, "MEMORY", 0)
+    monkeypatch.setattr(npz.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    task = make_task("images", data=tmp_path / "a.npz", cache=tmp_path / "cache")
+    quickly(
+        lambda: task.split("train"), r"unpacks to 196,608 bytes, and .*cache has room for 1,000; make room, or give"
+    )
+    assert not (tmp_path / "cache").exists()
