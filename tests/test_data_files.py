@@ -135,9 +135,11 @@ def test_a_path_of_5000_characters_is_one_sentence(task):
         make_task(task, data="a\0b")
 
 
-def test_the_command_says_it_too():
-    result = CliRunner().invoke(app, ["train", "bytes", "--data", "/" + "a" * 5000])
+@pytest.mark.parametrize("command", [["train", "bytes", "--data"], ["evaluate"], ["convert", "--force"]])
+def test_commands_say_it_too(command):
+    rest = ["out"] if command[0] == "convert" else []
+    result = CliRunner().invoke(app, [*command, "/" + "a" * 5000, *rest])
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
-    assert "there is no file or folder /aaa" in result.stderr
+    assert "/aaa" in result.stderr
     assert len(result.stderr) < 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import time
 from types import SimpleNamespace
@@ -20,9 +21,10 @@ from kernelformer.modules.build import parse_attention
 from kernelformer.recipes.pretrained import load_source
 from kernelformer.records import read_object
 from kernelformer.tasks import make_task, npz
-from kernelformer.training import TrainingError
+from kernelformer.training import Run, TrainingError, train
 from kernelformer.training.evaluation import load_model
 from test_converted_folder import change, saved
+from test_saved_by_older_versions import OLD
 from tiny_models import tiny as original
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
@@ -186,3 +188,16 @@ def test_an_archive_is_not_unpacked_into_a_cache_without_room(tmp_path, monkeypa
         lambda: task.split("train"), r"unpacks to 196,608 bytes, and .*cache has room for 1,000; make room, or give"
     )
     assert not (tmp_path / "cache").exists()
+
+
+def test_features_that_a_checkpoint_cannot_have_are_not_drawn(tmp_path):
+    weights = tmp_path / "checkpoint-3"
+    shutil.copytree(OLD / "run", tmp_path, dirs_exist_ok=True)
+    head = json.loads((tmp_path / "run.json").read_text())
+    head["run"] |= {"attention": "favor+:num_features=10000000"}
+    head["run"]["task_options"]["data"] = str(OLD / "text.txt")
+    (tmp_path / "run.json").write_text(json.dumps(head))
+    run = Run.from_json(head["run"])
+    size = (weights / "model.safetensors").stat().st_size
+    words = rf"run.json: it asks for num_features=10000000, and its weights have {size:,} bytes in all; put it right"
+    quickly(lambda: train(run, tmp_path, resume=True, quiet=True), words)

@@ -57,7 +57,12 @@ def plain_errors(then: Callable[[], str] = lambda: f"{typed()} starts anew") -> 
         yield
     except StoppedError as stopped:
         fail(stopped, 130)
-    except (ValueError, OSError, TrainingError, WorkerError) as problem:
+    except OSError as problem:
+        name = str(problem.filename or "")
+        if len(name) > 300:  # the message has all of it
+            fail(ValueError(f"{name[:100]}... of {len(name):,} characters cannot be used: {problem.strerror}."))
+        fail(problem)
+    except (ValueError, TrainingError, WorkerError) as problem:
         fail(problem)
     except KeyboardInterrupt:
         fail(StoppedError(f"stopped at once; {then()}."), 130)

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.utils import CONFIG_NAME
 
 from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.hashes import WEIGHTS, check_hashes, write_hashes
 from kernelformer.hf import StateCache
+from kernelformer.hf.headers import check_sizes, weight_files
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.modules import KernelAttention, RelativePositions
+from kernelformer.modules.build import parse_attention
 from kernelformer.modules.core import AttentionCore
 
 
@@ -133,10 +136,19 @@ class KernelformerPreTrainedModel(PreTrainedModel):
 
 
 def _check_files(name: Any = None, *args: Any, subfolder: str = "", **kwargs: Any) -> None:
-    """Compare a local folder with its hashes; the arguments are those of `from_pretrained`."""
+    """Look at a local folder before it costs anything: hashes, and features that its weights have no room for.
+
+    The arguments are those of `from_pretrained`; who gives an attention or a configuration wants other weights than
+    the saved ones.
+    """
     name = kwargs.get("pretrained_model_name_or_path", name)
-    if name is not None and (folder := Path(name) / (subfolder or "")).is_dir():
-        check_hashes(folder)
+    if name is None or not (folder := Path(name) / (subfolder or "")).is_dir():
+        return
+    check_hashes(folder)
+    own = kwargs.get("config") is None and kwargs.get("attention") is None
+    if own and (folder / CONFIG_NAME).is_file() and all(x.is_file() for x in weight_files(folder)):
+        specs = KernelformerConfig.from_pretrained(folder).encoder_specs
+        check_sizes([parse_attention(x)[1] for x in specs], weight_files(folder))
 
 
 def _descendants(kind: type[KernelformerPreTrainedModel]) -> Iterator[type[KernelformerPreTrainedModel]]:

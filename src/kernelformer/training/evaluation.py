@@ -21,9 +21,8 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from kernelformer.advice import resume_command
 from kernelformer.errors import choice, positive_int
 from kernelformer.hashes import HashError, check_hashes
-from kernelformer.hf.headers import check_shapes, check_sizes, saved_shapes, weight_files
+from kernelformer.hf.headers import check_shapes, saved_shapes, weight_files
 from kernelformer.models import MODELS, KernelformerConfig, KernelformerForCausalLM, KernelformerPreTrainedModel
-from kernelformer.modules.build import parse_attention
 from kernelformer.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer.tasks.base import Outcome
@@ -137,13 +136,11 @@ def load_model(kind: str, folder: Path) -> PreTrainedModel:
     """
     file = folder / SAFE_WEIGHTS_NAME
     try:
-        files = weight_files(folder)
-        saved = saved_shapes(files)
+        saved = saved_shapes(weight_files(folder))
         check_hashes(folder)  # before sizes are compared: that of a changed file would be said of the other one
         file = folder / CONFIG_NAME
         with silent_libraries():
             config = KernelformerConfig.from_pretrained(folder)
-            check_sizes([parse_attention(x)[1] for x in config.encoder_specs], files)
             with torch.device("meta"):  # the rest of the model costs nothing there; cores would draw
                 check_shapes(MODELS[kind](config.with_attention("softmax")), saved)
             return _load(MODELS[kind], folder)

@@ -19,6 +19,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from kernelformer.advice import resume_command
 from kernelformer.files import read_json
 from kernelformer.hashes import HASHES, check_archive, check_hash, read_hashes
+from kernelformer.hf.headers import check_sizes, weight_files
+from kernelformer.modules.build import parse_attention
 from kernelformer.records import METRICS, RESULT, RUN, Result, read_head, read_result, reading
 from kernelformer.training.checkpoints import DAMAGED, checkpoint_of, checkpoints_of, metrics
 from kernelformer.training.meter import Meter
@@ -114,6 +116,8 @@ def examine(
     remarks: list[str] = []
     if checkpoint is not None:
         checkpoint, step, remarks = newest_whole(folder)
+        with reading(folder / RUN):  # before features are drawn that the checkpoint cannot have
+            check_sizes([parse_attention(x)[1] for x in run.specs], weight_files(checkpoint))
     else:
         _check_start(run, folder, start())
     metrics(folder)
