@@ -18,6 +18,10 @@ _SIZES = ("num_features", "components", "width", "rank")  # options of which eac
 _BYTES = 2  # of a saved number at least
 
 
+class SizeError(ValueError):
+    """A configuration that asks for more than its weights have."""
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model: those that the index names, or the one.
 
@@ -57,7 +61,7 @@ def check_shapes(model: nn.Module, saved: Shapes) -> None:
 
 
 def check_sizes(options: Iterable[Mapping[str, Any]], files: Iterable[Path]) -> None:
-    """Raise if attentions ask for more features than their files have room for: drawing them would take for ever.
+    """Raise `SizeError` if attentions ask for more features than their files have room for, before any is drawn.
 
     Args:
         options: of each attention.
@@ -69,7 +73,7 @@ def check_sizes(options: Iterable[Mapping[str, Any]], files: Iterable[Path]) -> 
         for name in _SIZES:
             asked[name] += some[name] if isinstance(some.get(name), int) else 0
             if asked[name] * _BYTES > size:
-                raise ValueError(f"it asks for {name}={some[name]}, and its weights have {size:,} bytes in all")
+                raise SizeError(f"it asks for {name}={some[name]}, and its weights have {size:,} bytes in all")
 
 
 def check_local(where: object, settings: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
 }
 
 
@@ -44,13 +43,11 @@ def check_regular(path: Path) -> Path:
     """The path, if it leads to a regular file: a pipe may never end, and a device never does.
 
     Raises:
-        ValueError: it leads to something else, which is named.
+        ValueError: it leads to something else, which is named; of a folder the system says it when it is opened.
+        OSError: it leads nowhere.
     """
-    try:
-        mode = path.stat().st_mode
-    except OSError as problem:
-        raise ValueError(f"{path} cannot be read: {problem.strerror}; give a readable file.") from None
-    if not stat.S_ISREG(mode):
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise ValueError(f"{path} is {kind}, and data is read from regular files; copy its content into one.")
     return path

@@ -18,6 +18,7 @@ from kernelformer.files import replacing
 from kernelformer.limits import check_limit
 from kernelformer.tasks.data_files import check_regular
 from kernelformer.tasks.decoding import Uint8, mapped, writing
+from kernelformer.tasks.readers import unreadable
 
 MEMORY = 1 << 30  # bytes of an array that are held in memory
 
@@ -43,7 +44,10 @@ def _reading(path: Path) -> Iterator[None]:
 def heads(path: Path) -> dict[str, Head]:
     """All arrays of a file by name, without their values."""
     found = {}
-    check_regular(path)
+    try:
+        check_regular(path)
+    except OSError as problem:
+        unreadable(path, problem)
     with _reading(path), zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if info.filename.endswith(".npy"):
@@ -54,10 +58,12 @@ def heads(path: Path) -> dict[str, Head]:
                     size = stream.tell() + math.prod(shape) * dtype.itemsize
                 name = info.filename.removesuffix(".npy")
                 found[name] = Head(shape, dtype)
-                check_limit("max_unpacked_bytes", size, f"{name} unpacks to {size:,} bytes")
                 # Before memory is asked for; objects, which are never read, have no size of their own.
                 if size != info.file_size and not dtype.hasobject:
                     raise ValueError(f"{name} says {found[name]}, {size:,} bytes, but has {info.file_size:,}")
+    for name, head in found.items():
+        size = math.prod(head.shape) * head.dtype.itemsize
+        check_limit("max_unpacked_bytes", size, f"{name} of {path} unpacks to {size:,} bytes")
     return found
 
 

@@ -21,7 +21,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from kernelformer.advice import resume_command
 from kernelformer.errors import choice, positive_int
 from kernelformer.hashes import HashError, check_hashes
-from kernelformer.hf.headers import check_shapes, saved_shapes, weight_files
+from kernelformer.hf.headers import SizeError, check_shapes, saved_shapes, weight_files
 from kernelformer.models import MODELS, KernelformerConfig, KernelformerForCausalLM, KernelformerPreTrainedModel
 from kernelformer.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
@@ -157,7 +157,7 @@ def _load(kind: Any, folder: Path) -> PreTrainedModel:
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         model, found = kind.from_pretrained(folder, **how)
-    except HashError:
+    except (HashError, SizeError):  # found before anything was loaded
         raise
     except ValueError:  # a map that has read numbers of another: which weights do not fit says more
         _check_fit(super(KernelformerPreTrainedModel, kind).from_pretrained(folder, **how)[1])
