@@ -403,7 +403,7 @@ def test_a_tasks_name_runs_its_first_recipe(tmp_path):
     assert {x: recipe_name(x) for x in means} == means
     assert all(recipes_of(task) for task in TASKS)
     assert find_recipe("pathfinder").task == "pathfinder"
-    with pytest.raises(ValueError, match=r"unknown recipe or task 'imags'.*images"):
+    with pytest.raises(ValueError, match=r"unknown recipe 'imags'.*images"):
         recipe_name("imags")
     result = CliRunner().invoke(app, ["train", "images", "--threads", "1", "--out", str(tmp_path / "x")])
     assert "task images: recipe rpe-imagenet" in result.output

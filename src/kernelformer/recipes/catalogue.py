@@ -89,7 +89,7 @@ def recipe_name(name: str) -> str:
         return name
     found = recipes_of(name)
     if not found:
-        raise unknown("recipe or task", name, [*RECIPES, *{recipe.task: None for recipe in RECIPES.values()}])
+        raise unknown("recipe", name, [*RECIPES, *{recipe.task: None for recipe in RECIPES.values()}])
     return found[0]
 
 
