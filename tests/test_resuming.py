@@ -137,7 +137,7 @@ def test_a_folder_where_a_recipe_stands_is_seen_for_what_it_holds(short, tmp_pat
             f"{folder} is neither a recipe nor the folder of a run: {lacks}" in call("train", folder, "--resume").stderr
         )
     assert f"holds a run; go on with `{advice.program()} train {short}" in call("compare", short, "--resume").stderr
-    assert "unknown recipe or task 'nothing'" in call("train", "nothing", "--resume").stderr
+    assert "unknown recipe 'nothing'" in call("train", "nothing", "--resume").stderr
     assert "nothing is left to do unless --steps says more" in call("train", short, "--resume").output
 
 
