@@ -18,7 +18,19 @@ ORDER = [
     {"hf"},
     {"modules"},
     {"feature_maps", "attention"},
-    {"contract", "kernels", "errors", "environment", "units", "files", "records", "lazy", "hashes", "subprocesses"},
+    {
+        "contract",
+        "kernels",
+        "errors",
+        "environment",
+        "units",
+        "files",
+        "records",
+        "lazy",
+        "hashes",
+        "subprocesses",
+        "advice",
+    },
 ]
 LEVEL = {name: index for index, names in enumerate(ORDER) for name in names}
 # Within a level, who may use whom: exact kernels, the contract and records of runs stand on the wording of errors.
