@@ -69,7 +69,9 @@ def kernel_attention(
     check_floats(query, key, value)
     if query.dim() != 4:
         raise ValueError(f"query must be (batch, heads, length, head_dim), got shape {shape(query)}.")
-    core: AttentionCore = _find_core(method, query, options)
+    # A compiled graph would build a core of its own instead of looking for one. Torch's compiler is slow to import.
+    find = torch.compiler.disable(_core) if torch.compiler.is_compiling() else _core
+    core: AttentionCore = find(method, query, options)
     out: Tensor = core(
         query,
         key,
@@ -95,10 +97,6 @@ def _core(method: str, query: Tensor, options: dict[str, Any]) -> AttentionCore:
     settings = {name: options[name] for name in sorted(options)}
     dtype = compute_dtype(query.dtype)
     return _cached(method, query.shape[3], query.shape[1], query.device, dtype, **settings)
-
-
-# Outside of a compiled graph, which would build a core of its own instead of looking for one.
-_find_core = torch.compiler.disable(_core)
 
 
 @functools.lru_cache(maxsize=CACHE, typed=True)  # safe among threads
