@@ -219,7 +219,7 @@ def test_a_damaged_model_is_named_and_made_again(finished, file, damage, message
     for use in (load_run, evaluate):
         with pytest.raises(TrainingError, match=message) as problem:
             use(finished)
-        assert f"remove {finished / 'result.json'} and resume the run" in str(problem.value)
+        assert f"remove {finished / 'result.json'}, and `kernelformer train {finished} --resume`" in str(problem.value)
         assert "\n" not in str(problem.value)
     if damage is cut:
         (finished / "result.json").unlink()
