@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from kernelformer.advice import resume_command
 from kernelformer.cli.app import app
 from kernelformer.training import StoppedError, TrainingError, evaluate, load_run, train
 from kernelformer.training.inspection import newest_whole
@@ -219,7 +220,7 @@ def test_a_damaged_model_is_named_and_made_again(finished, file, damage, message
     for use in (load_run, evaluate):
         with pytest.raises(TrainingError, match=message) as problem:
             use(finished)
-        assert f"remove {finished / 'result.json'}, and `kernelformer train {finished} --resume`" in str(problem.value)
+        assert f"remove {finished / 'result.json'}, and {resume_command(finished)} makes it again" in str(problem.value)
         assert "\n" not in str(problem.value)
     if damage is cut:
         (finished / "result.json").unlink()
