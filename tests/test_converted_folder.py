@@ -124,7 +124,11 @@ def test_transformers_finds_the_folder_by_itself(tmp_path):
     found = AutoModelForMaskedLM.from_pretrained(tmp_path / "a", dtype="auto")
     assert torch.equal(outputs(found, input_ids=tokens()), outputs(model, input_ids=tokens()))
     assert AutoModelForMaskedLM.from_pretrained(str(tmp_path / "a"), dtype="float32").dtype == torch.float32
-    assert AutoConfig.from_pretrained(tmp_path / "a").architecture == "BertForMaskedLM"
+    config = AutoConfig.from_pretrained(tmp_path / "a")
+    assert config.architecture == "BertForMaskedLM"
+    # As sentence-transformers asks for it.
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "a", config=config, subfolder="", token=None)
+    assert again.conversion == found.conversion
     for auto in (AutoModel, AutoModelForCausalLM):
         with pytest.raises(ValueError, match=rf"converted BertForMaskedLM, {auto.__name__} is for Bert\w+; use"):
             auto.from_pretrained(tmp_path / "a")

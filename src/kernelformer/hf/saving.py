@@ -39,7 +39,16 @@ _NOTHING: dict[str, Any] = {
     "save_peft_format": True,
     "variant": None,
 }
-_HUB = ("_commit_hash", "cache_dir", "code_revision", "local_files_only", "revision", "token", "use_safetensors")
+_HUB = (
+    "_commit_hash",
+    "_from_auto",
+    "cache_dir",
+    "code_revision",
+    "local_files_only",
+    "revision",
+    "token",
+    "use_safetensors",
+)
 _WEIGHTS = ("model*.safetensors", f"{SAFE_WEIGHTS_NAME}*")  # what a save replaces
 
 
@@ -376,7 +385,7 @@ class _Loader:
         dtype = options.pop("dtype", options.pop("torch_dtype", None))
         if isinstance(dtype, str):
             dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
-        asked = [name for name, x in options.items() if name not in _HUB and x is not None and x is not False]
+        asked = [name for name, x in options.items() if name not in _HUB and x not in (None, False, "")]
         if asked:
             raise ValueError(
                 f"a converted model is loaded with dtype= alone, got {asked[0]}={options[asked[0]]!r}; use "

@@ -14,6 +14,7 @@ from kernelformer.recipes.pretrained import Source, check_readable, first_token,
 from kernelformer.recipes.text_rows import TextsUsed, some_texts
 
 Batches = list[dict[str, Tensor]]
+SPREAD = 8  # times as many windows as are chosen on are there to draw them from, so that few are of the same text
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,9 @@ def evaluation_inputs(source: Source, texts: Texts, length: int, samples: int, b
 
 
 def choice_inputs(
-    source: Source, texts: Texts, evaluation: Evaluation, length: int, batch: int, seed: int
+    source: Source, texts: Texts, evaluation: Evaluation, length: int, samples: int, batch: int, seed: int
 ) -> tuple[Batches, TextsUsed | None]:
-    """One batch to choose on what stays exact, and what of the texts that is; None where there are no other texts.
+    """Inputs to choose on what stays exact, and what of the texts that is; None where there are no other texts.
 
     They are texts to learn from, or where there are none others of the file that is measured on: a choice by the texts
     that are measured would flatter the figures.
@@ -117,14 +118,15 @@ def choice_inputs(
         texts: of the conversion.
         evaluation: what is measured on.
         length: tokens of a row.
-        batch: rows.
+        samples: rows, as many as are measured on.
+        batch: rows of a batch.
         seed: of the choice.
     """
     pool, file = texts.training or evaluation.unused, texts.training_file or texts.evaluation_file
     if not pool:
-        return evaluation.batches[:1], None
-    chosen, rows = some_texts(pool, source.tokenizer, length, batch, seed, source.task)
-    made = rows_for(source, chosen, length)
+        return evaluation.batches, None
+    chosen, rows = some_texts(pool, source.tokenizer, length, SPREAD * samples, seed, source.task)
+    made, rows = rows_for(source, chosen, length), min(rows, samples)
     inputs = _first_rows(made.batches(batch, seed, start=first_token(source)), rows, batch)
     return inputs, made.used(file, len(pool), [(rows, seed)])
 

@@ -250,7 +250,8 @@ def _chosen(student: Any, origin: Source, found: Found, texts: Texts, evaluation
     from kernelformer.hf.choosing import choose_exact
 
     setting = found.setting
-    rows, used = choice_inputs(origin, texts, evaluation, found.length, setting.batch, setting.seed)
+    samples, batch = setting.samples, setting.batch
+    rows, used = choice_inputs(origin, texts, evaluation, found.length, samples, batch, setting.seed)
     if used is None:
         found.remarks.append("what stays exact was chosen by what is measured on; give more texts, or others to learn")
     else:
