@@ -350,11 +350,11 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 def _weight_files(folder: Path) -> list[Path]:
     try:
         files = weight_files(folder)
+        for path in files:
+            if not path.is_file():
+                raise ValueError(f"there is no {path.name}, and a converted model has its weights as safetensors")
     except ValueError as reason:
         raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
-    for path in files:
-        if not path.is_file():
-            raise ValueError(f"there is no {path}, and a converted model has its weights as safetensors.")
     return files
 
 
