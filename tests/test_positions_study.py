@@ -96,4 +96,4 @@ def test_the_command(tmp_path, monkeypatch):
     assert (tmp_path / "positions.png").exists()
     run = CliRunner().invoke(app, ["study", "positions", "--lengths", "0"])
     assert run.exit_code == 2
-    assert "length must be an integer of at least 1, got 0" in run.output
+    assert "--lengths takes integers of at least 1, separated by commas, got '0'" in run.output

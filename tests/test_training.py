@@ -420,7 +420,7 @@ def test_nothing_is_overwritten(tmp_path, whole):
     before = {x: x.read_bytes() for x in whole.rglob("*") if x.is_file()}
     with pytest.raises(TrainingError, match=r"holds a run already, finished; go on with `.* --resume`, or"):
         train(tiny(), whole, quiet=True)
-    with pytest.raises(TrainingError, match=r"steps 12 and 20; learning_rate 0.001 and 0.01"):
+    with pytest.raises(TrainingError, match=r"other settings, there and here: learning_rate 0.001 and 0.01"):
         train(tiny(steps=20, learning_rate=0.01), whole, resume=True, quiet=True)
     assert {x: x.read_bytes() for x in whole.rglob("*") if x.is_file()} == before
 

@@ -93,11 +93,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         nn.MultiheadAttention.__init__(new, **_settings(original))
         _take_over(original, new)
         new._attach(core)
+        vars(new)["original"] = original  # not a child: its weights are here already
         return new.train(original.training)
 
     def restored(self) -> nn.MultiheadAttention:
-        """Torch's own module with these weights, not copies; what the core has learned stays behind."""
-        original = nn.MultiheadAttention(**_settings(self))
+        """Torch's own module with these weights, not copies; what the core has learned stays behind.
+
+        After `from_torch` it is the very module that was replaced, with its hooks.
+        """
+        original: nn.MultiheadAttention = vars(self).get("original") or nn.MultiheadAttention(**_settings(self))
         _take_over(self, original)
         return original.train(self.training)
 
