@@ -30,11 +30,19 @@ ORDER = [
         "hashes",
         "subprocesses",
         "advice",
+        "limits",
     },
 ]
 LEVEL = {name: index for index, names in enumerate(ORDER) for name in names}
-# Within a level, who may use whom: exact kernels, the contract and records of runs stand on the wording of errors.
-WITHIN = {("contract", "errors"), ("kernels", "errors"), ("records", "errors"), ("hashes", "files")}
+# Within a level, who may use whom: the wording of errors, and how files are read and written.
+WITHIN = {
+    ("contract", "errors"),
+    ("kernels", "errors"),
+    ("records", "errors"),
+    ("hashes", "files"),
+    ("limits", "errors"),
+    ("records", "files"),
+}
 
 
 def imports(path: Path) -> set[str]:

@@ -51,13 +51,16 @@ def test_every_listed_option_is_taken(method):
         "covariance": "full", "smoothing": 0.5, "learn": "S", "sigma": 2.0, "transform": "fwht", "width": 7, "depth": 1,
         "num_landmarks": 6, "gamma": 0.1, "inverse": "iterative", "landmarks": "segments", "rounds": 3, "conv": 3,
         "max_length": 20, "rank": 5, "own_gate": True, "align": False, "unit_keys": False,
-        "attention_dropout": 0.1,
+        "attention_dropout": 0.1, "num_key_heads": 2,
     }  # fmt: skip
     options = {name: values[name] for name in kf.method_options(method) if name not in ("hyperbolic", "regularized")}
+    if method == "skyformer":
+        options["landmarks"] = "learned"  # landmarks of tokens are each query head's own
     if method.startswith("fastfood"):
         options["num_features"] = 16  # a multiple of head_dim
     core = kf.build_attention(method, head_dim=8, num_heads=4, **options)
-    assert core(*inputs(5, dtype=torch.float32), is_causal=method == "rfa-gate").isfinite().all()
+    grouped = inputs(5, G=options.get("num_key_heads", 4), dtype=torch.float32)
+    assert core(*grouped, is_causal=method == "rfa-gate").isfinite().all()
 
 
 @pytest.mark.parametrize(("method", "causal"), MODES)

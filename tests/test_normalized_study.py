@@ -254,7 +254,7 @@ def test_wrong_settings_are_named(options, message):
     [
         (["--data", "nothing.txt"], "there is no file or folder nothing.txt"),
         (["--length", "9999"], "bytes, less than one sample of length=9999"),
-        (["--features", "some"], "invalid literal for int"),
+        (["--features", "some"], "--features takes integers of at least 1"),
     ],
 )
 def test_wrong_input_of_the_command_is_said_before_anything_is_trained(text, tmp_path, monkeypatch, options, message):

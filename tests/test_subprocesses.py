@@ -16,8 +16,9 @@ from test_compare import SMALL
 
 # A parent that waits for a worker as all measurements do; the worker says who it is and would sleep for a minute.
 PARENT = """
-import sys
+import signal, sys
 from kernelformer.subprocesses import finished
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
 worker = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 finished([sys.executable, "-c", worker, sys.argv[1]], "", __import__("os").environ)
 """

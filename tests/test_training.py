@@ -330,7 +330,7 @@ def test_a_finished_run_can_be_told_from_a_stopped_one(tmp_path, whole):
     assert unfinished(whole / "checkpoint-12") is None  # the last one is the model
     shown = CliRunner().invoke(app, ["list", str(stopped)]).stdout
     assert "ragged" in shown
-    assert "unfinished, saved at step 7 of 12" in shown
+    assert "unfinished, saved at step 7 of 12" in " ".join(shown.split())
     train(tiny(), stopped, resume=True, quiet=True)
     assert standing(stopped) == standing(whole)
 

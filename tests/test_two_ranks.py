@@ -57,7 +57,7 @@ def test_two_processes_stop_together_resume_and_learn_what_one_learns_with_the_s
     two = tmp_path / "two"
     said = launch(two, "stop")  # only the second process is told, in step 5: the third draw is half used
     heads = [x.split(":")[0] for x in said]
-    assert [x for x in heads if x != "stopped"] == [f"step {i}/12" for i in range(1, 6)]
+    assert [x for x in heads if x.startswith("step")] == [f"step {i}/12" for i in range(1, 6)]
     assert heads.count("stopped") == 2  # whichever process is heard first
     assert checkpoint_of(two)[1] == 5
 

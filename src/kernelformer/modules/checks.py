@@ -92,16 +92,16 @@ def check_mask(mask: Tensor, tokens: Tensor, what: Literal["key", "query"] = "ke
         raise ValueError(f"{name} must be on the device of the {words}, got {mask.device} and {tokens.device}.")
 
 
-def check_gate(gate: Tensor, key: Tensor) -> None:
-    """A floating point gate (B, H, S) for keys (B, H, S, D)."""
+def check_gate(gate: Tensor, key: Tensor, heads: int) -> None:
+    """A floating point gate (B, H, S) for keys (B, G, S, D) and H query heads."""
     if not isinstance(gate, Tensor):
         raise ValueError(f"gate must be a tensor, got {type(gate).__name__}; convert it with torch.as_tensor().")
     if not gate.is_floating_point():
         raise ValueError(f"gate must be a floating point tensor in (0, 1), got {gate.dtype}; convert it with .float().")
-    if gate.shape != key.shape[:3]:
+    size = (key.shape[0], heads, key.shape[2])
+    if gate.shape != size:
         raise ValueError(
-            f"gate must be (batch, heads, length) = {tuple(key.shape[:3])}, got {shape(gate)}; one gate per query "
-            f"head and token."
+            f"gate must be (batch, heads, length) = {size}, got {shape(gate)}; one gate per query head and token."
         )
     if gate.device != key.device:
         raise ValueError(f"gate must be on the device of the keys, got {gate.device} and {key.device}.")

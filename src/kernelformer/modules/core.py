@@ -15,7 +15,7 @@ from kernelformer.contract import autocasts, compute_dtype
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.bias import Bias, check_bias
-from kernelformer.modules.checks import check_floats, check_inputs, check_mask, check_scale, other_maker
+from kernelformer.modules.checks import check_floats, check_gate, check_inputs, check_mask, check_scale, other_maker
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class AttentionCore(nn.Module):
                 name for name, x in given.items() if x is not None and not (name == "num_prefix" and x == 0)
             )
             raise ValueError(f"{names} only mean something with a bias, and none was given.")
-        self._check_gate(gate)
+        self._check_gate(gate, key)
         problem = self.refusal(is_causal)
         if problem is not None:
             raise problem
@@ -340,9 +340,13 @@ class AttentionCore(nn.Module):
     ) -> None:
         raise self._cannot_stream("a state")
 
-    def _check_gate(self, gate: Tensor | None) -> None:
-        if gate is not None and not self.takes_gate:
-            raise ValueError(f"{self.method!r} takes no gate, got one of shape {shape(gate)}; use 'rfa-gate'.")
+    def _check_gate(self, gate: Tensor | None, key: Tensor) -> None:
+        if gate is None:
+            return
+        if not self.takes_gate:
+            given = f"one of shape {shape(gate)}" if isinstance(gate, Tensor) else repr(gate)
+            raise ValueError(f"{self.method!r} takes no gate, got {given}; use 'rfa-gate'.")
+        check_gate(gate, key, self.num_heads)
 
     def _cannot_stream(self, what: str) -> ValueError:
         return ValueError(

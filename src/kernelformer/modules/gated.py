@@ -16,7 +16,7 @@ from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.fourier import FourierSpec
 from kernelformer.feature_maps.rfa import GatedSpec, ScaledFourierMap
-from kernelformer.modules.checks import check_gate, check_range
+from kernelformer.modules.checks import check_range
 from kernelformer.modules.core import Call
 from kernelformer.modules.kernel import KernelCore
 
@@ -82,7 +82,6 @@ class GatedCore(KernelCore):
             weight, bias = self.gate_weight.to(dtype), self.gate_bias.to(dtype)
             gate = torch.sigmoid(torch.linalg.vecdot(key, weight.unsqueeze(1)) + bias.unsqueeze(1))
         else:
-            check_gate(gate, key)
             gate = gate.to(dtype)
             gate = gate if hidden is None else gate.masked_fill(hidden, 0.5)
             check_range(gate)

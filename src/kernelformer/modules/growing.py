@@ -96,7 +96,7 @@ class GrowingCore(AttentionCore):
         The state keeps every key: it grows with the context. A bias is (H, W + 1) over distances 0 to W, beyond which
         it is constant, or falls by ``slope`` (H) per token.
         """
-        self._check_gate(gate)
+        self._check_gate(gate, key)
         query, key, value = self._accept(query, key, value, key_mask)
         check_step(query, key)
         scale = self.scale if scale is None else check_scale(scale)

@@ -151,13 +151,13 @@ class KernelCore(BiasedCore):
             raise ValueError("slope goes with a bias, and none was given.")
         if self.feature_map.sees_sequence:
             raise self._not_causal("step")
-        self._check_gate(gate)
         scale = self.scale if scale is None else check_scale(scale)
         fits = self._fits(query, key, value, scale) if key_mask is None and bias is None else ()
         if not fits or not isinstance(state, State) or state.fits != fits:
             query, key, value = self._accept(query, key, value, key_mask)
             check_step(query, key)
             self._check_streaming(query, key, value, True, scale, state, bias is not None)
+        self._check_gate(gate, key)
         dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
         query, key = self._units(query, key, key_mask)
         if dtype != work_dtype:

@@ -162,7 +162,7 @@ class MixedCore(AttentionCore):
         gate: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """One token; see `AttentionCore.step`."""
-        self._check_gate(gate)
+        self._check_gate(gate, key)
         self._check_one_scale(scale)
         self._check_state(state)
         outs, states = [], []
