@@ -9,6 +9,7 @@ import torch
 
 import kernelformer as kf
 from definition import SIZES, VARIANTS, close, inputs, learn_something, padding
+from kernelformer.attention.recurrent import Prepared
 
 G = 2
 # Every per-head map, with the options that make it one.
@@ -69,9 +70,10 @@ def test_outputs_and_gradients_are_those_of_the_maps_written_out(name, is_causal
 
 
 @maps
-def test_streams_remember_the_same_in_the_room_of_the_key_heads(name):
-    core, whole = pair(name)
-    q, k, v = inputs(12, G=G)
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_streams_remember_the_same_in_the_room_of_the_key_heads(name, key_heads):
+    core, whole = pair(name, key_heads)
+    q, k, v = inputs(12, G=key_heads)
     with torch.no_grad():
         want = whole(q, k, v, is_causal=True)
         out, state = core(q[:, :, :5], k[:, :, :5], v[:, :, :5], is_causal=True, return_state=True)
@@ -83,7 +85,7 @@ def test_streams_remember_the_same_in_the_room_of_the_key_heads(name):
         close(torch.cat(parts, 2), want)
         _, repeated = whole(q, k, v, is_causal=True, return_state=True)
         _, state = core(q, k, v, is_causal=True, return_state=True)
-        assert state.nbytes * SIZES["num_heads"] == repeated.nbytes * G
+        assert state.nbytes * SIZES["num_heads"] == repeated.nbytes * key_heads
         close(core.recall(q, core.remember(k, v)), whole(q, k, v))
 
 
@@ -198,6 +200,25 @@ def test_a_state_holds_its_sums_and_no_tensor_of_the_map(name):
     fresh = len(pickle.dumps(pair(name, dtype=torch.float32)[0]))
     assert len(pickle.dumps(core)) == fresh
     assert len(pickle.dumps(copy.deepcopy(core))) == fresh
+
+
+@pytest.mark.parametrize("method", ["favor+", "gmm-prf", "loglinear", "rfa"])
+def test_a_stream_in_another_thread_does_not_change_the_tensors_of_this_one(method, monkeypatch):
+    core = kf.build_attention(method, **SIZES, num_features=8)
+    token = [x[:, :, :1] for x in inputs(1)]
+    made_from = Prepared.made_from
+
+    def interrupted(self, weights, how):  # the other thread starts a stream between the check and the use
+        same = made_from(self, weights, how)
+        core.step(*(x.float() for x in token), scale=2.0)
+        return same
+
+    with torch.no_grad():
+        _, state = core.step(*token)
+        want, _ = core.step(*token, state)
+        monkeypatch.setattr(Prepared, "made_from", interrupted)
+        out, _ = core.step(*token, state)
+    close(out, want)
 
 
 def test_a_stream_with_a_window_keeps_nothing_of_a_long_prompt():

@@ -82,8 +82,8 @@ class Dense(Transform):
         """One product; for all heads at once where they share the frequencies."""
         omega = self.matrix(tensors[0])
         x = x.to(omega.dtype)
-        if omega.shape[:2] == (1, 1):
-            flat, omega = x.reshape(-1, x.shape[-1]), omega.view(omega.shape[2:]).t()
+        if omega.shape[:-2].numel() == 1:
+            flat, omega = x.reshape(-1, x.shape[-1]), omega.view(omega.shape[-2:]).t()
             if offset is None:
                 z = (flat * factor) @ omega
             else:

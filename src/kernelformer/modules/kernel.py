@@ -92,14 +92,15 @@ class KernelCore(BiasedCore):
         if keeps:
             weights, place = phi.learned_weights(), (compute_dtype(query.dtype), query.device)
             how = (*place, scale, biased, phi.seed_number, phi.draw_number, torch.is_inference_mode_enabled())
-            if state is not None and self._prepared is not None and self._prepared.made_from(weights, how):
-                return self._prepared
+            kept = self._prepared  # read once: a stream in another thread may put its own here at any time
+            if state is not None and kept is not None and kept.made_from(weights, how):
+                return kept
         tensors = phi.prepare(query, key, key_mask, scale, query_mask)
         tensors = phi.for_query_heads(tensors) if biased else tensors
         if not keeps:
             return Prepared(tuple(tensors))
-        self._prepared = Prepared.of(tensors, weights, how)
-        return self._prepared
+        self._prepared = prepared = Prepared.of(tensors, weights, how)
+        return prepared
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_prepared"}
