@@ -41,7 +41,7 @@ def test_an_attention_that_errs_and_goes_unheard_is_not_kept():
     errors = {x.name: x.error for x in measure(teacher, student, [given]).rows}
     loud, names = max(errors, key=errors.__getitem__), list(errors)
     assert loud == "encoder.layer.0.attention.self"
-    for count in (1, 2, 3):
+    for count in (1, 2):
         kept = choose_exact(teacher, student, [given], count)
         assert len(kept) == count
         assert loud not in kept
@@ -53,14 +53,14 @@ def test_an_attention_that_errs_and_goes_unheard_is_not_kept():
     "kind", ["BertForMaskedLM", "MPNetModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "AlbertModel"]
 )
 def test_one_kept_and_one_converted_are_the_best_of_all(kind):
-    teacher = tiny(kind)
+    teacher = tiny(kind, **({"num_layers": 1, "num_decoder_layers": 1} if "T5" in kind else {}))
     student = convert(copy.deepcopy(teacher), "favor+", **OPTIONS)
     names, given = list(cores(student)), batch(teacher)
     if len(names) < 2:
         with pytest.raises(ValueError, match="1 attentions were converted, so that at most 0 can be kept exact, got 1"):
             choose_exact(teacher, student, [given], 1)
         return
-    for count in {1} if len(names) > 4 else {1, len(names) - 1}:
+    for count in {1, len(names) - 1}:
         sets = list(itertools.combinations(names, count))
         best = min(sets, key=lambda x: divergence_with(teacher, x, names, given))
         assert choose_exact(teacher, student, [given], count) == list(best)

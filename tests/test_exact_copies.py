@@ -63,7 +63,7 @@ def test_a_softmax_copy_measured_against_its_original_shows_no_error(kind, filli
     assert report.cosine is None or report.cosine == pytest.approx(1, abs=EXACT)
 
 
-@pytest.mark.parametrize("filling", FILLINGS)
+@pytest.mark.parametrize("filling", ["unpadded", "padded"])
 @pytest.mark.parametrize("kind", [x for x in ALL if x != "ViTModel"])
 def test_an_original_that_is_looked_at_computes_what_it_computes_alone(kind, filling):
     teacher = make(kind)
