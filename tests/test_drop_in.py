@@ -438,6 +438,29 @@ def test_dropout_of_weights_is_left_out_with_a_warning_and_comes_back():
     assert [x.self_attn.kernel.attention_dropout for x in model.layers] == [0.1, 0.1]
 
 
+def test_dropout_that_is_set_later_counts_as_it_does_for_torch():
+    theirs, ours = pair(batch_first=True, dropout=0.5)
+    theirs.dropout = ours.dropout = 0.0
+    x = tokens()
+    for need_weights in (False, True):
+        want, found = (module.train()(x, x, x, need_weights=need_weights)[0] for module in (theirs, ours))
+        torch.testing.assert_close(found, want)
+    ours.dropout = 0.5
+    assert not torch.equal(ours(x, x, x, need_weights=False)[0], ours(x, x, x, need_weights=False)[0])
+
+
+def test_weights_are_those_that_gave_the_output_when_dropout_is_an_option_of_the_method():
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(D, H, batch_first=True, dtype=torch.float64)})
+    kf.replace_attention(model, "softmax", attention_dropout=0.5)
+    ours, x = model["a"], tokens()
+    out, weights = ours(x, x, x, average_attn_weights=False)
+    assert (weights == 0).any()
+    value = ours._project(x, x, x)[2]
+    torch.testing.assert_close(ours.out_proj((weights @ value).transpose(1, 2).flatten(2)), out)
+    kf.restore_attention(model)
+    assert model["a"].dropout == 0.0
+
+
 def test_it_works_with_torch_alone():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('transformers', 'accelerate', 'datasets', 'safetensors')))\n"

@@ -106,8 +106,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         return original.train(self.training)
 
     def _attach(self, core: AttentionCore) -> None:
-        if self.dropout and core.takes_dropout:
-            core.attention_dropout = self.dropout
+        if core.takes_dropout:
+            core.attention_dropout = self.dropout = self.dropout or core.attention_dropout
         self.kernel = place(core, self.out_proj.weight)
 
     def _reset_parameters(self) -> None:
@@ -190,6 +190,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             if causal:
                 q = F.pad(q, (0, 0, extra, 0))
                 query_mask = None if query_mask is None else F.pad(query_mask, (extra, 0), value=False)
+        if self.kernel.takes_dropout and self.kernel.attention_dropout != self.dropout:  # set anew, as torch's may be
+            self.kernel.attention_dropout = self.dropout
         options: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": query_mask}
         weights = self.kernel.attention_matrix(q, k, **options) if need_weights else None
         drops = bool(self.dropout) and self.training and self.kernel.takes_dropout
