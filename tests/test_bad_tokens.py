@@ -107,6 +107,15 @@ def test_gradients_of_rows_that_do_not_see_a_bad_token_are_those_without_it(meth
     close(grads(bad, torch.ones_like(kept))[0][0], grads(clean, torch.ones_like(kept))[0][0])
 
 
+@pytest.mark.parametrize("method", [*METHODS, "softmax unit", "favor+ unit"])
+def test_a_bad_token_that_the_loss_does_not_depend_on_has_gradient_zero(method):
+    unit = {"normalize_qk": True} if "unit" in method else {}
+    core = make(method.removesuffix(" unit"), **unit)
+    tensors = [x.requires_grad_() for x in spoiled(inputs(L), "qkv", 21, torch.inf)]
+    for x in torch.autograd.grad(core(*tensors, is_causal=True)[0].sum(), tensors):
+        assert not x[1].any()
+
+
 @pytest.mark.parametrize("method", ["softmax", "gmm-prf", "gmm-rks", "loglinear"])
 def test_maps_and_biases_learn_from_rows_that_do_not_see_a_bad_token(method):
     core, clean, place = make(method).double().requires_grad_(), inputs(L), 21

@@ -194,14 +194,14 @@ class AttentionCore(nn.Module):
         if problem is not None:
             raise problem
         dtype = query.dtype
-        if checked is None or not self.units_inside:
-            query, key = self._units(query, key, key_mask)
-            value = value.to(query.dtype)
         bad = None
         if is_causal and not self.delegates:
             bad = BadTokens.of(query, key, value, gate, key_mask)
-        if bad is not None:
+        if bad is not None:  # before the norms, whose gradient at a bad token would be NaN whatever the loss
             query, key, value, gate = bad.remove(query, key, value, gate)
+        if checked is None or not self.units_inside:
+            query, key = self._units(query, key, key_mask)
+            value = value.to(query.dtype)
         out, after = self._attend(
             Call(query, key, value, is_causal, key_mask, scale, state, gate, query_mask, checked, return_state)
         )
