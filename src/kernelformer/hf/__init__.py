@@ -6,8 +6,9 @@ require_extra(__name__)
 
 from kernelformer.hf.cache import StateCache
 from kernelformer.hf.converting import Conversion, conversion, convert, cores, new_cache, undo
+from kernelformer.hf.loading import load, register_auto
 from kernelformer.hf.registering import register
-from kernelformer.hf.saving import load, register_auto, save
+from kernelformer.hf.saving import save
 
 register_auto()
 

@@ -131,10 +131,11 @@ class AttentionCore(nn.Module):
 
         A token with NaN or an infinity in its query, key, value or gate: a causal row that sees it is NaN, and so is
         the row of a bad query; all other rows, their gradients and the other samples and heads are those of a call
-        without it, whatever the algorithm. What is kept in a state is NaN from then on. Compiled graphs do not look at
-        numbers, nor do calls on an accelerator, which would have to wait for it: there a bad token may reach earlier
-        rows of its own chunk (64 tokens; with a bias or for ``gaussian`` a tile of up to 512), and for ``softmax`` and
-        ``algorithm="fft"`` all rows of its sequence. Keys that ``key_mask`` hides never reach anything, anywhere.
+        without it, whatever the algorithm. What is kept in a state is NaN from then on, and so are the gradients of its
+        sample and head that come back through that state. Compiled graphs do not look at numbers, nor do calls on an
+        accelerator, which would have to wait for it: there a bad token may reach earlier rows of its own chunk (64
+        tokens; with a bias or for ``gaussian`` a tile of up to 512), and for ``softmax`` and ``algorithm="fft"`` all
+        rows of its sequence. Keys that ``key_mask`` hides never reach anything, anywhere.
 
         Args:
             query: (B, H, L, D).
