@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -297,6 +298,26 @@ def test_list_shows_one_part_or_one_recipe():
     wrong = call("list", "recipe")
     assert wrong.exit_code == 2
     assert "did you mean 'recipes'" in wrong.output
+
+
+def test_list_of_a_folder_shows_each_of_its_runs_or_says_that_there_is_none(tmp_path):
+    empty = call("list", str(tmp_path))
+    assert empty.exit_code == 2
+    assert "holds no run" in " ".join(empty.output.split())
+    for attention in ("softmax", "elu"):
+        folder = tmp_path / f"{attention}-seed0"
+        folder.mkdir()
+        run = {"task": "bytes", "attention": attention, "steps": 5}
+        (folder / "run.json").write_text(json.dumps({"run": run, "environment": {}, "command": ""}))
+    output = " ".join(call("list", str(tmp_path)).output.split())
+    assert "elu-seed0: bytes, elu; unfinished" in output
+    assert "softmax-seed0: bytes, softmax; unfinished" in output
+
+
+def test_a_name_that_is_a_task_and_a_recipe_is_offered_once():
+    with pytest.raises(ValueError, match="unknown recipe 'bytse'") as error:
+        find_recipe("bytse")
+    assert str(error.value).count("bytes,") == 1
 
 
 def test_tokens_of_the_sparsity_task_add_up_to_their_label():

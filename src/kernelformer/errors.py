@@ -22,7 +22,7 @@ class WorkerError(RuntimeError):
 
 def unknown(what: str, value: object, known: Iterable[str]) -> ValueError:
     """An unknown name, with the nearest known one first, and then all of a few names or the nearest of many."""
-    names, text = sorted(known), str(value)[:100]
+    names, text = sorted(set(known)), str(value)[:100]
     near = difflib.get_close_matches(text, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     some = f"choose from {', '.join(names) or 'none'}"

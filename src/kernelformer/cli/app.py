@@ -67,7 +67,8 @@ def list_(
     what: Annotated[
         str,
         typer.Argument(
-            help="methods, tasks, recipes, the name of a method or a recipe, or the folder of a run; default: all three"
+            help="methods, tasks, recipes, the name of a method or a recipe, or a folder with a run or several; "
+            "default: all three"
         ),
     ] = "",
 ) -> None:
@@ -82,13 +83,22 @@ def list_(
         if what in RECIPES:
             _recipe(RECIPES[what], what)
             return
-        if what and (Path(what) / RUN).is_file():
-            run = read_head(Path(what))["run"]
-            console.print(f"{what}: {run.get('task')}, {run.get('attention')}; {standing(Path(what))}")
+        if what and what not in parts and Path(what).is_dir():
+            _runs(Path(what))
             return
         known = [*parts, *methods, *RECIPES]
         for part in parts if not what else [choice("part of the list, method or recipe,", what, known)]:
             console.print(parts[part]())
+
+
+def _runs(folder: Path) -> None:
+    """How far a run is, or each run of a comparison."""
+    folders = [x for x in (folder, *sorted(folder.iterdir())) if (x / RUN).is_file()]
+    if not folders:
+        raise ValueError(f"{folder} holds no run: neither it nor a folder in it has a {RUN}.")
+    for x in folders:
+        run = read_head(x)["run"]
+        console.print(f"{x}: {run.get('task')}, {run.get('attention')}; {standing(x)}")
 
 
 def _table(*columns: str) -> Table:
