@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated
 
 import pytest
@@ -102,6 +103,13 @@ def test_a_prompt_is_written_or_read_from_a_file(tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="is not UTF-8"):
         literal_text(None, str(tmp_path / "a.txt"))
+
+
+def test_a_folder_or_a_pipe_is_no_text_and_not_said_to_be_missing(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match="is not a regular file; --text takes one, --prompt a text"):
+            literal_text(None, str(path))
 
 
 def test_a_picture_goes_into_a_folder(tmp_path, capsys):

@@ -71,14 +71,16 @@ def literal_text(prompt: str | None, text: str | None) -> str | None:
 
     Args:
         prompt: value of --prompt.
-        text: value of --text, a file in UTF-8, whose last line break is not part of the prompt. What is no file was
-            a prompt in older versions, and counts as one.
+        text: value of --text, a file in UTF-8, whose last line break is not part of the prompt. What is not there
+            was a prompt in older versions, and counts as one.
     """
     if prompt is not None and text is not None:
         raise ValueError(f"--prompt {prompt!r:.40} and --text {text!r:.40} both say what to read; give one of them.")
     if text is None:
         return prompt
     if not os.path.isfile(text):
+        if os.path.exists(text):
+            raise ValueError(f"{text} is not a regular file; --text takes one, --prompt a text.")
         warn(f"there is no file {text!r:.60}: it counts as the prompt. --text takes a file, --prompt a text.")
         return text
     try:
