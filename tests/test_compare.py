@@ -263,7 +263,7 @@ def test_one_run_by_train(tmp_path):
     again = call("train", "bytes", "--attention", "elu", *SMALL, "--seed", "3", "--out", out)
     assert again.exit_code == 2
     assert again.stdout == ""
-    assert f"error: {out} holds a run already, finished; go on with `" in again.stderr  # the path in one piece
+    assert f"error: {out} holds a run already, finished; make it longer with `" in again.stderr  # the path in one piece
 
 
 @pytest.mark.parametrize(

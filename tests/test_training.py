@@ -418,7 +418,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 def test_nothing_is_overwritten(tmp_path, whole):
     before = {x: x.read_bytes() for x in whole.rglob("*") if x.is_file()}
-    with pytest.raises(TrainingError, match=r"holds a run already, finished; go on with `.* --resume`, or"):
+    with pytest.raises(
+        TrainingError, match=r"holds a run already, finished; make it longer with `.* --resume --steps MORE`, or"
+    ):
         train(tiny(), whole, quiet=True)
     with pytest.raises(TrainingError, match=r"other settings, there and here: learning_rate 0.001 and 0.01"):
         train(tiny(steps=20, learning_rate=0.01), whole, resume=True, quiet=True)

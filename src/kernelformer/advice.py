@@ -26,6 +26,12 @@ def typed() -> str:
     return f"`{' '.join([program(), *map(shlex.quote, sys.argv[1:])])}`"
 
 
-def resume_command(folder: Path | str, command: str = "train") -> str:
-    """The command that goes on with what is in a folder, in backticks: a run, or by `compare` a comparison."""
-    return f"`{program()} {command} {shlex.quote(str(folder))} --resume`"
+def resume_command(folder: Path | str, command: str = "train", more: str = "") -> str:
+    """The command that goes on with what is in a folder, in backticks: a run, or by `compare` a comparison.
+
+    Args:
+        folder: of the run or the comparison.
+        command: that takes it.
+        more: further options.
+    """
+    return f"`{program()} {command} {shlex.quote(str(folder))} --resume{more and f' {more}'}`"

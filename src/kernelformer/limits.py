@@ -28,7 +28,7 @@ _LAYERS = re.compile(r"(^|_)(layers?|depths?|blocks?)$")
 
 def limit(name: str) -> int:
     """The bound of this name, as the environment has it, or its default."""
-    variable = _variable(name)
+    variable = environment_variable(name)
     value = os.environ.get(variable, "").strip()
     if not value:
         return LIMITS[name]
@@ -39,12 +39,13 @@ def limit(name: str) -> int:
 
 def set_limit(name: str, value: int) -> None:
     """Raise or lower a bound, for this process and those that it starts."""
-    os.environ[_variable(name)] = str(integer(name, value, at_least=0))
+    os.environ[environment_variable(name)] = str(integer(name, value, at_least=0))
 
 
 def raise_by(name: str, value: int) -> str:
     """How to raise a bound, for messages."""
-    return f"raise it by kernelformer --limit {name}={value} COMMAND, or in the environment: {_variable(name)}={value}"
+    here = f"{environment_variable(name)}={value}"
+    return f"raise it by kernelformer --limit {name}={value} COMMAND, or in the environment: {here}"
 
 
 def check_limit(name: str, value: int, what: str) -> None:
@@ -65,5 +66,6 @@ def check_layers(where: object, settings: Mapping[str, Any]) -> None:
                     check_limit("max_layers", count, f"{where} asks for {name}={count:,}")
 
 
-def _variable(name: str) -> str:
+def environment_variable(name: str) -> str:
+    """The variable of the environment that sets a bound."""
     return f"KERNELFORMER_{choice('limit', name, LIMITS).upper()}"

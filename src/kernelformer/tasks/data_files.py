@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kernelformer.limits import limit, raise_by
+from kernelformer.limits import environment_variable, limit
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -72,7 +72,8 @@ def check_inside(folder: Path, paths: Iterable[Path]) -> None:
         if os.path.commonpath([root, real]) != root:
             raise ValueError(
                 f"{path} leads out of {folder}, by a link to {real}; copy what is there, or if you trust the folder "
-                f"follow its links by kernelformer --follow-links COMMAND ({raise_by('follow_links', 1)})."
+                f"follow its links by kernelformer --follow-links COMMAND, or in the environment: "
+                f"{environment_variable('follow_links')}=1."
             )
 
 

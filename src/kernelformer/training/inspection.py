@@ -99,10 +99,10 @@ def examine(
     if not (checkpoint or finished or (lines.exists() and lines.stat().st_size)):
         return None, None, 0, []
     if not resume:
-        raise TrainingError(
-            f"{folder} holds a run already, {'finished' if finished else f'saved at step {step}'}; go on with "
-            f"{resume_command(folder)}, or take another folder."
-        )
+        state, way = f"saved at step {step}", f"go on with {resume_command(folder)}"
+        if finished:
+            state, way = "finished", f"make it longer with {resume_command(folder, more='--steps MORE')}"
+        raise TrainingError(f"{folder} holds a run already, {state}; {way}, or take another folder.")
     result = read_result(folder) if finished else None
     done = result is not None and (result.diverged or result.steps >= run.steps)
     check_same(run, folder, None if done else data())
