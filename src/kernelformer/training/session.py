@@ -92,7 +92,7 @@ def train(
     with silent_libraries(), ExitStack() as stack:
         args = training_arguments(run, folder)
         main = args.process_index == 0
-        console = VisibleConsole()
+        console = VisibleConsole(soft_wrap=True)  # a path stays in one piece
         say = _voice(console, tell) if main and not quiet else _nothing
         bar = main and not quiet and console.is_terminal
         data = functools.cache(lambda: make_task(run.task, **run.task_options).fingerprint())
