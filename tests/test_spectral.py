@@ -527,6 +527,36 @@ def test_a_stream_goes_on_with_the_weights_of_now_however_they_were_written(meth
         assert torch.equal(core.step(*one, after)[0], copy.deepcopy(core).step(*one, after)[0])
 
 
+DRAW_WRITES = {
+    "in place": lambda core, name: core.get_buffer(name).mul_(1.5),
+    "data": lambda core, name: core.get_buffer(name).data.mul_(1.5),
+    "dict": lambda core, name: core.load_state_dict({**core.state_dict(), name: 1.5 * core.get_buffer(name)}),
+    "dict assigned": lambda core, name: core.load_state_dict(
+        {**core.state_dict(), name: 1.5 * core.get_buffer(name)}, assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("write", DRAW_WRITES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["favor+", "gmm-rks", "gmm-prf", "rfa", "rfa-gate"])
+def test_a_stream_goes_on_with_the_draw_of_now_however_it_was_written(method, dtype, write):
+    core = kf.build_attention(method, head_dim=8, num_heads=4, num_features=16).eval()
+    q, k, v = inputs(6, dtype=dtype)
+    name = next(n for n, x in core.named_buffers() if x.is_floating_point() and x.numel() > 1)
+    with torch.no_grad():
+        for x in core.parameters():  # so that the draw has a say in all maps
+            x.add_(0.3)
+        _, state = core(q, k, v, is_causal=True, return_state=True)
+        one = q[:, :, :1], k[:, :, :1], v[:, :, :1]
+        _, state = core.step(*one, state)
+        before, _ = core.step(*one, state)
+        DRAW_WRITES[write](core, name)
+        found, _ = core.step(*one, state)
+        assert torch.equal(found, copy.deepcopy(core).step(*one, state)[0])
+        assert (found - before).abs().max() > 1e-5
+
+
 @pytest.mark.parametrize("method", LEARNED)
 def test_maps_are_built_on_the_meta_device_and_in_any_default_dtype(method):
     with torch.device("meta"):

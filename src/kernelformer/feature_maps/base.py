@@ -150,11 +150,15 @@ class FeatureMap(nn.Module):
         return self
 
     def learned_weights(self) -> list[Tensor]:
-        """The parameters, always in one order; quicker than `parameters`, for every step of a stream asks."""
+        """The parameters and the draws, always in one order; quicker than `parameters`, for every step asks.
+
+        Draws are among them since they can be written, or another tensor be put in their place, under the same number.
+        """
         weights: list[Tensor] = []
         modules: list[nn.Module] = [self]
         for module in modules:  # grows on the way
             weights.extend(x for x in module._parameters.values() if x is not None)
+            weights.extend(x for x in module._buffers.values() if x is not None and x.is_floating_point())
             modules.extend(x for x in module._modules.values() if x is not None)
         return weights
 
