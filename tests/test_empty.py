@@ -155,3 +155,12 @@ def test_mixed_heads(B, L, S, E):
     check(core.recall(q, core.remember(k, v)), (B, H, L, E), leaves)
     one = inputs(1, B=B, E=E, dtype=torch.float32)
     assert core.step(*one, core.step(*one)[1])[0].shape == (B, H, 1, E)
+
+
+@pytest.mark.parametrize("method", ["favor+", "softmax"])
+def test_a_state_is_reordered_to_no_samples(method):
+    core = kf.build_attention(method, head_dim=8, num_heads=H)
+    one = inputs(1, B=2, E=3, dtype=torch.float32)
+    nobody = core.step(*one)[1].reorder([])
+    assert nobody.batch == 0
+    assert core.step(*(x[:0] for x in one), nobody)[0].shape == (0, H, 1, 3)

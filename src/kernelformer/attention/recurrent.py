@@ -108,6 +108,7 @@ class State:
     def reorder(self, index: Tensor | Sequence[int]) -> State:
         """Samples by their index, repeats allowed: what beam search does between steps."""
         order = torch.as_tensor(index)
+        order = order if order.numel() else order.long()  # torch takes [] for floats
         return replace(self, tensors=tuple(x.index_select(0, order.to(x.device)) for x in self.tensors), fits=())
 
 
