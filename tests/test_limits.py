@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kernelformer.cli.app import app
 from kernelformer.hf import load
 from kernelformer.limits import LIMITS, check_limit, limit, set_limit
-from kernelformer.models import KernelformerConfig, KernelformerForCausalLM
+from kernelformer.models import KernelformerConfig, KernelformerForCausalLM, KernelformerForConditionalGeneration
 from kernelformer.modules.build import parse_attention
 from kernelformer.recipes.pretrained import load_source
 from kernelformer.records import read_object
@@ -84,6 +84,17 @@ def test_features_that_the_weights_have_no_room_for_are_not_drawn(count, tmp_pat
     quickly(lambda: load(tmp_path / "converted"), words)
     change_own(own, attention=f"favor+:num_features={count}")
     quickly(lambda: load_model("causal-lm", own), words)
+
+
+@pytest.mark.parametrize("side", ["decoder_attention", "cross_attention"])
+def test_features_of_a_decoder_are_not_drawn_either(side, tmp_path):
+    KernelformerForConditionalGeneration(
+        KernelformerConfig(**SMALL, attention="favor+:num_features=8", decoder_start_token_id=0)
+    ).save_pretrained(tmp_path)
+    (tmp_path / "hashes.json").unlink()
+    change_own(tmp_path, **{side: "favor+:num_features=3000000"})
+    words = r"it asks for num_features=3000000, and its weights have [\d,]+ bytes in all"
+    quickly(lambda: load_model("seq2seq", tmp_path), words)
 
 
 def change_own(folder, **values):

@@ -147,8 +147,9 @@ def _check_files(name: Any = None, *args: Any, subfolder: str = "", **kwargs: An
     check_hashes(folder)
     own = kwargs.get("config") is None and kwargs.get("attention") is None
     if own and (folder / CONFIG_NAME).is_file() and all(x.is_file() for x in weight_files(folder)):
-        specs = KernelformerConfig.from_pretrained(folder).encoder_specs
-        check_sizes([parse_attention(x)[1] for x in specs], weight_files(folder))
+        config = KernelformerConfig.from_pretrained(folder)
+        for specs in (config.encoder_specs, config.decoder_specs, config.cross_specs):
+            check_sizes([parse_attention(x)[1] for x in specs], weight_files(folder))
 
 
 def _descendants(kind: type[KernelformerPreTrainedModel]) -> Iterator[type[KernelformerPreTrainedModel]]:
