@@ -146,6 +146,34 @@ def test_weights_of_another_model_in_a_checkpoint_without_hashes_are_named(stopp
         train(tiny(), stopped, resume=True, quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("optimizer.pt", None, "it holds a value of type NoneType, not a dict with state, param_groups"),
+        ("optimizer.pt", {"state": {}}, "it has no 'param_groups'"),
+        ("scheduler.pt", 5, "it holds a value of type int, not a dict with last_epoch"),
+        ("scheduler.pt", {"last_epoch": "x"}, "its 'last_epoch' must be of type int, got str"),
+        ("rng_state.pth", [1, 2], "it holds a value of type list, not a dict with python, numpy, cpu"),
+        ("rng_state.pth", {}, "it has no 'python'"),
+        ("rng_state.pth", {"python": 1, "numpy": 2, "cpu": 3}, "its 'python' must be of type tuple, got int"),
+    ],
+)
+def test_states_of_another_kind_in_a_checkpoint_without_hashes_are_named(stopped, file, content, message):
+    (stopped / "checkpoint-7" / "hashes.json").unlink()
+    torch.save(content, stopped / "checkpoint-7" / file)
+    checkpoint, _, (remark,) = newest_whole(stopped)
+    assert checkpoint == stopped / "checkpoint-5"
+    assert f"checkpoint-7/{file} is damaged: {message}; going back" in remark
+
+
+def test_random_numbers_that_no_generator_takes_are_named(stopped):
+    (stopped / "checkpoint-7" / "hashes.json").unlink()
+    state = {"python": (1, 2), "numpy": ("x",), "cpu": torch.zeros(3)}
+    torch.save(state, stopped / "checkpoint-7" / "rng_state.pth")
+    with pytest.raises(TrainingError, match=r"rng_state.pth is damaged: .*; remove .*checkpoint-7, and the run goes"):
+        train(tiny(), stopped, resume=True, quiet=True)
+
+
 def test_a_run_without_a_whole_checkpoint_is_not_started_again_by_itself(stopped):
     for checkpoint in stopped.glob("checkpoint-*"):
         cut(checkpoint / "model.safetensors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,14 +30,21 @@ from kernelformer.training.run import Run, TrainingError
 DAMAGE = (
     OSError,
     ValueError,
-    KeyError,
+    LookupError,
     TypeError,
+    AttributeError,
     EOFError,
     RuntimeError,
     pickle.UnpicklingError,
     zipfile.BadZipFile,
     SafetensorError,
 )
+# What the trainer takes from its files; of random numbers there is one file for each process.
+PARTS = {
+    OPTIMIZER_NAME: {"state": dict, "param_groups": list},
+    SCHEDULER_NAME: {"last_epoch": int},
+    "rng_state*.pth": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
+}
 
 
 class DamagedError(TrainingError):
@@ -203,6 +210,21 @@ def check_checkpoint(folder: Path, step: int) -> None:
     for name, expected in hashes.items():
         with whole(folder / name):
             check_hash(folder / name, expected)
+    for pattern, parts in PARTS.items():
+        for file in sorted(folder.glob(pattern)):
+            with whole(file):
+                _check_parts(file, parts)
+
+
+def _check_parts(file: Path, parts: Mapping[str, type]) -> None:
+    """Raise if a file of `torch.save` lacks what the trainer takes from it: without hashes only that tells."""
+    with safe_globals():
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a value of type {type(state).__name__}, not a dict with {', '.join(parts)}")
+    for name, kind in parts.items():
+        if not isinstance(state[name], kind):
+            raise ValueError(f"its {name!r} must be of type {kind.__name__}, got {type(state[name]).__name__}")
 
 
 def _check(file: Path, step: int) -> None:

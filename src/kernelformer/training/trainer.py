@@ -262,6 +262,11 @@ class RunTrainer(TaskTrainer):
         if checkpoint is not None:
             self._follow_schedule()
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        name = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
+        with whole(Path(checkpoint or "") / name):
+            super()._load_rng_state(checkpoint)
+
     def _follow_schedule(self) -> None:
         """Take the rate of the next step from the schedule: in a run that was made longer it is not the saved one."""
         schedule: Any = self.lr_scheduler
