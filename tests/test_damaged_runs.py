@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from kernelformer.advice import resume_command
 from kernelformer.cli.app import app
+from kernelformer.records import read_metrics, read_result
 from kernelformer.training import StoppedError, TrainingError, evaluate, load_run, train
 from kernelformer.training.inspection import newest_whole
 from test_training import OWN, TASKS, interrupted, losses, register, tiny
@@ -164,6 +166,27 @@ def test_states_of_another_kind_in_a_checkpoint_without_hashes_are_named(stopped
     checkpoint, _, (remark,) = newest_whole(stopped)
     assert checkpoint == stopped / "checkpoint-5"
     assert f"checkpoint-7/{file} is damaged: {message}; going back" in remark
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(stopped, file):
+    (stopped / "checkpoint-7" / file).unlink()
+    os.mkfifo(stopped / "checkpoint-7" / file)
+    checkpoint, _, (remark,) = newest_whole(stopped)
+    assert checkpoint == stopped / "checkpoint-5"
+    assert f"checkpoint-7/{file} is a named pipe (FIFO)" in remark
+
+
+@pytest.mark.parametrize("file", ["run.json", "result.json", "metrics.jsonl", "model/model.safetensors"])
+def test_a_pipe_in_a_run_is_not_waited_for(finished, file):
+    (finished / file).unlink()
+    os.mkfifo(finished / file)
+    read = {
+        "result.json": lambda: read_result(finished),
+        "metrics.jsonl": lambda: list(read_metrics(finished)),
+    }.get(file, lambda: load_run(finished))
+    with pytest.raises((ValueError, TrainingError), match=rf"{file} is a named pipe \(FIFO\), and data is read from"):
+        read()
 
 
 def test_random_numbers_that_no_generator_takes_are_named(stopped):

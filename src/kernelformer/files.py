@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_KINDS = {
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 PART = ".partial"  # how the names of unfinished files end
 
 
@@ -59,7 +66,21 @@ def parse_json(content: bytes | str) -> Any:
 
 def read_json(path: Path) -> Any:
     """The JSON of a file; see `parse_json`."""
-    return parse_json(path.read_bytes())
+    return parse_json(check_regular(path).read_bytes())
+
+
+def check_regular(path: Path) -> Path:
+    """The path, if it leads to a regular file: a pipe may never end, and a device never does.
+
+    Raises:
+        ValueError: it leads to something else, which is named; of a folder the system says it when it is opened.
+        OSError: it leads nowhere.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise ValueError(f"{path} is {kind}, and data is read from regular files; copy its content into one.")
+    return path
 
 
 def sync(path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kernelformer.files import read_json, write_json
+from kernelformer.files import check_regular, read_json, write_json
 
 HASHES = "hashes.json"
 NAME = "blake2b"
@@ -31,7 +31,7 @@ def hash_bytes(content: bytes) -> str:
 def hash_file(path: Path) -> str:
     """Of all bytes of a file, which is read in blocks; 0.2 seconds for 100 million."""
     digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with check_regular(path).open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

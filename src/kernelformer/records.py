@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kernelformer.errors import flag, integer, number
-from kernelformer.files import parse_json
+from kernelformer.files import check_regular, parse_json
 
 RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
 PLAN = "plan.json"  # of a comparison: its runs, started or not
@@ -207,7 +207,7 @@ def unfinished(folder: Path) -> str | None:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return check_regular(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{path} is missing; the folder of a run has {RUN}, {METRICS} and, once finished, {RESULT}."

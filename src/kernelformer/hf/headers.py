@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from kernelformer.files import read_json
+from kernelformer.files import check_regular, read_json
 from kernelformer.limits import check_layers, check_limit, limit, raise_by
 
 Shapes = dict[str, tuple[int, ...]]
@@ -46,7 +46,7 @@ def saved_shapes(files: Iterable[Path]) -> Shapes:
     """
     shapes: Shapes = {}
     for path in files:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(check_regular(path) if path.exists() else path, framework="pt") as file:
             names = list(file.keys())
             check_limit("max_tensors", len(shapes) + len(names), f"{path} has {len(names):,} tensors")
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}

@@ -7,14 +7,8 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kernelformer.files import check_regular as check_regular
 from kernelformer.limits import environment_variable, limit
-
-_KINDS = {
-    stat.S_IFIFO: "a named pipe (FIFO)",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
 
 
 def existing(path: Path, layout: str, hint: str = "", option: str = "data") -> Path:
@@ -37,20 +31,6 @@ def existing(path: Path, layout: str, hint: str = "", option: str = "data") -> P
         named = text if len(text) <= 200 else f"{text[:100]}... of {len(text):,} characters"
         raise ValueError(f"there is no file or folder {named}{why}; {option} must be {layout}{hint}.") from None
     return path if stat.S_ISDIR(mode) else check_regular(path)
-
-
-def check_regular(path: Path) -> Path:
-    """The path, if it leads to a regular file: a pipe may never end, and a device never does.
-
-    Raises:
-        ValueError: it leads to something else, which is named; of a folder the system says it when it is opened.
-        OSError: it leads nowhere.
-    """
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise ValueError(f"{path} is {kind}, and data is read from regular files; copy its content into one.")
-    return path
 
 
 def check_inside(folder: Path, paths: Iterable[Path]) -> None:

@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.advice import resume_command
-from kernelformer.files import read_json
+from kernelformer.files import check_regular, read_json
 from kernelformer.hashes import HASHES, check_archive, check_hash, read_hashes
 from kernelformer.hf.headers import check_sizes, weight_files
 from kernelformer.modules.build import parse_attention
@@ -204,7 +204,7 @@ def check_checkpoint(folder: Path, step: int) -> None:
     numbers = sorted(x.name for x in folder.glob("rng_state*.pth")) or ["rng_state.pth"]
     for name in (TRAINER_STATE_NAME, weights, OPTIMIZER_NAME, SCHEDULER_NAME, *numbers):
         with whole(folder / name):
-            _check(folder / name, step)
+            _check(check_regular(folder / name), step)
     with whole(folder / HASHES):
         hashes = read_hashes(folder)
     for name, expected in hashes.items():
