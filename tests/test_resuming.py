@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from kernelformer import advice
+from kernelformer import advice, limits
 from kernelformer.analysis.comparison import read_run
 from kernelformer.cli import training as commands
 from kernelformer.cli.app import app
@@ -129,7 +129,7 @@ def test_options_that_contradict_the_run_in_the_folder_are_refused(options, said
     assert (short / "run.json").read_bytes() == before
 
 
-def test_a_folder_where_a_recipe_stands_is_seen_for_what_it_holds(short, tmp_path):
+def test_a_folder_where_a_recipe_stands_is_seen_for_what_it_holds(short, tmp_path, monkeypatch):
     assert f"holds a run already; go on with `{advice.program()} train {short} --resume`" in call("train", short).stderr
     (tmp_path / "empty").mkdir()
     for folder, lacks in ((tmp_path / "empty", "it has no run.json"), (tmp_path / "none", "there is no such folder")):
@@ -137,6 +137,11 @@ def test_a_folder_where_a_recipe_stands_is_seen_for_what_it_holds(short, tmp_pat
             f"{folder} is neither a recipe nor the folder of a run: {lacks}" in call("train", folder, "--resume").stderr
         )
     assert f"holds a run; go on with `{advice.program()} train {short}" in call("compare", short, "--resume").stderr
+    monkeypatch.chdir(short.parent)
+    assert (
+        f"short holds a run already; go on with `{advice.program()} train short --resume`"
+        in call("train", "short").stderr
+    )
     assert "unknown recipe 'nothing'" in call("train", "nothing", "--resume").stderr
     said = f"{short} is finished, after 4 steps; nothing is left to do unless --steps says more\n"
     assert said in call("train", short, "--resume").output  # in one line, however long the path is
@@ -267,3 +272,29 @@ def test_what_is_advised_is_how_the_program_is_called_here(monkeypatch, tmp_path
     assert advice.typed() == "`'my env/bin/kernelformer' demo`"
     (tmp_path / "kernelformer").touch(mode=0o755)
     assert advice.resume_command("a b") == "`kernelformer train 'a b' --resume`"
+
+
+def test_what_is_advised_raises_the_bounds_that_options_have_raised(monkeypatch, tmp_path, short):
+    for name in ("max_layers", "follow_links", "max_tensors"):  # given back after the test
+        monkeypatch.setenv(limits.environment_variable(name), str(limits.LIMITS[name]))
+    monkeypatch.setattr(limits, "_given", {})
+    assert call("--follow-links", "--limit", "max_layers=5000", "train", "bytes", "--out", short).exit_code == 2
+    options = ["--limit", "max_layers=5000", "--follow-links"]
+    assert advised(advice.resume_command("x")) == [*options, "train", "x", "--resume"]
+    assert advised(advice.resume_command("x", "compare")) == [*options, "compare", "x", "--resume"]
+
+
+def test_a_run_on_links_that_was_stopped_goes_on_by_the_command_that_it_names(monkeypatch, tmp_path):
+    monkeypatch.setenv(limits.environment_variable("follow_links"), "0")
+    monkeypatch.setattr(limits, "_given", {})
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation", "test"):
+        (tmp_path / "data" / f"{split}.txt").symlink_to(argparse.__file__)
+    limits.set_limit("follow_links", 1)
+    run = replace(RUN, task_options={**RUN.task_options, "data": str(tmp_path / "data"), "pattern": "*.txt"})
+    with pytest.raises(StoppedError) as stopped:
+        train(run, tmp_path / "x", quiet=True, callbacks=[StopAt(2)])
+    monkeypatch.setenv(limits.environment_variable("follow_links"), "0")  # another process
+    result = call(*advised(str(stopped.value)))
+    assert result.exit_code == 0, result.output
+    assert finished(tmp_path / "x")["steps"] == 4

@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from kernelformer.limits import given_options
+
 NAME = "kernelformer"
 
 
@@ -29,9 +31,12 @@ def typed() -> str:
 def resume_command(folder: Path | str, command: str = "train", more: str = "") -> str:
     """The command that goes on with what is in a folder, in backticks: a run, or by `compare` a comparison.
 
+    Bounds that were raised by options are raised in it too: no record keeps them, and the data is read again.
+
     Args:
         folder: of the run or the comparison.
         command: that takes it.
         more: further options.
     """
-    return f"`{program()} {command} {shlex.quote(str(folder))} --resume{more and f' {more}'}`"
+    words = [program(), *given_options(), command, shlex.quote(str(folder)), "--resume", more]
+    return f"`{' '.join(filter(None, words))}`"

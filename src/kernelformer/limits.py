@@ -23,6 +23,7 @@ LIMITS = {
     "follow_links": 0,  # 1: links may lead out of a folder of data
     "allow_hub": 0,  # 1: a local folder may name parts of a model that are on the hub
 }
+_given: dict[str, int] = {}  # bounds that were set in this process, not by whoever started it
 _LAYERS = re.compile(r"(^|_)(layers?|depths?|blocks?)$")
 
 
@@ -40,6 +41,13 @@ def limit(name: str) -> int:
 def set_limit(name: str, value: int) -> None:
     """Raise or lower a bound, for this process and those that it starts."""
     os.environ[environment_variable(name)] = str(integer(name, value, at_least=0))
+    _given[name] = value
+
+
+def given_options() -> list[str]:
+    """The options of the command that set bounds in this process: what is typed later needs them too."""
+    plain = {name: x for name, x in _given.items() if (name, x) != ("follow_links", 1)}
+    return [*(f"--limit {name}={x}" for name, x in plain.items()), *["--follow-links"] * (len(plain) < len(_given))]
 
 
 def raise_by(name: str, value: int) -> str:

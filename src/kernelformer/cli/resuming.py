@@ -38,7 +38,7 @@ def saved_folder(name: str, resume: bool, command: Command) -> Path | None:
     """
     folder, (file, kind) = Path(name), FILES[command]
     path = os.sep in name
-    if name in RECIPES or recipes_of(name) or not (path or (resume and (folder / file).is_file())):
+    if name in RECIPES or recipes_of(name) or not (path or (folder / file).is_file()):
         return None
     if not (folder / file).is_file():
         for other, (theirs, their_kind) in FILES.items():
