@@ -90,6 +90,12 @@ def test_list_shows_all_settings_of_a_recipe(name):
                 change(run, {setting: getattr(run, setting, None)})  # each name is one that --set knows
 
 
+def test_list_takes_a_task_s_name_as_train_does():
+    said = listed("images")
+    assert said.startswith("task images: rpe-imagenet; `train images` runs the first\n")
+    assert rows(said)["task"] == ["images", "images"]
+
+
 def test_a_task_s_settings_of_its_model_are_told_from_defaults():
     chosen, default = recipe_settings(RECIPES["listops"])
     assert chosen["model.num_labels"] == ["10"]

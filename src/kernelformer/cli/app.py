@@ -83,6 +83,10 @@ def list_(
         if what in RECIPES:
             _recipe(RECIPES[what], what)
             return
+        if recipes := recipes_of(what):  # a task's name means its first recipe here as it does to `train`
+            console.print(f"task {what}: {', '.join(recipes)}; `train {what}` runs the first")
+            _recipe(RECIPES[recipes[0]], recipes[0])
+            return
         if what and what not in parts and Path(what).is_dir():
             _runs(Path(what))
             return
