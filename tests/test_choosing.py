@@ -112,3 +112,17 @@ def test_divergence_is_that_of_the_definition():
         x, y = (z(**given).last_hidden_state[real] for z in (encoder, other))
         found = output_divergence(given, encoder(**given), other(**given))
     assert found == pytest.approx(float(((x - y).square().sum(-1) / x.square().sum(-1)).mean()))
+
+
+def test_as_many_classes_as_tokens_are_no_tokens():
+    """Logits of a sample then have the shape of the mask, which has nothing to hide in them."""
+    teacher = tiny("BertForSequenceClassification", num_labels=11)
+    student = convert(copy.deepcopy(teacher), "favor+", **OPTIONS)
+    given = batch(teacher)
+    assert given["attention_mask"].shape == (2, 11)
+    with torch.no_grad():
+        want, got = teacher(**given), student(**given)
+    p, q = (x.logits.softmax(-1) for x in (want, got))
+    assert output_divergence(given, want, got) == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
+    off, size = (x.square().sum(-1) for x in (got.logits - want.logits, want.logits))
+    assert measure(teacher, student, [given]).output == pytest.approx(float((off / size).mean().sqrt()))

@@ -113,8 +113,8 @@ def output_divergence(batch: Mapping[str, Any], want: Any, got: Any) -> float:
     mask = batch.get("decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask")
     if "logits" not in name or x.shape[-1] == 1:
         return float(_relative(x, y, mask).mean())
-    ours, theirs = (_kept_tokens(z, mask).float().log_softmax(-1) for z in (y, x))
-    return float(F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean())
+    ours, theirs = (z.float().log_softmax(-1) for z in (y, x))
+    return float(_kept_tokens(F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1), mask).mean())
 
 
 def output_name(outputs: Any) -> str:
@@ -130,11 +130,14 @@ def output_name(outputs: Any) -> str:
 
 
 def _kept_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Without padding, where there is a mask of that shape."""
-    return x if mask is None or x.shape[:2] != mask.shape else x[mask.bool()]
+    """One number a token, (B, L), without padding; what is not of tokens, such as one number a sample, stays whole.
+
+    Numbers, not vectors: logits of a sample, (B, V), have the shape of a mask where classes are as many as tokens.
+    """
+    return x if mask is None or x.shape != mask.shape else x[mask.bool()]
 
 
 def _relative(want: Tensor, got: Tensor, mask: Tensor | None) -> Tensor:
     """Squared, for each real token."""
-    want, got = _kept_tokens(want, mask).double(), _kept_tokens(got, mask).double()
-    return (got - want).square().sum(-1) / want.square().sum(-1).clamp(min=1e-300)
+    want, got = want.double(), got.double()
+    return _kept_tokens((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=1e-300), mask)
