@@ -288,6 +288,8 @@ def test_masks_that_kernels_cannot_do_are_refused_by_name():
         ({"attn_mask": torch.zeros(4, 4), "is_causal": True}, "is_causal=True says that attn_mask hides key j"),
         ({"key_padding_mask": torch.zeros(4, 2).bool()}, r"key_padding_mask must be .* = \(2, 4\), got \(4, 2\)"),
         ({"key_padding_mask": torch.full((2, 4), 0.5)}, "key_padding_mask in torch.float32 must be 0 or -inf"),
+        ({"key_padding_mask": [[True] * 4] * 2}, "key_padding_mask must be a tensor or None, got list"),
+        ({"attn_mask": "causal"}, "attn_mask must be a tensor or None, got str 'causal'; the causal one is"),
     ):
         with pytest.raises(ValueError, match=words):
             module(x, x, x, **call)

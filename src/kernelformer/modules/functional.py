@@ -16,6 +16,13 @@ from kernelformer.modules.checks import check_floats
 from kernelformer.modules.core import AttentionCore
 
 CACHE = 32  # cores that are kept, the last ones used
+# Arguments of torch's function that have another name here, or none.
+_TORCH_NAMES = {
+    "attn_mask": "key_mask=, (batch, keys) with True = attend, hides keys, and is_causal=True the future; others need "
+    "torch's own function",
+    "dropout_p": "attention_dropout= is its name here, for exact methods",
+    "enable_gqa": "leave it out: keys of fewer heads than the queries are shared among them in any case",
+}
 
 
 def kernel_attention(
@@ -66,6 +73,9 @@ def kernel_attention(
     Returns:
         (B, H, L, E).
     """
+    for name in _TORCH_NAMES:
+        if name in options:
+            raise ValueError(f"{name} is an argument of torch's scaled_dot_product_attention; {_TORCH_NAMES[name]}.")
     check_floats(query, key, value)
     if query.dim() != 4:
         raise ValueError(f"query must be (batch, heads, length, head_dim), got shape {shape(query)}.")

@@ -17,6 +17,7 @@ def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
     """
     if mask is None:
         return None
+    _check_tensor(mask, "key_padding_mask")
     if tuple(mask.shape) != (batch, keys):
         raise ValueError(f"key_padding_mask must be (batch, keys) = {(batch, keys)}, got {shape(mask)}.")
     return _hidden(mask, "key_padding_mask")
@@ -39,6 +40,7 @@ def is_causal_mask(mask: Tensor | None, queries: int, keys: int, heads: int, hin
     """
     if mask is None:
         return hint
+    _check_tensor(mask, "attn_mask")
     sizes = (queries, keys), (heads, queries, keys)
     if tuple(mask.shape) not in sizes:
         raise ValueError(
@@ -66,6 +68,12 @@ def is_causal_mask(mask: Tensor | None, queries: int, keys: int, heads: int, hin
         f"Hide keys by key_padding_mask, and the future by a causal mask or is_causal=True; other masks need torch's "
         f"own attention."
     )
+
+
+def _check_tensor(mask: object, name: str) -> None:
+    if not isinstance(mask, Tensor):
+        way = "; the causal one is is_causal=True" if name == "attn_mask" else ""
+        raise ValueError(f"{name} must be a tensor or None, got {type(mask).__name__} {mask!r:.40}{way}.")
 
 
 def _hidden(mask: Tensor, name: str) -> Tensor:
