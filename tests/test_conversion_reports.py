@@ -130,6 +130,21 @@ def test_windows_of_a_causal_model_are_counted_with_the_texts_in_them(decoder):
         assert used.window_length == min(length, 57)
 
 
+def test_short_texts_are_left_out_until_they_make_the_windows_that_were_asked_for(decoder, text, tmp_path):
+    """Four texts of 5 to 24 tokens are less than four windows of 24."""
+    asked = {"features": 4, "distill": text, "steps": 1, "batch": 1, "length": 24}
+    found = converting.run(decoder, tmp_path / "d", Setting(samples=4, **asked))
+    used = found.texts["measured on"]
+    assert (used.windows, used.window_length) == (4, 24)
+    assert 4 < used.texts == used.available - found.texts["learned from"].available
+    assert not any("asked for" in x for x in found.remarks)
+    found = converting.run(decoder, tmp_path / "few", Setting(samples=18, **asked))
+    made = found.texts["measured on"].windows
+    assert made < 18
+    assert f"18 samples were asked for, and the texts to measure on make {made}" in found.remarks
+    assert found.texts["learned from"].available >= 1
+
+
 def test_a_causal_model_says_windows(decoder, text, tmp_path):
     options = ["--features", 4, "--distill", text, "--steps", 2, "--batch", 1, "--length", 8, "--samples", 3]
     code, said = invoke(decoder, tmp_path / "d", *options)

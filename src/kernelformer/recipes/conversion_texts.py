@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.recipes.pretrained import Source, check_readable, first_token, made_up_inputs, read_texts, rows_for
-from kernelformer.recipes.text_rows import TextsUsed, some_texts
+from kernelformer.recipes.text_rows import TextsUsed, order, some_texts, tokens_of
 
 Batches = list[dict[str, Tensor]]
 SPREAD = 8  # times as many windows as are chosen on are there to draw them from, so that few are of the same text
@@ -27,6 +27,7 @@ class Texts:
         training_file: name of their file.
         evaluation_file: name of their file.
         available: texts of the evaluation file.
+        held_out: whether the texts to measure on are some of those to learn from.
     """
 
     training: list[str]
@@ -34,6 +35,7 @@ class Texts:
     training_file: str = ""
     evaluation_file: str = ""
     available: int = 0
+    held_out: bool = False
 
 
 def divide_texts(distill: Path | None, text: Path | None, samples: int, seed: int) -> Texts:
@@ -41,7 +43,7 @@ def divide_texts(distill: Path | None, text: Path | None, samples: int, seed: in
 
     Args:
         distill: file to learn from; None: nothing is learned.
-        text: file to measure on; None: ``samples`` texts of ``distill`` are left out for that.
+        text: file to measure on; None: ``samples`` texts of ``distill`` are left out for that, see `hold_out_windows`.
         samples: see there.
         seed: of the choice.
 
@@ -57,15 +59,46 @@ def divide_texts(distill: Path | None, text: Path | None, samples: int, seed: in
                 f"{distill} has {len(training)} texts, of which {samples} are left out to measure on; "
                 f"give more, fewer --samples, or others by --text."
             )
-        order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
-        evaluation = [training[i] for i in order[:samples]]
-        training = [training[i] for i in sorted(order[samples:])]
+        places = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
+        evaluation = [training[i] for i in places[:samples]]
+        training = [training[i] for i in sorted(places[samples:])]
     measured = set(evaluation)
     others = [x for x in training if x not in measured]  # the same words may stand in a file twice, or in both
     if training and not others:
         raise ValueError(f"all texts of {distill} are among those to measure on; give others to learn from.")
     file = text or distill
-    return Texts(others, evaluation, distill.name if distill else "", file.name if file else "", available)
+    names = distill.name if distill else "", file.name if file else ""
+    return Texts(others, evaluation, *names, available, held_out=text is None and distill is not None)
+
+
+def hold_out_windows(source: Source, texts: Texts, length: int, samples: int, seed: int) -> Texts:
+    """More of the texts to learn from are left out where those to measure on make too few windows of a causal model.
+
+    As many texts as windows were left out, and short texts are less than a window each. At most half of the texts to
+    learn from are taken.
+
+    Args:
+        source: the model.
+        texts: as `divide_texts` has them.
+        length: tokens of a window.
+        samples: windows to measure on.
+        seed: of the choice.
+    """
+    if source.task != "causal" or not texts.held_out:
+        return texts
+    check_readable(source, texts.evaluation)
+    lacking = samples * length - sum(map(len, tokens_of(texts.evaluation, source.tokenizer)))
+    different = list(dict.fromkeys(texts.training))
+    pool = [different[i] for i in order(0, len(different) // 2, len(different), seed)] if lacking > 0 else []
+    more: list[str] = []
+    for text, ids in zip(pool, tokens_of(pool, source.tokenizer), strict=True):
+        if lacking <= 0:
+            break
+        more.append(text)
+        lacking -= len(ids)
+    left_out = set(more)
+    training = [x for x in texts.training if x not in left_out]
+    return replace(texts, training=training, evaluation=[*texts.evaluation, *more])
 
 
 @dataclass(frozen=True)

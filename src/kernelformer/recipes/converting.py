@@ -26,6 +26,7 @@ from kernelformer.recipes.conversion_texts import (
     choice_inputs,
     divide_texts,
     evaluation_inputs,
+    hold_out_windows,
 )
 from kernelformer.recipes.pretrained import Source, check_length, first_token, load_source, rows_for
 from kernelformer.recipes.sentence_files import copy_sentence_files
@@ -199,12 +200,16 @@ def run(
     found = Found(setting, name, type(origin.model).__name__, check_length(origin, setting.length))
     found.remarks = list(origin.remarks)
     found.environment = environment(torch.get_num_threads())
+    texts = hold_out_windows(origin, texts, found.length, setting.samples, setting.seed)
     evaluation = evaluation_inputs(origin, texts, found.length, setting.samples, setting.batch, setting.seed)
     inputs = evaluation.batches
     if evaluation.used is None:
         found.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
     else:
         found.texts["measured on"] = evaluation.used
+        rows = evaluation.used.texts if evaluation.used.windows is None else evaluation.used.windows
+        if rows < setting.samples:
+            found.remarks.append(f"{setting.samples} samples were asked for, and the texts to measure on make {rows}")
     tell(f"converting to {method}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
     stages = _stages(student, setting) if texts.training else {}
