@@ -36,6 +36,7 @@ ORDER = [
 LEVEL = {name: index for index, names in enumerate(ORDER) for name in names}
 # Within a level, who may use whom: the wording of errors, and how files are read and written.
 WITHIN = {
+    ("advice", "limits"),
     ("contract", "errors"),
     ("kernels", "errors"),
     ("records", "errors"),

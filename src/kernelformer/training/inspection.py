@@ -40,7 +40,7 @@ DAMAGE = (
     SafetensorError,
 )
 # What the trainer takes from its files; of random numbers there is one file for each process.
-PARTS = {
+PARTS: dict[str, dict[str, type]] = {
     OPTIMIZER_NAME: {"state": dict, "param_groups": list},
     SCHEDULER_NAME: {"last_epoch": int},
     "rng_state*.pth": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
