@@ -19,10 +19,10 @@ LIGHT = (
     "kernelformer.errors",
     "kernelformer.records",
     "kernelformer.recipes.catalogue",
-    "kernelformer.recipes.settings",
+    "kernelformer.studies.settings",
     "kernelformer.tasks",
     "kernelformer.training",
-    "kernelformer.training.run",
+    "kernelformer.training.config",
 )
 # A finder that knows nothing of some modules, as if they were not installed.
 BLOCKED = """

@@ -12,10 +12,14 @@ import kernelformer
 ROOT = Path(kernelformer.__file__).parent
 ORDER = [
     {"cli"},
-    {"recipes"},
-    {"training", "bench", "analysis"},
-    {"tasks", "models"},
+    {"pipelines", "studies"},
+    {"recipes", "reports", "measure"},
+    {"training"},
+    {"tasks"},
+    {"data", "models", "distill"},
+    {"analysis"},
     {"hf"},
+    {"cache", "quiet", "terminal", "weight_headers"},
     {"modules"},
     {"feature_maps", "attention"},
     {
@@ -23,20 +27,20 @@ ORDER = [
         "kernels",
         "errors",
         "environment",
-        "units",
+        "formatting",
         "files",
         "records",
         "lazy",
         "hashes",
         "subprocesses",
-        "advice",
+        "commands",
         "limits",
     },
 ]
 LEVEL = {name: index for index, names in enumerate(ORDER) for name in names}
 # Within a level, who may use whom: the wording of errors, and how files are read and written.
 WITHIN = {
-    ("advice", "limits"),
+    ("commands", "limits"),
     ("contract", "errors"),
     ("kernels", "errors"),
     ("records", "errors"),

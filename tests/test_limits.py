@@ -11,19 +11,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_converted_folder import change, saved
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
+from kernelformer.data import npz
+from kernelformer.data.pretrained_texts import load_source
 from kernelformer.hf import load
 from kernelformer.limits import LIMITS, check_limit, limit, set_limit
 from kernelformer.models import KernelformerConfig, KernelformerForCausalLM, KernelformerForConditionalGeneration
 from kernelformer.modules.build import parse_attention
-from kernelformer.recipes.pretrained import load_source
 from kernelformer.records import read_object
-from kernelformer.tasks import make_task, npz
+from kernelformer.tasks import make_task
 from kernelformer.training import Run, TrainingError, train
 from kernelformer.training.evaluation import load_model
-from test_converted_folder import change, saved
 from test_saved_by_older_versions import OLD
 from tiny_models import tiny as original
 

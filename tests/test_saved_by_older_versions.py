@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from kernelformer.hf import load
-from kernelformer.training.run import Run
+from kernelformer.training.config import Run
 from kernelformer.training.session import train
 from tiny_models import tokens
 

@@ -17,7 +17,7 @@ def attention_inputs(model: Any, **inputs: Tensor) -> list[tuple[Tensor, Tensor,
         inputs: of the model, ``input_ids`` and so on; all texts of one length.
     """
     from kernelformer.hf.attend import attend_exactly
-    from kernelformer.hf.attentions import probing
+    from kernelformer.hf.find import probing
 
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.signed import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
-from kernelformer.units import human_bytes
+from kernelformer.formatting import human_bytes
 
 MadeBy = tuple[tuple[str, object], ...]
 

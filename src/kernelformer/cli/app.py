@@ -9,7 +9,10 @@ import typer
 from rich.table import Table
 
 from kernelformer import __version__
-from kernelformer.cli import benchmark, converting, pictures, results, studies, training, translating
+from kernelformer.cli import bench as benchmark
+from kernelformer.cli import convert as converting
+from kernelformer.cli import pictures, results, studies, training
+from kernelformer.cli import translate as translating
 from kernelformer.cli.common import console, plain_errors
 from kernelformer.errors import choice
 from kernelformer.limits import set_limit

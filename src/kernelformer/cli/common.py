@@ -14,12 +14,12 @@ import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TimeElapsedColumn
 from rich.text import Text
 
-from kernelformer.advice import typed
+from kernelformer.commands import typed
 from kernelformer.errors import WorkerError
+from kernelformer.formatting import shortened, visible
 from kernelformer.records import unfinished
-from kernelformer.training.run import StoppedError, TrainingError
-from kernelformer.training.terminal import VisibleConsole, text_column
-from kernelformer.units import shortened, visible
+from kernelformer.terminal import VisibleConsole, text_column
+from kernelformer.training.config import StoppedError, TrainingError
 
 console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
 errors = VisibleConsole(stderr=True, soft_wrap=True)  # a path stays in one piece

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.advice import typed
 from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import (
     console,
@@ -21,6 +20,7 @@ from kernelformer.cli.common import (
     use_threads,
 )
 from kernelformer.cli.resuming import goes_on
+from kernelformer.commands import typed
 from kernelformer.environment import environment
 from kernelformer.files import write_json
 
@@ -44,7 +44,7 @@ def normalized(
     out: Annotated[Path, typer.Option(help="folder for normalized.json, normalized.png and the models")] = Path("out"),
 ) -> None:
     """Standard and normalized models made linear without fine-tuning (NPRF, Fig. 2); trained models are kept."""
-    from kernelformer.recipes import normalized as study
+    from kernelformer.studies import normalized as study
 
     use_threads(threads)
     with plain_errors(goes_on):
@@ -103,9 +103,9 @@ def conversion(
     out: Annotated[Path, typer.Option(help="folder for conversion.json and conversion.png")] = Path("out"),
 ) -> None:
     """Which method converts a pretrained model best, as it is and after distillation; goes on where it stopped."""
-    from kernelformer.recipes import conversion_show as show
-    from kernelformer.recipes import conversion_study as study
-    from kernelformer.recipes.converting import parse_layers
+    from kernelformer.pipelines.convert import parse_layers
+    from kernelformer.studies import conversion as study
+    from kernelformer.studies import conversion_show as show
 
     use_threads(threads)
     with plain_errors(goes_on):

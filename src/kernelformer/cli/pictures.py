@@ -41,7 +41,7 @@ def attention(
     """Attention matrices of a model and of its converted self, side by side (Performer, App. C.4)."""
     use_threads(threads)
     with plain_errors():
-        from kernelformer.recipes import attention_pictures as pictures
+        from kernelformer.pipelines import attention as pictures
 
         file = picture_in(out, "attention.png")
         chosen = _selected("layers", layers), _selected("heads", heads)
@@ -60,7 +60,7 @@ def attention(
 
 def _selected(what: str, text: str) -> list[int] | None:
     """Numbers from 0 and ranges of them, as `convert --layers` takes them; None: not given."""
-    from kernelformer.recipes.converting import parse_layers
+    from kernelformer.pipelines.convert import parse_layers
 
     chosen = [x for x in parse_layers(text) if isinstance(x, int) and x >= 0] if text else None
     if chosen is not None and len(chosen) < len(parse_layers(text)):
@@ -89,9 +89,9 @@ def lengths(
 ) -> None:
     """From which length on a converted model is faster and leaner than the original; goes on where it was stopped."""
     with plain_errors(goes_on):
-        from kernelformer.recipes import lengths as study
-        from kernelformer.recipes import lengths_show as shown
-        from kernelformer.recipes.lengths_worker import Subject
+        from kernelformer.measure.lengths import Subject
+        from kernelformer.studies import lengths as study
+        from kernelformer.studies import lengths_show as shown
 
         file = target(out / study.KEPT)
         setting = study.Setting(

@@ -17,7 +17,7 @@ def results(
     date: Annotated[str | None, typer.Option(help="YYYY-MM-DD, of what is added; default: when it was made")] = None,
 ) -> None:
     """Put comparisons on record, and show all that are on record on one page."""
-    from kernelformer.analysis.results_page import write_results
+    from kernelformer.reports.results_page import write_results
 
     with plain_errors():
         files, records, others = write_results(folder, [*(add or ()), *(folders or ())], date)

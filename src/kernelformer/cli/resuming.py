@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kernelformer.advice import resume_command, typed
+from kernelformer.commands import resume_command, typed
 from kernelformer.recipes.catalogue import RECIPES, change, recipes_of
 from kernelformer.records import PLAN, RUN
 
 if TYPE_CHECKING:
-    from kernelformer.recipes.compare import Plan
-    from kernelformer.training.run import Run
+    from kernelformer.pipelines.compare import Plan
+    from kernelformer.training.config import Run
 
 Command = Literal["train", "compare"]
 FILES: dict[Command, tuple[str, str]] = {"train": (RUN, "run"), "compare": (PLAN, "comparison")}
@@ -77,7 +77,7 @@ def saved_plan(folder: Path, steps: int | None) -> tuple[Plan, int]:
     """The comparison in a folder, made longer if ``steps`` says so, and its threads."""
     from dataclasses import replace
 
-    from kernelformer.recipes.compare import read_plan
+    from kernelformer.pipelines.compare import read_plan
 
     plan, threads = read_plan(folder)
     return plan if steps is None else replace(plan, runs=[change(x, {"steps": steps}) for x in plan.runs]), threads

@@ -24,9 +24,9 @@ from kernelformer.cli.common import (
 from kernelformer.cli.resuming import goes_on
 from kernelformer.environment import environment
 from kernelformer.files import write_json
+from kernelformer.formatting import visible
 from kernelformer.recipes.catalogue import find_recipe
-from kernelformer.recipes.settings import ENCODER_ATTENTIONS, POSITION_LENGTHS, SparsitySetting
-from kernelformer.units import visible
+from kernelformer.studies.settings import ENCODER_ATTENTIONS, POSITION_LENGTHS, SparsitySetting
 
 app = typer.Typer(help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
 app.command()(converting_studies.conversion)
@@ -47,7 +47,7 @@ def sparsity(
     out: Annotated[Path, typer.Option(help="folder for sparsity.json and sparsity.png")] = Path("out"),
 ) -> None:
     """Which kernels learn to ignore (KL-Transformer, App. E): learning curves; goes on where it was stopped."""
-    from kernelformer.recipes import sparsity as study
+    from kernelformer.studies import sparsity as study
 
     use_threads(threads)
     with plain_errors(goes_on):
@@ -78,7 +78,7 @@ def kernels(
     out: Annotated[Path, typer.Option(help="folder for kernels.png")] = Path("out"),
 ) -> None:
     """Where learned kernels start, and what the smoothing of signed ones costs."""
-    from kernelformer.recipes import kernels as kernel_study
+    from kernelformer.studies import kernels as kernel_study
 
     use_threads(threads)
     with plain_errors():
@@ -103,7 +103,7 @@ def approximation(
     out: Annotated[Path, typer.Option(help="folder for approximation.json and approximation.png")] = Path("out"),
 ) -> None:
     """Spectral error inside a real encoder (Skyformer, Fig. 1), condition numbers and the statistical dimension."""
-    from kernelformer.recipes import approximation as study
+    from kernelformer.studies import approximation as study
 
     use_threads(threads)
     with plain_errors():
@@ -126,7 +126,7 @@ def positions(
     out: Annotated[Path, typer.Option(help="folder for positions.json and positions.png")] = Path("out"),
 ) -> None:
     """Errors over the norm of queries and keys, and the time of a forward with relative positions (NPRF, Fig. 1)."""
-    from kernelformer.recipes import positions as study
+    from kernelformer.studies import positions as study
 
     use_threads(threads)
     with plain_errors():
@@ -156,7 +156,7 @@ def encoder(
     out: Annotated[Path, typer.Option(help="folder for encoder.json and encoder.png")] = Path("out"),
 ) -> None:
     """Speed and memory of whole encoders against SDPA and the upper bound (Performer, Fig. 3, 20)."""
-    from kernelformer.recipes import encoder as study
+    from kernelformer.studies import encoder as study
 
     with plain_errors():
         file = target(out / "encoder.json")
@@ -201,7 +201,7 @@ def overhead(
     out: Annotated[Path, typer.Option(help="folder for overhead.json")] = Path("out"),
 ) -> None:
     """How much of a training step is outside of tensor operations."""
-    from kernelformer.recipes import overhead as study
+    from kernelformer.studies import overhead as study
 
     use_threads(threads)
     with plain_errors():
@@ -222,7 +222,7 @@ def tour(
     out: Annotated[Path, typer.Option(help="folder for tour.png")] = Path("out"),
 ) -> None:
     """Two minutes of figures: error by number of features, speed and memory by length, decoding by context."""
-    from kernelformer.recipes import tour as figures
+    from kernelformer.studies import tour as figures
 
     with plain_errors():
         file = picture_in(out, "tour.png")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kernelformer.advice import resume_command, typed
 from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import (
     console,
@@ -29,15 +28,16 @@ from kernelformer.cli.common import (
     write,
 )
 from kernelformer.cli.resuming import goes_on, next_command, refuse_options, saved_folder, saved_plan, saved_settings
+from kernelformer.commands import resume_command, typed
+from kernelformer.formatting import human_bytes
 from kernelformer.recipes.catalogue import change, find_recipe, recipe_name
+from kernelformer.recipes.overrides import read_value
 from kernelformer.recipes.papers.base import CPU
-from kernelformer.recipes.setting_values import read_value
-from kernelformer.training.run import attention_settings
-from kernelformer.units import human_bytes
+from kernelformer.training.config import attention_settings
 
 if TYPE_CHECKING:
     from kernelformer.models import KernelformerForCausalLM
-    from kernelformer.recipes.compare import Plan
+    from kernelformer.pipelines.compare import Plan
 
 Steps = Annotated[int | None, typer.Option(min=1, help="updates; default: the recipe's")]
 Data = Annotated[str | None, typer.Option(help="of the task: a file or folder, or hub:NAME of a Hugging Face data set")]
@@ -88,7 +88,7 @@ def _settings(sets: Sequence[str] | None, task: str | None = None, **options: An
 
 def _absolute(place: str) -> str:
     """A path that is found from wherever the run is looked at later; a name of the hub is none."""
-    from kernelformer.tasks.sources import HUB
+    from kernelformer.data.sources import HUB
 
     hub, path = (HUB, place.removeprefix(HUB)) if place.startswith(HUB) else ("", place)
     whole = os.path.abspath(os.path.expanduser(path))
@@ -212,7 +212,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="folder of the runs and the report; default: out/RECIPE")] = None,
 ) -> None:
     """Train several attentions on the same data in the same order, and write a report."""
-    from kernelformer.recipes.compare import make_plan
+    from kernelformer.pipelines.compare import make_plan
 
     folder = out or Path("out") / recipe
     with plain_errors(lambda: next_command(folder, "compare")):
@@ -240,8 +240,8 @@ def compare(
 
 
 def _compare(plan: Plan, resume: bool, threads: int, again: str) -> None:
-    from kernelformer.analysis.comparison import table
-    from kernelformer.recipes.compare import REPORT, carry_out
+    from kernelformer.pipelines.compare import REPORT, carry_out
+    from kernelformer.reports.comparison import table
 
     with progress_bar() as progress:
         bar = progress.add_task("", total=len(plan.runs))
@@ -285,7 +285,7 @@ def generate(
 
 
 def _write(model: KernelformerForCausalLM, prompt: str, **settings: Any) -> None:
-    from kernelformer.recipes.decoding import sample_bytes
+    from kernelformer.pipelines.generate import sample_bytes
 
     before = prompt  # written with the first byte, when nothing is left to refuse
 
@@ -308,7 +308,7 @@ def demo(
 ) -> None:
     """Compare kernels on real text, about four minutes: the Python standard library's own source, byte by byte."""
     from kernelformer.models import KernelformerForCausalLM
-    from kernelformer.recipes.compare import REPORT, make_plan
+    from kernelformer.pipelines.compare import REPORT, make_plan
     from kernelformer.training.evaluation import load_run
 
     with plain_errors(goes_on):

@@ -4,11 +4,11 @@ from kernelformer.lazy import require_extra
 
 require_extra(__name__)
 
-from kernelformer.hf.cache import StateCache
-from kernelformer.hf.converting import Conversion, conversion, convert, cores, new_cache, undo
-from kernelformer.hf.loading import load, register_auto
-from kernelformer.hf.registering import register
-from kernelformer.hf.saving import save
+from kernelformer.cache import StateCache
+from kernelformer.hf.convert import Conversion, conversion, convert, cores, new_cache, undo
+from kernelformer.hf.load import load, register_auto
+from kernelformer.hf.register import register
+from kernelformer.hf.save import save
 
 register_auto()
 

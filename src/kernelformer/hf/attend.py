@@ -13,8 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils.output_capturing import _active_collector
 
+from kernelformer.cache import StateLayer, cached_in
 from kernelformer.errors import shape
-from kernelformer.hf.cache import StateLayer, cached_in
 from kernelformer.modules import AttentionCore
 
 CORE = "kernel"  # the name of the core among the children of an attention module

@@ -17,11 +17,11 @@ from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.hashes import WEIGHTS, check_hashes, write_hashes
 from kernelformer.hf import StateCache
-from kernelformer.hf.headers import check_sizes, weight_files
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.modules import KernelAttention, RelativePositions
 from kernelformer.modules.build import parse_attention
 from kernelformer.modules.core import AttentionCore
+from kernelformer.weight_headers import check_sizes, weight_files
 
 
 class KernelformerPreTrainedModel(PreTrainedModel):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.blocks import all_finite
-from kernelformer.attention.toeplitz import CHUNK, Layout, Toeplitz
+from kernelformer.attention.relative.bias_view import CHUNK, Layout, Toeplitz
 from kernelformer.modules.bias import Bias
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.biased import ALGORITHMS
-from kernelformer.attention.toeplitz import Layout, Toeplitz, constant_beyond
+from kernelformer.attention.relative.bias_view import Layout, Toeplitz, constant_beyond
+from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import no_tangents
 from kernelformer.errors import choice, integer, shape
 from kernelformer.modules.checks import assert_values, looks

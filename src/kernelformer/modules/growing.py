@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.recurrent import MadeBy
-from kernelformer.attention.toeplitz import Layout
+from kernelformer.attention.relative.bias_view import Layout
 from kernelformer.errors import fraction, shape
 from kernelformer.modules.bias import Bias, check_step_bias
 from kernelformer.modules.checks import check_scale, check_step, check_stream, other_maker

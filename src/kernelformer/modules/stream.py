@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.biased import biased_attention
 from kernelformer.attention.recurrent import Prepared, step_near
-from kernelformer.attention.relative import relative_attention
-from kernelformer.attention.toeplitz import Layout, constant_beyond
+from kernelformer.attention.relative.bias_view import Layout, constant_beyond
+from kernelformer.attention.relative.direct import relative_attention
+from kernelformer.attention.relative.dispatch import biased_attention
 from kernelformer.contract import PositiveSpec, compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap

@@ -10,7 +10,7 @@ from typing import Any
 from kernelformer.errors import positive_int, unknown
 from kernelformer.recipes.papers import PAPERS
 from kernelformer.recipes.papers.base import BIASED, CPU, Recipe
-from kernelformer.training.run import Run
+from kernelformer.training.config import Run
 
 BYTES = partial(
     Run,

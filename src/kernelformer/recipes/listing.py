@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from kernelformer.recipes.papers.base import Recipe
-from kernelformer.training.run import OWN, Run
+from kernelformer.training.config import OWN, Run
 
 UNSET = "-"  # an option without a default that the recipe leaves to the user
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from kernelformer.data.local_files import check_inside, check_regular, existing
+from kernelformer.data.readers import column_bytes
+from kernelformer.data.sources import ALIASES, EXTENSIONS, check_shares, spread
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
-from kernelformer.tasks.data_files import check_inside, check_regular, existing
-from kernelformer.tasks.readers import column_bytes
-from kernelformer.tasks.sources import ALIASES, EXTENSIONS, check_shares, spread
 
 Text = NDArray[np.uint8]
 Places = NDArray[np.int64]

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from kernelformer.data.batching import check_indices, check_limits, padded, spread_evenly
+from kernelformer.data.sources import Rows, Source, label_names, text_value
 from kernelformer.errors import choice, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
-from kernelformer.tasks.batching import check_indices, check_limits, padded, spread_evenly
-from kernelformer.tasks.sources import Rows, Source, label_names, text_value
 
 VOCABULARY = 257  # padding is 0, byte b is b + 1
 _ROUND = 64  # batches have a multiple of this length, so that there are few different shapes

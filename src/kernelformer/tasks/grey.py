@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernelformer.data.images import Album, Pictures, guess
 from kernelformer.errors import integer
 from kernelformer.tasks.base import Outcome, Sample, Task
-from kernelformer.tasks.pictures import Album, Pictures, guess
 
 
 class Grey(Task):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from kernelformer.data.batching import check_indices
+from kernelformer.data.image_cache import Int64, Uint8
+from kernelformer.data.images import Album, Pictures, guess
+from kernelformer.data.sources import spread
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.tasks.base import Outcome, Sample, Task
-from kernelformer.tasks.batching import check_indices
-from kernelformer.tasks.decoding import Int64, Uint8
-from kernelformer.tasks.pictures import Album, Pictures, guess
-from kernelformer.tasks.sources import spread
 
 AUGMENT = ("none", "flip", "crop")
 VIEWS = 10  # of each image, where they differ

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from kernelformer.data.corpus import Corpus
+from kernelformer.data.sources import mixed, spread
+from kernelformer.data.tokenization import Vocabulary
 from kernelformer.errors import number
 from kernelformer.tasks.base import SPLITS, Outcome, Sample
 from kernelformer.tasks.bytes import Windows
-from kernelformer.tasks.corpus import Corpus
-from kernelformer.tasks.sources import mixed, spread
-from kernelformer.tasks.tokenization import Vocabulary
 
 HIDDEN, REPLACED = 0.8, 0.1  # of the chosen tokens; the rest stays as it is
 IGNORED = -100
@@ -89,7 +89,7 @@ class Masked(Corpus):
     Of the tokens of a window 15% are chosen; of these 80% become <mask>, 10% another token, any of the vocabulary with
     the same probability, and 10% stay. At least one is chosen in each window. Masks of validation and test are fixed.
 
-    Data, and what it costs: see `tasks.corpus.Corpus`. Windows pay no heed to <eos>, but it is never hidden.
+    Data, and what it costs: see `data.corpus.Corpus`. Windows pay no heed to <eos>, but it is never hidden.
 
     Departures from BERT: there is no second task beside this one, and training windows are at random places instead of
     one after the other, so that no two epochs are alike.

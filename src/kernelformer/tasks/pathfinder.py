@@ -18,11 +18,11 @@ from numpy.random import SeedSequence, default_rng
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernelformer.data.batching import check_limits
+from kernelformer.data.dashed_paths import GREY, Drawings, Rules, draw
+from kernelformer.data.images import Album, Pictures, guess, image_size
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder, load_arrays, save_arrays
-from kernelformer.tasks.batching import check_limits
-from kernelformer.tasks.dashed import GREY, Drawings, Rules, draw
-from kernelformer.tasks.pictures import Album, Pictures, guess, image_size
 
 CLASSES = 2
 SAMPLES = {"test": 20_000, "validation": 20_000, "train": 160_000}  # made by default

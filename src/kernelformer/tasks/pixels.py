@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernelformer.data.images import Album, Pictures
 from kernelformer.tasks.base import Outcome, Sample, Task
-from kernelformer.tasks.pictures import Album, Pictures
 
 
 class Pixels(Task):

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from kernelformer.data import sources
+from kernelformer.data.batching import check_indices, check_limits, padded, spread_evenly
+from kernelformer.data.local_files import check_regular, existing
+from kernelformer.data.proteins import AMINO_ACIDS, Sequences
 from kernelformer.errors import choice, flag, integer
-from kernelformer.tasks import sources
 from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task
-from kernelformer.tasks.batching import check_indices, check_limits, padded, spread_evenly
-from kernelformer.tasks.data_files import check_regular, existing
-from kernelformer.tasks.sequences import AMINO_ACIDS, Sequences
 
 TOKENS = ("<pad>", "<bos>", "<eos>", "<mask>", *AMINO_ACIDS)
 PAD, BOS, EOS, MASK, FIRST = range(5)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kernelformer.data.sources import Check, Rows, Source, label_value, spread, text_value
 from kernelformer.errors import choice
 from kernelformer.tasks.bytestrings import ByteTask, byte_value
-from kernelformer.tasks.sources import Check, Rows, Source, label_value, spread, text_value
 
 PAIRS = ("rows", "halves")
 _COLUMNS = {"rows": {"text1": "text1", "text2": "text2", "label": "label"}, "halves": {"text": "text"}}

@@ -17,13 +17,9 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from kernelformer.errors import choice, integer, positive_int
-from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
-from kernelformer.tasks.batching import spread_evenly
-from kernelformer.tasks.corpus import perhaps_text
-from kernelformer.tasks.glue import GLUE as GLUE
-from kernelformer.tasks.metrics import METRICS, OF_NUMBERS, f1, matthews, pearson, spearman
-from kernelformer.tasks.sources import (
+from kernelformer.data.batching import spread_evenly
+from kernelformer.data.corpus import perhaps_text
+from kernelformer.data.sources import (
     Check,
     Rows,
     Source,
@@ -34,7 +30,8 @@ from kernelformer.tasks.sources import (
     number_value,
     text_value,
 )
-from kernelformer.tasks.tokenization import (
+from kernelformer.data.token_cache import Tokens, kept_tokens
+from kernelformer.data.tokenization import (
     Vocabulary,
     saved_options,
     special,
@@ -42,7 +39,10 @@ from kernelformer.tasks.tokenization import (
     vocabulary,
     vocabulary_size,
 )
-from kernelformer.tasks.tokens import Tokens, kept_tokens
+from kernelformer.errors import choice, integer, positive_int
+from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
+from kernelformer.tasks.glue import GLUE as GLUE
+from kernelformer.tasks.metrics import METRICS, OF_NUMBERS, f1, matthews, pearson, spearman
 
 _ROUND = 16  # batches have a multiple of this length, so that there are few different shapes
 
@@ -95,7 +95,7 @@ class Sentences(Task):
 
     Data: a folder with ``train``, ``validation`` and ``test``, each ``.jsonl``, ``.csv`` or ``.tsv``, one such file, or
     ``hub:NAME[:CONFIGURATION]``; a row has a text, maybe a second one, which may be blank, as in two rows of GLUE's
-    QQP, and a label: an integer from 0, a name, or a number. See `tasks.sources.Source` for splits.
+    QQP, and a label: an integer from 0, a name, or a number. See `data.sources.Source` for splits.
 
     A sample is ``<bos> a <eos>`` or ``<bos> a <sep> b <eos>``; of a pair that is too long the longer side is cut. The
     vocabulary is trained on the training split, unless it is a user's own or that of bytes.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from kernelformer.data.sources import Rows, Source, label_value
 from kernelformer.tasks.bytestrings import ByteTask, byte_value
-from kernelformer.tasks.sources import Rows, Source, label_value
 
 
 class Text(ByteTask):

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kernelformer.errors import choice, integer, number, positive_int
-from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
-from kernelformer.tasks.batching import check_limits, padded, spread_evenly
-from kernelformer.tasks.parallel import Pairs, Parallel, Tokens
-from kernelformer.tasks.sources import Rows, hash_files
-from kernelformer.tasks.tokenization import (
+from kernelformer.data.batching import check_limits, padded, spread_evenly
+from kernelformer.data.sentence_pairs import Pairs, Parallel, Tokens
+from kernelformer.data.sources import Rows, hash_files
+from kernelformer.data.tokenization import (
     TOKENIZER,
     Special,
     Vocabulary,
@@ -29,6 +27,8 @@ from kernelformer.tasks.tokenization import (
     vocabulary,
     vocabulary_size,
 )
+from kernelformer.errors import choice, integer, number, positive_int
+from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
 
 VOCABULARY = 10_000
 _ROUND = 8  # batches have a multiple of this length, so that there are few different shapes

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernelformer.data.corpus import Corpus, exp
 from kernelformer.tasks.base import Outcome, Sample, load_arrays, save_arrays
 from kernelformer.tasks.bytes import Windows
-from kernelformer.tasks.corpus import Corpus, exp
 
 
 class Sizes(NamedTuple):
@@ -45,7 +45,7 @@ class Words(Corpus):
     fewer windows, the ratios never are. Where a vocabulary loses something (``lowercase``, "wordpiece"), both are of
     what is left, which is easier.
 
-    Data, and what it costs: see `tasks.corpus.Corpus`. Rows without text, such as the blank lines of WikiText-103
+    Data, and what it costs: see `data.corpus.Corpus`. Rows without text, such as the blank lines of WikiText-103
     (``hub:Salesforce/wikitext:wikitext-103-raw-v1``), are passed over.
 
     Departures: training windows are at random places instead of one after the other; PG-19's vocabulary is by byte

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kernelformer.lazy import lazy_names, require_extra
 from kernelformer.records import Result
-from kernelformer.training.run import Run, StoppedError, TrainingError
+from kernelformer.training.config import Run, StoppedError, TrainingError
 
 if TYPE_CHECKING:
     from kernelformer.training.evaluation import evaluate, load_run

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from kernelformer.terminal import text_column
 from kernelformer.training.meter import Recorder, Tell
-from kernelformer.training.terminal import text_column
 
 
 class LastDraw(TrainerCallback):

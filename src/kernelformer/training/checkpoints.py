@@ -17,10 +17,10 @@ from accelerate.utils import broadcast_object_list, gather_object  # type: ignor
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from kernelformer.advice import resume_command
+from kernelformer.commands import resume_command
 from kernelformer.files import PART, sync, write_text
 from kernelformer.records import METRICS, read_metrics
-from kernelformer.training.run import TrainingError, everywhere
+from kernelformer.training.config import TrainingError, everywhere
 
 T = TypeVar("T")
 STAGE = PART  # the folder in which others grow until they are whole; no checkpoint by Hugging Face's pattern

@@ -18,20 +18,20 @@ from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Train
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from kernelformer.advice import resume_command
+from kernelformer.commands import resume_command
+from kernelformer.data.batching import spread_evenly
 from kernelformer.errors import choice, positive_int
 from kernelformer.hashes import HashError, check_hashes
-from kernelformer.hf.headers import SizeError, check_shapes, saved_shapes, weight_files
 from kernelformer.models import MODELS, KernelformerConfig, KernelformerForCausalLM, KernelformerPreTrainedModel
+from kernelformer.quiet import silent_libraries
 from kernelformer.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.batching import spread_evenly
 from kernelformer.training.checkpoints import reason
+from kernelformer.training.config import Run, TrainingError
 from kernelformer.training.inspection import DAMAGE, check_run_folder, saved_run
 from kernelformer.training.meter import Tell, scores
-from kernelformer.training.run import Run, TrainingError
-from kernelformer.training.silence import silent_libraries
+from kernelformer.weight_headers import SizeError, check_shapes, saved_shapes, weight_files
 
 IGNORED = -100
 

@@ -16,15 +16,15 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from kernelformer.advice import resume_command
+from kernelformer.commands import resume_command
 from kernelformer.files import check_regular, read_json
 from kernelformer.hashes import HASHES, check_archive, check_hash, read_hashes
-from kernelformer.hf.headers import check_sizes, weight_files
 from kernelformer.modules.build import parse_attention
 from kernelformer.records import METRICS, RESULT, RUN, Result, read_head, read_result, reading
 from kernelformer.training.checkpoints import DAMAGED, checkpoint_of, checkpoints_of, metrics
+from kernelformer.training.config import Run, TrainingError
 from kernelformer.training.meter import Meter
-from kernelformer.training.run import Run, TrainingError
+from kernelformer.weight_headers import check_sizes, weight_files
 
 # How files say that they are not what they should be: the system, JSON, zip archives, safetensors, torch.
 DAMAGE = (

@@ -17,16 +17,19 @@ from accelerate.utils import set_seed  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations.integration_utils import is_tensorboard_available
 
-from kernelformer.advice import resume_command
+from kernelformer.commands import resume_command
 from kernelformer.environment import environment
 from kernelformer.errors import flag
 from kernelformer.files import write_json
+from kernelformer.formatting import shortened
 from kernelformer.hashes import write_hashes
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.modules import redraw
 from kernelformer.modules.redraw import random_maps
+from kernelformer.quiet import silent_libraries
 from kernelformer.records import MODEL, RESULT, RUN, Result, read_head
 from kernelformer.tasks import Task, make_task
+from kernelformer.terminal import VisibleConsole
 from kernelformer.training.callbacks import Bar, Board, LastDraw, Stop
 from kernelformer.training.checkpoints import (
     STAGE,
@@ -39,15 +42,12 @@ from kernelformer.training.checkpoints import (
     set_aside,
     writing,
 )
+from kernelformer.training.config import Run, StoppedError, everywhere, extension
 from kernelformer.training.evaluation import judged
+from kernelformer.training.first_weights import check_vocabulary, start_from, weights_hash
 from kernelformer.training.inspection import examine, saved_run
 from kernelformer.training.meter import Meter, Recorder, Tell
-from kernelformer.training.run import Run, StoppedError, everywhere, extension
-from kernelformer.training.silence import silent_libraries
-from kernelformer.training.start import check_vocabulary, start_from, weights_hash
-from kernelformer.training.terminal import VisibleConsole
 from kernelformer.training.trainer import RunTrainer, training_arguments
-from kernelformer.units import shortened
 
 
 def train(

@@ -29,10 +29,10 @@ from kernelformer.training.checkpoints import (
     reason,
     rotate,
 )
+from kernelformer.training.config import SCHEDULES, Run, everywhere
 from kernelformer.training.evaluation import TaskTrainer
 from kernelformer.training.inspection import whole
 from kernelformer.training.meter import Meter, Recorder
-from kernelformer.training.run import SCHEDULES, Run, everywhere
 
 
 def training_arguments(run: Run, folder: Path) -> TrainingArguments:

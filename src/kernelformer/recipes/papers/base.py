@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kernelformer.errors import choice, positive_int
-from kernelformer.training.run import Run
+from kernelformer.training.config import Run
 
 CPU, FULL = "cpu", "full"
 FEATURES = 64  # of every method at the size for a CPU: features or landmarks

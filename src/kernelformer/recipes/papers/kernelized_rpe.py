@@ -12,7 +12,7 @@ from typing import Any
 from kernelformer.recipes.papers.base import CAUSAL, FEATURES, IMAGES, Recipe, network, pair, steps_of
 from kernelformer.recipes.papers.glue import SAMPLES, START, TITLES
 from kernelformer.tasks.glue import GLUE
-from kernelformer.training.run import Run
+from kernelformer.training.config import Run
 
 PAPER = "Kernelized attention with relative positional encoding"
 SHORT: dict[str, Any] = {

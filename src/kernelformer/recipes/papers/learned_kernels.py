@@ -12,7 +12,7 @@ from typing import Any
 from kernelformer.recipes.papers.base import Recipe, arena_rate, network, pair, several, steps_of
 from kernelformer.recipes.papers.glue import SAMPLES, START, TITLES
 from kernelformer.tasks.glue import GLUE
-from kernelformer.training.run import Run
+from kernelformer.training.config import Run
 
 # Both components of the mixtures have one covariance and opposite means (footnote 2).
 KERNELS = ("gmm-rks:tied=True", "fastfood-rks", "generative-rks", "gmm-prf:tied=True", "fastfood-prf", "generative-prf")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kernelformer.recipes.papers.base import CAUSAL, Recipe, network, pair
-from kernelformer.training.run import Run
+from kernelformer.training.config import Run
 
 RELU, FAVOR = "relu:num_features=256:eps=1e-3", "favor+:num_features=256"
 LINFORMER = "linformer:rank=600"

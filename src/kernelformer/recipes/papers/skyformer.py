@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kernelformer.recipes.papers.base import Recipe, network, pair
-from kernelformer.training.run import Run
+from kernelformer.training.config import Run
 
 SOURCE = "Skyformer, Table 1 and Sec. 5"
 ATTENTIONS = (

@@ -1,0 +1,1 @@
+"""Attention with a relative position bias."""

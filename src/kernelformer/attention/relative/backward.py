@@ -1,0 +1,207 @@
+"""The backward pass of `relative`, for one block of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.blocks import visible_pair
+from kernelformer.attention.relative.bias_view import Span
+from kernelformer.attention.relative.rescue import AGAIN, RowGrads, rescue_backward
+from kernelformer.attention.relative.tiles import Keys, Queries
+from kernelformer.attention.relative.windows import NO_WINDOW, Block, Scan
+from kernelformer.attention.signed import GUARD
+
+
+@dataclass
+class _Chunk:
+    """Queries with what is asked of them."""
+
+    span: Span
+    q: Queries
+    unit: Tensor  # (N, C, 1)
+    g_num: Tensor  # (N, C, E): gradient of the numerator
+    g_den: Tensor  # (N, C, 1): of the denominator
+    g_guard: Tensor | None  # (N, C, 1): of the guard's product of lengths
+    lost: Tensor  # (N, C) bool: done by `rescue`
+
+
+class Backward:
+    """The backward pass of one block."""
+
+    def __init__(
+        self, block: Block, grad: Tensor, out: Tensor, units: Tensor, inverses: Tensor, grads: Sequence[Tensor]
+    ) -> None:
+        self.block, self.call, self.work = block, block.call, block.call.work
+        self.grad, self.out, self.units, self.inverses = grad, out, units, inverses
+        self.dq, self.dk, self.dv = grads
+
+    def chunk(self, span: Span) -> _Chunk:
+        """Queries with what is asked of them."""
+        block = self.block
+        g, out = block.take(self.grad, span), block.take(self.out, span)
+        unit, inverse = block.rows(self.units, span), block.rows(self.inverses, span)
+        q = block.queries(span)
+        q.grad = torch.zeros_like(q.phi)
+        lost = inverse == AGAIN
+        inverse = inverse.masked_fill(lost, 0)
+        g_num = g * inverse.abs()
+        g_den = torch.linalg.vecdot(g_num, out).neg_().unsqueeze(2)
+        if not block.tiles.guard:
+            return _Chunk(span, q, unit, g_num, g_den, None, lost.squeeze(2))
+        assert q.norms is not None
+        q.norm_grad = torch.zeros_like(q.norms)
+        guarded = inverse < 0
+        g_guard = g_den.masked_fill(~guarded, 0) * GUARD
+        return _Chunk(span, q, unit, g_num, g_den.masked_fill(guarded, 0), g_guard, lost.squeeze(2))
+
+    def band(self, c: _Chunk) -> None:
+        """Gradients between a chunk and the tiles near it."""
+        block, bias, take = self.block, self.call.bias, self.work.take
+        near = self.call.band(c.span)
+        if self.call.window != NO_WINDOW:
+            for key in [x for x in block.cache if x not in near]:
+                self.flush(block.cache.pop(key))
+        for key in near:
+            tile = block.keys(key)
+            tile.start()
+            assert tile.grad is not None
+            assert tile.dv is not None
+            left = block.tiles.left(c.q, tile.shift, c.unit)
+            size = (*left.shape[:2], tile.phi.shape[2])
+            weights = torch.bmm(left, tile.phi, out=take("weights", *size))
+            bias.weigh(weights, c.span, key)
+            tile.dv.baddbmm_(weights.transpose(1, 2), c.g_num)
+            slopes = torch.bmm(c.g_num, tile.v.transpose(1, 2), out=take("slopes", *size)).add_(c.g_den)
+            if bias.grad is not None:
+                bias.collect(weights.mul_(slopes), c.span, key)
+            bias.weigh(slopes, c.span, key)
+            tile.grad.baddbmm_(left.transpose(1, 2), slopes)
+            slope = torch.bmm(slopes, tile.phi.transpose(1, 2), out=take("slope", *left.shape))
+            block.tiles.add_left(c.q, left, slope, tile.shift, c.unit)
+            if c.g_guard is not None:
+                self._guard(c, c.g_guard, tile)
+            if key not in block.cache:
+                self.flush(tile)
+
+    def _guard(self, c: _Chunk, g_guard: Tensor, tile: Keys) -> None:
+        """Where the denominator is the product of lengths."""
+        assert c.q.norms is not None
+        assert c.q.norm_grad is not None
+        assert tile.norms is not None
+        assert tile.norm_grad is not None
+        bias = self.call.bias
+        size = (tile.shift - c.unit).exp_() * g_guard
+        weights = (size * c.q.norms).repeat(1, 1, tile.norms.shape[2])
+        bias.weigh(weights, c.span, tile.span)
+        tile.norm_grad.add_(weights.sum(1, keepdim=True))
+        bias.collect(weights.mul_(tile.norms), c.span, tile.span)
+        c.q.norm_grad.addcmul_(size, bias.row_sums(tile.norms, c.span, tile.span))
+
+    def ahead(self, scan: Scan, c: _Chunk) -> None:
+        """Gradients of queries that read sums of keys, and of the tail's bias."""
+        sums = scan.sums
+        assert scan.tail is not None
+        own = c.unit - scan.tail.rows(scan.distance(c.span, True), False)
+        left = self.block.tiles.left(c.q, sums.shift, own)
+        slope = torch.bmm(c.g_num, sums.kv.transpose(1, 2), out=self.work.take("slope", *left.shape))
+        slope.addcmul_(c.g_den, sums.ks.transpose(1, 2))
+        total = torch.linalg.vecdot(slope, left).sum(1) if self.call.bias.grad is not None else None
+        self.block.tiles.add_left(c.q, left, slope, sums.shift, own)
+        if c.g_guard is not None:
+            assert c.q.norms is not None
+            assert c.q.norm_grad is not None
+            asked = c.g_guard * (sums.shift - own).exp_() * sums.ns
+            c.q.norm_grad.add_(asked)
+            total = None if total is None else total + (asked * c.q.norms).sum((1, 2))
+        if total is not None:
+            assert self.call.bias.grad is not None
+            assert scan.tail is not None
+            self.call.bias.grad[:, scan.tail.entry] += total.view(-1, self.call.heads).sum(0)
+
+    def leave(self, scan: Scan, span: Span) -> None:
+        """Sum up what a chunk of queries asks of the keys ahead of it."""
+        assert scan.tail is not None
+        c, sums = self.chunk(span), scan.sums
+        own = c.unit - scan.tail.rows(scan.distance(span, True), True)
+        new = sums.raise_to(self.block.tiles.top(c.q, own))
+        left = self.block.tiles.left(c.q, -new, own)
+        sums.kv.baddbmm_(left.transpose(1, 2), c.g_num)
+        sums.ks.baddbmm_(left.transpose(1, 2), c.g_den)
+        if c.g_guard is not None:
+            assert c.q.norms is not None
+            sums.ns.add_((c.g_guard * c.q.norms * (-new - own).exp_()).sum(1, keepdim=True))
+
+    def asked(self, scan: Scan, tile: Keys) -> None:
+        """Gradients of keys from the sums of queries behind them."""
+        assert scan.tail is not None
+        assert tile.grad is not None
+        assert tile.dv is not None
+        sums = scan.sums
+        gain = (tile.shift + sums.shift).exp_().transpose(1, 2)
+        fade = scan.tail.fade(scan.distance(tile.span, False), False)
+        slope = torch.baddbmm(sums.ks, sums.kv, tile.v.transpose(1, 2)).mul_(gain)
+        phi = tile.phi if fade is None else tile.phi * fade
+        tile.grad.add_(slope if fade is None else slope.mul_(fade))
+        tile.dv.baddbmm_(phi.transpose(1, 2), sums.kv * gain)
+        if tile.norm_grad is not None:
+            tile.norm_grad.add_(sums.ns * gain if fade is None else sums.ns * gain * fade)
+
+    def flush(self, tile: Keys) -> None:
+        """Write the gradients of a tile that nobody will meet again."""
+        assert tile.dv is not None
+        parts = visible_pair(self.block.tiles.pull_keys(tile), tile.dv, tile.hidden)
+        for target, part in zip((self.dk, self.dv), parts, strict=True):
+            piece = target[self.block.block, :, tile.span[0] : tile.span[1]]
+            piece.add_(part.view(piece.shape))
+
+    def run(self, state: Sequence[Tensor]) -> None:
+        """From left to right with the band, then from right to left for what is far on the other side."""
+        for side in (-1, 1):
+            if side < 0 or self.call.window != NO_WINDOW:
+                self._queries(side, state)
+                self._keys(side)
+
+    def _queries(self, side: int, state: Sequence[Tensor]) -> None:
+        """Gradients of queries from the sums behind them; on the first way, of the band too."""
+        call, block = self.call, self.block
+        scan = Scan(block, side, True, call.layout.offset)
+        if side > 0 and scan.tail is None:
+            return
+        if side < 0 and state:
+            scan.sums.load([x[block.block].flatten(0, 1) for x in state])
+        spans = call.bias.queries if side < 0 else list(reversed(call.bias.queries))
+        for span in spans:
+            c = self.chunk(span)
+            if side < 0:
+                self.band(c)
+            if scan.tail is not None:
+                for key in scan.to(*call.edges(span, True)):
+                    scan.sums.add_keys(block.map_keys(key), scan.tail.fade(scan.distance(key, False), True))
+                self.ahead(scan, c)
+            dq = block.tiles.pull_queries(c.q)
+            if side < 0 and bool(c.lost.any()):
+                g, out = block.take(self.grad, span), block.take(self.out, span)
+                dq = dq.clone()  # its buffer is the map's, which is needed again
+                rescue_backward(block, span, c.lost, g, out, RowGrads(dq, self.dk, self.dv), state)
+            block.put(self.dq, dq, span, add=side > 0)
+        for tile in block.cache.values():
+            self.flush(tile)
+        block.cache.clear()
+
+    def _keys(self, side: int) -> None:
+        """Gradients of keys from the sums of the queries behind them."""
+        call, block = self.call, self.block
+        scan = Scan(block, side, False, call.layout.offset)
+        if scan.tail is None:
+            return
+        for span in call.bias.keys if side < 0 else reversed(call.bias.keys):
+            for behind in scan.to(*call.edges(span, False)):
+                self.leave(scan, behind)
+            tile = block.map_keys(span)
+            tile.start()
+            self.asked(scan, tile)
+            self.flush(tile)

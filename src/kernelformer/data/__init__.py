@@ -1,0 +1,1 @@
+"""Files, tokens, images and batches: what tasks read their samples from."""

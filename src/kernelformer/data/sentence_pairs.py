@@ -1,0 +1,190 @@
+"""Sentences and their translations: where pairs are read from, and as arrays of tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from kernelformer.data.batching import check_indices
+from kernelformer.data.local_files import check_inside
+from kernelformer.data.sources import (
+    ALIASES,
+    EXTENSIONS,
+    Row,
+    Rows,
+    Source,
+    hash_files,
+    not_utf8,
+    read_bytes,
+    read_file_rows,
+    text_value,
+)
+from kernelformer.tasks.base import Sample
+
+NESTED = "translation"  # the column of the hub's data sets that holds a text for each language
+STEMS = frozenset(chain(*ALIASES.values()))
+
+
+def sentence(value: object) -> str:
+    """A text that is not empty, without blanks around it."""
+    return text_value(value).strip()
+
+
+class Parallel(Source):
+    """Pairs of texts: all that a `Source` reads, and more.
+
+    - In a folder, two plain files for a split, such as ``train.en`` and ``train.de``: line i of one is the translation
+      of line i of the other. A line that is blank in both is skipped.
+    - In files and data sets, a column ``translation`` with ``{"en": ..., "de": ...}``, as the hub has it.
+
+    Args:
+        data: the place.
+        source: name of the column, or ending of the files, of what is translated.
+        target: the same for what it is translated to.
+        options: of a `Source`.
+    """
+
+    def __init__(self, data: str | os.PathLike[str] | None, source: str, target: str, **options: Any) -> None:
+        layout = f'"{source}" and "{target}" (columns; or a folder with plain files train.{source} and train.{target})'
+        super().__init__(data, {source: sentence, target: sentence}, layout=layout, **options)
+        self.source, self.target = source, target
+
+    def files(self) -> list[Path]:
+        """All files of a folder that are a split; of plain ones those of the source."""
+        return self._plain() or super().files()
+
+    def fingerprint(self) -> str:
+        """As of any source; of plain files both sides count."""
+        plain = self._plain() if isinstance(self.place, Path) and self.place.is_dir() else []
+        return hash_files([side for x in plain for side in (x, self._mate(x))]) if plain else super().fingerprint()
+
+    def _mate(self, path: Path) -> Path:
+        return path.with_suffix(f".{self.target}")
+
+    def _plain(self) -> list[Path]:
+        """The source's side of all splits in plain files."""
+        there = [x for x in self.found.iterdir() if x.stem in STEMS]
+        sides = [{x.stem for x in there if x.suffix == f".{side}"} for side in (self.source, self.target)]
+        if not any(sides):
+            return []
+        tables = sorted(x.name for x in there if x.suffix in EXTENSIONS)
+        if tables:
+            stem = min(sides[0] | sides[1])
+            raise ValueError(
+                f"the folder {self.found} has plain files, such as {stem}.{self.source}, and {', '.join(tables)}; "
+                f"keep one kind."
+            )
+        alone = sorted(sides[0] ^ sides[1])
+        if alone:
+            has, lacks = (self.source, self.target) if alone[0] in sides[0] else (self.target, self.source)
+            raise ValueError(
+                f"the folder {self.found} has {alone[0]}.{has} but no {alone[0]}.{lacks}; the texts of a split are in "
+                f"two files, one for each language."
+            )
+        plain = [self.found / f"{stem}.{self.source}" for stem in sorted(sides[0])]
+        check_inside(self.found, [side for x in plain for side in (x, self._mate(x))])
+        return plain
+
+    def _of_file(self, path: Path) -> Rows:
+        if path.suffix not in EXTENSIONS and path.stem in STEMS and path.suffix == f".{self.source}":
+            return self._good(self._aligned(path), f"{path} and {self._mate(path).name}")
+        rows = ((place, row if isinstance(row, str) else self._flat(row)) for place, row in read_file_rows(path))
+        return self._good(rows, path)
+
+    def _of_hub(self, found: Any) -> Rows:
+        if NESTED in found.column_names and not all(x in found.column_names for x in self.fields):
+            return self._good(((f"row {i}", self._flat(row)) for i, row in enumerate(found)), self.place)
+        return super()._of_hub(found)
+
+    def _flat(self, row: Row) -> Row:
+        inner = row.get(NESTED)
+        return inner if isinstance(inner, dict) and self.source not in row else row
+
+    def _aligned(self, path: Path) -> Iterator[tuple[str, Row | str]]:
+        sides = [_lines(side) for side in (path, self._mate(path))]
+        if len(sides[0]) != len(sides[1]):
+            raise ValueError(
+                f"{path} has {len(sides[0]):,} lines and {self._mate(path)} has {len(sides[1]):,}; line i of one must "
+                f"be the translation of line i of the other."
+            )
+        for number, pair in enumerate(zip(*sides, strict=True), 1):
+            try:
+                texts = [x.decode() for x in pair]
+            except UnicodeDecodeError as problem:
+                yield f"line {number}", not_utf8(problem)
+                continue
+            if any(x.strip() for x in texts):
+                yield f"line {number}", {self.source: texts[0], self.target: texts[1]}
+
+
+def _lines(path: Path) -> list[bytes]:
+    """Split at line feeds alone: what else Unicode calls the end of a line may stand within a sentence."""
+    lines = read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return lines if lines[-1] else lines[:-1]
+
+
+class Tokens(NamedTuple):
+    """Texts one after the other.
+
+    Args:
+        flat: (T) int32, of all texts.
+        offsets: (N + 1) int64; text i is flat[offsets[i] : offsets[i + 1]].
+    """
+
+    flat: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """(N) tokens of each."""
+        return np.diff(self.offsets)
+
+    def text(self, i: int) -> torch.Tensor:
+        """Tokens of one text, (L) int64."""
+        return torch.from_numpy(self.flat[self.offsets[i] : self.offsets[i + 1]].astype(np.int64))
+
+    def ended(self, eos: int) -> Tokens:
+        """The same with a token at the end of each."""
+        flat = np.insert(self.flat, self.offsets[1:], np.int32(eos))
+        return Tokens(flat, self.offsets + np.arange(len(self.offsets)))
+
+    def cut(self, length: int) -> Tokens:
+        """The first so many of each."""
+        place = np.arange(len(self.flat)) - np.repeat(self.offsets[:-1], self.lengths)
+        kept = np.minimum(self.lengths, length)
+        return Tokens(self.flat[place < length], np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)]))
+
+
+class Pairs(Dataset[Sample]):
+    """Some of the pairs, by index: input_ids and labels, both (L) int64, and the reference, a text.
+
+    Args:
+        source: N texts.
+        target: N texts.
+        references: the N targets as they were written.
+        chosen: which of them.
+    """
+
+    def __init__(self, source: Tokens, target: Tokens, references: Sequence[str], chosen: NDArray[np.int64]) -> None:
+        self.source, self.target, self.references, self.chosen = source, target, references, chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        chosen = self.chosen[check_indices(indices, len(self))].tolist()
+        return [
+            {"input_ids": self.source.text(i), "labels": self.target.text(i), "reference": self.references[i]}
+            for i in chosen
+        ]

@@ -1,0 +1,155 @@
+"""Folders that appear whole, and beside them the state of a distillation that was stopped."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernelformer.files import PART, replacing, sync
+from kernelformer.hashes import check_archive
+
+FILE = "progress.pt"
+SECONDS = 60.0  # between two of them
+SHARE = 0.05  # of the time that may go into writing them
+
+
+@dataclass
+class Checkpoint:
+    """Where a distillation keeps its state.
+
+    Args:
+        folder: for one file; made when there is something to keep.
+        identity: what has to be the same for a run to go on.
+    """
+
+    folder: Path
+    identity: dict[str, str]
+    last: float = 0.0  # when the last one was written, or the run began
+    cost: float = 0.0  # seconds that it took
+
+    @staticmethod
+    def place(target: Path) -> Path:
+        """The folder that belongs to a target."""
+        return target.with_name(target.name + PART)
+
+    @classmethod
+    def of(cls, target: Path, identity: dict[str, str], force: bool) -> Checkpoint:
+        """Of a target.
+
+        Raises:
+            ValueError: another call has left one there; with ``force`` it is removed instead.
+        """
+        found = cls(cls.place(target), identity, time.monotonic())
+        if found.folder.exists():
+            other = found._other()
+            if other and not (force and (found.folder / FILE).is_file()):
+                raise ValueError(
+                    f"{found.folder} is of another call ({other}); repeat that one, choose another name, or give "
+                    f"--force to begin anew."
+                )
+            if other:
+                found.remove()
+        return found
+
+    def _read(self) -> dict[str, Any]:
+        found: dict[str, Any] = torch.load(self.folder / FILE, weights_only=True, mmap=True)
+        return found
+
+    def _other(self) -> str:
+        """What is different there; empty if nothing is."""
+        try:
+            check_archive(self.folder / FILE)
+            left = self._read()["identity"]
+        except Exception as problem:  # not there, damaged, or of somebody else: torch has many ways to say so
+            first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+            return f"it has no readable {FILE}: {first.rstrip('.')}"
+        return ", ".join(sorted(x for x in {*left, *self.identity} if left.get(x) != self.identity.get(x)))
+
+    def load(self, model: Any) -> tuple[dict[str, list[float]], Any]:
+        """Put the weights so far into a model; the losses so far, by stage, and the optimizer's state in the last."""
+        if not (self.folder / FILE).is_file():
+            return {}, None
+        kept = self._read()
+        model.load_state_dict(kept["weights"])
+        return kept["losses"], kept["optimizer"]
+
+    def save(
+        self,
+        model: Any,
+        losses: dict[str, list[float]],
+        optimizer: Callable[[], Any] = lambda: None,
+        *,
+        now: bool = False,
+    ) -> None:
+        """Write all of it, if it is time and anything was learned; ``optimizer`` gives the state of a stage."""
+        begin = time.monotonic()
+        early = begin - self.last < max(SECONDS, self.cost / SHARE)
+        if not any(losses.values()) or (early and not now):
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self.folder / FILE) as part:
+            record = {"identity": self.identity, "losses": losses, "optimizer": optimizer()}
+            torch.save({**record, "weights": model.state_dict()}, part)
+        self.last = time.monotonic()
+        self.cost = self.last - begin
+
+    def remove(self) -> None:
+        """The run is done."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def check_target(source: str | Path, target: Path, force: bool) -> None:
+    """That a folder can be written: not that of the source, and not there, or a converted model and ``force``."""
+    folder, place = Path(source), target.resolve()
+    if folder.is_dir():
+        original = folder.resolve()
+        if place == original or original in place.parents or place in original.parents:
+            raise ValueError(
+                f"{target} and {source} are within one another; the original is never changed: write aside."
+            )
+        if Checkpoint.place(place) == original:
+            raise ValueError(f"{source} has the name that an unfinished {target} would have; choose another name.")
+    if not target.exists() and not target.is_symlink():
+        return
+    if not force:
+        raise ValueError(f"{target} is there already; give another folder, or --force to replace it.")
+    ours = target.is_dir() and not target.is_symlink() and (not any(target.iterdir()) or _converted(target))
+    if not ours:
+        raise ValueError(f"{target} is not a converted model, so that --force does not remove it; do it by hand.")
+
+
+def _converted(folder: Path) -> bool:
+    from kernelformer.hf.save import CONFIG, KIND
+
+    path = folder / CONFIG
+    return path.is_file() and f'"{KIND}"' in path.read_text("utf-8", errors="replace")
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A folder to write into, which gets the name ``target`` if the block ends well; what was there is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PART}")
+    part.mkdir()
+    old = part.with_name(part.name + ".old")
+    try:
+        yield part
+        if target.exists():
+            target.rename(old)
+        part.rename(target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if old.exists():
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(target)

@@ -1,0 +1,311 @@
+"""How far a converted model is from its original: attention by attention, and layer after layer as errors add up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kernelformer.distill.hidden_states import Depth
+from kernelformer.distill.predict import CEILING, predicted_error
+from kernelformer.hf.attend import attend, attend_exactly, read_mask
+from kernelformer.hf.convert import Layer, conversion, cores
+from kernelformer.hf.find import evaluating, probing
+from kernelformer.hf.plan import check_kept
+from kernelformer.modules import AttentionCore
+
+QUERIES = 32  # of each text, evenly spread, whose weights are looked at: all would be L x L numbers
+FLOOR = 1e-9  # of a weight in a divergence: signed maps have weights of 0 and below
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Of ``sqrt(scale) x``, which is what a kernel sees."""
+
+    rms: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call of an attention in a pass.
+
+    Args:
+        name: of the attention.
+        call: number of the call in the pass; above 0 where layers share their weights.
+        method: `EXACT` where it was kept.
+        query: their norms, of all heads and real tokens.
+        key: likewise.
+        error: ``|core - exact|_F / |exact|_F`` of the output, at the original's queries, keys and values.
+        heads: the same of each head.
+        predicted: expected relative error of the weights, see `predicted_error`; None where there is no formula.
+        reason: why there is none.
+        divergence: mean KL of the rows of weights, exact against approximate; None where nobody asked.
+    """
+
+    name: str
+    call: int
+    method: str
+    query: Norms
+    key: Norms
+    error: float
+    heads: tuple[float, ...]
+    predicted: float | None
+    reason: str
+    divergence: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `measure` found.
+
+    Args:
+        rows: by attention, in the order of the calls.
+        hidden: relative error of the hidden states, before the first layer and after each: root of the mean, over real
+            tokens, of ``|student - teacher|^2 / |teacher|^2``; under ``layers``, or ``encoder`` and ``decoder``.
+        output: the same of the output: logits, or the last hidden state.
+        agreement: share of tokens for which the largest logit is the same; None without logits.
+        cosine: mean over texts between mean-pooled last hidden states; None for decoders.
+        samples: texts.
+        tokens: real ones.
+        unseen: attentions inside `torch.nn.MultiheadAttention`, of which only the effect on the layers was measured.
+        perplexity: of the next token, for causal language models; None for others.
+        original_perplexity: the original's on the same tokens.
+    """
+
+    rows: tuple[Row, ...]
+    hidden: dict[str, tuple[float, ...]]
+    output: float
+    agreement: float | None
+    cosine: float | None
+    samples: int
+    tokens: int
+    unseen: tuple[str, ...] = ()
+    perplexity: float | None = None
+    original_perplexity: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def worst_heads(self, count: int, names: Iterable[str]) -> dict[str, list[int]]:
+        """The heads with the largest errors among those of some attentions, by the attention's name."""
+        wanted = set(names)
+        errors: dict[tuple[str, int], float] = {}
+        for row in self.rows:
+            if row.name in wanted:
+                for head, error in enumerate(row.heads):
+                    errors[row.name, head] = max(error, errors.get((row.name, head), 0.0))
+        found: dict[str, list[int]] = {}
+        for name, head in _largest(errors, count):
+            found.setdefault(name, []).append(head)
+        return {name: sorted(heads) for name, heads in found.items()}
+
+
+def _largest(errors: Mapping[Any, float], count: int) -> list[Any]:
+    check_kept("heads", len(errors), count)
+    # nan is the largest error of all
+    return sorted(errors, key=lambda x: math.inf if math.isnan(errors[x]) else errors[x], reverse=True)[:count]
+
+
+@torch.no_grad()
+def measure(
+    teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[Batch], *, divergence: bool = False
+) -> Report:
+    """Run both models on the same inputs and compare them.
+
+        report = measure(original, converted, [tokenizer(texts, padding=True, return_tensors="pt")])
+
+    The original's attentions are watched: each core of the student attends to the same queries, keys and values, so
+    that its own error is seen apart from what layers before it did. Then the student runs by itself, and its hidden
+    states are compared with the original's: there errors add up (performer Fig. 14).
+
+    Args:
+        teacher: the original, not converted.
+        student: the same model, converted.
+        batches: of inputs, a few texts each.
+        divergence: measure the KL of the weights too; takes L x L numbers for each head.
+
+    Raises:
+        ValueError: a model that is not of transformers, one that was not converted, or no inputs.
+    """
+    for model in (teacher, student):
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"models of transformers can be measured, got {type(model).__name__}.")
+    layers = conversion(student).layers
+    alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in layers)
+    depth = Depth(pools=alone and not causal, predicts=alone and causal and student.can_generate())
+    watch = _Watch(teacher, student, divergence)
+    with evaluating(teacher, student):
+        for batch in batches:
+            watch.start()
+            with probing(teacher, watch):
+                want = teacher(**batch, output_hidden_states=True)
+            depth.add(batch, want, student(**batch, output_hidden_states=True))
+    if not depth.samples:
+        raise ValueError("nothing was measured: there was not one batch of inputs.")
+    return Report(
+        rows=watch.rows(),
+        hidden={part: tuple(math.sqrt(x.value or 0.0) for x in means) for part, means in depth.hidden.items()},
+        output=math.sqrt(depth.output.value or 0.0),
+        agreement=depth.agreement.value,
+        cosine=depth.cosine.value,
+        samples=depth.samples,
+        tokens=depth.tokens,
+        unseen=tuple(x.name for x in layers if x.way == "multihead"),
+        perplexity=depth.perplexity("converted"),
+        original_perplexity=depth.perplexity("original"),
+    )
+
+
+@dataclass
+class _Sums:
+    """What a row is made of, over all batches."""
+
+    layer: Layer
+    error: Tensor
+    size: Tensor
+    squares: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of queries, of keys
+    counts: list[int] = field(default_factory=lambda: [0, 0])
+    largest: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    variance: float = 0.0
+    weight: float = 0.0
+    reason: str = ""
+    divergence: float = 0.0
+    rows: int = 0
+
+    def row(self, name: str, call: int, divergence: bool) -> Row:
+        query, key = (
+            Norms(math.sqrt(s / max(1, n)), top)
+            for s, n, top in zip(self.squares, self.counts, self.largest, strict=True)
+        )
+        return Row(
+            name=name,
+            call=call,
+            method=self.layer.method,
+            query=query,
+            key=key,
+            error=_ratio(self.error.sum(), self.size.sum()),
+            heads=tuple(_ratio(x, y) for x, y in zip(self.error, self.size, strict=True)),
+            predicted=None if self.reason else min(CEILING, math.sqrt(self.variance / max(self.weight, 1e-300))),
+            reason=self.reason,
+            divergence=self.divergence / max(1, self.rows) if divergence else None,
+        )
+
+
+def _ratio(error: Tensor, size: Tensor) -> float:
+    return float((error / size.clamp(min=1e-300)).sqrt())
+
+
+class _Watch:
+    """Stands in for the attention of the original, and has the student's cores attend to the same."""
+
+    def __init__(self, teacher: PreTrainedModel, student: PreTrainedModel, divergence: bool) -> None:
+        self.names = {id(module): name for name, module in teacher.named_modules()}
+        self.student, self.cores, self.divergence = student, cores(student), divergence
+        self.layers = {x.name: x for x in conversion(student).layers}
+        self.sums: dict[tuple[str, int], _Sums] = {}
+        self.calls: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """A new pass: calls count from 0."""
+        self.calls.clear()
+
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(sums.row(name, call, self.divergence) for (name, call), sums in self.sums.items())
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        name = self.names[id(module)]
+        if name not in self.cores:
+            raise ValueError(f"the original attends in {name}, which the converted model does not have.")
+        exact, _ = attend_exactly(module, query, key, value, mask, **options)
+        layer, core = self.layers[name], self.cores[name]
+        found, weights = attend(
+            core,
+            self.student.get_submodule(name),
+            query,
+            key,
+            value,
+            mask,
+            **{**options, "output_attentions": self.divergence},
+        )
+        place = (name, self.calls[name])
+        self.calls[name] += 1
+        none = torch.zeros(layer.num_heads, dtype=torch.float64)
+        sums = self.sums.setdefault(place, _Sums(layer, none, none.clone()))
+        key_mask, causal = read_mask(mask, query, key, layer.causal)
+        seen = None if key_mask is None else key_mask[:, None, None]
+        if causal:
+            seen = _causal(seen, query, key)
+        real = key_mask if query.shape[2] == key.shape[2] else None
+        self._errors(sums, found, exact, real)
+        for i, (x, kept) in enumerate(((query, real), (key, key_mask))):
+            norms = _kept(x.float().square().sum(-1).transpose(1, 2) * layer.scale, kept)
+            sums.squares[i] += float(norms.sum(dtype=torch.float64))
+            sums.counts[i] += norms.numel()
+            sums.largest[i] = max(sums.largest[i], math.sqrt(float(norms.max())))
+        self._weights(sums, core, query, key, seen, real, options.get("position_bias"), weights)
+        return exact, None
+
+    @staticmethod
+    def _errors(sums: _Sums, found: Tensor, exact: Tensor, real: Tensor | None) -> None:
+        for total, x in ((sums.error, found.double() - exact.double()), (sums.size, exact.double())):
+            total += _kept(x.square().sum(-1), real).sum(0).cpu()
+
+    def _weights(
+        self,
+        sums: _Sums,
+        core: AttentionCore,
+        query: Tensor,
+        key: Tensor,
+        seen: Tensor | None,
+        real: Tensor | None,
+        bias: Tensor | None,
+        found: Tensor | None,
+    ) -> None:
+        """Exact weights of some queries: what the prediction and the divergence weigh with."""
+        if sums.reason and found is None:
+            return
+        length = query.shape[2]
+        some = torch.linspace(0, length - 1, min(length, QUERIES)).long().unique()
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        query = query[:, :, some]
+        logits = (query.double() @ key.double().mT) * sums.layer.scale
+        if bias is not None:
+            logits = logits + bias[:, :, some]
+        if seen is not None:
+            logits = logits.masked_fill(~(seen if seen.shape[2] == 1 else seen[:, :, some]), -math.inf)
+        weights = logits.softmax(-1).nan_to_num()
+        if real is not None:
+            weights = weights * real[:, None, some, None]
+        variance = predicted_error(core, query, key, weights, sums.layer.scale)
+        if isinstance(variance, str):
+            sums.reason = variance
+        else:
+            sums.variance += float(variance.sum())
+            sums.weight += float(weights.square().sum())
+        if found is not None:
+            near = found[:, :, some].double().clamp(min=FLOOR)
+            sums.divergence += float(torch.special.xlogy(weights, weights / near).sum())
+            sums.rows += int((weights > 0).any(-1).sum())
+
+
+def _kept(x: Tensor, real: Tensor | None) -> Tensor:
+    """(B, L, ...) -> (N, ...), without padding."""
+    return x.flatten(0, 1) if real is None else x[real.expand(x.shape[:2])]
+
+
+def _causal(keys: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+    """What each query sees, (B or 1, 1, L, S)."""
+    L, S = query.shape[2], key.shape[2]
+    past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)[None, None]
+    return past if keys is None else past & keys

@@ -1,0 +1,298 @@
+"""Pretrained models made linear: their attentions replaced by cores, in place."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
+
+from kernelformer.cache import StateCache
+from kernelformer.hf.adapters import ADAPTERS, derive, tabulate_bias, underive, untabulate_bias
+from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
+from kernelformer.hf.attend import CORE, CROSS
+from kernelformer.hf.find import find_attentions, held_configs, run
+from kernelformer.hf.plan import EXACT, Conversion, Layer, make_plan
+from kernelformer.hf.register import CONVERTED, kernel_attention, register_converted
+from kernelformer.modules import AttentionCore
+from kernelformer.modules.build import place
+from kernelformer.modules.replacing import dropout_left_out, swap
+
+__all__ = [
+    "EXACT",
+    "Conversion",
+    "ConvertedModel",
+    "Layer",
+    "apply",
+    "conversion",
+    "convert",
+    "cores",
+    "new_cache",
+    "undo",
+]
+
+Model = TypeVar("Model", bound=nn.Module)
+BEFORE = "_attention_before"  # of a converted model: its configurations and their implementation
+
+
+class ConvertedModel:
+    """What a converted model of transformers does otherwise: it generates from states, and saves what it is."""
+
+    _is_stateful = True  # a state cannot go back, so no assisted decoding
+    conversion: Conversion
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """States instead of keys and values."""
+        kind = generation_config.cache_implementation
+        if kind is not None:
+            raise ValueError(f"this model keeps states, got cache_implementation={kind!r}; leave it out.")
+        given = model_kwargs.get("past_key_values")
+        if given is not None:
+            given._is_user_defined = True  # as transformers marks it
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = new_cache(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What a pickle kept; its process may not have converted anything before."""
+        register_converted()
+        super().__setstate__(state)  # type: ignore[misc]
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **options: Any) -> None:
+        """A folder that `kernelformer.hf.load` loads: configuration, safetensors, what was converted."""
+        from kernelformer.hf.save import save
+
+        save(self, save_directory, is_main_process=is_main_process, **options)  # type: ignore[arg-type]
+
+
+def new_cache(model: Any) -> StateCache | EncoderDecoderCache:
+    """An empty cache for a converted decoder; `generate` makes one itself."""
+    conversion(model)
+    if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
+        return EncoderDecoderCache(StateCache(), StateCache(cross=True))
+    return StateCache()
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """What `convert` did to a model."""
+    found = getattr(model, "conversion", None)
+    if not isinstance(found, Conversion):
+        raise ValueError(f"this {type(model).__name__} was not converted; use kernelformer.hf.convert.")
+    return found
+
+
+def cores(model: nn.Module) -> dict[str, AttentionCore]:
+    """The cores of a converted model, by the names of its attentions."""
+    return {x.name: model.get_submodule(f"{x.name}.{CORE}" if x.name else CORE) for x in conversion(model).layers}  # type: ignore[misc]
+
+
+def convert(
+    model: Model,
+    method: str,
+    layers: Sequence[int | str] | int | str | None = None,
+    *,
+    exact_heads: Mapping[int | str, Sequence[int]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Model:
+    """Replace the attentions of a pretrained model by a method's, in place; its weights stay as they are.
+
+        model = AutoModel.from_pretrained("sentence-transformers/all-MiniLM-L6-v2")
+        convert(model, "favor+", num_features=256)
+        print(model.conversion)                       # which attentions were replaced, and that they are called
+
+    Covered are models that attend through transformers' `AttentionInterface` (BERT, RoBERTa, ALBERT, GPT-2, Llama and
+    its kin, T5, BART, ViT, ...), MPNet, and `torch.nn.MultiheadAttention` anywhere. The model is run on a few tokens
+    before, to find its attentions, and after, to see that each is called. Maps become submodules: their draws and
+    parameters are trained, moved and saved with the model.
+
+    A converted decoder generates in constant memory. Relative biases (T5, MPNet) go on as relative biases, for methods
+    that take one. Attention dropout is left out, with a warning (see `attend`). Windows, soft caps and sinks are
+    refused. The model gets configurations of its own, so that another model of the same configuration is left alone.
+
+    Args:
+        model: of transformers, or any module with `torch.nn.MultiheadAttention` inside.
+        method: a name from `list_methods`; ``softmax`` changes nothing but the implementation.
+        layers: which attentions, by their number in `model.conversion`, or by patterns of their names such as
+            ``"decoder.*"``, one or several; None: all. The others attend exactly.
+        exact_heads: heads that stay exact, by attention (number or name).
+        inputs: keyword arguments of a call to try the model with; default: made from its configuration. A plain PyTorch
+            model without them is not tried; its first call then checks that every attention is reached.
+        options: of the method. Of grouped queries per-head maps are by key head (``num_key_heads``), which keeps the
+            state at the size of the keys; ``num_key_heads`` = H gives every query head maps of its own.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: an attention that is not covered or not called, or that the method cannot do; nothing is converted.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(method, str):
+        raise ValueError(
+            f"convert takes a model and the name of a method, in this order, got {type(model).__name__} and "
+            f"{type(method).__name__}."
+        )
+    found = find_attentions(model, inputs)
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    apply(model, make_plan(found, method, layers, exact_heads, options, longest))
+    if isinstance(model, PreTrainedModel) or inputs is not None:
+        try:
+            _verify(model, inputs)
+        except Exception:
+            undo(model)
+            raise
+    else:
+        model.register_forward_hook(_verify_first_call)
+    return model
+
+
+def apply(model: nn.Module, plan: Conversion) -> None:
+    """Put the cores of a plan into a model; all are built before the first is put there.
+
+    Raises:
+        ValueError: a method cannot do what an attention needs.
+    """
+    modules = [model.get_submodule(x.name) for x in plan.layers]
+    built = [_build(module, layer, i) for i, (module, layer) in enumerate(zip(modules, plan.layers, strict=True))]
+    register_converted()
+    for layer, module, new in zip(plan.layers, modules, built, strict=True):
+        if layer.way == "multihead":
+            swap(model, module, new)
+            continue
+        module.add_module(CORE, new)
+        if layer.way == "adapter":
+            ADAPTERS[type(module).__name__].apply(module, kernel_attention)
+    attentions = zip(plan.layers, built, strict=True)
+    dropout_left_out(model, {layer.name: x for layer, x in attentions if isinstance(x, KernelMultiheadAttention)})
+    tabulate_bias(model)
+    if isinstance(model, PreTrainedModel):
+        vars(model)[BEFORE] = _own_configs(model)
+        derive(model, ConvertedModel)
+    model.conversion = plan  # type: ignore[assignment]
+
+
+def _build(module: nn.Module, layer: Layer, number: int) -> nn.Module:
+    """The core of an attention, or what takes the place of a `torch.nn.MultiheadAttention`."""
+    core = layer.build(number)
+    problem = core.refusal(layer.causal)
+    if problem is not None:
+        raise ValueError(f"{layer.name}: {str(problem).rstrip('.')}; nothing was converted.")
+    if _has_bias(module, layer) and not core.takes_bias:
+        raise ValueError(
+            f"{layer.name} adds a relative bias to its logits, which {layer.method!r} cannot; nothing was converted. "
+            f"Use a normalized method with a feature map, such as 'favor+' or 'loglinear'."
+        )
+    place(core, next(module.parameters()))
+    setattr(core, CROSS, layer.cross)
+    new: nn.Module = core
+    if layer.way == "multihead":
+        assert isinstance(module, nn.MultiheadAttention)
+        if not layer.name:
+            raise ValueError("the model is itself an attention; convert a module that holds it.")
+        new = KernelMultiheadAttention.from_torch(module, core)
+    return new.train(module.training)
+
+
+def _has_bias(module: nn.Module, layer: Layer) -> bool:
+    # T5 shares the bias of its first layer with all layers of self-attention.
+    across = layer.cross or ".EncDecAttention" in f".{layer.name}"
+    return layer.way == "adapter" or (hasattr(module, "has_relative_attention_bias") and not across)
+
+
+def _own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Give a model configurations that no other model has, for its own implementation; returns what they said before.
+
+    A configuration may serve several models, and it says for all of them how to attend.
+    """
+    copies: dict[int, Any] = {}
+    for module, name, config in held_configs(model):
+        vars(module)[name] = copy.deepcopy(config, copies)  # the same copy for the same object, also inside of others
+    configs = {id(x): x for _, _, x in held_configs(model)}.values()
+    before = [(x, x._attn_implementation_internal) for x in configs]
+    for config in configs:
+        config._attn_implementation_internal = CONVERTED
+    return before
+
+
+def undo(model: nn.Module) -> None:
+    """The model with its own attention again; what cores learned is lost."""
+    plan = conversion(model)
+    _stop_looking(model)
+    untabulate_bias(model)
+    for layer in plan.layers:
+        module = model.get_submodule(layer.name)
+        if isinstance(module, KernelMultiheadAttention):
+            swap(model, module, module.restored())
+            continue
+        if layer.way == "adapter":
+            ADAPTERS[type(module).__name__].undo(module)
+        del module._modules[CORE]
+    if isinstance(model, PreTrainedModel):
+        for config, implementation in vars(model).pop(BEFORE):
+            config._attn_implementation_internal = implementation
+        underive(model)
+    del model.conversion
+
+
+@torch.no_grad()
+def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
+    """Run the model and see that every core is called."""
+    counts = dict.fromkeys(cores(model), 0)
+
+    def count(name: str) -> Any:
+        def note(*_: Any) -> None:
+            counts[name] += 1
+
+        return note
+
+    handles = [core.register_forward_pre_hook(count(name)) for name, core in cores(model).items()]
+    try:
+        run(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    idle = _note_calls(model, counts)
+    if idle:
+        raise ValueError(
+            f"{type(model).__name__} goes around these attentions: {', '.join(idle)}; nothing was converted."
+        )
+
+
+def _note_calls(model: nn.Module, counts: Mapping[str, int]) -> list[str]:
+    """Write down how often each attention was called; returns those that were not."""
+    layers = conversion(model).layers
+    model.conversion = Conversion(tuple(replace(x, calls=counts[x.name]) for x in layers))  # type: ignore[assignment]
+    return [name for name, count in counts.items() if count == 0]
+
+
+def _verify_first_call(model: nn.Module, *_: Any) -> None:
+    """A hook, for once: after the first call say which attentions were not reached.
+
+    It is a plain function and the counts are the modules' own, so that a copy of the model looks at itself.
+    """
+    _stop_looking(model)
+    modules: dict[str, Any] = {x.name: model.get_submodule(x.name) for x in conversion(model).layers}
+    idle = _note_calls(model, {name: x.calls for name, x in modules.items()})
+    if idle:
+        warnings.warn(
+            f"{type(model).__name__} did not call these converted attentions: {', '.join(idle)}; what it computes "
+            f"there is not what was asked for.",
+            stacklevel=2,
+        )
+
+
+def _stop_looking(model: nn.Module) -> None:
+    for key in [key for key, hook in model._forward_hooks.items() if hook is _verify_first_call]:
+        del model._forward_hooks[key]

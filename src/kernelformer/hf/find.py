@@ -1,0 +1,300 @@
+"""Finding the attentions of a model: which modules attend, by which way, with how many heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.pytorch_utils import Conv1D
+
+from kernelformer.hf.adapters import ADAPTERS
+from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
+from kernelformer.hf.attend import ARGUMENTS, attend_exactly, causal_without_mask, check_keywords, read_mask
+
+PROBE = "kernelformer_probe"
+TOKENS = 6  # of the inputs that a model is tried with
+Way = Literal["interface", "adapter", "multihead"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention of a model.
+
+    Args:
+        name: of the module, as `named_modules` has it.
+        way: how its computation is replaced: through transformers' `AttentionInterface`, by an adapter of ours, or as a
+            `torch.nn.MultiheadAttention`.
+        num_heads: H.
+        head_dim: D.
+        scale: of the product q . k.
+        causal: whether it was causal when the model was tried.
+        calls: in one pass; several where layers share their weights, 0 where nobody has tried.
+        cross: whether its keys were those of other tokens than its queries.
+        num_key_heads: G, fewer than H for grouped queries; None where nobody has tried.
+    """
+
+    name: str
+    way: Way
+    num_heads: int
+    head_dim: int
+    scale: float
+    causal: bool
+    calls: int = 0
+    cross: bool = False
+    num_key_heads: int | None = None
+
+
+@dataclass
+class _Seen:
+    heads: int
+    dim: int
+    scale: float
+    causal: bool
+    cross: bool
+    key_heads: int
+    calls: int = 1
+
+
+@dataclass
+class Probe:
+    """What a model's attentions were called with."""
+
+    seen: dict[int, _Seen] = field(default_factory=dict)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Any:
+        """Attend exactly, and take notes."""
+        check_keywords({name: x for name, x in options.items() if name not in ARGUMENTS}, "kernel attention", module)
+        before = self.seen.get(id(module))
+        if before is not None:
+            before.calls += 1
+        else:
+            scale, causal = options.get("scaling"), causal_without_mask(module, options.get("is_causal"))
+            self.seen[id(module)] = _Seen(
+                query.shape[1],
+                query.shape[3],
+                query.shape[3] ** -0.5 if scale is None else float(scale),
+                read_mask(mask, query, key, causal)[1],
+                query.shape[2] != key.shape[2],
+                key.shape[1],
+            )
+        return attend_exactly(module, query, key, value, mask, **options)
+
+    def calls(self, module: nn.Module) -> int:
+        """How often it was called."""
+        seen = self.seen.get(id(module))
+        return 0 if seen is None else seen.calls
+
+
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that look like an attention: so named, with projections of their own; by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__.lower()
+        if isinstance(module, nn.MultiheadAttention):
+            found[name] = module
+        elif "attention" in kind or "attn" in kind:
+            linear = any(isinstance(x, nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d) for x in module.children())
+            if linear or sum(x is not None for x in module._parameters.values()) > 1:
+                found[name] = module
+    return found
+
+
+def held_configs(model: nn.Module) -> list[tuple[nn.Module, str, PretrainedConfig]]:
+    """Every module that holds a configuration, under which attribute, and the configuration."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PretrainedConfig)
+    ]
+
+
+@torch.no_grad()
+def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> list[Attention]:
+    """All attentions of a model, in the order of its modules.
+
+    A model of transformers is run once on a few tokens, with exact attention, to see which of its modules attend and
+    with what; a plain PyTorch model is run where ``inputs`` are given.
+
+    Args:
+        model: any module.
+        inputs: keyword arguments of a call; default: made from the configuration.
+
+    Raises:
+        ValueError: there is no attention, one is not covered, or one is not called.
+    """
+    if any("conversion" in vars(x) or isinstance(x, KernelMultiheadAttention) for x in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is converted already, or a part of it is; load the original again, or use "
+            f"kernelformer.hf.undo, to convert it anew."
+        )
+    found, probe = candidates(model), Probe()
+    tried = isinstance(model, PreTrainedModel) or inputs is not None
+    if tried:
+        with _watching(model, probe):
+            run(model, inputs)
+    attentions, uncovered = [], []
+    for name, module in model.named_modules():
+        attention = _describe(name, module, probe)
+        if attention is not None:
+            attentions.append(attention)
+        elif name in found:
+            uncovered.append(name)
+    names = [x.name for x in attentions]
+    # Around an attention, or inside of one, a name says nothing more.
+    uncovered = [x for x in uncovered if not any(_within(x, y) or _within(y, x) for y in names)]
+    idle = [x for x in attentions if tried and not x.calls]
+    _refuse(model, [f"{x} ({type(found[x]).__name__})" for x in uncovered], idle)
+    if not attentions:
+        raise ValueError(f"{type(model).__name__} has no attention: nothing in it to convert.")
+    return attentions
+
+
+def _within(inner: str, outer: str) -> bool:
+    return not outer or inner == outer or inner.startswith(f"{outer}.")
+
+
+def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
+    """What is known of a module if it is an attention that can be replaced."""
+    kind, seen = type(module).__name__, probe.seen.get(id(module))
+    if type(module) is nn.MultiheadAttention:
+        dim = module.head_dim
+        return Attention(name, "multihead", module.num_heads, dim, dim**-0.5, False, probe.calls(module))
+    if kind in ADAPTERS:
+        heads, dim = ADAPTERS[kind].sizes(module)
+        return Attention(name, "adapter", heads, dim, dim**-0.5, False, probe.calls(module))
+    if seen is None:
+        return None
+    return Attention(
+        name, "interface", seen.heads, seen.dim, seen.scale, seen.causal, seen.calls, seen.cross, seen.key_heads
+    )
+
+
+def _refuse(model: nn.Module, uncovered: list[str], idle: list[Attention]) -> None:
+    kind = type(model).__name__
+    if uncovered:
+        inside = not isinstance(model, PreTrainedModel) and any(isinstance(x, PreTrainedModel) for x in model.modules())
+        raise ValueError(
+            f"{kind} has attention that is not covered, or that was not called when it was tried: "
+            f"{_few(uncovered)}. Nothing was converted. Covered are models that attend through transformers' "
+            f"AttentionInterface, {', '.join(sorted(ADAPTERS))}, and torch.nn.MultiheadAttention; "
+            + ("convert the model of transformers inside." if inside else "other inputs to try it with go by inputs=.")
+        )
+    if idle:
+        raise ValueError(
+            f"{kind} did not call {_few([x.name for x in idle])} when it was tried, so that a conversion would change "
+            f"nothing there. Nothing was converted; give inputs= that reach them."
+        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+
+
+def run(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
+    """One pass in evaluation mode, whatever mode each part is in."""
+    given = try_inputs(model) if inputs is None else inputs
+    with evaluating(model):
+        model(**given)
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Models in evaluation mode, each part afterwards as it was."""
+    modes = [(x, x.training) for model in models for x in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def try_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """A few tokens, or an image, by what the model's configuration says.
+
+    Raises:
+        ValueError: neither fits the model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} is not a model of transformers; say what to call it with by inputs=.")
+    config, device, kind = model.config, model.device, model.main_input_name
+    text, dtype = config.get_text_config(), next(model.parameters()).dtype
+    if kind == "pixel_values":
+        size = getattr(config, "image_size", None)
+        if size is None:
+            raise ValueError(f"the configuration of {type(model).__name__} has no image_size; give inputs=.")
+        rows, columns = (size, size) if isinstance(size, int) else size
+        return {kind: torch.zeros(1, config.num_channels, rows, columns, device=device, dtype=dtype)}
+    if kind != "input_ids":
+        raise ValueError(f"{type(model).__name__} takes {kind!r}, which cannot be made up; give inputs=.")
+    # Ids from the middle of the vocabulary: the first ones are special.
+    tokens = (text.vocab_size // 2 + torch.arange(TOKENS, device=device)).remainder(text.vocab_size).unsqueeze(0)
+    inputs = {kind: tokens, "attention_mask": torch.ones_like(tokens)}
+    # Contexts of another length than the tokens that look at them show which attention is across.
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens[:, :-1].clone()
+        if isinstance(getattr(config, "eos_token_id", None), int):
+            tokens[:, -1] = config.eos_token_id
+    elif getattr(config, "add_cross_attention", False):
+        width = getattr(config, "cross_attention_hidden_size", None) or text.hidden_size
+        inputs["encoder_hidden_states"] = torch.zeros(1, TOKENS - 1, width, device=device, dtype=dtype)
+    return inputs
+
+
+@contextmanager
+def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterator[None]:
+    """A model whose attention goes through ``probe``, whichever way it goes.
+
+    Args:
+        model: of transformers.
+        probe: (module, query, key, value, mask, **options) -> (out (B, L, H, E), weights or None).
+        mask: a function for transformers' `AttentionMaskInterface`.
+    """
+    AttentionInterface.register(PROBE, probe)
+    AttentionMaskInterface.register(PROBE, mask)
+    configs = {id(x): x for _, _, x in held_configs(model)}
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    adapted = [(x, ADAPTERS[type(x).__name__]) for x in model.modules() if type(x).__name__ in ADAPTERS]
+    own = [adapter.apply(module, probe) for module, adapter in adapted]
+    for config in configs.values():
+        config._attn_implementation_internal = PROBE
+    try:
+        yield
+    finally:
+        for (module, adapter), interface in zip(adapted, own, strict=True):
+            adapter.undo(module, interface)
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+        AttentionInterface.register(PROBE, sdpa_attention_forward)  # it is global: a probe would stay alive
+
+
+def _whole_mask(*args: Any, **options: Any) -> Any:
+    """A mask also where SDPA would do without: it shows whether attention is causal."""
+    return sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
+
+
+@contextmanager
+def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
+    """Let a probe see every attention that is covered."""
+
+    def note(module: nn.Module, *_: Any) -> None:
+        probe.seen.setdefault(id(module), _Seen(0, 0, 1.0, False, False, 0)).calls += 1
+
+    handles = [x.register_forward_pre_hook(note) for x in model.modules() if type(x) is nn.MultiheadAttention]
+    try:
+        with probing(model, probe, _whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()

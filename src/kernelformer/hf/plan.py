@@ -1,0 +1,189 @@
+"""What is to become, or has become, of the attentions of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kernelformer.errors import unknown
+from kernelformer.hf.find import Attention, Way
+from kernelformer.modules import AttentionCore, MixedCore, method_options
+from kernelformer.modules.build import build_core, maps_by_head
+from kernelformer.modules.replacing import select
+
+EXACT = "softmax"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What became of one attention.
+
+    Args:
+        name: of the module.
+        way: see `Attention`.
+        num_heads: H.
+        head_dim: D.
+        scale: of the model.
+        causal: whether it is.
+        method: `EXACT` where it was kept.
+        options: of the method.
+        exact_heads: those that attend exactly in a layer that was replaced.
+        calls: in one pass, when the conversion was verified; 0: nobody has looked.
+        cross: whether its keys are those of other tokens than its queries.
+    """
+
+    name: str
+    way: Way
+    num_heads: int
+    head_dim: int
+    scale: float
+    causal: bool
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    exact_heads: tuple[int, ...] = ()
+    calls: int = 0
+    cross: bool = False
+
+    @property
+    def replaced(self) -> bool:
+        """Whether it is linear now."""
+        return self.method != EXACT
+
+    def build(self, number: int) -> AttentionCore:
+        """Its core, the ``number``-th of the model."""
+        common: dict[str, Any] = {"head_dim": self.head_dim, "scale": self.scale}
+        rest = self.num_heads - len(self.exact_heads)
+        core = build_core(self.method, num_heads=rest, layer=number, **{**common, **self.options})
+        if not self.exact_heads:
+            return core
+        return MixedCore(build_core(EXACT, num_heads=len(self.exact_heads), **common), core, self.exact_heads)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done to a model: its attentions in the order of its modules."""
+
+    layers: tuple[Layer, ...]
+
+    @property
+    def replaced(self) -> list[str]:
+        """Names of attentions that are linear now."""
+        return [x.name for x in self.layers if x.replaced]
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of attentions that are exact as before."""
+        return [x.name for x in self.layers if not x.replaced]
+
+    @property
+    def verified(self) -> bool:
+        """Whether a pass has shown that every attention is called."""
+        return all(x.calls for x in self.layers)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Plain values."""
+        return [{**asdict(x), "exact_heads": list(x.exact_heads)} for x in self.layers]
+
+    @classmethod
+    def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> Conversion:
+        """What `as_json` gave."""
+        return cls(tuple(Layer(**{**x, "exact_heads": tuple(x["exact_heads"])}) for x in rows))
+
+    def __str__(self) -> str:
+        """One line for each attention."""
+        lines = []
+        for x in self.layers:
+            options = "".join(f":{name}={value}" for name, value in x.options.items())
+            exact = f", heads {', '.join(map(str, x.exact_heads))} exact" if x.exact_heads else ""
+            called = f"called {x.calls}x" if x.calls else "not verified: give inputs="
+            lines.append(f"{x.name}: {x.method}{options}{exact} ({called})")
+        return "\n".join(lines)
+
+
+def check_kept(what: str, converted: int, kept: int) -> None:
+    """That some attentions or heads are left to be linear.
+
+    Raises:
+        ValueError: all of them, or more than there are, would be kept exact.
+    """
+    if not 0 <= kept < converted:
+        raise ValueError(
+            f"{converted} {what} were converted, so that at most {max(0, converted - 1)} can be kept exact, got "
+            f"{kept}; keep fewer."
+        )
+
+
+def make_plan(
+    found: Sequence[Attention],
+    method: str,
+    layers: Sequence[int | str] | int | str | None,
+    exact_heads: Mapping[int | str, Sequence[int]] | None,
+    options: Mapping[str, Any],
+    longest: int | None = None,
+) -> Conversion:
+    """What `convert` was asked for, attention by attention.
+
+    Args:
+        found: the attentions of a model.
+        method: see `convert`, also for the next three.
+        layers: None: all.
+        exact_heads: by attention.
+        options: of the method.
+        longest: tokens that the model takes; for methods that have a ``max_length``.
+
+    Raises:
+        ValueError: an option, an attention or a head that is not there, or an option of exact attention.
+    """
+    known = method_options(method)
+    for option in options:
+        if option not in known:
+            raise unknown(f"option for method {method!r},", option, known)
+    if method == EXACT and options:
+        raise ValueError(
+            f"{EXACT!r} is the attention that the model has; it takes no options here, got {options!r:.100}."
+        )
+    settings = dict(options)
+    if "max_length" in known and longest is not None:
+        settings.setdefault("max_length", longest)
+    chosen = select([x.name for x in found], layers)
+    heads = _heads(found, exact_heads or {})
+    return Conversion(
+        tuple(
+            _layer(attention, method, heads.get(i, ()), settings)
+            if i in chosen
+            else _layer(attention, EXACT, (), settings)
+            for i, attention in enumerate(found)
+        )
+    )
+
+
+def _layer(found: Attention, method: str, heads: tuple[int, ...], options: Mapping[str, Any]) -> Layer:
+    """One attention; where all heads are exact, all of it is.
+
+    Grouped queries get maps by key head, unless they are told otherwise: the state is then of the size of the keys.
+    """
+    copied = ("name", "way", "num_heads", "head_dim", "scale", "causal", "cross")
+    own: dict[str, Any] = {x: getattr(found, x) for x in copied}
+    if method == EXACT or len(heads) == found.num_heads:
+        return Layer(**own, method=EXACT)
+    settings = dict(options)
+    if heads and "num_key_heads" in settings:
+        raise ValueError(
+            f"{found.name} has exact heads among its {found.num_heads}, so that keys are repeated for each of the "
+            f"others; got num_key_heads={settings['num_key_heads']!r}, leave it out."
+        )
+    if found.num_key_heads not in (None, found.num_heads) and not heads and maps_by_head(method, settings):
+        settings.setdefault("num_key_heads", found.num_key_heads)
+    return Layer(**own, method=method, options=settings, exact_heads=heads)
+
+
+def _heads(found: Sequence[Attention], exact: Mapping[int | str, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    heads: dict[int, tuple[int, ...]] = {}
+    for wanted, numbers in exact.items():
+        for i in select([x.name for x in found], wanted):
+            for x in numbers:
+                if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < found[i].num_heads:
+                    raise ValueError(f"{found[i].name} has heads 0 to {found[i].num_heads - 1}, got {x!r}.")
+            heads[i] = tuple(sorted({*heads.get(i, ()), *numbers}))
+    return heads

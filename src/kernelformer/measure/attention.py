@@ -1,0 +1,248 @@
+"""Who runs in the benchmark: our methods, torch's own attention, and what others offer.
+
+Every contender takes the same random queries, keys, values and bias, and is checked against its definition, in float64
+and with its own frequencies, before it is timed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention import State
+from kernelformer.attention.reference import log_kernel, positive_attention, signed_attention, visibility
+from kernelformer.contract import PositiveSpec, SignedSpec
+from kernelformer.errors import choice
+from kernelformer.measure.case import BIASES, SMALL, TASKS, Attention, Case, Contender, Task, too_large
+from kernelformer.measure.peers import PEERS, AlgorithmOne, installed_peers
+from kernelformer.modules import AttentionCore, KernelCore, build_attention, method_options, parse_method
+from kernelformer.modules.baselines import BaselineCore
+from kernelformer.modules.gated import GatedCore
+
+__all__ = [
+    "BIASES",
+    "SMALL",
+    "TASKS",
+    "Case",
+    "Contender",
+    "Kernelformer",
+    "Sdpa",
+    "Task",
+    "contender",
+    "installed_peers",
+    "yardsticks",
+]
+ALGORITHMS = ("direct", "fft", "windowed")
+FILLED = 4096  # an unbounded table keeps all keys; more of them take too long to fill one by one
+
+
+class Kernelformer(Contender):
+    """One of our methods; the option ``algorithm`` is one of its calls, the others are those of `build_attention`."""
+
+    takes_bias = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        method, *parts = name.split(":")
+        chosen = [x.removeprefix("algorithm=") for x in parts if x.startswith("algorithm=")]
+        self.algorithm = choice("algorithm", chosen[-1], ALGORITHMS) if chosen else None
+        if self.algorithm == "fft":
+            self.tolerance = 1e-3  # the rounding of an FFT is that of its largest row
+        kept = [x for x in parts if not x.startswith("algorithm=")]
+        self.method, self.options = parse_method(":".join([method, *kept]))
+
+    def _refuses(self, case: Case) -> str | None:
+        """A state of all keys would have to be filled first; a bias needs a definition to be checked against."""
+        if case.task == "decode" and self.method in ("softmax", "gaussian"):
+            return "keeps all keys; the peer 'sdpa' is timed with them"
+        if case.bias is None:
+            return None if self.algorithm is None else "an algorithm is chosen for a bias only"
+        core = self._core(case)
+        if self.algorithm and (case.task == "decode" or not isinstance(core, KernelCore)):
+            return "has no algorithms to choose from"
+        if self.method != "softmax" and not _is_positive(core):
+            return "only softmax and normalized positive maps are defined with a bias here"
+        if case.task == "decode" and case.bias == "full" and case.length > FILLED:
+            return f"would keep all keys; contexts up to {FILLED}"
+        return None
+
+    def _core(self, case: Case) -> AttentionCore:
+        sizes = {"num_features": case.features, "max_length": max(case.length, SMALL)}
+        known = method_options(self.method)
+        options = {**{name: x for name, x in sizes.items() if name in known}, **self.options}
+        return build_attention(self.method, head_dim=case.head_dim, num_heads=case.heads, **options)
+
+    def build(self, case: Case) -> Attention:
+        """The core itself; a trained bias within a window is promised to be one, since values cannot show it."""
+        self.core = core = self._core(case)
+        more: dict[str, Any] = {"algorithm": self.algorithm} if self.algorithm else {}
+        if case.bias == "window" and case.backward and self.algorithm in (None, "windowed"):
+            more["max_distance"] = case.window
+
+        def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+            out: Tensor = core(q, k, v, is_causal=case.causal, **({} if bias is None else {"bias": bias, **more}))
+            return out
+
+        return call
+
+    def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """By `attention.reference`, by the explicit matrix for exact methods, or by the method itself in float64."""
+        core, scale = self.core, self.core.scale
+        if isinstance(core, BaselineCore | GatedCore):
+            out: Tensor = copy.deepcopy(core).double()(q, k, v, is_causal=case.causal)
+            return out
+        q, k = core._units(q, k, None)
+        visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
+        if not isinstance(core, KernelCore):
+            scores = scale * (q @ k.transpose(-1, -2))
+            if self.method == "softmax":
+                return _softmax(scores + case.bias_matrix(q.shape[2]), v, visible)
+            return torch.where(visible, torch.exp(-0.5 * scale * torch.cdist(q, k).square()), 0.0) @ v
+        phi = core.feature_map
+        q, k = phi.align(q, k, None)
+        tensors = phi.prepare(q, k, None, scale)
+        if isinstance(phi.spec, PositiveSpec):
+            logs = (phi.spec.log_features(q, tensors, scale, "query"), phi.spec.log_features(k, tensors, scale, "key"))
+            if case.bias is None:
+                return positive_attention(*logs, v, visible)
+            return _softmax(log_kernel(*logs) + case.bias_matrix(q.shape[2]), v, visible)
+        assert isinstance(phi.spec, SignedSpec)
+        (phi_q, size_q), (phi_k, size_k) = (
+            _mapped(phi.spec, x, tensors, scale, role) for x, role in ((q, "query"), (k, "key"))
+        )
+        guard = not phi.spec.nonnegative
+        return signed_attention(phi_q, phi_k, v, visible, core.normalize, guard, (size_q, size_k))
+
+    def runner(self, case: Case) -> Callable[[], Any]:
+        """Decoding: one step after another, whatever the context; a bias starts with its window full."""
+        if case.task != "decode":
+            return super().runner(case)
+        self.build(case)
+        bias = None if case.bias is None else case.past_bias()
+        # One more than the window, so that a key has left it and the state holds what is older.
+        count = min(case.length, 1 if bias is None else bias.shape[1] + 1)
+        q, k, v = case.inputs(count)
+        self.state: State | None = None
+
+        def take(t: int) -> Tensor:
+            one = slice(t, t + 1)
+            with torch.no_grad():
+                out, self.state = self.core.step(q[:, :, one], k[:, :, one], v[:, :, one], self.state, bias=bias)
+            return out
+
+        for t in range(count):
+            take(t)
+        return lambda: take(count - 1)
+
+
+def _is_positive(core: AttentionCore) -> bool:
+    """Whether its weights are positive and normalized, so that they and a bias add up in log space."""
+    return isinstance(core, KernelCore) and core.normalize and isinstance(core.feature_map.spec, PositiveSpec)
+
+
+def _softmax(scores: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """``sum_j exp(s_ij) v_j / sum_j exp(s_ij)`` over visible keys: (B, H, L, S), (B, H, S, E) -> (B, H, L, E)."""
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
+
+
+def _mapped(spec: SignedSpec, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Any) -> tuple[Tensor, Tensor]:
+    """Features with their factor, and their lengths as the guard takes them."""
+    phi, factor = spec.features(x, tensors, scale, role)
+    length = spec.length(False)
+    size = phi.norm(dim=-1, keepdim=True) if length is None else phi.new_full((*phi.shape[:-1], 1), length)
+    return (phi, size) if factor is None else (phi * factor.exp(), size * factor.exp())
+
+
+class Sdpa(Contender):
+    """torch's `scaled_dot_product_attention`; a bias is its additive mask, without a matrix of L x L.
+
+    With the queries in reverse, query r = L-1-i sees key j at the entry t = j - i + L-1 = j + r of the bias, so that
+    the mask is a view of it with the strides (2L-1, 1, 1).
+
+    A mask that needs a gradient takes torch off its tiled kernel, and matrices of L x L are made.
+
+    Args:
+        trains_bias: ask for the gradient of the bias; else the tiled kernel stays, and there is no such gradient.
+    """
+
+    takes_bias = True
+
+    def __init__(self, name: str, trains_bias: bool = True) -> None:
+        super().__init__(name)
+        self.trains_bias = trains_bias
+
+    def _refuses(self, case: Case) -> str | None:
+        """Everything works, at a quadratic price."""
+        if not self.trains_bias:
+            return None if case.bias and case.backward else "is sdpa where no bias is trained"
+        matrix = 4 * case.batch * case.heads * case.length**2
+        return too_large(4 * matrix) if case.bias and case.backward else None  # the factor is measured
+
+    def build(self, case: Case) -> Attention:
+        """The function itself; causal if there is a triangle to speak of."""
+
+        def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+            length = q.shape[2]
+            if bias is None:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal and length > 1)
+            if case.causal and length > 1:
+                bias = torch.cat([bias[:, :length], bias.new_full((len(bias), length - 1), -torch.inf)], 1)
+            size = (q.shape[0], len(bias), length, k.shape[2])
+            mask = bias.contiguous().as_strided(size, (0, bias.shape[1], 1, 1))
+            return F.scaled_dot_product_attention(q.flip(2), k, v, attn_mask=mask).flip(2)
+
+        return call
+
+    def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The softmax of the explicit matrix."""
+        visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
+        scores = (q @ k.transpose(-1, -2)) / math.sqrt(case.head_dim)
+        return _softmax(scores + case.bias_matrix(q.shape[2]), v, visible)
+
+    def runner(self, case: Case) -> Callable[[], Any]:
+        """Decoding: one query against a cache of the context."""
+        if case.task != "decode":
+            return super().runner(case)
+        call = self.build(case)
+        _, k, v = case.inputs()
+        q = case.inputs(1)[0]
+        # The query is the last token: key j is at distance j - (L-1), which is entry j.
+        bias = None if case.bias is None else case.bias_table()[:, : case.length].contiguous()
+
+        def step() -> Tensor:
+            with torch.no_grad():
+                return call(q, k, v, bias)
+
+        return step
+
+
+YARDSTICKS: dict[str, Callable[[str], Contender]] = {
+    "sdpa": Sdpa,
+    "sdpa-fixed": lambda name: Sdpa(name, trains_bias=False),
+    "algorithm-1": AlgorithmOne,
+}
+
+
+def yardsticks(*, bias: bool, backward: bool) -> list[str]:
+    """What a run is compared with unless told otherwise: torch, and what others offer for such cases."""
+    if not bias:
+        return ["sdpa", *installed_peers()]
+    return ["sdpa", *(["sdpa-fixed"] if backward else []), "algorithm-1"]
+
+
+def contender(name: str) -> Contender:
+    """By name: a method of ours, with options or without (see `parse_method`), or what it is compared with.
+
+    Those are ``sdpa``, with a bias also ``sdpa-fixed`` (which gives it no gradient) and ``algorithm-1``, and the peers.
+    """
+    if name in YARDSTICKS:
+        return YARDSTICKS[name](name)
+    if name in PEERS:
+        return PEERS[name][1](name)
+    return Kernelformer(name)

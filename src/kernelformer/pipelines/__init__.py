@@ -1,0 +1,1 @@
+"""Whole jobs, as the command line and other programs call them."""

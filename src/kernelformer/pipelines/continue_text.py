@@ -1,0 +1,107 @@
+"""Text from a converted decoder, with an eye on the size of its cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernelformer.errors import number, positive_int
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What was written.
+
+    Args:
+        text: after the prompt.
+        tokens: of it.
+        prompt: tokens of the prompt.
+        seconds: for all of it.
+        cache: bytes of the cache after so many tokens of context.
+    """
+
+    text: str
+    tokens: int
+    prompt: int
+    seconds: float
+    cache: dict[int, int]
+
+    @property
+    def constant(self) -> bool:
+        """Whether the cache had one size from the second token on; sums after a prompt are kept in fewer bytes."""
+        return len(set(list(self.cache.values())[1:])) <= 1
+
+
+def write_on(
+    folder: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    tell: Callable[[int], None] = lambda _: None,
+) -> Continued:
+    """Let a converted decoder go on with a text, by `generate`.
+
+    Args:
+        folder: of the converted model, with its tokenizer.
+        prompt: not empty.
+        tokens: to write; the model's sign for the end of a text is not taken.
+        temperature: 0 takes the likeliest token each time.
+        top_k: likeliest tokens to draw from.
+        seed: of the drawing.
+        tell: called with the number of tokens so far.
+
+    Raises:
+        ValueError: the folder is not of a converted decoder, or has no tokenizer.
+    """
+    from kernelformer.hf import load, new_cache
+    from kernelformer.hf.pretrained import load_tokenizer
+
+    positive_int("tokens", tokens)
+    number("temperature", temperature, at_least=0)
+    model = load(folder)
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(f"{folder} holds a {type(model).__name__}, which does not go on with a text; give a decoder.")
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer; put the original's files there.")
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.shape[1] == 0:
+        raise ValueError("the prompt has not one token; give a text to go on with.")
+    watch = _Watch(new_cache(model), tell)
+    draws = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    torch.manual_seed(seed)
+    start = time.monotonic()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        past_key_values=watch.cache,
+        stopping_criteria=[watch],
+        pad_token_id=tokenizer.eos_token_id or 0,
+        **draws,
+    )
+    new = out[0, ids.shape[1] :]
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    return Continued(text, len(new), ids.shape[1], time.monotonic() - start, watch.sizes)
+
+
+class _Watch:
+    """Asked by `generate` after each token whether to stop; never, but it looks at the cache."""
+
+    def __init__(self, cache: Any, tell: Callable[[int], None]) -> None:
+        self.cache, self.tell = cache, tell
+        self.sizes: dict[int, int] = {}
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.sizes[self.cache.get_seq_length()] = self.cache.nbytes
+        self.tell(ids.shape[1])
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)

@@ -1,0 +1,99 @@
+"""Values of ``--set name=value``, read as the setting is declared."""
+
+from __future__ import annotations
+
+import ast
+import os
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from kernelformer.training.config import Run
+
+_NOTHING = object()  # a text that is no Python literal
+_QUOTES = ("'", '"')
+
+
+def read_value(name: str, text: str, task: str | None = None) -> Any:
+    """What a text means for a setting: a string stays as it is where the setting is one.
+
+    Args:
+        name: of a `Run`, ``model.NAME`` or ``task.NAME``; an unknown one is read as Python would.
+        text: as given; none and null are None for settings that may be None, quotes make a string of anything.
+        task: whose options ``task.NAME`` are.
+    """
+    declared = _declared(name, task)
+    return _as_python(text, name) if declared is None else _read(text, declared)
+
+
+def _declared(name: str, task: str | None) -> Any:
+    """The annotation of a setting, or None where there is none."""
+    head, dot, rest = name.partition(".")
+    if not dot:
+        return typing.get_type_hints(Run).get(name)
+    if head == "task" and task is not None:
+        from kernelformer.tasks import TASKS
+
+        return typing.get_type_hints(TASKS[task].__init__).get(rest)
+    if head == "model":
+        import inspect
+
+        from kernelformer.models.config import KernelformerConfig
+
+        return inspect.get_annotations(KernelformerConfig, eval_str=True).get(rest)
+    return None
+
+
+def _kinds(declared: Any) -> list[Any]:
+    """The members of a union; anything else alone."""
+    if typing.get_origin(declared) in (typing.Union, types.UnionType):
+        return [kind for part in typing.get_args(declared) for kind in _kinds(part)]
+    return [declared]
+
+
+def _read(text: str, declared: Any) -> Any:
+    kinds = _kinds(declared)
+    origins = [typing.get_origin(x) or x for x in kinds]
+    word = text.strip().lower()
+    if type(None) in kinds and word in ("none", "null"):
+        return None
+    if bool in kinds and word in ("true", "false"):
+        return word == "true"
+    literal = _literal(text)
+    if isinstance(literal, str):
+        return literal
+    if (int in kinds or float in kinds) and isinstance(literal, int | float) and not isinstance(literal, bool):
+        return literal
+    for kind, origin in zip(kinds, origins, strict=True):
+        if origin in (list, tuple, Sequence) and word.startswith(("[", "(")):
+            return _read_list(text.strip(), kind, literal)
+    if str in kinds or os.PathLike in origins:
+        return text
+    return text if literal is _NOTHING else literal  # what is wrong with it, the setting says itself
+
+
+def _read_list(text: str, kind: Any, literal: Any) -> Any:
+    """Items as they are declared, without quotes where they are plain words."""
+    inside = text[1:-1]
+    if any(x in inside for x in (*_QUOTES, "[", "(")) or text[-1] not in "])":
+        return text if literal is _NOTHING else literal
+    item = (typing.get_args(kind) or (Any,))[0]
+    parts = [x.strip() for x in inside.split(",") if x.strip()]
+    return [_as_python(x) if item is Any else _read(x, item) for x in parts]
+
+
+def _as_python(text: str, name: str = "") -> Any:
+    """A literal, true and false too, and none where it is not a word of the model's; else the text."""
+    plain = {"true": True, "false": False} | ({} if name.startswith("model.") else {"none": None})
+    if text.lower() in plain:
+        return plain[text.lower()]
+    literal = _literal(text)
+    return text if literal is _NOTHING else literal
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return _NOTHING

@@ -1,0 +1,1 @@
+"""HTML pages and pictures of what was measured."""

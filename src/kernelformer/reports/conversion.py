@@ -1,0 +1,254 @@
+"""What a conversion says of itself: tables for the terminal, a picture, a model card."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kernelformer.distill.measure import Report, Row
+from kernelformer.formatting import visible
+from kernelformer.pipelines.convert import Found
+
+STEEP = 8.0  # a relative error from which on an axis is logarithmic: a few tokens of decoders have huge states
+HOPELESS = 100.0  # a predicted error beyond which the number says nothing
+
+
+def tables(found: Found) -> list[Table]:
+    """For the terminal: attention by attention, and how errors add up."""
+    return [_attentions(found), _depths(found)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _predicted(row: Row) -> str:
+    if row.predicted is None:
+        return row.reason
+    return f"{row.predicted:.2g}" if row.predicted < HOPELESS else f"over {HOPELESS:g}"
+
+
+def _called(row: Row, start: int = 0) -> str:
+    """Its name from a place on, and which call it is where there are several."""
+    return f"{row.name[start:]} ({row.call + 1})" if row.call else row.name[start:]
+
+
+def _common(names: Sequence[str]) -> int:
+    """Length of what all names begin with, in whole parts, the last part left out."""
+    parts = [x.split(".")[:-1] for x in names]
+    same = 0
+    while all(len(x) > same and x[same] == parts[0][same] for x in parts):
+        same += 1
+    return len(".".join(parts[0][:same]) + ".") if same else 0
+
+
+def _attentions(found: Found) -> Table:
+    labels = list(found.reports)
+    table = Table(title=f"{visible(found.source)}: relative error of each attention, at the original's inputs")
+    start = _common([x.name for x in found.reports[labels[-1]].rows])
+    table.add_column("attention", overflow="fold")
+    table.add_column("method", no_wrap=True)
+    for name in ("|q| rms, max", "|k| rms, max", "predicted", *labels, "worst head"):
+        table.add_column(name, justify="right")
+    for rows in zip(*(found.reports[x].rows for x in labels), strict=True):
+        last = rows[-1]
+        worst = max(range(len(last.heads)), key=last.heads.__getitem__)
+        table.add_row(
+            visible(_called(last, start)),
+            last.method,
+            *(f"{x.rms:.3g}, {x.largest:.3g}" for x in (last.query, last.key)),
+            _predicted(last),
+            *(_number(x.error) for x in rows),
+            f"{worst}: {_number(last.heads[worst])}",
+        )
+    return table
+
+
+def _depths(found: Found) -> Table:
+    reports: list[Report] = list(found.reports.values())
+    table = Table(title="The model by itself: relative error of hidden states, where errors add up")
+    for name in ("after", *found.reports):
+        table.add_column(name, justify="left" if name == "after" else "right")
+    for part in reports[0].hidden:
+        for i, values in enumerate(zip(*(x.hidden[part] for x in reports), strict=True)):
+            prefix = "" if part == "layers" else f"{part} "
+            table.add_row(f"{prefix}layer {i}" if i else f"{prefix}embeddings", *map(_number, values))
+    for name, whole in figures(found).items():
+        table.add_row(name, *map(_number, whole), style="bold")
+    return table
+
+
+def figures(found: Found) -> dict[str, list[float | None]]:
+    """Of the whole model, for each report."""
+    reports: list[Report] = list(found.reports.values())
+    rows: dict[str, list[float | None]] = {
+        "perplexity": [x.perplexity for x in reports],
+        "perplexity of the original": [x.original_perplexity for x in reports],
+        "output, relative error": [x.output for x in reports],
+        "same best token, share": [x.agreement for x in reports],
+        "mean outputs, cosine": [x.cosine for x in reports],
+    }
+    return {name: values for name, values in rows.items() if any(x is not None for x in values)}
+
+
+def picture(found: Found, path: Path) -> None:
+    """Errors by layer: of each attention by itself, and of the hidden states as they add up (performer Fig. 14)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    reports: dict[str, Report] = found.reports
+    parts = list(next(iter(reports.values())).hidden)
+    figure, axes = plt.subplots(
+        1, 1 + len(parts), figsize=(4.6 * (1 + len(parts)), 3.8), squeeze=False, constrained_layout=True
+    )
+    first, *others = axes[0]
+    for index, (label, report) in enumerate(reports.items()):
+        numbers = list(range(len(report.rows)))
+        color = f"C{index}"
+        first.plot(numbers, [x.error for x in report.rows], marker="o", color=color, label=label)
+        for axis, part in zip(others, parts, strict=True):
+            values = report.hidden[part]
+            axis.plot(range(len(values)), values, marker="o", color=color, label=label)
+    last = list(reports.values())[-1]
+    low, high = [min(x.heads) for x in last.rows], [max(x.heads) for x in last.rows]
+    first.fill_between(range(len(low)), low, high, color=f"C{len(reports) - 1}", alpha=0.15, linewidth=0)
+    known = [(i, x.predicted) for i, x in enumerate(last.rows) if x.predicted is not None and x.predicted < HOPELESS]
+    if known:
+        first.plot(*zip(*known, strict=True), linestyle=":", color="grey", label="predicted, of the weights")
+    first.set_title("each attention by itself (shade: its heads)")
+    first.set_xlabel("attention, in the order of the calls")
+    for axis, part in zip(others, parts, strict=True):
+        axis.set_title("hidden states, errors added up" if part == "layers" else f"hidden states of the {part}")
+        axis.set_xlabel("layers")
+    for axis in axes[0]:
+        if axis.get_ylim()[1] > STEEP:
+            axis.set_yscale("symlog", linthresh=1)
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("relative error")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(True, alpha=0.2)
+    first.legend(fontsize="small")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plain(text: object) -> str:
+    """A text of others as Markdown shows it: nothing in it is obeyed, neither by Markdown nor by a browser."""
+    line = " ".join(visible(text).split())
+    return re.sub(r"([\\`*_{}\[\]#|~$:@])", r"\\\1", html.escape(line, quote=False))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(x)} |" for x in lines)
+
+
+def model_card(found: Found, name: str) -> str:
+    """README.md of a converted model.
+
+    Args:
+        found: what was done.
+        name: of the folder.
+    """
+    layers = found.conversion
+    replaced = [x for x in layers if x["method"] != "softmax"]
+    kept = [x["name"] for x in layers if x["method"] == "softmax"]
+    heads = {x["name"]: x["exact_heads"] for x in replaced if x["exact_heads"]}
+    options = replaced[0]["options"] if replaced else {}
+    method = replaced[0]["method"] if replaced else "softmax"
+    said = ", ".join(f"{x} = {y}" for x, y in options.items()) or "defaults"
+    sections = [
+        "---\nlibrary_name: kernelformer\ntags: [linear-attention, kernelformer]\n---",
+        f"# {plain(name)}",
+        f"{plain(found.source)} ({plain(found.model)}) with "
+        + (
+            "linear-time attention in place of softmax attention."
+            if replaced
+            else "its own softmax attention: a check."
+        ),
+        "```python\nimport kernelformer.hf\n\n"
+        f"model = kernelformer.hf.load({_code(name)})  # the path of this folder\n```",
+        "## What was done",
+        "\n".join(
+            f"- {x}"
+            for x in (
+                f"source: {plain(found.source)}, class {plain(found.model)}",
+                f"attention: {plain(method)}, {plain(said)}",
+                f"replaced: {len(replaced)} of {len(layers)} attentions",
+                f"kept exact: {plain(', '.join(kept)) if kept else 'none'}",
+                f"exact heads: {_heads(heads)}",
+                *_learning(found),
+                *(f"{what}: {plain(used)}" for what, used in found.texts.items()),
+                f"length of texts: at most {found.length} tokens",
+                *(f"note: {plain(x)}" for x in found.remarks),
+            )
+        ),
+        "## Figures",
+        _figures(found),
+        "![errors by layer](report.png)",
+        "Relative errors against the original. Of a single attention it is that of its output at the original's "
+        "queries, keys and values; hidden states are those of the model running by itself, where errors add up. All "
+        "of them are in report.json.",
+        "## What it is not good for",
+        _limits(found, linear=bool(replaced), quadratic=bool(kept or heads)),
+        "## Versions",
+        ", ".join(f"{plain(x)} {plain(y)}" for x, y in found.environment.items() if x in VERSIONS),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+VERSIONS = ("kernelformer", "torch", "transformers", "python")
+
+
+def _code(name: str) -> str:
+    """A text inside a block of Python; three backticks would end it."""
+    return json.dumps(visible(name)).replace("`", "\\u0060")
+
+
+def _heads(heads: dict[str, Any]) -> str:
+    return "; ".join(f"{plain(name)}: {', '.join(map(str, x))}" for name, x in heads.items()) or "none"
+
+
+def _learning(found: Found) -> list[str]:
+    stages = {"transfer": "attention transfer", "tune": "tuning of all weights"}
+    rows = "windows" if any(x.windows is not None for x in found.texts.values()) else "texts"
+    lines = [
+        f"{stages[x]}: {len(losses)} steps of {found.setting.batch} {rows}, loss {losses[0]:.4g} to {losses[-1]:.4g}"
+        for x, losses in found.losses.items()
+        if losses
+    ]
+    return lines or ["distillation: none"]
+
+
+def _figures(found: Found) -> str:
+    reports: dict[str, Report] = found.reports
+    rows = [[name, *map(_number, values)] for name, values in figures(found).items()]
+    for i, some in enumerate(zip(*(x.rows for x in reports.values()), strict=True)):
+        rows.append([f"attention {i}: {plain(_called(some[-1]))}", *(_number(x.error) for x in some)])
+    return _table(["", *reports], rows)
+
+
+def _limits(found: Found, *, linear: bool, quadratic: bool) -> str:
+    last: Report = list(found.reports.values())[-1]
+    used = found.texts.get("measured on", f"{last.samples} rows of random tokens")
+    lines = [
+        f"{'It is not the original: its' if linear else 'Its'} output differs by {last.output:.2g} (relative), "
+        f"measured on {plain(used)}, at most {found.length} tokens each. How well it does at a task has not been "
+        f"measured; try it on yours before you rely on it.",
+        "Texts of another kind or much longer than these were not looked at.",
+        "Attention dropout is left out in training, since there are no weights to drop.",
+        "Short inputs: below a few hundred tokens exact attention is as fast and exact.",
+    ]
+    if quadratic:
+        lines.append("What was kept exact still takes time and, in generation, memory that grow with the length.")
+    if linear and not any(found.losses.values()):
+        lines.append("Nothing was distilled: weights that were trained with softmax attention meet another one.")
+    return "\n".join(f"- {x}" for x in lines)
