@@ -20,7 +20,7 @@ from kernelformer.data.pretrained_texts import load_source
 from kernelformer.hf import load
 from kernelformer.limits import LIMITS, check_limit, limit, set_limit
 from kernelformer.models import KernelformerConfig, KernelformerForCausalLM, KernelformerForConditionalGeneration
-from kernelformer.modules.build import parse_attention
+from kernelformer.modules.spec import parse_attention
 from kernelformer.records import read_object
 from kernelformer.tasks import make_task
 from kernelformer.training import Run, TrainingError, train

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernelformer as kf
-from kernelformer.modules.build import parse_attention
+from kernelformer.modules.spec import parse_attention
 
 EXACT = [("softmax", {}), ("gaussian", {}), ("gaussian", {"normalize": True})]
 CASES = [{}, {"is_causal": True}, {"key_mask": True}, {"is_causal": True, "key_mask": True}]

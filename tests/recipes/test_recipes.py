@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.models.blocks import Block
-from kernelformer.modules.build import parse_attention
+from kernelformer.modules.spec import parse_attention
 from kernelformer.pipelines.compare import make_plan
 from kernelformer.recipes.catalogue import RECIPES, change, find_recipe
 from kernelformer.recipes.papers import PAPERS

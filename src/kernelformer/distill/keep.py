@@ -18,7 +18,7 @@ from kernelformer.hf.convert import conversion, cores
 from kernelformer.hf.find import evaluating
 from kernelformer.hf.plan import EXACT, Layer, check_kept
 from kernelformer.modules import AttentionCore
-from kernelformer.modules.build import place
+from kernelformer.modules.build import move_to_inputs
 
 Batch = Mapping[str, Any]
 Tell = Callable[[int, int], None]
@@ -128,4 +128,4 @@ def _exact_core(layer: Layer, module: nn.Module) -> AttentionCore:
     """What a layer would attend with had it been kept."""
     core = replace(layer, method=EXACT, options={}, exact_heads=()).build(0)
     setattr(core, CROSS, layer.cross)
-    return place(core, next(module.parameters())).eval()
+    return move_to_inputs(core, next(module.parameters())).eval()

@@ -21,7 +21,7 @@ from kernelformer.hf.find import find_attentions, held_configs, run
 from kernelformer.hf.plan import EXACT, Conversion, Layer, make_plan
 from kernelformer.hf.register import CONVERTED, kernel_attention, register_converted
 from kernelformer.modules import AttentionCore
-from kernelformer.modules.build import place
+from kernelformer.modules.build import move_to_inputs
 from kernelformer.modules.replacing import dropout_left_out, swap
 
 __all__ = [
@@ -194,7 +194,7 @@ def _build(module: nn.Module, layer: Layer, number: int) -> nn.Module:
             f"{layer.name} adds a relative bias to its logits, which {layer.method!r} cannot; nothing was converted. "
             f"Use a normalized method with a feature map, such as 'favor+' or 'loglinear'."
         )
-    place(core, next(module.parameters()))
+    move_to_inputs(core, next(module.parameters()))
     setattr(core, CROSS, layer.cross)
     new: nn.Module = core
     if layer.way == "multihead":

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kernelformer.errors import unknown
 from kernelformer.hf.find import Attention, Way
 from kernelformer.modules import AttentionCore, MixedCore, method_options
-from kernelformer.modules.build import build_core, maps_by_head
+from kernelformer.modules.build import build_core
+from kernelformer.modules.options import maps_by_head, resolve_options
 from kernelformer.modules.replacing import select
 
 EXACT = "softmax"
@@ -135,16 +135,12 @@ def make_plan(
     Raises:
         ValueError: an option, an attention or a head that is not there, or an option of exact attention.
     """
-    known = method_options(method)
-    for option in options:
-        if option not in known:
-            raise unknown(f"option for method {method!r},", option, known)
-    if method == EXACT and options:
+    settings = resolve_options(method, options)
+    if method == EXACT and settings:
         raise ValueError(
-            f"{EXACT!r} is the attention that the model has; it takes no options here, got {options!r:.100}."
+            f"{EXACT!r} is the attention that the model has; it takes no options here, got {settings!r:.100}."
         )
-    settings = dict(options)
-    if "max_length" in known and longest is not None:
+    if "max_length" in method_options(method) and longest is not None:
         settings.setdefault("max_length", longest)
     chosen = select([x.name for x in found], layers)
     heads = _heads(found, exact_heads or {})

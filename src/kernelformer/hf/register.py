@@ -11,7 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kernelformer.errors import unknown
 from kernelformer.hf.attend import CORE, attend, make_mask
 from kernelformer.modules import AttentionCore, list_methods, method_options
-from kernelformer.modules.build import build_core, place
+from kernelformer.modules.build import build_core, move_to_inputs
+from kernelformer.modules.options import applicable_options
 
 CONVERTED = "kernelformer"  # the implementation of converted models, whose modules have their cores
 SETTINGS = "registered_as"  # attribute of cores that were built on the way: for whom
@@ -38,9 +39,8 @@ class Registered:
     """
 
     def __init__(self, method: str, options: dict[str, Any]) -> None:
-        known = method_options(method)
-        self.method, self.options = method, {name: x for name, x in options.items() if name in known}
-        self.takes_length = "max_length" in known
+        self.method, self.options = method, applicable_options(method, options)
+        self.takes_length = "max_length" in method_options(method)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
@@ -59,7 +59,7 @@ class Registered:
                     layer=int(getattr(module, "layer_idx", None) or 0),
                     **settings,
                 )
-                place(core, query)
+                move_to_inputs(core, query)
             core.train(module.training)
             setattr(core, SETTINGS, (self.method, settings))
             module.add_module(CORE, core)
@@ -94,7 +94,8 @@ def register(**options: Any) -> list[str]:
     maps learn is not read again by `from_pretrained`: `convert` saves and loads it.
 
     Args:
-        options: of the methods, ``num_features=128`` for example; each takes those that it knows.
+        options: of the methods, ``num_features=128`` for example; each takes those that it knows, and
+            ``num_features`` is the size of each, whatever it calls it.
 
     Returns:
         The names.

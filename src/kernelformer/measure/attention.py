@@ -17,11 +17,20 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.reference import log_kernel, positive_attention, signed_attention, visibility
+from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import PositiveSpec, SignedSpec
 from kernelformer.errors import choice
 from kernelformer.measure.case import BIASES, SMALL, TASKS, Attention, Case, Contender, Task, too_large
 from kernelformer.measure.peers import PEERS, AlgorithmOne, installed_peers
-from kernelformer.modules import AttentionCore, KernelCore, build_attention, method_options, parse_method
+from kernelformer.modules import (
+    METHODS,
+    AttentionCore,
+    AttentionSpec,
+    KernelCore,
+    build_attention,
+    method_options,
+    parse_method,
+)
 from kernelformer.modules.baselines import BaselineCore
 from kernelformer.modules.gated import GatedCore
 
@@ -38,7 +47,6 @@ __all__ = [
     "installed_peers",
     "yardsticks",
 ]
-ALGORITHMS = ("direct", "fft", "windowed")
 FILLED = 4096  # an unbounded table keeps all keys; more of them take too long to fill one by one
 
 
@@ -49,17 +57,16 @@ class Kernelformer(Contender):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        method, *parts = name.split(":")
-        chosen = [x.removeprefix("algorithm=") for x in parts if x.startswith("algorithm=")]
-        self.algorithm = choice("algorithm", chosen[-1], ALGORITHMS) if chosen else None
+        spec = AttentionSpec.parse(name)
+        chosen = spec.values.get("algorithm")
+        self.algorithm = None if chosen is None else choice("algorithm", chosen, ALGORITHMS)
         if self.algorithm == "fft":
             self.tolerance = 1e-3  # the rounding of an FFT is that of its largest row
-        kept = [x for x in parts if not x.startswith("algorithm=")]
-        self.method, self.options = parse_method(":".join([method, *kept]))
+        self.method, self.options = parse_method(str(spec.without(["algorithm"])))
 
     def _refuses(self, case: Case) -> str | None:
         """A state of all keys would have to be filled first; a bias needs a definition to be checked against."""
-        if case.task == "decode" and self.method in ("softmax", "gaussian"):
+        if case.task == "decode" and METHODS[self.method].quadratic:
             return "keeps all keys; the peer 'sdpa' is timed with them"
         if case.bias is None:
             return None if self.algorithm is None else "an algorithm is chosen for a bias only"

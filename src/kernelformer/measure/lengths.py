@@ -147,7 +147,7 @@ def contender(model: Any, name: str) -> Any:
     All copies have the same weights in the same place; cores are their own.
     """
     from kernelformer.hf import convert
-    from kernelformer.modules.build import parse_method
+    from kernelformer.modules.spec import parse_method
 
     other = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
     if name in BASELINES:

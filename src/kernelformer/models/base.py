@@ -19,8 +19,8 @@ from kernelformer.hashes import WEIGHTS, check_hashes, write_hashes
 from kernelformer.hf import StateCache
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.modules import KernelAttention, RelativePositions
-from kernelformer.modules.build import parse_attention
 from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.spec import parse_attention
 from kernelformer.weight_headers import check_sizes, weight_files
 
 

@@ -14,7 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from kernelformer.hf import StateCache
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.modules import KernelAttention, RelativePositions, method_options
-from kernelformer.modules.build import POSITION_OPTIONS, parse_attention
+from kernelformer.modules.options import POSITION_OPTIONS
+from kernelformer.modules.spec import parse_attention
 
 
 class Block(GradientCheckpointingLayer):

@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 
 from kernelformer.errors import choice, flag, fraction, integer, number, positive_int, unknown
 from kernelformer.limits import check_layers
-from kernelformer.modules.build import POSITION_OPTIONS, parse_attention
+from kernelformer.modules.spec import parse_attention, without_positions
 
 POSITIONS = ("auto", "sinusoidal", "learned", "image", "none")
 POOLING = ("mean", "cls")
@@ -181,17 +181,9 @@ OWN_SETTINGS = (*(x for x in KernelformerConfig.__annotations__ if x != "model_t
 
 
 def _per_layer(what: str, specs: str | list[str], layers: int) -> list[str]:
-    found = [specs] * layers if isinstance(specs, str) else list(specs)
-    if len(found) != layers:
-        raise ValueError(f"{what} must be one spec or one for each of {layers} blocks, got {len(found)}: {found}.")
-    for spec in found:
+    each = [specs] * layers if isinstance(specs, str) else list(specs)
+    if len(each) != layers:
+        raise ValueError(f"{what} must be one spec or one for each of {layers} blocks, got {len(each)}: {each}.")
+    for spec in each:
         parse_attention(spec)
-    return found
-
-
-def without_positions(spec: str) -> str:
-    """The same attention without relative positions."""
-    method, *parts = spec.split(":")
-    if any(x.startswith("relative=") for x in parts):
-        parts = [x for x in parts if x.partition("=")[0] not in POSITION_OPTIONS]
-    return ":".join([method, *parts])
+    return each

@@ -15,7 +15,7 @@ from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, me
 from kernelformer.models.blocks import Stack, visible
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
-from kernelformer.modules.build import parse_attention
+from kernelformer.modules.spec import parse_attention
 
 
 def choose_positions(config: KernelformerConfig, specs: list[str], own: str = "sinusoidal") -> str:

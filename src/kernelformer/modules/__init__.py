@@ -1,23 +1,29 @@
 """Attention as modules: the core by name, the layer with projections, the redraw schedule."""
 
-from kernelformer.modules.build import build_attention, list_methods, method_options, parse_method
+from kernelformer.modules.build import build_attention
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.functional import kernel_attention
 from kernelformer.modules.groups import parameter_groups
 from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.layer import KernelAttention
+from kernelformer.modules.methods import METHODS, Method, list_methods
 from kernelformer.modules.mixed import MixedCore
 from kernelformer.modules.multihead import MultiheadAttention
+from kernelformer.modules.options import method_options
 from kernelformer.modules.positions import RelativePositions
 from kernelformer.modules.redraw import redraw
 from kernelformer.modules.replacing import replace_attention, restore_attention
+from kernelformer.modules.spec import AttentionSpec, parse_attention, parse_method
 
 __all__ = [
+    "METHODS",
     "AttentionCore",
+    "AttentionSpec",
     "GaussianCore",
     "KernelAttention",
     "KernelCore",
+    "Method",
     "MixedCore",
     "MultiheadAttention",
     "RelativePositions",
@@ -27,6 +33,7 @@ __all__ = [
     "list_methods",
     "method_options",
     "parameter_groups",
+    "parse_attention",
     "parse_method",
     "redraw",
     "replace_attention",

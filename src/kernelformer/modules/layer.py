@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import choice, fraction, positive_int, shape
-from kernelformer.modules.build import POSITION_OPTIONS, build_attention, method_options
+from kernelformer.modules.build import build_attention
+from kernelformer.modules.options import POSITION_OPTIONS, method_options
 from kernelformer.modules.positions import RelativePositions
 
 
@@ -24,7 +25,7 @@ class KernelAttention(nn.Module):
         embed_dim: width of x and y.
         num_heads: H; divides embed_dim, unless head_dim is given.
         method: a name from `list_methods`.
-        num_features: of a random map, default 256; other methods refuse it.
+        num_features: the size of the method, whatever it calls it; None: its default.
         causal: key j is visible to query i iff j <= i.
         relative: relative positions: ``"1d"`` with ``max_length`` and/or ``max_distance``, ``scheme`` ("table", "t5",
             "alibi") and ``num_buckets``; ``"2d"`` with ``grid`` and ``num_prefix``; or a `RelativePositions`, which
@@ -84,13 +85,13 @@ class KernelAttention(nn.Module):
         self.head_dim = embed_dim // num_heads if head_dim is None else positive_int("head_dim", head_dim)
         self.causal = causal
         self.context_dim = embed_dim if context_dim is None else positive_int("context_dim", context_dim)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, kv_dim = num_heads * self.head_dim, kv_heads * self.head_dim
-        self.query = nn.Linear(embed_dim, dim, bias=bias, **place)
-        self.key = nn.Linear(self.context_dim, kv_dim, bias=bias, **place)
-        self.value = nn.Linear(self.context_dim, kv_dim, bias=bias, **place)
-        self.out = nn.Linear(dim, embed_dim, bias=bias, **place)
-        if method == "rfa-gate":
+        self.query = nn.Linear(embed_dim, dim, bias=bias, **where)
+        self.key = nn.Linear(self.context_dim, kv_dim, bias=bias, **where)
+        self.value = nn.Linear(self.context_dim, kv_dim, bias=bias, **where)
+        self.out = nn.Linear(dim, embed_dim, bias=bias, **where)
+        if "own_gate" in method_options(method):  # the layer has the gate, computed from its input
             options.setdefault("own_gate", False)
         self.core = build_attention(method, head_dim=self.head_dim, num_heads=num_heads, **options).to(device)
         problem = self.core.refusal(causal)
@@ -105,7 +106,7 @@ class KernelAttention(nn.Module):
                 )
         self.gate: nn.Linear | None = None
         if self.core.takes_gate and not options["own_gate"]:
-            self.gate = nn.Linear(self.context_dim, num_heads, **place)
+            self.gate = nn.Linear(self.context_dim, num_heads, **where)
             nn.init.constant_(self.gate.bias, 2.0)
 
     def _project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:

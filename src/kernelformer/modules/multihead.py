@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from kernelformer.errors import fraction, positive_int, shape
-from kernelformer.modules.build import build_core, no_weights, place
+from kernelformer.modules.build import build_core, move_to_inputs
 from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.options import no_weights
 from kernelformer.modules.torch_masks import hidden_keys, is_causal_mask
 
 # What the two share, by the names under which torch keeps it.
@@ -108,7 +109,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attach(self, core: AttentionCore) -> None:
         if core.takes_dropout:
             core.attention_dropout = self.dropout = self.dropout or core.attention_dropout
-        self.kernel = place(core, self.out_proj.weight)
+        self.kernel = move_to_inputs(core, self.out_proj.weight)
 
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None

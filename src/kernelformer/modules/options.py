@@ -1,4 +1,4 @@
-"""What the options of a method are and do, read from the classes that define them."""
+"""The options of the methods: which ones a method takes, what they are called, and what they do."""
 
 from __future__ import annotations
 
@@ -6,15 +6,94 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.build import METHODS, POSITION_OPTIONS, method_options
-from kernelformer.modules.gated import GatedCore
-from kernelformer.modules.kernel import KernelCore
-from kernelformer.modules.layer import KernelAttention
+from kernelformer.errors import integer, positive_int, unknown
+from kernelformer.modules.methods import DRAWN, METHODS, find_method
 from kernelformer.modules.positions import RelativePositions
 
-_ENTRY = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", re.MULTILINE)
+SIZE = "num_features"  # the size of every method, whatever it calls it
+_CORE_OPTIONS = ("scale", "normalize_qk")
+_NOT_OPTIONS = ("method", "feature_map", "options", "head_dim", "num_heads")
+POSITION_OPTIONS = ("relative", "scheme", "max_length", "max_distance", "num_buckets", "grid", "num_prefix")
+_ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", re.MULTILINE)  # of a docstring
+
+
+def method_options(method: str) -> list[str]:
+    """The options of a method by their own names, besides head_dim and num_heads.
+
+    ``num_features`` and ``seed`` may be given to every method: see `resolve_options`.
+    """
+    entry = find_method(method)
+    kinds = [entry.make, entry.core] if entry.has_map else [entry.make]
+    names = {*_CORE_OPTIONS, *(x for kind in kinds for x in inspect.signature(kind).parameters)}
+    return sorted(names.difference(_NOT_OPTIONS, entry.fixed, entry.unused))
+
+
+def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:
+    """Check the options of a method, and give each the name that the method has for it.
+
+    ``num_features`` becomes the method's own size (``num_landmarks``, ``rank``), or is left out where there is none to
+    set; ``seed`` is left out where nothing is drawn. So a loop over methods gives all of them the same two.
+
+    Args:
+        method: a name from `list_methods`.
+        options: by name.
+        more: names that are known besides the method's own.
+
+    Raises:
+        ValueError: an unknown option, or two names for one size.
+    """
+    entry, known = find_method(method), [*method_options(method), *more]
+    for name in options:
+        if name == "attention_dropout" and name not in known:
+            raise no_weights(method, f"{name}={options[name]!r}")
+        if name not in (*known, SIZE, "seed"):
+            raise unknown(f"option for method {method!r},", name, known)
+    resolved = dict(options)
+    draws = options.get("projection") is not False
+    if not draws:
+        for name in DRAWN:
+            if name in options:
+                raise ValueError(
+                    f"{method!r} with projection=False draws nothing, got {name}={options[name]!r}; leave it out."
+                )
+    if SIZE in options and (entry.size != SIZE or not draws):
+        size = positive_int(SIZE, resolved.pop(SIZE))
+        if entry.size in options and entry.size != SIZE:
+            raise ValueError(
+                f"{SIZE}={size} and {entry.size}={options[entry.size]!r} are two names for the size of {method!r}; "
+                f"give one of them."
+            )
+        if entry.size is not None and draws:
+            resolved[entry.size] = size
+    if "seed" in options and ("seed" not in known or not draws):
+        integer("seed", resolved.pop("seed"))
+    return resolved
+
+
+def applicable_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options of several methods that this one takes, by its own names; its own name for a size wins."""
+    known = [*method_options(method), SIZE]
+    chosen = {name: x for name, x in options.items() if name in known}
+    if find_method(method).size != SIZE and find_method(method).size in chosen:
+        chosen.pop(SIZE, None)
+    return resolve_options(method, chosen)
+
+
+def maps_by_head(method: str, options: Mapping[str, Any]) -> bool:
+    """Whether a method with these options has a map for each head, so that ``num_key_heads`` says how many."""
+    entry = find_method(method)
+    return "num_key_heads" in method_options(method) and entry.holds(entry.per_head, options)
+
+
+def no_weights(method: str, asked: str) -> ValueError:
+    """The error for dropout of weights that a method does not have."""
+    exact = ", ".join(repr(x) for x in METHODS if "attention_dropout" in method_options(x))
+    return ValueError(
+        f"{asked} drops attention weights, which method {method!r} never forms; leave it at 0, or use an exact method "
+        f"({exact}). Dropout of the output is KernelAttention's dropout=."
+    )
 
 
 @dataclass(frozen=True)
@@ -23,7 +102,7 @@ class Option:
 
     Args:
         name: as `build_attention` and an attention string take it.
-        default: its value where nobody says another.
+        default: its value where none is given.
         about: what it does, in plain text.
     """
 
@@ -33,44 +112,42 @@ class Option:
 
 
 def describe_options(method: str) -> list[Option]:
-    """All options of a method, in the order of `method_options`."""
-    names = method_options(method)
-    entry = METHODS[method]
-    makers: list[type] = [entry.make]  # type: ignore[list-item]
-    if issubclass(makers[0], FeatureMap):
-        makers.append(GatedCore if method == "rfa-gate" else KernelCore)
-    return _described(names, makers, entry.default)
+    """All options of a method with what they do, in the order of `method_options`."""
+    entry = find_method(method)
+    return _describe(method_options(method), [entry.make, *([entry.core] if entry.has_map else [])], entry.default)
 
 
 def describe_positions() -> list[Option]:
     """The options of relative positions, which an attention of a model or a layer has besides those of its method."""
-    return _described(POSITION_OPTIONS, [RelativePositions, KernelAttention], {})
+    from kernelformer.modules.layer import KernelAttention  # which itself reads the options of methods
+
+    return _describe(POSITION_OPTIONS, [RelativePositions, KernelAttention], {})
 
 
 def arguments(kind: type) -> dict[str, str]:
     """What the docstrings of a class and of those that it inherits from say of each argument."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for one in kind.__mro__:
         _, sign, rest = inspect.cleandoc(one.__dict__.get("__doc__") or "").partition("\nArgs:\n")
         section = re.split(r"\n(?=\S)", rest, maxsplit=1)[0] if sign else ""
-        for names, text in _ENTRY.findall(section):
+        for names, text in _ARGUMENT.findall(section):
             for name in names.split(", "):
-                found.setdefault(name, " ".join(text.replace("`", "").split()))
-    return found
+                texts.setdefault(name, " ".join(text.replace("`", "").split()))
+    return texts
 
 
 def defaults(kind: type) -> dict[str, object]:
     """Default values of the arguments of a class and of those that it inherits from."""
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for one in kind.__mro__:
         if "__init__" in one.__dict__:
             for name, parameter in inspect.signature(one.__dict__["__init__"]).parameters.items():
                 if parameter.default is not inspect.Parameter.empty:
-                    found.setdefault(name, parameter.default)
-    return found
+                    values.setdefault(name, parameter.default)
+    return values
 
 
-def _described(names: Sequence[str], kinds: Sequence[type], own: Mapping[str, object]) -> list[Option]:
+def _describe(names: Sequence[str], kinds: Sequence[type], own: Mapping[str, object]) -> list[Option]:
     values: dict[str, object] = {}
     texts: dict[str, str] = {}
     for kind in reversed(kinds):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernelformer.data.pretrained_texts import Source, load_source, longest
 from kernelformer.hf import conversion, convert, load
-from kernelformer.modules.build import parse_method
+from kernelformer.modules.spec import AttentionSpec, parse_method
 from kernelformer.quiet import silent_libraries
 from kernelformer.reports.attention_pictures import Pair, attention_pairs, draw_pairs
 
@@ -124,9 +124,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def spec(model: Any) -> str:
     """The attentions of a converted model in one line."""
     layers = conversion(model).layers
-    found = dict.fromkeys(
-        ":".join([x.method, *(f"{name}={value}" for name, value in x.options.items())]) for x in layers
-    )
+    found = dict.fromkeys(str(AttentionSpec.make(x.method, **x.options)) for x in layers)
     return ", ".join(found)
 
 

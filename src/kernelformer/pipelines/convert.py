@@ -21,7 +21,7 @@ from kernelformer.environment import environment
 from kernelformer.errors import integer, positive_int
 from kernelformer.files import write_json, write_text
 from kernelformer.hf.sentence_files import copy_sentence_files
-from kernelformer.modules.build import method_options, parse_method
+from kernelformer.modules import METHODS, method_options, parse_method
 from kernelformer.pipelines.convert_texts import (
     Batches,
     Evaluation,
@@ -31,7 +31,6 @@ from kernelformer.pipelines.convert_texts import (
     evaluation_inputs,
     hold_out_windows,
 )
-from kernelformer.reports.labels import SIZES
 
 DEFAULT = "loglinear"
 FEATURES = 128
@@ -90,19 +89,17 @@ class Setting:
     def method(self) -> tuple[str, dict[str, Any]]:
         """The method and all its options."""
         method, options = parse_method(self.attention)
-        known = method_options(method)
-        sizes = [x for x in SIZES if x in known]
-        given = [x for x in sizes if x in options]
-        if self.features is not None and not sizes:
+        size = METHODS[method].size
+        if self.features is not None and size is None:
             raise ValueError(f"{method!r} has no number of features, got {self.features}; leave --features out.")
-        if self.features is not None and given:
+        if self.features is not None and size in options:
             raise ValueError(
-                f"--features {self.features} and {given[0]}={options[given[0]]} of {self.attention!r} say the same "
-                f"thing; leave one out."
+                f"--features {self.features} and {size}={options[size]} of {self.attention!r} say the same thing; "
+                f"leave one out."
             )
-        if sizes and not given:
-            options[sizes[0]] = FEATURES if self.features is None else positive_int("features", self.features)
-        if self.seed and "seed" in known:
+        if size is not None and size not in options:
+            options[size] = FEATURES if self.features is None else positive_int("features", self.features)
+        if self.seed and "seed" in method_options(method):
             options.setdefault("seed", self.seed)
         return method, options
 

@@ -18,7 +18,7 @@ from kernelformer.formatting import human_bytes, human_time
 from kernelformer.reports.comparison import CAPTION, MARK, NONE, Comparison, Summary, cells, score, smoothed
 from kernelformer.reports.comparison_page import flat, records_table, results_table, words
 from kernelformer.reports.figures import COLOURS, STYLES, draw_curves, draw_points, draw_sizes, legend_key
-from kernelformer.reports.labels import QUADRATIC, linear, normalized, parts, rank, series, sides
+from kernelformer.reports.labels import exact, linear, normalized, parts, rank, series, sides
 from kernelformer.reports.page import figure, pre, safe, section, table, whole_page
 from kernelformer.reports.results import Recorded, add_results, in_order, parse, read_results
 
@@ -137,7 +137,7 @@ def _method(label: str) -> str:
         some = []
         for part in parts(side):
             options = f"<small>{safe(', '.join(part.options))}</small>" if part.options else ""
-            some.append(f"{safe(part.count + part.method)}{options}")
+            some.append(f"{safe(str(part.plain))}{options}")
         shown.append(" + ".join(some))
     return " &gt; ".join(shown)
 
@@ -348,7 +348,7 @@ def _sizes(comparison: Comparison, places: Mapping[str, int], anchor: str) -> li
     }
     if not lines:
         return []
-    levels = {places[x]: row.mean or 0.0 for x, row in rows.items() if x in QUADRATIC}
+    levels = {places[x]: row.mean or 0.0 for x, row in rows.items() if exact(x)}
     named = dict(zip(lines, found, strict=True)) | {places[x]: x for x in rows if places[x] in levels}
     keys = (f"<li>{legend_key(f'{anchor}-size{i}', i)}{_method(x)}</li>" for i, x in named.items())
     title = f"Final {comparison.metric.replace('_', ' ')} over the number of features"

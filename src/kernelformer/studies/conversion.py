@@ -20,7 +20,7 @@ from kernelformer.data.sources import hash_files
 from kernelformer.data.text_rows import batches, mask_tokens, packed_rows
 from kernelformer.errors import positive_int
 from kernelformer.files import read_json, write_json
-from kernelformer.modules.build import parse_method
+from kernelformer.modules.spec import parse_method
 
 # At equal features: of hyperbolic maps a frequency makes two, and elu has as many as a head has dimensions.
 METHODS = (

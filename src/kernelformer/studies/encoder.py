@@ -21,7 +21,7 @@ from kernelformer.formatting import human_bytes, human_ratio, human_time, short_
 from kernelformer.measure.benchmark import HEAPS, WorkerError
 from kernelformer.measure.case import too_large
 from kernelformer.measure.encoder import BOUNDS, PASSES, Case, build
-from kernelformer.modules.build import parse_attention
+from kernelformer.modules.spec import parse_attention
 from kernelformer.studies.settings import ENCODER_ATTENTIONS as ATTENTIONS
 from kernelformer.subprocesses import finished
 

@@ -24,7 +24,7 @@ from kernelformer.hf.find import find_attentions
 from kernelformer.measure.benchmark import WorkerError
 from kernelformer.measure.case import too_large
 from kernelformer.measure.lengths import BASELINES, MOST_ROUNDS, PASSES, TASKS, TOKEN, Subject, contender
-from kernelformer.modules.build import parse_method
+from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
 from kernelformer.subprocesses import finished
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from itertools import groupby
 from typing import Any, TypeVar
 
 from kernelformer.errors import choice, flag, integer, number, positive_int, unknown
@@ -19,7 +18,6 @@ SCHEDULES = {
 }
 DECAYING = ("linear", "cosine")  # to 0, at the last step
 PRECISIONS = ("float32", "bf16")
-BETWEEN = ">"  # the encoder's attention and the decoder's, in a label and in `compare`
 # Settings of a model that the run itself has, or that are fixed.
 OWN = ("attention", "decoder_attention", "seed", "model_type")
 # Another value gives the same result.
@@ -150,7 +148,7 @@ class Run:
         self._check_names()
 
     def _check_names(self) -> None:
-        from kernelformer.modules.build import parse_attention  # with torch: settings alone take no time
+        from kernelformer.modules.spec import parse_attention  # with torch: settings alone take no time
         from kernelformer.tasks import TASKS, task_options
 
         for name in ("task_options", "model"):
@@ -186,8 +184,10 @@ class Run:
     @property
     def label(self) -> str:
         """The attention as people say it: ``favor+:num_features=64``, ``2 x softmax, 4 x elu``, ``softmax > elu``."""
-        given = [x for x in (self.attention, self.decoder_attention) if x is not None]
-        return f" {BETWEEN} ".join(_label(x) for x in given)
+        from kernelformer.modules.spec import join_blocks, join_sides
+
+        decoder = None if self.decoder_attention is None else join_blocks(self.decoder_attention)
+        return join_sides(join_blocks(self.attention), decoder)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -232,20 +232,14 @@ def extension(run: Run, before: Run) -> str | None:
 
 def attention_settings(text: str) -> dict[str, str | None]:
     """What ``A``, or ``A > B`` for an encoder by A and a decoder by B, says of a run; A alone is for both."""
-    first, sign, second = (x.strip() for x in text.partition(BETWEEN))
-    if sign and not (first and second):
-        raise ValueError(f"{BETWEEN} stands between the encoder's attention and the decoder's, got {text!r}.")
-    return {"attention": first, "decoder_attention": second if sign else None}
+    from kernelformer.modules.spec import parse_sides
+
+    encoder, decoder = parse_sides(text)
+    return {"attention": encoder, "decoder_attention": decoder}
 
 
 def _listed(specs: str | list[str] | None) -> list[str]:
     return [] if specs is None else [specs] if isinstance(specs, str) else specs
-
-
-def _label(specs: str | list[str]) -> str:
-    if isinstance(specs, str):
-        return specs
-    return ", ".join(f"{len(list(same))} x {spec}" for spec, same in groupby(specs))
 
 
 def _plain(what: str, value: object) -> dict[str, Any]:

@@ -1,0 +1,408 @@
+"""The table of methods: every fact about a method stands in its one record, and whoever needs one reads it here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kernelformer.errors import unknown
+from kernelformer.feature_maps import (
+    FastFoodMap,
+    FeatureMap,
+    GeneralizedMap,
+    GenerativeMap,
+    LogLinearMap,
+    MixtureMap,
+    NystromMap,
+    PositiveMap,
+    ScaledFourierMap,
+    TrigonometricMap,
+)
+from kernelformer.modules.baselines import LinformerCore, NystromformerCore
+from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.exact import GaussianCore, SoftmaxCore
+from kernelformer.modules.gated import GatedCore
+from kernelformer.modules.kernel import KernelCore
+
+Family = Literal["exact", "positive", "signed", "landmarks", "other"]
+Fact = bool | Mapping[str, Any]  # true, false, or true with these options
+QUADRATIC_COST = "L²"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where a method was published.
+
+    Args:
+        name: as the library cites it.
+        arxiv: its number on arxiv.org.
+    """
+
+    name: str
+    arxiv: str
+
+    @property
+    def url(self) -> str:
+        """Its page on arxiv.org."""
+        return f"https://arxiv.org/abs/{self.arxiv}"
+
+
+TRANSFORMER = Paper("Transformer", "1706.03762")
+PERFORMER = Paper("Performer", "2009.14794")
+KL_TRANSFORMER = Paper("KL-Transformer", "2110.08323")
+SKYFORMER = Paper("Skyformer", "2111.00035")
+NPRF = Paper("NPRF with RPE", "2106.12566")
+LINEAR_TRANSFORMER = Paper("Linear Transformer", "2006.16236")
+NYSTROMFORMER = Paper("Nystromformer", "2102.03902")
+LINFORMER = Paper("Linformer", "2006.04768")
+RFA = Paper("RFA", "2103.02143")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One method, with everything that the library knows about it.
+
+    A fact that depends on options is the mapping of the options that make it true: skyformer is causal with
+    ``{"landmarks": "learned"}``. `holds` evaluates it. A bias needs a normalized sum: with ``normalize=False`` no
+    method takes one.
+
+    Args:
+        about: what it is, in one line, without the paper.
+        make: class of its feature map, or of the whole core where it has no map.
+        core: class that attends through the feature map.
+        fixed: settings that make it this method.
+        default: settings that the caller may change, where they differ from the defaults of the class.
+        unused: options of its classes that mean nothing to this method.
+        paper: where it was published; None: here.
+        equation: of the paper, where it has one.
+        phi: its feature map, or what it does instead, in a few signs: w frequencies, m their number.
+        cost: time in the length L; m features, d head dimension, C components, s landmarks, r rank.
+        family: ``exact``; ``positive`` or ``signed`` features, with the default options; ``landmarks``; ``other``.
+        size: the option that sets how many features, landmarks or rows it has; None where there is nothing to set.
+        causal: whether it can attend to earlier tokens only.
+        streaming: whether it can attend token by token, with a state.
+        bias: whether it takes a relative position bias.
+        window: whether it can attend to near tokens exactly.
+        cross: whether it can attend to another sequence; a method that cannot is causal only.
+        per_head: whether each head has a map of its own.
+    """
+
+    about: str
+    make: type[FeatureMap] | type[AttentionCore]
+    core: type[KernelCore] = KernelCore
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    default: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    paper: Paper | None = None
+    equation: str = ""
+    phi: str
+    cost: str
+    family: Family
+    size: str | None = "num_features"
+    causal: Fact = True
+    streaming: Fact = True
+    bias: Fact = True
+    window: Fact = False
+    cross: Fact = True
+    per_head: Fact = field(default_factory=lambda: {"per_head": True})
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether its time is quadratic in the length."""
+        return self.cost == QUADRATIC_COST
+
+    @property
+    def has_map(self) -> bool:
+        """Whether it attends through a feature map."""
+        return issubclass(self.make, FeatureMap)
+
+    @property
+    def own_scale(self) -> bool:
+        """Whether it has a scale of its own instead of 1 / sqrt(D): unit vectors have, and elu."""
+        return "scale" in self.default or bool(self.fixed.get("normalize_qk"))
+
+    def holds(self, fact: Fact, options: Mapping[str, Any] | None = None) -> bool:
+        """Whether a fact of this record is true with these options; those that are not given have their defaults."""
+        if isinstance(fact, bool):
+            return fact
+        parameters = inspect.signature(self.make).parameters
+        defaults = {name: x.default for name, x in parameters.items()}
+        settings = {**defaults, **self.default, **(options or {}), **self.fixed}
+        return all(settings.get(name) == value for name, value in fact.items())
+
+
+_POSITIVE = {"hyperbolic": False, "regularized": False}
+_RKS = {"features": "rks"}
+_PRF = {"features": "prf", "smoothing": 0.0}  # positive features need no smoothing
+DRAWN = ("draw", "norms", "per_head", "num_key_heads")  # options of a map that draws frequencies, and of no other
+
+METHODS: dict[str, Method] = {
+    "softmax": Method(
+        about="exact softmax attention by torch's SDPA, quadratic",
+        make=SoftmaxCore,
+        paper=TRANSFORMER,
+        equation="Eq. 1",
+        phi="exact",
+        cost=QUADRATIC_COST,
+        family="exact",
+        size=None,
+        per_head=False,
+    ),
+    "gaussian": Method(
+        about="exact Gaussian kernelized attention in tiles, quadratic",
+        make=GaussianCore,
+        paper=SKYFORMER,
+        equation="Eq. 3",
+        phi="exact, in tiles; not normalized",
+        cost=QUADRATIC_COST,
+        family="exact",
+        size=None,
+        bias=False,
+        per_head=False,
+    ),
+    "favor+": Method(
+        about="positive orthogonal random features",
+        make=PositiveMap,
+        fixed=_POSITIVE,
+        paper=PERFORMER,
+        equation="Eq. 7",
+        phi="exp(wx - x²/2)",
+        cost="L m",
+        family="positive",
+    ),
+    "favor+hyperbolic": Method(
+        about="positive features in pairs exp(wx), exp(-wx)",
+        make=PositiveMap,
+        fixed={**_POSITIVE, "hyperbolic": True},
+        paper=PERFORMER,
+        equation="Lemma 1",
+        phi="exp(±wx - x²/2), 2m features",
+        cost="L m",
+        family="positive",
+    ),
+    "favor+regularized": Method(
+        about="positive features with frequencies on a sphere",
+        make=PositiveMap,
+        fixed={**_POSITIVE, "regularized": True},
+        paper=PERFORMER,
+        equation="Theorem 1",
+        phi="exp(wx - x²/2), w on a sphere",
+        cost="L m",
+        family="positive",
+    ),
+    "nprf": Method(
+        about="positive features of unit vectors, for relative positions",
+        make=PositiveMap,
+        fixed={**_POSITIVE, "normalize_qk": True},
+        paper=NPRF,
+        equation="Sec. 3",
+        phi="`favor+` of unit vectors, meant for a bias",
+        cost="L m",
+        family="positive",
+    ),
+    "trigonometric": Method(
+        about="cosine and sine random features, signed",
+        make=TrigonometricMap,
+        paper=PERFORMER,
+        equation="Eq. 5",
+        phi="exp(x²/2) (cos wx, sin wx), signed, 2m features",
+        cost="L m",
+        family="signed",
+    ),
+    "relu": Method(
+        about="generalized attention, relu by default",
+        make=GeneralizedMap,
+        paper=PERFORMER,
+        equation="Eq. 5",
+        phi="f(wx) + ε; `activation=` relu, exp, sigmoid, abs, gelu, cos, tanh, identity",
+        cost="L m",
+        family="positive",
+        per_head={"per_head": True, "projection": True},
+    ),
+    "elu": Method(
+        about="elu(x) + 1",
+        make=GeneralizedMap,
+        fixed={"activation": "elu", "projection": False},
+        default={"scale": 1.0},
+        unused=("eps", "num_features", "seed", *DRAWN),
+        paper=LINEAR_TRANSFORMER,
+        phi="elu(x) + 1",
+        cost="L d",
+        family="positive",
+        size=None,
+        per_head=False,
+    ),
+    "gmm-rks": Method(
+        about="learned Gaussian mixture, Fourier features, signed",
+        make=MixtureMap,
+        fixed=_RKS,
+        paper=KL_TRANSFORMER,
+        equation="Eq. 5",
+        phi="(cos wx, sin wx), learned w = Sn + μ, C components",
+        cost="L C m",
+        family="signed",
+    ),
+    "gmm-prf": Method(
+        about="learned Gaussian mixture, positive features",
+        make=MixtureMap,
+        fixed=_PRF,
+        default={"covariance": "diagonal"},
+        paper=KL_TRANSFORMER,
+        equation="Eq. 10",
+        phi="exp(wx - x²), learned w = Sn + μ, C components",
+        cost="L C m",
+        family="positive",
+    ),
+    "fastfood-rks": Method(
+        about="learned FastFood, Fourier features, signed",
+        make=FastFoodMap,
+        fixed=_RKS,
+        paper=KL_TRANSFORMER,
+        equation="Eq. 6",
+        phi="(cos wx, sin wx), learned w = rows of S H G P H B",
+        cost="L m",
+        family="signed",
+    ),
+    "fastfood-prf": Method(
+        about="learned FastFood, positive features",
+        make=FastFoodMap,
+        fixed=_PRF,
+        paper=KL_TRANSFORMER,
+        equation="Eq. 12",
+        phi="exp(wx - x²), learned w = rows of S H G P H B",
+        cost="L m",
+        family="positive",
+    ),
+    "generative-rks": Method(
+        about="frequencies by a network, Fourier features, signed",
+        make=GenerativeMap,
+        fixed=_RKS,
+        paper=KL_TRANSFORMER,
+        equation="Eq. 8",
+        phi="(cos wx, sin wx), w = network(n), learned",
+        cost="L m",
+        family="signed",
+    ),
+    "generative-prf": Method(
+        about="frequencies by a network, positive features",
+        make=GenerativeMap,
+        fixed=_PRF,
+        paper=KL_TRANSFORMER,
+        equation="Eq. 11",
+        phi="exp(wx - x²), w = network(n), learned",
+        cost="L m",
+        family="positive",
+    ),
+    "skyformer": Method(
+        about="Nystrom features of the Gaussian kernel at landmarks",
+        make=NystromMap,
+        paper=SKYFORMER,
+        equation="Eq. 5, 6",
+        phi="Gaussian kernel at s landmarks, (M + gamma)⁻¹ between; not normalized",
+        cost="L s²",
+        family="landmarks",
+        size="num_landmarks",
+        causal={"landmarks": "learned"},
+        streaming={"landmarks": "learned"},
+        bias={"kernel": "softmax"},
+        per_head={"landmarks": "learned"},
+    ),
+    "nystromformer": Method(
+        about="softmax attention through segment means",
+        make=NystromformerCore,
+        paper=NYSTROMFORMER,
+        phi="softmax through segment means",
+        cost="L s",
+        family="landmarks",
+        size="num_landmarks",
+        causal=False,
+        streaming=False,
+        bias=False,
+        per_head=False,
+    ),
+    "linformer": Method(
+        about="softmax attention to learned mixtures of keys",
+        make=LinformerCore,
+        paper=LINFORMER,
+        phi="softmax to `rank` learned mixtures of keys, up to `max_length`",
+        cost="L r",
+        family="other",
+        size="rank",
+        causal=False,
+        streaming=False,
+        bias=False,
+        per_head=False,
+    ),
+    "rfa": Method(
+        about="Fourier features of unit vectors, learned scale",
+        make=ScaledFourierMap,
+        fixed={"normalize_qk": True},
+        paper=RFA,
+        phi="(cos wx, sin wx) of unit vectors, learned scale",
+        cost="L m",
+        family="signed",
+    ),
+    "rfa-gate": Method(
+        about="Fourier features of unit vectors with a gate that forgets, causal only",
+        make=ScaledFourierMap,
+        core=GatedCore,
+        fixed={"normalize_qk": True},
+        unused=("num_key_heads",),  # gates are each query head's own
+        paper=RFA,
+        phi="`rfa` with a gate that forgets",
+        cost="L m",
+        family="signed",
+        bias=False,
+        cross=False,
+    ),
+    "loglinear": Method(
+        about="free positive map, for fitting a pretrained model",
+        make=LogLinearMap,
+        phi="exp(wx + b), w and b free, own ones for queries and keys; a key's features sum to 1",
+        cost="L m",
+        family="positive",
+    ),
+}
+
+
+def find_method(name: str) -> Method:
+    """The record of a method.
+
+    Raises:
+        ValueError: no method has this name.
+    """
+    if not isinstance(name, str) or name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return METHODS[name]
+
+
+def list_methods() -> dict[str, str]:
+    """Every method's name, with a line about it."""
+    return {
+        name: method.about if method.paper is None else f"{method.about} ({method.paper.name})"
+        for name, method in METHODS.items()
+    }
+
+
+def methods_table() -> str:
+    """The table of all methods in Markdown, as the README shows it."""
+    head = ("name", "paper, equation", "phi", "cost", "causal", "decoding", "bias")
+    rows = [head, tuple("---" for _ in head), *(_row(name, method) for name, method in METHODS.items())]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(name: str, method: Method) -> tuple[str, ...]:
+    paper = "this library"
+    if method.paper is not None:
+        paper = f"[{method.paper.name}]({method.paper.url})" + (f", {method.equation}" if method.equation else "")
+    causal = _cell(method.causal) if method.cross else "only"
+    decoding = "keeps all keys" if method.quadratic else _cell(method.streaming)
+    return f"`{name}`", paper, method.phi, method.cost, causal, decoding, _cell(method.bias)
+
+
+def _cell(fact: Fact) -> str:
+    if isinstance(fact, bool):
+        return "yes" if fact else "no"
+    return ", ".join(f'`{name}="{value}"`' for name, value in fact.items())
