@@ -18,21 +18,21 @@ def environment(threads: int) -> dict[str, Any]:
     """What figures depend on besides the code: libraries and machine, without its name and without paths."""
     import torch
 
-    found: dict[str, Any] = {
+    versions: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     for name in LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    found |= {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()}
+            versions[name] = metadata.version(name)
+    versions |= {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()}
     processor = processor_name()
     if processor:
-        found["processor"] = processor
+        versions["processor"] = processor
     if torch.cuda.is_available():
-        found["accelerator"] = torch.cuda.get_device_name()
-    return {**found, "threads": threads}
+        versions["accelerator"] = torch.cuda.get_device_name()
+    return {**versions, "threads": threads}
 
 
 def processor_name() -> str | None:

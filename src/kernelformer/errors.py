@@ -56,9 +56,9 @@ def number(what: str, value: object, *, at_least: float = -math.inf, above: floa
     """Return ``value`` as a finite float if it is a number, of any library, within its bound; else raise."""
     bound = f" above {above:g}" if above is not None else f" of at least {at_least:g}" if at_least > -math.inf else ""
     if not isinstance(value, bool) and isinstance(value, SupportsFloat) and not isinstance(value, str):
-        found = float(value)
-        if math.isfinite(found) and (found >= at_least if above is None else found > above):
-            return found
+        converted = float(value)
+        if math.isfinite(converted) and (converted >= at_least if above is None else converted > above):
+            return converted
     raise ValueError(f"{what} must be a finite number{bound}, got {value!r}.")
 
 
@@ -75,12 +75,12 @@ def integer(what: str, value: object, at_least: int | None = None) -> int:
     bound = "" if at_least is None else f" of at least {at_least}"
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ValueError(f"{what} must be an integer{bound}, got {value!r}.")
-    found = operator.index(value)
-    if at_least is not None and found < at_least:
+    index = operator.index(value)
+    if at_least is not None and index < at_least:
         raise ValueError(f"{what} must be an integer{bound}, got {value!r}.")
-    if not -(1 << 63) <= found < 1 << 63:
+    if not -(1 << 63) <= index < 1 << 63:
         raise ValueError(f"{what} must fit into 64 bits, got {value!r}.")
-    return found
+    return index
 
 
 def shape(x: Tensor) -> str:

@@ -73,9 +73,9 @@ def read_hashes(folder: Path) -> dict[str, str]:
 
 def check_hash(path: Path, expected: str) -> None:
     """Raise `HashError` if a file has another hash, without its name; one that is missing is an `OSError`."""
-    found = hash_file(path)
-    if found != expected:
-        raise HashError(f"its {NAME} hash is {found}, it was saved with {expected}")
+    actual = hash_file(path)
+    if actual != expected:
+        raise HashError(f"its {NAME} hash is {actual}, it was saved with {expected}")
 
 
 def check_hashes(folder: Path) -> None:

@@ -216,12 +216,12 @@ def _content(path: Path) -> bytes:
 
 def _object(content: bytes) -> dict[str, Any]:
     try:
-        found = parse_json(content.decode())
+        value = parse_json(content.decode())
     except ValueError as problem:
         raise ValueError(f"not JSON: {problem}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"not a JSON object but {found!r:.60}")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object but {value!r:.60}")
+    return value
 
 
 def _is_json(content: bytes) -> bool:

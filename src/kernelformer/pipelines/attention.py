@@ -124,25 +124,25 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def spec(model: Any) -> str:
     """The attentions of a converted model in one line."""
     layers = conversion(model).layers
-    found = dict.fromkeys(str(AttentionSpec.make(x.method, **x.options)) for x in layers)
-    return ", ".join(found)
+    names = dict.fromkeys(str(AttentionSpec.make(x.method, **x.options)) for x in layers)
+    return ", ".join(names)
 
 
-def table(found: Found) -> Table:
+def table(result: Found) -> Table:
     """For the terminal: the distance of each attention's heads."""
-    out = Table(title=f"Total variation distance, {found.names[0]} and {found.names[1]}, {len(found.tokens)} tokens")
+    out = Table(title=f"Total variation distance, {result.names[0]} and {result.names[1]}, {len(result.tokens)} tokens")
     out.add_column("layer", justify="right")
     out.add_column("attention", no_wrap=True)
     for name in ("mean", "nearest head", "farthest head"):
         out.add_column(name, justify="right", no_wrap=True)
-    for number, pair in enumerate(found.pairs):
+    for number, pair in enumerate(result.pairs):
         distance = pair.distance[0]
         ends = (f"{distance[i]:.3f} ({i})" for i in (int(distance.argmin()), int(distance.argmax())))
         out.add_row(str(number), pair.name, f"{distance.mean():.3f}", *ends)
     return out
 
 
-def picture(found: Found, path: Path, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> None:
+def picture(result: Found, path: Path, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> None:
     """A grid of layers and heads, or one head and its difference; see `draw_pairs`."""
-    title = f"Attention of {found.names[0]}, and with {found.names[1]}"
-    draw_pairs(found.pairs, found.tokens, path, names=found.names, title=title, layers=layers, heads=heads)
+    title = f"Attention of {result.names[0]}, and with {result.names[1]}"
+    draw_pairs(result.pairs, result.tokens, path, names=result.names, title=title, layers=layers, heads=heads)

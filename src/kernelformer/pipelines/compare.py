@@ -207,31 +207,36 @@ def report(plan: Plan) -> Comparison:
     first = plan.runs[0]
     task = make_task(first.task, **first.task_options)
     records = [replace(read_run(plan.place(run)), label=run.label) for run in plan.runs]
-    found = Comparison(plan.title, task.metric, task.higher_is_better, task.about, records)
+    comparison = Comparison(plan.title, task.metric, task.higher_is_better, task.about, records)
     plan.folder.mkdir(parents=True, exist_ok=True)
-    write_report(found, plan.folder / REPORT, samples=_samples(plan))
+    write_report(comparison, plan.folder / REPORT, samples=_samples(plan))
     about = {**plan.about, "task": task.name, "about": task.about, "baselines": task.baselines("validation")}
-    write_json(plan.folder / FIGURES, {**_figures(found), **about})
-    return found
+    write_json(plan.folder / FIGURES, {**_figures(comparison), **about})
+    return comparison
 
 
-def _figures(found: Comparison) -> dict[str, Any]:
+def _figures(comparison: Comparison) -> dict[str, Any]:
     """The numbers of a report, for whoever wants to go on with them."""
     runs = [
         {
             "label": run.label,
             "seed": run.seed,
             "settings": run.settings,
-            "evaluation": [[p.step, p.seconds, p.values.get(found.curve)] for p in run.evaluation],
+            "evaluation": [[p.step, p.seconds, p.values.get(comparison.curve)] for p in run.evaluation],
             "result": None if run.result is None else asdict(run.result),
-            **({"conditions": run.conditions} if found.unequal else {}),
+            **({"conditions": run.conditions} if comparison.unequal else {}),
         }
-        for run in found.runs
+        for run in comparison.runs
     ]
-    first = found.runs[0]
-    head = {"title": found.title, "metric": found.metric, "higher_is_better": found.higher_is_better}
-    told = {"curve": found.curve, "date": first.started, "command": first.command, "environment": first.environment}
-    return {**head, **told, "runs": runs}
+    first = comparison.runs[0]
+    head = {"title": comparison.title, "metric": comparison.metric, "higher_is_better": comparison.higher_is_better}
+    origin = {
+        "curve": comparison.curve,
+        "date": first.started,
+        "command": first.command,
+        "environment": first.environment,
+    }
+    return {**head, **origin, "runs": runs}
 
 
 def _samples(plan: Plan) -> dict[str, str]:

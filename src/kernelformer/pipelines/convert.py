@@ -6,7 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kernelformer.data.pretrained_texts import Source, check_length, first_token, load_source, rows_for
 from kernelformer.data.readers import hash_files
-from kernelformer.data.text_rows import TextsUsed
 from kernelformer.distill.checkpoint import Checkpoint, appearing, check_target
 from kernelformer.environment import environment
 from kernelformer.errors import integer, positive_int
@@ -31,6 +30,7 @@ from kernelformer.pipelines.convert_texts import (
     evaluation_inputs,
     hold_out_windows,
 )
+from kernelformer.reports.conversion_result import ConversionResult
 
 DEFAULT = "loglinear"
 FEATURES = 128
@@ -110,70 +110,24 @@ class Setting:
 
 def parse_layers(text: str) -> list[int | str]:
     """``0-3,5`` or patterns of names, between commas: numbers and patterns."""
-    found: list[int | str] = []
+    result: list[int | str] = []
     for part in (x.strip() for x in text.split(",")):
         limits = re.fullmatch(r"(\d+)-(\d+)", part)
         if limits:
             first, last = int(limits[1]), int(limits[2])
             if last < first:
                 raise ValueError(f"layers {part!r} end before they begin; say {last}-{first}.")
-            found += range(first, last + 1)
+            result += range(first, last + 1)
         elif part:
-            found.append(int(part) if re.fullmatch(r"-?\d+", part) else part)
+            result.append(int(part) if re.fullmatch(r"-?\d+", part) else part)
         else:
             raise ValueError(f"layers are numbers, such as 0-3,5, or patterns of names, got {text!r}.")
-    return found
-
-
-@dataclass
-class Found:
-    """What a run did.
-
-    Args:
-        setting: as asked for.
-        source: name of the folder, or on the hub.
-        model: class of the original.
-        length: tokens of a text.
-        conversion: see `Conversion.as_json`.
-        reports: what was measured: ``all converted`` where some were kept afterwards, ``converted``, ``distilled``.
-        losses: by stage of the distillation, step by step.
-        texts: what was used of which file, by what it was for.
-        remarks: what a user should know.
-        environment: versions and machine.
-    """
-
-    setting: Setting
-    source: str
-    model: str
-    length: int
-    conversion: list[dict[str, Any]] = field(default_factory=list)
-    reports: dict[str, Any] = field(default_factory=dict)
-    losses: dict[str, list[float]] = field(default_factory=dict)
-    texts: dict[str, TextsUsed] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values; of files the names alone."""
-        setting = {name: x.name if isinstance(x, Path) else x for name, x in vars(self.setting).items()}
-        reports = {name: x.as_json() for name, x in self.reports.items()}
-        texts = {name: asdict(x) for name, x in self.texts.items()}
-        found: dict[str, Any] = _finite({**vars(self), "setting": setting, "reports": reports, "texts": texts})
-        return found
-
-
-def _finite(value: Any) -> Any:
-    """None for what is no number: JSON has no word for it."""
-    if isinstance(value, dict):
-        return {name: _finite(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return result
 
 
 def run(
     source: str | Path, target: Path, setting: Setting, *, force: bool = False, tell: Tell = lambda _: None
-) -> Found:
+) -> ConversionResult:
     """Convert a model and write it: all of it or nothing; the original is never changed.
 
     A distillation that is stopped leaves its state in ``target`` + ".partial", and the same call goes on with it.
@@ -194,70 +148,74 @@ def run(
     tell(f"reading {source}")
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
     name = Path(source).resolve().name if Path(source).exists() else str(source)
-    found = Found(setting, name, type(origin.model).__name__, check_length(origin, setting.length))
-    found.remarks = list(origin.remarks)
-    found.environment = environment(torch.get_num_threads())
-    texts = hold_out_windows(origin, texts, found.length, setting.samples, setting.seed)
-    evaluation = evaluation_inputs(origin, texts, found.length, setting.samples, setting.batch, setting.seed)
+    result = ConversionResult(setting, name, type(origin.model).__name__, check_length(origin, setting.length))
+    result.remarks = list(origin.remarks)
+    result.environment = environment(torch.get_num_threads())
+    texts = hold_out_windows(origin, texts, result.length, setting.samples, setting.seed)
+    evaluation = evaluation_inputs(origin, texts, result.length, setting.samples, setting.batch, setting.seed)
     inputs = evaluation.batches
     if evaluation.used is None:
-        found.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
+        result.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
     else:
-        found.texts["measured on"] = evaluation.used
+        result.texts["measured on"] = evaluation.used
         rows = evaluation.used.texts if evaluation.used.windows is None else evaluation.used.windows
         if rows < setting.samples:
-            found.remarks.append(f"{setting.samples} samples were asked for, and the texts to measure on make {rows}")
+            result.remarks.append(f"{setting.samples} samples were asked for, and the texts to measure on make {rows}")
     tell(f"converting to {method}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
     stages = _stages(student, setting) if texts.training else {}
     keeps = bool(setting.keep or setting.keep_heads)
-    _measure(found, "all converted" if keeps else "converted", origin, student, inputs, tell)
+    _measure(result, "all converted" if keeps else "converted", origin, student, inputs, tell)
     if keeps:
-        _keep(student, origin, found, texts, evaluation, tell)
-        _measure(found, "converted", origin, student, inputs, tell)
-    checkpoint = Checkpoint.of(target, _identity(source, setting, found), force)
+        _keep(student, origin, result, texts, evaluation, tell)
+        _measure(result, "converted", origin, student, inputs, tell)
+    checkpoint = Checkpoint.of(target, _identity(source, setting, result), force)
     if stages:
-        _distill(student, origin, texts, stages, found, checkpoint, tell)
-        _measure(found, "distilled", origin, student, inputs, tell)
-    found.conversion = conversion(student).as_json()
+        _distill(student, origin, texts, stages, result, checkpoint, tell)
+        _measure(result, "distilled", origin, student, inputs, tell)
+    result.conversion = conversion(student).as_json()
     tell(f"writing {target}")
-    _write(student, origin, target, found, inputs)
+    _write(student, origin, target, result, inputs)
     checkpoint.remove()
-    return found
+    return result
 
 
-def _measure(found: Found, label: str, origin: Source, student: Any, inputs: Batches, tell: Tell) -> None:
+def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, tell: Tell) -> None:
     from kernelformer.distill.measure import measure
 
     tell(f"measuring: {label}")
-    found.reports[label] = measure(origin.model, student, inputs)
+    result.reports[label] = measure(origin.model, student, inputs)
 
 
-def _keep(student: Any, origin: Source, found: Found, texts: Texts, evaluation: Evaluation, tell: Tell) -> None:
+def _keep(
+    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, tell: Tell
+) -> None:
     """Convert again, without the attentions that the output needs most and the heads that went wrong most."""
     from kernelformer.hf import conversion, convert, undo
 
-    setting, replaced = found.setting, conversion(student).replaced
-    kept = _chosen(student, origin, found, texts, evaluation, tell) if setting.keep else []
+    setting, replaced = result.setting, conversion(student).replaced
+    kept = _chosen(student, origin, result, texts, evaluation, tell) if setting.keep else []
     rest = [x for x in replaced if x not in kept]
-    heads = found.reports["all converted"].worst_heads(setting.keep_heads, rest) if setting.keep_heads else {}
+    heads = result.reports["all converted"].worst_heads(setting.keep_heads, rest) if setting.keep_heads else {}
     undo(student)
     numbers = {x: list(y) for x, y in heads.items()}
     method, options = setting.method()
     convert(student, method, [_literal(x) for x in rest], exact_heads=numbers or None, **options)
 
 
-def _chosen(student: Any, origin: Source, found: Found, texts: Texts, evaluation: Evaluation, tell: Tell) -> list[str]:
+def _chosen(
+    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, tell: Tell
+) -> list[str]:
     """The attentions that stay exact."""
     from kernelformer.distill.keep import choose_exact
 
-    setting = found.setting
+    setting = result.setting
     samples, batch = setting.samples, setting.batch
-    rows, used = choice_inputs(origin, texts, evaluation, found.length, samples, batch, setting.seed)
+    rows, used = choice_inputs(origin, texts, evaluation, result.length, samples, batch, setting.seed)
     if used is None:
-        found.remarks.append("what stays exact was chosen by what is measured on; give more texts, or others to learn")
+        result.remarks.append("what stays exact was chosen by what is measured on; give more texts, or others to learn")
     else:
-        found.texts["chosen on"] = used
+        result.texts["chosen on"] = used
 
     def told(changed: int, total: int) -> None:
         tell(f"choosing what stays exact: change {changed} of {total}")
@@ -270,7 +228,7 @@ def _literal(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
-def _identity(source: str | Path, setting: Setting, found: Found) -> dict[str, str]:
+def _identity(source: str | Path, setting: Setting, result: ConversionResult) -> dict[str, str]:
     """What has to be the same for a distillation to go on."""
     path = Path(source)
     files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path] if path.is_file() else []
@@ -279,7 +237,7 @@ def _identity(source: str | Path, setting: Setting, found: Found) -> dict[str, s
     for name in ("distill", "text"):
         texts = getattr(setting, name)
         parts[name] = hash_files([texts]) if texts else ""
-    return {**parts, "model": found.model, "length": str(found.length)}
+    return {**parts, "model": result.model, "length": str(result.length)}
 
 
 def _stages(student: Any, setting: Setting) -> dict[str, int]:
@@ -301,27 +259,27 @@ def _distill(
     origin: Source,
     texts: Texts,
     stages: dict[str, int],
-    found: Found,
+    result: ConversionResult,
     checkpoint: Checkpoint,
     tell: Tell,
 ) -> None:
     """Stage by stage, from where a checkpoint has left off."""
     from kernelformer.distill.train import Progress, quick_dtype, transfer, tune
 
-    setting = found.setting
-    found.losses, saved = checkpoint.load(student)
+    setting = result.setting
+    result.losses, saved = checkpoint.load(student)
     learners: dict[str, Any] = {"transfer": transfer, "tune": tune}
     precision = quick_dtype(origin.model.device)
-    rows = rows_for(origin, texts.training, found.length)
+    rows = rows_for(origin, texts.training, result.length)
     draws = []
     for number, (stage, total) in enumerate(stages.items()):
-        losses = found.losses.setdefault(stage, [])
+        losses = result.losses.setdefault(stage, [])
         order = setting.seed + 1 + number
         draws.append((total * setting.batch, order))
         if len(losses) >= total:
             continue
         if losses:
-            found.remarks.append(f"{stage} went on after step {len(losses)}, where it was stopped")
+            result.remarks.append(f"{stage} went on after step {len(losses)}, where it was stopped")
         inputs = rows.batches(setting.batch, order, start=first_token(origin), skip=len(losses))
         progress = Progress(losses, saved if losses else None)
 
@@ -330,30 +288,30 @@ def _distill(
                 raise ValueError(f"{stage} broke down: the loss of step {step} is {loss}; use another method.")
             if step % max(1, total // 20) == 0:
                 tell(f"{stage}: step {step} of {total}, loss {loss:.4g}")
-            checkpoint.save(student, found.losses, own.state)
+            checkpoint.save(student, result.losses, own.state)
 
         try:
             learners[stage](
                 student, origin.model, inputs, steps=total, autocast=precision, progress=progress, tell=told
             )
         except KeyboardInterrupt:
-            checkpoint.save(student, found.losses, progress.state, now=True)
+            checkpoint.save(student, result.losses, progress.state, now=True)
             raise
-        checkpoint.save(student, found.losses, now=True)
-    found.texts["learned from"] = rows.used(texts.training_file, len(texts.training), draws)
+        checkpoint.save(student, result.losses, now=True)
+    result.texts["learned from"] = rows.used(texts.training_file, len(texts.training), draws)
 
 
-def _write(student: Any, origin: Source, target: Path, found: Found, inputs: Batches) -> None:
+def _write(student: Any, origin: Source, target: Path, result: ConversionResult, inputs: Batches) -> None:
     from kernelformer.reports.conversion import model_card, picture
 
     with appearing(target) as part:
         student.save_pretrained(part)
         if origin.tokenizer is not None:
             origin.tokenizer.save_pretrained(part)
-        found.remarks += copy_sentence_files(origin.path, part, allow_pickle=found.setting.allow_pickle)
-        write_json(part / "report.json", found.as_json())
-        write_text(part / "README.md", model_card(found, target.name))
-        picture(found, part / "report.png")
+        result.remarks += copy_sentence_files(origin.path, part, allow_pickle=result.setting.allow_pickle)
+        write_json(part / "report.json", result.as_json())
+        write_text(part / "README.md", model_card(result, target.name))
+        picture(result, part / "report.png")
         _check(student, part, inputs[0])
 
 

@@ -77,12 +77,12 @@ def translate_texts(
         batch_size: sentences at once; it changes the speed, not the result.
     """
     positive_int("batch_size", batch_size)
-    found = model if isinstance(model, Translator) else load_translator(model)
+    translator = model if isinstance(model, Translator) else load_translator(model)
     start = time.perf_counter()
     given = [i for i, text in enumerate(texts) if text.strip()]
-    sources, cut = found.task.encode([texts[i].strip() for i in given])
+    sources, cut = translator.task.encode([texts[i].strip() for i in given])
     with silent_libraries():
-        written = found.task.write(found.model, sources, batch_size)
+        written = translator.task.write(translator.model, sources, batch_size)
     whole = [""] * len(texts)
     for i, text in zip(given, written, strict=True):
         whole[i] = text

@@ -87,10 +87,10 @@ def recipe_name(name: str) -> str:
     """The name of a recipe, or of a task's first recipe."""
     if name in RECIPES:
         return name
-    found = recipes_of(name)
-    if not found:
+    recipes = recipes_of(name)
+    if not recipes:
         raise unknown("recipe", name, [*RECIPES, *{recipe.task: None for recipe in RECIPES.values()}])
-    return found[0]
+    return recipes[0]
 
 
 def find_recipe(name: str) -> Recipe:

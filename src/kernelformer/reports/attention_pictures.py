@@ -106,13 +106,15 @@ def _exact_matrices(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[t
     names = {id(module): name for name, module in model.named_modules()}
     seen: list[tuple[str, Tensor]] = []
 
-    def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Any:
         unit = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
         weights, _ = attend_exactly(module, query, key, unit, mask, **options)  # (B, L, H, S)
         seen.append((names[id(module)], weights.transpose(1, 2)))
         return attend_exactly(module, query, key, value, mask, **options)
 
-    with torch.no_grad(), evaluating(model), probing(model, look):
+    with torch.no_grad(), evaluating(model), probing(model, attend):
         model(**inputs)
     return seen
 
@@ -122,11 +124,11 @@ def _converted_matrices(model: PreTrainedModel, inputs: Mapping[str, Any]) -> li
     seen: list[tuple[str, Tensor]] = []
 
     def watch(name: str, core: Any) -> Any:
-        def look(_: nn.Module, given: tuple[Tensor, ...], options: dict[str, Any], out: Any) -> None:
+        def record(_: nn.Module, given: tuple[Tensor, ...], options: dict[str, Any], out: Any) -> None:
             own = {key: options[key] for key in _CALL if key in options}
             seen.append((name, core.attention_matrix(given[0], given[1], **own)))
 
-        return core.register_forward_hook(look, with_kwargs=True)
+        return core.register_forward_hook(record, with_kwargs=True)
 
     handles = [watch(name, core) for name, core in cores(model).items()]
     try:

@@ -208,7 +208,7 @@ class Comparison:
     def unequal(self) -> str:
         """Under which different conditions speed and memory were measured; empty where they can be compared."""
         ended = [run for run in self.runs if run.result is not None]
-        found = []
+        differences = []
         for key in CONDITIONS:
             by: dict[str, dict[str, None]] = {}
             for run in ended:
@@ -217,8 +217,8 @@ class Comparison:
                         by.setdefault(str(here[key]), {})[run.label] = None
             if len(by) > 1:
                 sides = [f"{value} ({', '.join(labels)})" for value, labels in by.items()]
-                found.append(f"{key} {' and '.join(sides)}")
-        return "; ".join(found)
+                differences.append(f"{key} {' and '.join(sides)}")
+        return "; ".join(differences)
 
     @property
     def labels(self) -> list[str]:

@@ -131,8 +131,8 @@ def _decoding(comparison: Comparison) -> str:
     if not names:
         return ""
     parts = [
-        figure(name, title, f"{title}: {names}", partial(draw_decode, comparison=comparison, place=place, show=show))
-        for name, title, place, show in (
+        figure(name, title, f"{title}: {names}", partial(draw_decode, comparison=comparison, column=column, show=show))
+        for name, title, column, show in (
             ("latency", "Time per token over the length of the context", 1, human_time),
             ("state", "Size of the state over the length of the context", 2, human_bytes),
         )

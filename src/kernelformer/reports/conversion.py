@@ -13,15 +13,15 @@ from rich.table import Table
 
 from kernelformer.distill.measure import Report, Row
 from kernelformer.formatting import visible
-from kernelformer.pipelines.convert import Found
+from kernelformer.reports.conversion_result import ConversionResult
 
 STEEP = 8.0  # a relative error from which on an axis is logarithmic: a few tokens of decoders have huge states
 HOPELESS = 100.0  # a predicted error beyond which the number says nothing
 
 
-def tables(found: Found) -> list[Table]:
+def tables(result: ConversionResult) -> list[Table]:
     """For the terminal: attention by attention, and how errors add up."""
-    return [_attentions(found), _depths(found)]
+    return [_attentions(result), _depths(result)]
 
 
 def _number(value: float | None) -> str:
@@ -48,15 +48,15 @@ def _common(names: Sequence[str]) -> int:
     return len(".".join(parts[0][:same]) + ".") if same else 0
 
 
-def _attentions(found: Found) -> Table:
-    labels = list(found.reports)
-    table = Table(title=f"{visible(found.source)}: relative error of each attention, at the original's inputs")
-    start = _common([x.name for x in found.reports[labels[-1]].rows])
+def _attentions(result: ConversionResult) -> Table:
+    labels = list(result.reports)
+    table = Table(title=f"{visible(result.source)}: relative error of each attention, at the original's inputs")
+    start = _common([x.name for x in result.reports[labels[-1]].rows])
     table.add_column("attention", overflow="fold")
     table.add_column("method", no_wrap=True)
     for name in ("|q| rms, max", "|k| rms, max", "predicted", *labels, "worst head"):
         table.add_column(name, justify="right")
-    for rows in zip(*(found.reports[x].rows for x in labels), strict=True):
+    for rows in zip(*(result.reports[x].rows for x in labels), strict=True):
         last = rows[-1]
         worst = max(range(len(last.heads)), key=last.heads.__getitem__)
         table.add_row(
@@ -70,23 +70,23 @@ def _attentions(found: Found) -> Table:
     return table
 
 
-def _depths(found: Found) -> Table:
-    reports: list[Report] = list(found.reports.values())
+def _depths(result: ConversionResult) -> Table:
+    reports: list[Report] = list(result.reports.values())
     table = Table(title="The model by itself: relative error of hidden states, where errors add up")
-    for name in ("after", *found.reports):
+    for name in ("after", *result.reports):
         table.add_column(name, justify="left" if name == "after" else "right")
     for part in reports[0].hidden:
         for i, values in enumerate(zip(*(x.hidden[part] for x in reports), strict=True)):
             prefix = "" if part == "layers" else f"{part} "
             table.add_row(f"{prefix}layer {i}" if i else f"{prefix}embeddings", *map(_number, values))
-    for name, whole in figures(found).items():
+    for name, whole in figures(result).items():
         table.add_row(name, *map(_number, whole), style="bold")
     return table
 
 
-def figures(found: Found) -> dict[str, list[float | None]]:
+def figures(result: ConversionResult) -> dict[str, list[float | None]]:
     """Of the whole model, for each report."""
-    reports: list[Report] = list(found.reports.values())
+    reports: list[Report] = list(result.reports.values())
     rows: dict[str, list[float | None]] = {
         "perplexity": [x.perplexity for x in reports],
         "perplexity of the original": [x.original_perplexity for x in reports],
@@ -97,14 +97,14 @@ def figures(found: Found) -> dict[str, list[float | None]]:
     return {name: values for name, values in rows.items() if any(x is not None for x in values)}
 
 
-def picture(found: Found, path: Path) -> None:
+def picture(result: ConversionResult, path: Path) -> None:
     """Errors by layer: of each attention by itself, and of the hidden states as they add up (performer Fig. 14)."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    reports: dict[str, Report] = found.reports
+    reports: dict[str, Report] = result.reports
     parts = list(next(iter(reports.values())).hidden)
     figure, axes = plt.subplots(
         1, 1 + len(parts), figsize=(4.6 * (1 + len(parts)), 3.8), squeeze=False, constrained_layout=True
@@ -151,14 +151,14 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(x)} |" for x in lines)
 
 
-def model_card(found: Found, name: str) -> str:
+def model_card(result: ConversionResult, name: str) -> str:
     """README.md of a converted model.
 
     Args:
-        found: what was done.
+        result: what was done.
         name: of the folder.
     """
-    layers = found.conversion
+    layers = result.conversion
     replaced = [x for x in layers if x["method"] != "softmax"]
     kept = [x["name"] for x in layers if x["method"] == "softmax"]
     heads = {x["name"]: x["exact_heads"] for x in replaced if x["exact_heads"]}
@@ -168,7 +168,7 @@ def model_card(found: Found, name: str) -> str:
     sections = [
         "---\nlibrary_name: kernelformer\ntags: [linear-attention, kernelformer]\n---",
         f"# {plain(name)}",
-        f"{plain(found.source)} ({plain(found.model)}) with "
+        f"{plain(result.source)} ({plain(result.model)}) with "
         + (
             "linear-time attention in place of softmax attention."
             if replaced
@@ -180,27 +180,27 @@ def model_card(found: Found, name: str) -> str:
         "\n".join(
             f"- {x}"
             for x in (
-                f"source: {plain(found.source)}, class {plain(found.model)}",
+                f"source: {plain(result.source)}, class {plain(result.model)}",
                 f"attention: {plain(method)}, {plain(said)}",
                 f"replaced: {len(replaced)} of {len(layers)} attentions",
                 f"kept exact: {plain(', '.join(kept)) if kept else 'none'}",
                 f"exact heads: {_heads(heads)}",
-                *_learning(found),
-                *(f"{what}: {plain(used)}" for what, used in found.texts.items()),
-                f"length of texts: at most {found.length} tokens",
-                *(f"note: {plain(x)}" for x in found.remarks),
+                *_learning(result),
+                *(f"{what}: {plain(used)}" for what, used in result.texts.items()),
+                f"length of texts: at most {result.length} tokens",
+                *(f"note: {plain(x)}" for x in result.remarks),
             )
         ),
         "## Figures",
-        _figures(found),
+        _figures(result),
         "![errors by layer](report.png)",
         "Relative errors against the original. Of a single attention it is that of its output at the original's "
         "queries, keys and values; hidden states are those of the model running by itself, where errors add up. All "
         "of them are in report.json.",
         "## What it is not good for",
-        _limits(found, linear=bool(replaced), quadratic=bool(kept or heads)),
+        _limits(result, linear=bool(replaced), quadratic=bool(kept or heads)),
         "## Versions",
-        ", ".join(f"{plain(x)} {plain(y)}" for x, y in found.environment.items() if x in VERSIONS),
+        ", ".join(f"{plain(x)} {plain(y)}" for x, y in result.environment.items() if x in VERSIONS),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -217,31 +217,31 @@ def _heads(heads: dict[str, Any]) -> str:
     return "; ".join(f"{plain(name)}: {', '.join(map(str, x))}" for name, x in heads.items()) or "none"
 
 
-def _learning(found: Found) -> list[str]:
+def _learning(result: ConversionResult) -> list[str]:
     stages = {"transfer": "attention transfer", "tune": "tuning of all weights"}
-    rows = "windows" if any(x.windows is not None for x in found.texts.values()) else "texts"
+    rows = "windows" if any(x.windows is not None for x in result.texts.values()) else "texts"
     lines = [
-        f"{stages[x]}: {len(losses)} steps of {found.setting.batch} {rows}, loss {losses[0]:.4g} to {losses[-1]:.4g}"
-        for x, losses in found.losses.items()
+        f"{stages[x]}: {len(losses)} steps of {result.setting.batch} {rows}, loss {losses[0]:.4g} to {losses[-1]:.4g}"
+        for x, losses in result.losses.items()
         if losses
     ]
     return lines or ["distillation: none"]
 
 
-def _figures(found: Found) -> str:
-    reports: dict[str, Report] = found.reports
-    rows = [[name, *map(_number, values)] for name, values in figures(found).items()]
+def _figures(result: ConversionResult) -> str:
+    reports: dict[str, Report] = result.reports
+    rows = [[name, *map(_number, values)] for name, values in figures(result).items()]
     for i, some in enumerate(zip(*(x.rows for x in reports.values()), strict=True)):
         rows.append([f"attention {i}: {plain(_called(some[-1]))}", *(_number(x.error) for x in some)])
     return _table(["", *reports], rows)
 
 
-def _limits(found: Found, *, linear: bool, quadratic: bool) -> str:
-    last: Report = list(found.reports.values())[-1]
-    used = found.texts.get("measured on", f"{last.samples} rows of random tokens")
+def _limits(result: ConversionResult, *, linear: bool, quadratic: bool) -> str:
+    last: Report = list(result.reports.values())[-1]
+    used = result.texts.get("measured on", f"{last.samples} rows of random tokens")
     lines = [
         f"{'It is not the original: its' if linear else 'Its'} output differs by {last.output:.2g} (relative), "
-        f"measured on {plain(used)}, at most {found.length} tokens each. How well it does at a task has not been "
+        f"measured on {plain(used)}, at most {result.length} tokens each. How well it does at a task has not been "
         f"measured; try it on yours before you rely on it.",
         "Texts of another kind or much longer than these were not looked at.",
         "Attention dropout is left out in training, since there are no weights to drop.",
@@ -249,6 +249,6 @@ def _limits(found: Found, *, linear: bool, quadratic: bool) -> str:
     ]
     if quadratic:
         lines.append("What was kept exact still takes time and, in generation, memory that grow with the length.")
-    if linear and not any(found.losses.values()):
+    if linear and not any(result.losses.values()):
         lines.append("Nothing was distilled: weights that were trained with softmax attention meet another one.")
     return "\n".join(f"- {x}" for x in lines)

@@ -111,8 +111,8 @@ def draw_curves(
 def draw_points(axis: Any, rows: Sequence[tuple[int, float, float, float]], name: str) -> None:
     """Points with error bars: rows of style, x, mean and deviation; ``name`` is that of the axis."""
     for index, at, mean, spread in rows:
-        look = style(index) | {"linestyle": "none", "markersize": 6.5, "elinewidth": 1.2, "capsize": 2.5}
-        axis.errorbar([at], [mean], [spread], **look)
+        marks = style(index) | {"linestyle": "none", "markersize": 6.5, "elinewidth": 1.2, "capsize": 2.5}
+        axis.errorbar([at], [mean], [spread], **marks)
     axis.margins(0.08)
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:,g}" if x < 1e4 else f"{x / 1e3:,g}k")
     axis.set_xlabel(name)
@@ -153,15 +153,15 @@ def draw_bars(axis: Any, comparison: Comparison, values: Mapping[str, float], sh
     axis.spines["bottom"].set_visible(False)
 
 
-def draw_decode(axis: Any, comparison: Comparison, place: int, show: Callable[[float], str]) -> None:
-    """Over the context: seconds per token (``place`` 1) or bytes of state (2)."""
+def draw_decode(axis: Any, comparison: Comparison, column: int, show: Callable[[float], str]) -> None:
+    """Over the context: seconds per token (``column`` 1) or bytes of state (2)."""
     for row in comparison.summary():
-        points = [(r[0], r[place]) for r in row.decode if r[0] > 0 and r[place] > 0]  # both axes are logarithmic
+        points = [(r[0], r[column]) for r in row.decode if r[0] > 0 and r[column] > 0]  # both axes are logarithmic
         if points:
             axis.plot(*zip(*points, strict=True), **style(comparison.labels.index(row.label)))
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=10 if place == 1 else 2)  # round seconds, and round numbers of bytes
-    if place == 1:
+    axis.set_yscale("log", base=10 if column == 1 else 2)  # round seconds, and round numbers of bytes
+    if column == 1:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
     axis.minorticks_off()
     axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}")

@@ -25,8 +25,8 @@ def short_path(path: str) -> str:
     if len(home) > 1 and (plain == home or plain.startswith(f"{home}/")):
         rest = plain[len(home) :]
     else:
-        found = _HOME.match(plain)
-        rest = plain[found.end() :] if found else plain
+        match = _HOME.match(plain)
+        rest = plain[match.end() :] if match else plain
     names = [x for x in rest.split("/") if x not in ("", ".", "..") and not re.fullmatch("[A-Za-z]:", x)]
     return "/".join(names[-2:]) or "~"
 
@@ -34,11 +34,11 @@ def short_path(path: str) -> str:
 def short_paths(text: str, prose: bool = False) -> str:
     """A text with its absolute paths shortened; outside of prose a path may have spaces and ends with the value."""
 
-    def word(found: re.Match[str]) -> str:
-        one = found[0][0] == "/" and found[0].count("/") == 1  # such as "and /or": a word rather than a path
-        return found[0] if one else short_path(found[0])
+    def word(match: re.Match[str]) -> str:
+        one = match[0][0] == "/" and match[0].count("/") == 1  # such as "and /or": a word rather than a path
+        return match[0] if one else short_path(match[0])
 
-    text = text if prose else _VALUE.sub(lambda found: short_path(found[0]), text)
+    text = text if prose else _VALUE.sub(lambda match: short_path(match[0]), text)
     return _WORD.sub(word, text)
 
 

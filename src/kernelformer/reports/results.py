@@ -79,24 +79,24 @@ def read_results(folder: Path | str, without: Collection[Path] = ()) -> list[Rec
         folder: of the records.
         without: paths of files not to be read.
     """
-    place = Path(folder)
-    if not place.is_dir():
-        raise ValueError(f"{place} is not a folder; name the one with the results on record, or add to it first.")
-    found = [parse(path, load(path)) for path in sorted(place.glob("*.json")) if path not in without]
-    return in_order(record for record in found if record is not None)
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; name the one with the results on record, or add to it first.")
+    parsed = [parse(path, load(path)) for path in sorted(folder.glob("*.json")) if path not in without]
+    return in_order(record for record in parsed if record is not None)
 
 
 def in_order(records: Iterable[Recorded]) -> list[Recorded]:
     """By name, then by date; a name has one metric."""
-    found = sorted(records, key=lambda x: (x.name, x.date, x.path.stem != x.name))
-    for one, other in pairwise(found):
+    ordered = sorted(records, key=lambda x: (x.name, x.date, x.path.stem != x.name))
+    for one, other in pairwise(ordered):
         a, b = one.comparison, other.comparison
         if one.name == other.name and (a.metric, a.higher_is_better) != (b.metric, b.higher_is_better):
             raise ValueError(
                 f"{one.path} and {other.path} are both called {one.name!r}, but one is measured by {_sense(a)} and "
                 f"the other by {_sense(b)}; rename or remove one."
             )
-    return found
+    return ordered
 
 
 def _sense(comparison: Comparison) -> str:
@@ -111,26 +111,26 @@ def load(path: Path) -> Any:
         raise ValueError(f"{path}: not JSON: {problem}; put it right or remove it.") from None
 
 
-def parse(path: Path, found: Any) -> Recorded | None:
+def parse(path: Path, record: Any) -> Recorded | None:
     """A record from what its file holds: of `kernelformer compare` or of `make_record`; None: of another kind."""
-    if not isinstance(found, dict) or "runs" not in found:
+    if not isinstance(record, dict) or "runs" not in record:
         return None
     try:
-        return _parse(path, portable(found))
+        return _parse(path, portable(record))
     except (ValueError, RecursionError) as problem:
         text = str(problem)
         raise ValueError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
-def _parse(path: Path, found: Mapping[str, Any]) -> Recorded:
-    metric = part(found, "metric", str)
-    environment = part({"environment": {}, **found}, "environment", dict)
-    runs = [_run(path, index, found) for index in range(len(part(found, "runs", list)))]
+def _parse(path: Path, record: Mapping[str, Any]) -> Recorded:
+    metric = part(record, "metric", str)
+    environment = part({"environment": {}, **record}, "environment", dict)
+    runs = [_run(path, index, record) for index in range(len(part(record, "runs", list)))]
     if not runs:
         raise ValueError("a comparison needs at least one run, got none.")
-    task = _text(found, "task") or str(runs[0].settings.get("task", ""))
+    task = _text(record, "task") or str(runs[0].settings.get("task", ""))
     known = TASKS.get(task)
-    higher = found.get("higher_is_better")
+    higher = record.get("higher_is_better")
     if higher is None:
         if known is None or known.metric != metric:
             raise ValueError(
@@ -138,26 +138,26 @@ def _parse(path: Path, found: Mapping[str, Any]) -> Recorded:
                 f'"higher_is_better": true or false to the file.'
             )
         higher = known.higher_is_better
-    about = _text(found, "about") or (known.about if known else "")
-    baselines = {} if found.get("baselines") is None else part(found, "baselines", dict)
+    about = _text(record, "about") or (known.about if known else "")
+    baselines = {} if record.get("baselines") is None else part(record, "baselines", dict)
     named = DATED.fullmatch(path.stem)
     return Recorded(
         path=path,
         name=named["name"] if named else path.stem,
-        date=_day(named["date"] if named else None) or _made(found),
-        comparison=Comparison(_text(found, "title"), metric, flag("higher_is_better", higher), about, runs),
+        date=_day(named["date"] if named else None) or _made(record),
+        comparison=Comparison(_text(record, "title"), metric, flag("higher_is_better", higher), about, runs),
         task=task,
-        source=_text(found, "source"),
-        note=_text(found, "note"),
-        curve=_text(found, "curve") or metric,
-        command=_text(found, "command"),
+        source=_text(record, "source"),
+        note=_text(record, "note"),
+        curve=_text(record, "curve") or metric,
+        command=_text(record, "command"),
         environment=environment,
         baselines={name: _scores(name, x, metric) for name, x in baselines.items()},
     )
 
 
-def _text(found: Mapping[str, Any], key: str) -> str:
-    return "" if found.get(key) is None else str(part(found, key, str))
+def _text(record: Mapping[str, Any], key: str) -> str:
+    return "" if record.get(key) is None else str(part(record, key, str))
 
 
 def _scores(name: str, scores: Any, metric: str) -> dict[str, float]:
@@ -165,14 +165,14 @@ def _scores(name: str, scores: Any, metric: str) -> dict[str, float]:
     return {key: number(f"{key} of baseline {name!r}", x) for key, x in given.items() if x is not None}
 
 
-def _run(path: Path, index: int, found: Mapping[str, Any]) -> RecordedRun:
-    raw = found["runs"][index]
+def _run(path: Path, index: int, record: Mapping[str, Any]) -> RecordedRun:
+    raw = record["runs"][index]
     try:
         if not isinstance(raw, dict):
             raise ValueError(f"not a JSON object but {raw!r:.60}")
-        shared, own = (part({"settings": {}, **x}, "settings", dict) for x in (found, raw))
+        shared, own = (part({"settings": {}, **x}, "settings", dict) for x in (record, raw))
         end = raw.get("result")
-        first, *others = _conditions(raw) or [found.get("environment") or {}]
+        first, *others = _conditions(raw) or [record.get("environment") or {}]
         return RecordedRun(
             path=path,
             label=part(raw, "label", str),
@@ -180,13 +180,13 @@ def _run(path: Path, index: int, found: Mapping[str, Any]) -> RecordedRun:
             settings={**shared, **own},
             environment=first,
             resumed=tuple(others),
-            command=_text(found, "command"),
+            command=_text(record, "command"),
             training=(),
-            evaluation=_points(raw.get("evaluation"), _text(found, "curve") or found["metric"]),
+            evaluation=_points(raw.get("evaluation"), _text(record, "curve") or record["metric"]),
             result=None if end is None else _result(part(raw, "result", dict)),
         )
     except ValueError as problem:
-        raise ValueError(f"{path}: run {index + 1} of {len(found['runs'])}: {problem}") from None
+        raise ValueError(f"{path}: run {index + 1} of {len(record['runs'])}: {problem}") from None
 
 
 def _conditions(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -229,9 +229,9 @@ def _day(text: Any) -> str:
         return ""
 
 
-def _made(found: Mapping[str, Any]) -> str:
-    environment = found.get("environment")
-    return _day(found.get("date")) or _day(environment.get("date") if isinstance(environment, dict) else None)
+def _made(record: Mapping[str, Any]) -> str:
+    environment = record.get("environment")
+    return _day(record.get("date")) or _day(environment.get("date") if isinstance(environment, dict) else None)
 
 
 def make_record(folder: Path | str, results: Path, day: str | None = None) -> tuple[Path, str]:
@@ -253,18 +253,18 @@ def make_record(folder: Path | str, results: Path, day: str | None = None) -> tu
     read = parse(source, raw)
     if read is None:
         raise ValueError(f"{source} has no 'runs'; name a folder where `kernelformer compare` has ended.")
-    found = portable(raw)
-    day = day or _made(found) or calendar_date.today().isoformat()
+    record = portable(raw)
+    day = day or _made(record) or calendar_date.today().isoformat()
     runs = read.comparison.runs
     first = runs[0].settings
     shared = {k: x for k, x in first.items() if all(k in run.settings and run.settings[k] == x for run in runs)}
-    found |= {"task": read.task, "about": read.comparison.about, "date": day, "settings": shared}
-    found |= {"higher_is_better": read.comparison.higher_is_better}
-    for run, given in zip(runs, found["runs"], strict=True):
+    record |= {"task": read.task, "about": read.comparison.about, "date": day, "settings": shared}
+    record |= {"higher_is_better": read.comparison.higher_is_better}
+    for run, given in zip(runs, record["runs"], strict=True):
         given["settings"] = {key: x for key, x in run.settings.items() if key not in shared}
         given |= {key: rounded(given[key]) for key in ("evaluation", "result") if key in given}
-    more = sorted(found.keys() - {*FIRST, *LAST})
-    ordered = {key: found[key] for key in (*FIRST, *more, *LAST) if key in found}
+    more = sorted(record.keys() - {*FIRST, *LAST})
+    ordered = {key: record[key] for key in (*FIRST, *more, *LAST) if key in record}
     name = re.sub(r"[^A-Za-z0-9+=.,_-]", "_", Path(folder).resolve().name).lstrip(".") or "comparison"
     return results / f"{day}-{name}.json", as_text(ordered) + "\n"
 

@@ -120,13 +120,13 @@ def _places(records: Sequence[Recorded]) -> dict[str, int]:
     """A style for each attention, the same in all tasks, and in colours that differ within a task as far as they go."""
     tasks = [{normalized(label) for label in record.comparison.labels} for record in records]
     every = [label for task in tasks for label in task]
-    found: dict[str, int] = {}
+    styles: dict[str, int] = {}
     for label in sorted(set(every), key=lambda x: (-every.count(x), rank(x))):
-        near = {x for task in tasks if label in task for x in task if x in found}
-        colours = Counter(found[x] % len(COLOURS) for x in near)
-        free = [i for i in range(max(STYLES, len(found) + 1)) if i not in found.values()]
-        found[label] = min(free, key=lambda i: (colours[i % len(COLOURS)], i))
-    return found
+        near = {x for task in tasks if label in task for x in task if x in styles}
+        colours = Counter(styles[x] % len(COLOURS) for x in near)
+        free = [i for i in range(max(STYLES, len(styles) + 1)) if i not in styles.values()]
+        styles[label] = min(free, key=lambda i: (colours[i % len(COLOURS)], i))
+    return styles
 
 
 def _method(label: str) -> str:
@@ -157,15 +157,15 @@ def _scores(comparison: Comparison, rows: Sequence[Summary]) -> tuple[dict[str, 
     best = choose(means.values(), default=None)
     quick = choose((x for label, x in means.items() if linear(label)), default=None)
     count = max((len(row.values) for row in rows), default=0)
-    found = {}
+    cells = {}
     for row in rows:
         mean, _, spread = score(rows, row).partition(" ± ")
         kinds = ["top"] * (row.mean == best) + ["linear"] * (row.mean == quick and linear(row.label))
         if kinds and row.mean is not None and len(means) > 1:
             mean = f'<mark class="{" ".join(kinds)}">{mean}</mark>'
         notes = [f"± {spread}"] * bool(spread) + [f"n = {len(row.values)}"] * (0 < len(row.values) < count)
-        found[row.label] = mean + (f"<small>{', '.join(notes)}</small>" if notes else "")
-    return found, count
+        cells[row.label] = mean + (f"<small>{', '.join(notes)}</small>" if notes else "")
+    return cells, count
 
 
 def _overview(records: Sequence[Recorded], anchors: Mapping[str, str], places: Mapping[str, int]) -> str:
@@ -180,9 +180,9 @@ def _overview(records: Sequence[Recorded], anchors: Mapping[str, str], places: M
         mark = MARK if record.comparison.unequal else ""
         costs.append({label: _cost(row, mark) for label, row in column.items()})
 
-    def by_task(name: str, prefix: str, head: Sequence[str], found: Sequence[Mapping[str, str]]) -> str:
+    def by_task(name: str, prefix: str, head: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
         keys = [f"{legend_key(f'{prefix}{i}', places[label])}{_method(label)}" for i, label in enumerate(labels)]
-        lines = [[k, *(x.get(label, NONE) for x in found)] for k, label in zip(keys, labels, strict=True)]
+        lines = [[k, *(x.get(label, NONE) for x in columns)] for k, label in zip(keys, labels, strict=True)]
         return table(name, head, lines, "results overview")
 
     left = any(len(column) < len(x.comparison.labels) for x, column in zip(records, columns, strict=True))
@@ -201,10 +201,10 @@ def _column(record: Recorded, records: Sequence[Recorded]) -> dict[str, Summary]
     others = {normalized(x) for r in records if r is not record for x in r.comparison.labels}
     small = {x for some in series(rows).values() for x in list(some.values())[:-1] if normalized(x) not in others}
     alike = [x for x in rows if sides(x)[0] == sides(x)[1] and x not in small]
-    found: dict[str, Summary] = {}
+    summaries: dict[str, Summary] = {}
     for label in alike or rows:
-        found.setdefault(normalized(label), rows[label])
-    return found
+        summaries.setdefault(normalized(label), rows[label])
+    return summaries
 
 
 def _cost(row: Summary, mark: str) -> str:
@@ -215,13 +215,13 @@ def _cost(row: Summary, mark: str) -> str:
 
 def _waiting(records: Sequence[Recorded]) -> str:
     """The largest share of training time that a run of each task has spent on getting batches, where it is known."""
-    found = []
+    waits = []
     for record in records:
         ends = [run.result for run in record.comparison.runs if run.result is not None and run.result.seconds]
         shares = [x.input_seconds / x.seconds for x in ends if math.isfinite(x.input_seconds)]
         if shares:
-            found.append(f"{record.name} {max(shares):.1%}")
-    return f" Of that time runs waited for their next batch at most: {safe(', '.join(found))}." if found else ""
+            waits.append(f"{record.name} {max(shares):.1%}")
+    return f" Of that time runs waited for their next batch at most: {safe(', '.join(waits))}." if waits else ""
 
 
 def _task(anchor: str, records: Sequence[Recorded], places: Mapping[str, int]) -> str:
@@ -256,17 +256,17 @@ def _sentence(text: str) -> str:
 def _settings(record: Recorded) -> str:
     """Model, data, steps and seeds in one line."""
     runs = [flat(run.settings) for run in record.comparison.runs]
-    found = {key: " | ".join(dict.fromkeys(x[key] for x in runs if key in x)) for run in runs for key in run}
+    settings = {key: " | ".join(dict.fromkeys(x[key] for x in runs if key in x)) for run in runs for key in run}
     said = {"num_hidden_layers": "{} layers", "hidden_size": "width {}", "num_attention_heads": "{} heads"}
 
     def named(start: str) -> str:
-        some = {key.removeprefix(start): x for key, x in found.items() if key.startswith(start)}
+        some = {key.removeprefix(start): x for key, x in settings.items() if key.startswith(start)}
         first = [text.format(some[name]) for name, text in said.items() if name in some]
         return ", ".join(first + [f"{name.replace('_', ' ')} {x}" for name, x in some.items() if name not in said])
 
     training = [
-        f"{found.get('steps', NONE)} steps of {found.get('batch_size', NONE)} samples",
-        f"learning rate {found.get('learning_rate', NONE)}",
+        f"{settings.get('steps', NONE)} steps of {settings.get('batch_size', NONE)} samples",
+        f"learning rate {settings.get('learning_rate', NONE)}",
     ]
     seeds = f"seed{'s' * (len(record.seeds) > 1)} {', '.join(map(str, record.seeds))}"
     given = (("Model: ", named("model.")), ("task: ", named("task_options.")), ("", ", ".join(training)), ("", seeds))
@@ -288,12 +288,12 @@ def _results(record: Recorded, places: Mapping[str, int], anchor: str) -> str:
 
 def _others(row: Summary, metric: str) -> str:
     """Means of all other scores."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for run in row.runs:
         for name, x in run.result.scores.items() if run.result else ():
             if name != metric and math.isfinite(x):
-                found.setdefault(name, []).append(x)
-    return _listed({name: fmean(some) for name, some in found.items()})
+                values.setdefault(name, []).append(x)
+    return _listed({name: fmean(some) for name, some in values.items()})
 
 
 def _listed(scores: Mapping[str, float]) -> str:
@@ -339,22 +339,22 @@ def _figures(record: Recorded, places: Mapping[str, int], anchor: str) -> str:
 def _sizes(comparison: Comparison, places: Mapping[str, int], anchor: str) -> list[str]:
     """The metric over the number of features (kernelized-rpe Fig. 3a), where labels differ in nothing else."""
     rows = {row.label: row for row in comparison.summary() if row.mean is not None}
-    found = {base: {size: x for size, x in some.items() if x in rows} for base, some in series(rows).items()}
+    sizes = {base: {size: x for size, x in some.items() if x in rows} for base, some in series(rows).items()}
     lines = {
         places[list(some.values())[-1]]: [
             (size, rows[x].mean or 0.0, rows[x].deviation or 0.0) for size, x in some.items()
         ]
-        for some in found.values()
+        for some in sizes.values()
     }
     if not lines:
         return []
     levels = {places[x]: row.mean or 0.0 for x, row in rows.items() if exact(x)}
-    named = dict(zip(lines, found, strict=True)) | {places[x]: x for x in rows if places[x] in levels}
+    named = dict(zip(lines, sizes, strict=True)) | {places[x]: x for x in rows if places[x] in levels}
     keys = (f"<li>{legend_key(f'{anchor}-size{i}', i)}{_method(x)}</li>" for i, x in named.items())
     title = f"Final {comparison.metric.replace('_', ' ')} over the number of features"
     draw = partial(draw_sizes, series=lines, levels=levels, name="features")
     legend = f'<ul class="legend">{"".join(keys)}</ul>'
-    return [figure(f"{anchor}-size", title, f"{title}: {', '.join(found)}", draw, below=legend)]
+    return [figure(f"{anchor}-size", title, f"{title}: {', '.join(sizes)}", draw, below=legend)]
 
 
 def _origin(record: Recorded) -> str:

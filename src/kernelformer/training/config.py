@@ -247,9 +247,9 @@ def _plain(what: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a dict, got {value!r}.")
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
+        plain: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
     except (TypeError, ValueError):
         raise ValueError(
             f"{what} must hold plain values (numbers, texts, lists), so that a run can be saved, got {value!r}."
         ) from None
-    return found
+    return plain

@@ -93,11 +93,11 @@ class TaskTrainer(Trainer):
             return parts
         return (*parts, logits.squeeze(-1) if labels.is_floating_point() else logits.argmax(-1))  # one per sample
 
-    def _score(self, found: EvalPrediction) -> dict[str, float]:
-        parts: Any = found.predictions  # of `_reduce`, over all samples
+    def _score(self, outputs: EvalPrediction) -> dict[str, float]:
+        parts: Any = outputs.predictions  # of `_reduce`, over all samples
         sums, counts, hits, *answers = parts
         total = float(np.sum(counts))
-        labels = np.asarray(found.label_ids) if answers else None
+        labels = np.asarray(outputs.label_ids) if answers else None
         numbers = labels is not None and np.issubdtype(labels.dtype, np.floating)
         right = math.nan if numbers else float(np.sum(hits)) / total
         loss, answer = float(np.sum(sums)) / total, answers[0] if answers else None
@@ -156,24 +156,24 @@ def load_model(kind: str, folder: Path) -> PreTrainedModel:
 def _load(kind: Any, folder: Path) -> PreTrainedModel:
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, found = kind.from_pretrained(folder, **how)
+        model, loading = kind.from_pretrained(folder, **how)
     except (HashError, SizeError):  # found before anything was loaded
         raise
     except ValueError:  # a map that has read numbers of another: which weights do not fit says more
         _check_fit(super(KernelformerPreTrainedModel, kind).from_pretrained(folder, **how)[1])
         raise
-    _check_fit(found)
+    _check_fit(loading)
     loaded: PreTrainedModel = model
     return loaded
 
 
-def _check_fit(found: Mapping[str, Iterable[Any]]) -> None:
+def _check_fit(loading: Mapping[str, Iterable[Any]]) -> None:
     """Raise for the first of the weights that the configuration and the file do not share, of what transformers saw."""
-    for name, there, here in sorted(found["mismatched_keys"]):
+    for name, there, here in sorted(loading["mismatched_keys"]):
         raise ValueError(f"it asks for {name} of shape {tuple(here)}, {SAFE_WEIGHTS_NAME} has {tuple(there)}")
-    for name in sorted(found["missing_keys"]):
+    for name in sorted(loading["missing_keys"]):
         raise ValueError(f"it asks for {name}, which {SAFE_WEIGHTS_NAME} has not")
-    for name in sorted(found["unexpected_keys"]):
+    for name in sorted(loading["unexpected_keys"]):
         raise ValueError(f"it has no place for {name} of {SAFE_WEIGHTS_NAME}")
 
 
@@ -224,14 +224,14 @@ def evaluate(
             data = _some(task.split(split), samples)
             trainer = TaskTrainer(task, model, args)  # type: ignore[arg-type]
             trainer.split_name = split
-            found = trainer.evaluate(data)
-            found |= judged(task, model, data, batch_size)
+            values = trainer.evaluate(data)
+            values |= judged(task, model, data, batch_size)
         finally:
             model.train(training)
     if tell is not None:
         for remark in task.remarks():
             tell(remark)
-    return {name.removeprefix("eval_"): value for name, value in scores(found).items()}
+    return {name.removeprefix("eval_"): value for name, value in scores(values).items()}
 
 
 def judged(task: Task, model: nn.Module, data: Dataset[Any], batch_size: int) -> dict[str, float]:

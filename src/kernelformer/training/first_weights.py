@@ -38,15 +38,15 @@ def start_from(model: PreTrainedModel, folder: Path) -> str:
         model: changed in place.
         folder: of `save_pretrained`, or of a finished run.
     """
-    place = _place(folder)
+    source = _place(folder)
     try:
-        check_hashes(place)
-        saved_shapes([place / SAFE_WEIGHTS_NAME])
-        config = KernelformerConfig.from_pretrained(place)
-        weights = load_file(place / SAFE_WEIGHTS_NAME)
+        check_hashes(source)
+        saved_shapes([source / SAFE_WEIGHTS_NAME])
+        config = KernelformerConfig.from_pretrained(source)
+        weights = load_file(source / SAFE_WEIGHTS_NAME)
     except (OSError, ValueError, RuntimeError, SafetensorError) as problem:
         raise TrainingError(
-            f"{place} cannot start a run: {reason(problem).rstrip('.')}; give the folder of a finished run, or one "
+            f"{source} cannot start a run: {reason(problem).rstrip('.')}; give the folder of a finished run, or one "
             f"with {CONFIG_NAME} and {SAFE_WEIGHTS_NAME} of this library."
         ) from None
     own = model.state_dict()
@@ -61,11 +61,11 @@ def start_from(model: PreTrainedModel, folder: Path) -> str:
     for name in shared:
         if name not in fits and not name.startswith(HEADS):
             raise TrainingError(
-                f"{name} of {place} is {shape(weights[name])}, this model's is {shape(own[name])}; build it with the "
+                f"{name} of {source} is {shape(weights[name])}, this model's is {shape(own[name])}; build it with the "
                 f"same sizes and vocabulary."
             )
     if not fits:
-        raise TrainingError(f"{place} has none of this model's weights; give a model of the same kind.")
+        raise TrainingError(f"{source} has none of this model's weights; give a model of the same kind.")
     model.load_state_dict(fits, strict=False)
     new = [name for name, _ in model.named_parameters() if name not in fits]
     said = [f"{name} from {weights[name].shape[1]} to {own[name].shape[1]} distances" for name in stretched]

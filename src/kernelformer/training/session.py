@@ -73,7 +73,7 @@ def train(
 
     Args:
         run: the settings.
-        folder: its place; it may not hold a run yet, except with ``resume``.
+        folder: of the run; it may not hold a run yet, except with ``resume``.
         resume: go on from the last checkpoint that is whole, or start if there is none. A finished run only gives its
             result, unless ``run`` has more steps than it had: then it goes on, by the rule of `run.extension`, and its
             model and result stay until the new ones are there.
@@ -112,8 +112,8 @@ def train(
         say(f"writing to {folder}")
         task = make_task(run.task, **run.task_options)
         splits = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
-        told = task.remarks()
-        for remark in told:
+        remarks = task.remarks()
+        for remark in remarks:
             say(remark)
         meter = Meter(args.device, args.gradient_accumulation_steps)
         model = build_model(run, task)
@@ -132,7 +132,7 @@ def train(
             others.append(stack.enter_context(Bar(console, recorder, shortened(run.label))))
         trainer = RunTrainer(run, task, model, args, meter=meter, recorder=recorder, callbacks=others, **splits)
         _learn(run, folder, trainer, checkpoint, say)
-        return main_does(main, folder, lambda: _finish(run, folder, task, trainer, told, say))
+        return main_does(main, folder, lambda: _finish(run, folder, task, trainer, remarks, say))
 
 
 def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None, say: Tell) -> None:
@@ -213,16 +213,16 @@ def _begin(
     write_json(folder / RUN, {**record, "finished": False})
 
 
-def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, told: list[str], say: Tell) -> Result:
+def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, remarks: list[str], say: Tell) -> Result:
     recorder, meter = trainer.recorder, trainer.meter
     value, scores = math.nan, {}
     if not recorder.diverged:
         data: Any = trainer.eval_dataset
-        found = recorder.evaluation | judged(task, trainer.network, data, trainer.args.per_device_eval_batch_size)
+        values = recorder.evaluation | judged(task, trainer.network, data, trainer.args.per_device_eval_batch_size)
         for remark in task.remarks():
-            if remark not in told:
+            if remark not in remarks:
                 say(remark)
-        scores = {name.removeprefix("eval_"): x for name, x in found.items() if name.startswith("eval_")}
+        scores = {name.removeprefix("eval_"): x for name, x in values.items() if name.startswith("eval_")}
         value = scores.pop(task.metric)
     result = Result(
         metric=task.metric,
