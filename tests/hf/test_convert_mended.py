@@ -158,7 +158,7 @@ def test_weights_that_belong_to_no_converted_model_are_not_removed(name, tmp_pat
 
 def test_another_model_of_the_same_size_is_not_taken_for_the_one_before(tmp_path):
     path, setting = tmp_path / "model.safetensors", Setting()
-    found = converting.Found(setting, "m", "BertModel", 8)
+    found = converting.ConversionResult(setting, "m", "BertModel", 8)
     path.write_bytes(b"one")
     os.utime(path, ns=(10**18, 10**18))
     first = converting._identity(tmp_path, setting, found)
