@@ -36,7 +36,7 @@ def environment(threads: int) -> dict[str, Any]:
 
 
 def processor_name() -> str | None:
-    """As the system calls it, where it tells."""
+    """Name of the processor as the system has it, or None."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")

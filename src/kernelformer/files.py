@@ -43,12 +43,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write all or nothing."""
+    """Write JSON to a file, all of it or nothing."""
     write_text(path, json_text(record))
 
 
 def json_text(record: Mapping[str, Any]) -> str:
-    """As `write_json` writes it."""
+    """Return JSON text as `write_json` writes it."""
     return json.dumps(record, indent=2) + "\n"
 
 

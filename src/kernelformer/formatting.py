@@ -25,7 +25,7 @@ def human_bytes(count: float | None) -> str:
 
 
 def human_ratio(ratio: float) -> str:
-    """Two or three digits."""
+    """Format a ratio with two or three digits."""
     return f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
 
 

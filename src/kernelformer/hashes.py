@@ -24,7 +24,7 @@ class HashError(ValueError):
 
 
 def hash_bytes(content: bytes) -> str:
-    """Of a file's content, as `hash_file` gives it."""
+    """Hash of bytes, as `hash_file` gives that of a file."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

@@ -51,7 +51,7 @@ def given_options() -> list[str]:
 
 
 def raise_by(name: str, value: int) -> str:
-    """How to raise a bound, for messages."""
+    """The command-line option that raises a bound, for messages."""
     here = f"{environment_variable(name)}={value}"
     return f"raise it by kernelformer --limit {name}={value} COMMAND, or in the environment: {here}"
 

@@ -29,7 +29,7 @@ Decode = tuple[tuple[int, float, int], ...]
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a run.
+    """Result of a finished run.
 
     Args:
         metric: name of the task's metric.
@@ -62,7 +62,7 @@ class Result:
     decode: Decode | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the fields as plain values for JSON."""
         return asdict(self)
 
     @classmethod

@@ -21,8 +21,8 @@ LONGEST = 1024  # tokens: a picture has not many more points
 
 
 @dataclass(frozen=True)
-class Found:
-    """Matrices of both models.
+class AttentionPair:
+    """Attention matrices of a model and of its converted self.
 
     Args:
         pairs: one for each attention.
@@ -43,7 +43,7 @@ def run(
     text: str | None = None,
     sequence: str | None = None,
     allow_pickle: bool = False,
-) -> Found:
+) -> AttentionPair:
     """Look at both models on one text.
 
     Args:
@@ -77,7 +77,9 @@ def run(
     else:
         model = convert(copy.deepcopy(source.model), method, **options)
     pairs = attention_pairs(source.model, model, inputs)
-    return Found(pairs, token_texts(source.tokenizer, ids[0].tolist()), (Path(original).resolve().name, spec(model)))
+    return AttentionPair(
+        pairs, token_texts(source.tokenizer, ids[0].tolist()), (Path(original).resolve().name, spec(model))
+    )
 
 
 def _check_length(source: Source, length: int) -> None:
@@ -128,7 +130,7 @@ def spec(model: Any) -> str:
     return ", ".join(names)
 
 
-def table(result: Found) -> Table:
+def table(result: AttentionPair) -> Table:
     """For the terminal: the distance of each attention's heads."""
     out = Table(title=f"Total variation distance, {result.names[0]} and {result.names[1]}, {len(result.tokens)} tokens")
     out.add_column("layer", justify="right")
@@ -142,7 +144,9 @@ def table(result: Found) -> Table:
     return out
 
 
-def picture(result: Found, path: Path, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> None:
+def picture(
+    result: AttentionPair, path: Path, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
+) -> None:
     """A grid of layers and heads, or one head and its difference; see `draw_pairs`."""
     title = f"Attention of {result.names[0]}, and with {result.names[1]}"
     draw_pairs(result.pairs, result.tokens, path, names=result.names, title=title, layers=layers, heads=heads)

@@ -15,7 +15,7 @@ from kernelformer.errors import number, positive_int
 
 @dataclass(frozen=True)
 class Continued:
-    """What was written.
+    """Text that a model wrote, and what its cache took.
 
     Args:
         text: after the prompt.

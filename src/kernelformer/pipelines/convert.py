@@ -40,7 +40,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """How to convert.
+    """Settings of a conversion.
 
     Args:
         attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest.
@@ -104,7 +104,7 @@ class Setting:
         return method, options
 
     def chosen(self) -> list[int | str] | None:
-        """What ``layers`` says; None: all."""
+        """Attentions that ``layers`` names; None for all."""
         return parse_layers(self.layers) if self.layers else None
 
 
@@ -317,7 +317,7 @@ def _write(student: Any, origin: Source, target: Path, result: ConversionResult,
 
 @torch.no_grad()
 def _check(student: Any, folder: Path, inputs: dict[str, Tensor]) -> None:
-    """What was written gives the same numbers."""
+    """Check that the model as written gives the same numbers as the one in memory."""
     from kernelformer.hf import load
 
     student.eval()

@@ -103,7 +103,7 @@ def hold_out_windows(source: Source, texts: Texts, length: int, samples: int, se
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured on, once and for all.
+    """Inputs that every measurement of a conversion uses.
 
     Args:
         batches: inputs of the model.

@@ -37,7 +37,7 @@ class ByteStreamer(BaseStreamer):
         self.write(self.decoder.decode(bytes(value.flatten().tolist())))
 
     def end(self) -> None:
-        """What is left of a cut character."""
+        """Write what is left of a character that was cut."""
         self.write(self.decoder.decode(b"", final=True))
 
 

@@ -99,7 +99,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def change(run: Run, settings: Mapping[str, Any]) -> Run:
-    """The run with other settings.
+    """Return the run with other settings.
 
     Args:
         run: of a recipe.

@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
     @property
     def distance(self) -> Tensor:
-        """(B, H): see `total_variation`."""
+        """Total variation distance of the two matrices, (B, H)."""
         return total_variation(self.exact, self.converted)
 
 

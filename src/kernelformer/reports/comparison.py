@@ -68,17 +68,17 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """In one word."""
+        """State of the run in one word."""
         return "diverged" if self.diverged else "unfinished" if self.result is None else "finished"
 
     @property
     def step(self) -> int:
-        """The last step it told of."""
+        """The last step on record."""
         return max((p.step for p in (*self.training, *self.evaluation)), default=0)
 
 
 def conditions_of(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an environment, what speed depends on."""
+    """The part of an environment that speed depends on."""
     return {key: environment[key] for key in CONDITIONS if key in environment}
 
 
@@ -162,7 +162,7 @@ class Summary:
 
     @property
     def note(self) -> str:
-        """Which runs count less, or nothing."""
+        """A remark on runs that diverged or did not finish; empty where there are none."""
         steps = {state: [r.step for r in self.runs if r.state == state] for state in ("diverged", "unfinished")}
         return "; ".join(
             f"{len(some)} of {len(self.runs)} {state} (step {', '.join(map(str, some))})"
@@ -222,7 +222,7 @@ class Comparison:
 
     @property
     def labels(self) -> list[str]:
-        """In the order of the runs."""
+        """Labels in the order of the runs."""
         return list(dict.fromkeys(run.label for run in self.runs))
 
     def summary(self) -> list[Summary]:

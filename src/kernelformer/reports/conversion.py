@@ -85,7 +85,7 @@ def _depths(result: ConversionResult) -> Table:
 
 
 def figures(result: ConversionResult) -> dict[str, list[float | None]]:
-    """Of the whole model, for each report."""
+    """Figures of the whole model, one for each report."""
     reports: list[Report] = list(result.reports.values())
     rows: dict[str, list[float | None]] = {
         "perplexity": [x.perplexity for x in reports],

@@ -142,7 +142,7 @@ def draw_sizes(
 
 
 def draw_bars(axis: Any, comparison: Comparison, values: Mapping[str, float], show: Callable[[float], str]) -> None:
-    """One bar per label."""
+    """Draw one bar for each label."""
     colours = [COLOURS[comparison.labels.index(label) % 7] for label in values]
     bars = axis.barh(range(len(values)), list(values.values()), color=colours, height=0.62)
     axis.bar_label(bars, [show(value) for value in values.values()], padding=3, fontsize=9)

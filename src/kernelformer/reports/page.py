@@ -61,7 +61,7 @@ def safe_label(value: str) -> str:
 
 
 def pre(value: str) -> str:
-    """Lines as they are."""
+    """Preformatted text as HTML."""
     shown = html.escape(visible(value, keep="\n\t"), quote=True)
     return f"<pre>\n{shown}</pre>"  # the first line break is not shown
 
@@ -84,7 +84,7 @@ def figure(name: str, title: str, alt: str, draw: Callable[[Any], None], height:
 
 
 def section(title: str, *parts: str, anchor: str = "") -> str:
-    """Parts under a title."""
+    """A section of a page: a title and its parts."""
     name = f' id="{safe(anchor)}"' if anchor else ""
     return f"<section{name}><h2>{safe(title)}</h2>\n{''.join(parts)}</section>"
 

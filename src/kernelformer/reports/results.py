@@ -66,7 +66,7 @@ class Recorded:
 
     @property
     def seeds(self) -> list[int]:
-        """Of all runs."""
+        """Seeds of all runs."""
         return sorted({run.seed for run in self.comparison.runs})
 
 
@@ -104,7 +104,7 @@ def _sense(comparison: Comparison) -> str:
 
 
 def load(path: Path) -> Any:
-    """What a JSON file holds."""
+    """Read a JSON file; errors name it."""
     try:
         return json.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as problem:

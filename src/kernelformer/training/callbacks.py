@@ -119,18 +119,18 @@ class Bar(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Draw it."""
+        """Start the progress bar."""
         self.progress.update(self.task, total=state.max_steps, completed=state.global_step)
         self.progress.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move it."""
+        """Advance the progress bar by one step."""
         self.progress.update(self.task, completed=state.global_step)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Say how it goes."""
+        """Show the last loss beside the bar."""
         if "loss" in logs:
             note = f"loss {logs['loss']:.4f}, {self.recorder.rate:,.0f} tokens/s"
             self.progress.update(self.task, note=note)
@@ -151,7 +151,7 @@ class Board(TensorBoardCallback):
         self._SummaryWriter: Any = None  # there is no other one
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """As Hugging Face's."""
+        """Write the values to TensorBoard, as Hugging Face's callback does."""
         try:
             super().on_log(*args, **kwargs)  # type: ignore[no-untyped-call]
         except OSError:

@@ -74,7 +74,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def reason(problem: BaseException) -> str:
-    """What went wrong, in one line."""
+    """One line that says what went wrong."""
     if isinstance(problem, OSError) and problem.strerror:
         return problem.strerror
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]

@@ -190,12 +190,12 @@ class Run:
         return join_sides(join_blocks(self.attention), decoder)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the settings as plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
-        """What `as_json` gave."""
+        """Build a run from what `as_json` returned."""
         known = [x.name for x in fields(cls)]
         for name in record:
             if name not in known:

@@ -86,7 +86,7 @@ class TaskTrainer(Trainer):
         self.model_accepts_loss_kwargs = "num_items_in_batch" in inspect.signature(model.forward).parameters
 
     def _reduce(self, logits: Any, labels: Tensor) -> tuple[Tensor, ...]:
-        """Of a batch, what `_score` needs."""
+        """Reduce the logits of a batch to what `_score` needs."""
         logits = logits[0] if isinstance(logits, tuple) else logits
         parts = contributions(logits, labels, self._loss_shifts_labels)
         if logits.dim() > 2:

@@ -191,7 +191,7 @@ def whole(file: Path) -> Iterator[None]:
 
 
 def _why(problem: BaseException) -> str:
-    """In one line."""
+    """One line that says why a checkpoint cannot be used."""
     if isinstance(problem, FileNotFoundError):
         return "it is missing"
     text = " ".join(str(problem).split())[:200].rstrip(".")

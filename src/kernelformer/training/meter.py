@@ -39,7 +39,7 @@ class Meter(TrainerCallback, ExportableState):
         self._before = self._reset()
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return what a checkpoint has to keep of the meter."""
         self._take()
         names = ("seconds", "waited", "tokens", "peak", "loss", "since", "forwards")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
@@ -57,7 +57,7 @@ class Meter(TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop the clock."""
+        """Stop the clock at the end of training."""
         self._take()
         self._started = None
 
@@ -163,7 +163,7 @@ class Recorder(TrainerCallback):
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file of metrics."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
