@@ -65,11 +65,14 @@ def test_a_comparison_that_is_ended_leaves_a_checkpoint_and_no_worker(number, tm
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "kernelformer", *options]
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        lines = folder / "metrics.jsonl"
-        wait_for(lambda: lines.exists() and '"step": 3,' in lines.read_text())
-        (worker,) = children(process.pid)
-        process.send_signal(number)
-        said = process.communicate(timeout=60)[1]
+        try:
+            lines = folder / "metrics.jsonl"
+            wait_for(lambda: lines.exists() and '"step": 3,' in lines.read_text())
+            (worker,) = children(process.pid)
+            process.send_signal(number)
+            said = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()  # else a failure would wait for all 20,000 steps
     if number == signal.SIGTERM:
         assert process.returncode == 130
         assert said.startswith(f"error: stopped in {folder}")

@@ -187,7 +187,8 @@ def others(tmp_path_factory):
     """The processes and their folders, by what happens to them."""
     base = tmp_path_factory.mktemp("others")
     setup = "import os, resource, signal, sys, time, torch\ntorch.set_num_threads(1)\nfrom test_training import *\n"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    paths = os.pathsep.join(str(x) for x in Path(__file__).parents[:2])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     started = {}
     for name, code in (("killed", KILLED), ("killed saving", KILLED_SAVING), ("full disk", FULL_DISK)):
         command = [sys.executable, "-c", f"{setup}folder = {str(base / name)!r}\n{code}"]
