@@ -7,8 +7,11 @@ that it reuses; gradients are taken by mapping the chunk again and pulling the f
 
 Two families:
 
-- positive maps speak of ``log phi``, so that the algorithms can stabilize them exactly (`PositiveSpec`);
-- signed maps speak of ``phi`` and, where its size varies exponentially, of one log factor per row (`SignedSpec`).
+- positive maps give ``log phi``, so that the algorithms can stabilize them exactly (`PositiveSpec`);
+- signed maps give ``phi`` and, where its size varies exponentially, one log factor per row (`SignedSpec`).
+
+A spec must say the formula of its map; chunks made for speed (`bind`) are an addition. Without them the formula itself
+is called on every chunk, and differentiated by calling it again (`DefinedPositive`, `DefinedSigned`).
 
 Letters: B batch, H query heads, G key heads, N a block of B x G rows, L queries, S keys, C rows of a chunk,
 D head dimension, M features, E value dimension.
@@ -98,8 +101,7 @@ class SignedChunks(ABC):
     def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Gradient at x, out (N, C, D), from that of phi (N, C, M; may be overwritten) and of the log factor (N, C, 1).
 
-        phi is what `features` wrote; keys whose row was set to 0 since then are hidden and add nothing to
-        `tensor_grads`.
+        phi is what `features` wrote, with 0 in the rows of hidden keys, whose gradients are 0 too.
         """
 
     def tensor_grads(self) -> list[Tensor]:
@@ -113,14 +115,22 @@ class Spec(ABC):
 
     family: ClassVar[Family]
 
-    @abstractmethod
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """M, the number of features; tensors (B or 1, H or 1, ...) as the map hands them over."""
+        """M, the number of features; tensors (B or 1, H or 1, ...) as the map hands them over.
+
+        By default the width of what the formula gives for one row of zeros.
+        """
+        like = tensors[0] if tensors else torch.empty(0)
+        return self._example(like.new_zeros(1, 1, 1, head_dim), [x[:1, :1] for x in tensors]).shape[-1]
+
+    @abstractmethod
+    def _example(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """The features of x, for their number."""
 
 
 @dataclass(frozen=True)
 class PositiveSpec(Spec):
-    """A map with positive features."""
+    """A map with positive features, by its formula `log_features`."""
 
     family: ClassVar[Family] = "positive"
 
@@ -141,26 +151,30 @@ class PositiveSpec(Spec):
         """Whether queries and keys are mapped alike, so that one product can serve both."""
         return True
 
-    @abstractmethod
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
-        """The same in chunks; tensors (N, ...) in the dtype of the arithmetic."""
+        """The same in chunks; tensors (N, ...) in the dtype of the arithmetic. By default by the formula itself."""
+        formula = self.log_shares if normalize else self.log_features
+        return DefinedPositive(Definition(lambda x, given, role: (formula(x, given, scale, role),), tensors, learn))
+
+    def _example(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        return self.log_features(x, tensors, 1.0, "key")
 
 
 @dataclass(frozen=True)
 class SignedSpec(Spec):
-    """A map by its values; `nonnegative` ones need no guard against a vanishing denominator."""
+    """A map by its values, with the formula `features`."""
 
     family: ClassVar[Family] = "signed"
 
     @property
-    @abstractmethod
     def nonnegative(self) -> bool:
-        """Whether no feature can be negative."""
+        """Whether no feature can be negative, so that no guard against a vanishing denominator is needed."""
+        return False
 
     @property
-    @abstractmethod
     def has_factor(self) -> bool:
         """Whether keys carry a log factor."""
+        return False
 
     def length(self, normalize: bool) -> float | None:
         """What the guard takes for ``|phi(x)|`` up to the log factor; None means that it measures it."""
@@ -176,9 +190,117 @@ class SignedSpec(Spec):
         normalization leave it out too, for a state may go from one to the other.
         """
 
-    @abstractmethod
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """The same in chunks; tensors (N, ...) in the dtype of the arithmetic."""
+        """The same in chunks; tensors (N, ...) in the dtype of the arithmetic. By default by the formula itself."""
+
+        def formula(x: Tensor, given: Sequence[Tensor], role: Role) -> tuple[Tensor, ...]:
+            phi, factor = self.features(x, given, scale, role, normalize)
+            return (phi,) if factor is None else (phi, factor)
+
+        return DefinedSigned(Definition(formula, tensors, learn))
+
+    def _example(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        return self.features(x, tensors, 1.0, "key")[0]
+
+
+class Definition:
+    """A formula on the rows of a block: called as it stands, and called again for its gradient.
+
+    Args:
+        formula: of x (1, N, C, D), tensors (1, N, ...) each, and the role; gives tensors (1, N, C, ...).
+        tensors: (N, ...) each.
+        learn: sum up the gradients of the tensors.
+        grads: where to; default: zeros.
+    """
+
+    def __init__(
+        self,
+        formula: Callable[[Tensor, Sequence[Tensor], Role], tuple[Tensor, ...]],
+        tensors: Sequence[Tensor],
+        learn: bool,
+        grads: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.formula, self.tensors, self.learn = formula, list(tensors), learn
+        if grads is None and learn:
+            grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        self.grads = list(grads or ())
+
+    def __call__(self, x: Tensor, role: Role) -> list[Tensor]:
+        """What the formula gives for x (N, C, D), (N, C, ...) each."""
+        return [y[0] for y in self._outputs(role, x, *self.tensors)]
+
+    def _outputs(self, role: Role, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self.formula(x.unsqueeze(0), [t.unsqueeze(0) for t in tensors], role)
+
+    def pull(self, x: Tensor, role: Role, grads: Sequence[Tensor | None], out: Tensor) -> Tensor:
+        """Gradient at x, written into out, from those of the formula's outputs; None means 0."""
+        learned = self.tensors if self.learn else ()
+        rest = () if self.learn else self.tensors
+        # torch.func differentiates inside of a custom operator too, where autograd is off.
+        y, pull = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *rest), x, *learned)
+        given = (torch.zeros_like(a) if g is None else g.reshape(a.shape) for a, g in zip(y, grads, strict=False))
+        dx, *others = pull(tuple(given))
+        for total, grad in zip(self.grads, others, strict=True):
+            total += grad
+        return out.copy_(dx)
+
+    def at(self, row: int) -> Definition:
+        """The same for one row of N; gradients are summed in the whole."""
+        one = slice(row, row + 1)
+        grads = [x[one] for x in self.grads] if self.learn else None
+        return Definition(self.formula, [x[one] for x in self.tensors], self.learn, grads)
+
+
+class DefinedPositive(PositiveChunks):
+    """A positive map on chunks by its formula alone."""
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+
+    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return torch.add(self.definition(x, "query")[0], shift, out=out)
+
+    def keys(self, x: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return out.copy_(self.definition(x, "key")[0].transpose(1, 2))
+
+    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return self.definition.pull(x, "query", [grad], out)
+
+    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return self.definition.pull(x, "key", [grad.transpose(1, 2)], out)
+
+    def at(self, row: int, head: int = 0) -> PositiveChunks:
+        """See `PositiveChunks`."""
+        return DefinedPositive(self.definition.at(row))
+
+    def tensor_grads(self) -> list[Tensor]:
+        """See `PositiveChunks`."""
+        return self.definition.grads
+
+
+class DefinedSigned(SignedChunks):
+    """A map by its values on chunks, by its formula alone."""
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+
+    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
+        """See `SignedChunks`."""
+        phi, *factor = self.definition(x, role)
+        out.copy_(phi)
+        return factor[0].clone() if factor else None
+
+    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+        """See `SignedChunks`."""
+        return self.definition.pull(x, role, [grad, log_grad], out)
+
+    def tensor_grads(self) -> list[Tensor]:
+        """See `SignedChunks`."""
+        return self.definition.grads
 
 
 # Compiled graphs carry tensors, numbers and strings only: a spec travels as its repr, which says all of it.
@@ -186,15 +308,20 @@ _SPECS: dict[str, Spec] = {}
 
 
 def register(spec: Spec) -> str:
-    """Make a spec known under a string that `lookup` turns back into it."""
-    key = repr(spec)
-    _SPECS.setdefault(key, spec)
-    return key
+    """Make a spec known under a string, its spec_id, that `lookup` turns back into it.
+
+    Specs that differ but print alike, as those of a class that was defined twice, are numbered.
+    """
+    spec_id, count = repr(spec), 1
+    while _SPECS.setdefault(spec_id, spec) != spec:
+        count += 1
+        spec_id = f"{spec!r} #{count}"
+    return spec_id
 
 
-def lookup(key: str) -> Spec:
-    """The spec that was registered under ``key``."""
-    return _SPECS[key]
+def lookup(spec_id: str) -> Spec:
+    """The spec that was registered under ``spec_id``."""
+    return _SPECS[spec_id]
 
 
 def scaled(rows: Tensor, factor: float, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:

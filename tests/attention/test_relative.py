@@ -257,7 +257,7 @@ def test_the_plain_transform_would_show_and_let_the_future_move_the_past():
     assert moved(algorithm="fft") > 1e-3
     for algorithm in (None, "direct", "windowed"):
         assert moved(algorithm=algorithm) < 1e-4
-    common = {"spec": core.feature_map.key, "tensors": core.feature_map.prepare(q, k, None, 1.0), "scale": 1.0}
+    common = {"spec": core.feature_map.spec_id, "tensors": core.feature_map.prepare(q, k, None, 1.0), "scale": 1.0}
     assert not is_safe(q, k, bias, is_causal=True, **common)
     small = [torch.nn.functional.normalize(x, dim=-1) for x in (q, k)]
     assert is_safe(*small, bias, **common)
@@ -529,7 +529,7 @@ def test_a_bias_that_hides_keys_is_not_safe_for_transforms():
     core = kf.build_attention("nprf", head_dim=8, num_heads=H, num_features=8)
     q, k, _ = inputs(20, dtype=torch.float32)
     bias = torch.zeros(H, 39)
-    common = {"spec": core.feature_map.key, "tensors": core.feature_map.prepare(q, k, None, 1.0), "scale": 1.0}
+    common = {"spec": core.feature_map.spec_id, "tensors": core.feature_map.prepare(q, k, None, 1.0), "scale": 1.0}
     assert is_safe(q / 10, k / 10, bias, **common)
     bias[:, 20:] = -torch.inf
     assert not is_safe(q / 10, k / 10, bias, **common)

@@ -384,7 +384,7 @@ def test_gradients_reach_tensors_that_a_map_learns(small_blocks):
         phi = core.feature_map
         leaves = inputs(5, B=1, E=3, grad=True)
         omega = phi.tensors(torch.float64)[0].clone().requires_grad_()
-        settings = {"spec": phi.key, "tensors": [omega], "scale": 0.4, "normalize": core.normalize}
+        settings = {"spec": phi.spec_id, "tensors": [omega], "scale": 0.4, "normalize": core.normalize}
 
         def both(*x, settings=settings):
             settings = {**settings, "tensors": [x[3]]}

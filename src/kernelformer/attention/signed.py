@@ -199,15 +199,23 @@ class SignedEngine(Engine):
             norm_grad = _times(d_norm * norms, size)
         dv = torch.bmm(phi, d_kv, out=self.work.take("dv", *v.shape))
         slope = slope if size is None else slope.mul_(size)
-        return self._pull_keys(x, phi, slope, factor, norm_grad), _times(dv, size)
+        return self._pull_keys(x, phi, slope, factor, norm_grad, hidden), _times(dv, size)
 
     def _pull_keys(
-        self, x: Tensor, phi: Tensor, slope: Tensor, factor: Tensor | None, norm_grad: Tensor | None
+        self,
+        x: Tensor,
+        phi: Tensor,
+        slope: Tensor,
+        factor: Tensor | None,
+        norm_grad: Tensor | None,
+        hidden: Tensor | None,
     ) -> Tensor:
         """From the gradient at phi, without its factor; that of the factor is ``phi . slope``, since it scales phi.
 
         A length that is not measured has its own part in it, ``norm_grad`` (N, C, 1).
         """
+        if hidden is not None:
+            slope.masked_fill_(hidden.unsqueeze(2), 0)
         log_grad = None if factor is None else torch.linalg.vecdot(phi, slope).unsqueeze(2)
         if log_grad is not None and self.length is not None and norm_grad is not None:
             log_grad = log_grad + norm_grad
@@ -317,7 +325,7 @@ class SignedEngine(Engine):
             norm_grad = (_times(later[2], t.keys) + norm_slope) * t.norm_k
         if unit_k is not None:
             slope.addcmul_(norm_slope, unit_k)
-        return dxq, self._pull_keys(xk, t.phi_k, slope, t.factor, norm_grad), dv, before
+        return dxq, self._pull_keys(xk, t.phi_k, slope, t.factor, norm_grad, hidden), dv, before
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.elementwise import GeneralizedMap
 from kernelformer.feature_maps.fastfood import FastFoodMap
+from kernelformer.feature_maps.formula import FormulaMap
 from kernelformer.feature_maps.fourier import TrigonometricMap
 from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.feature_maps.nystrom import NystromMap
@@ -13,6 +14,7 @@ from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap
 __all__ = [
     "FastFoodMap",
     "FeatureMap",
+    "FormulaMap",
     "GeneralizedMap",
     "GenerativeMap",
     "LogLinearMap",

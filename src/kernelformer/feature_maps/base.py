@@ -72,9 +72,9 @@ class FeatureMap(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.key = register(spec)
+        self.spec_id = register(spec)
         # Of the tensors that `for_query_heads` gives.
-        self.spread_spec, self.spread_key = spec, self.key
+        self.spread_spec, self.spread_spec_id = spec, self.spec_id
         self.head_dim = positive_int("head_dim", head_dim)
         self.num_heads = positive_int("num_heads", num_heads)
         self.num_features = num_features
@@ -209,8 +209,8 @@ class FeatureMap(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        register(self.spec)  # in the process that unpickles
-        register(self.spread_spec)
+        # In the process that unpickles.
+        self.spec_id, self.spread_spec_id = register(self.spec), register(self.spread_spec)
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``omega`` (heads, M, D), heads = H or 1: what `tensors` hands over, in ``dtype``."""

@@ -180,7 +180,7 @@ class LogLinearMap(FeatureMap):
             settings=settings,
         )
         self.spread_spec = LogLinearSpec(unit_keys)
-        self.spread_key = register(self.spread_spec)
+        self.spread_spec_id = register(self.spread_spec)
         heads = (num_heads if per_head else 1, self.heads)
         self.w_q, self.w_k = (parameter(x, num_features, head_dim) for x in heads)
         self.b_q, self.b_k = (parameter(x, num_features) for x in heads)

@@ -102,13 +102,12 @@ class NystromChunks(SignedChunks):
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return norm.square_()
 
-    def _kernel(self, x: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x less the centre, (N, C, D), and kappa(x, Z), (N, C, s), 0 in hidden rows (N, C, 1)."""
+    def _kernel(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x less the centre, (N, C, D), and kappa(x, Z), (N, C, s)."""
         near = torch.sub(x, self.centre, out=self.work.take("near", *x.shape))
         logs = self.work.take("kernel", *x.shape[:2], self.weight.shape[1])
         torch.baddbmm(self.offset, near, self.weight.transpose(1, 2), out=logs)
-        half = self._norm(near).mul_(0.5 * self.scale)
-        logs.sub_(half if hidden is None else half.masked_fill_(hidden, torch.inf))
+        logs.sub_(self._norm(near).mul_(0.5 * self.scale))
         return near, logs.clamp_max_(0).exp_()  # above 0 is rounding
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
@@ -120,7 +119,7 @@ class NystromChunks(SignedChunks):
 
     def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Through the root, then through the exponential by its own value; the centre has no slope."""
-        near, kernel = self._kernel(x, self._norm(phi) == 0 if role == "key" else None)
+        near, kernel = self._kernel(x)
         if self.grads is not None:
             self.grads[2].baddbmm_(kernel.transpose(1, 2), grad)
         logs = torch.bmm(grad, self.half.transpose(1, 2), out=self.work.take("slope", *phi.shape)).mul_(kernel)

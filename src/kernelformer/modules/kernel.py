@@ -115,7 +115,7 @@ class KernelCore(BiasedCore):
             if call.bias is not None:
                 return self._attend_with_bias(replace(call, query=query, key=key), prepared)
             common: dict[str, Any] = {
-                "spec": phi.key,
+                "spec": phi.spec_id,
                 "tensors": prepared.tensors,
                 "scale": call.scale,
                 "key_mask": call.key_mask,

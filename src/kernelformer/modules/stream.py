@@ -61,7 +61,7 @@ class BiasedCore(AttentionCore):
             query, unit_key = self._units(call.query, call.key, call.key_mask)
             call = replace(call, query=query, key=unit_key)
         key, value = (self._per_head(x) for x in (call.key, call.value))
-        common: dict[str, Any] = {"spec": self.feature_map.spread_key, "tensors": prepared.tensors, "scale": call.scale}
+        common: dict[str, Any] = {"spec": self.feature_map.spread_spec_id, "tensors": prepared.tensors, "scale": call.scale}
         if not call.streams and call.state is None:
             out = biased_attention(
                 call.query,
@@ -141,7 +141,7 @@ class BiasedCore(AttentionCore):
             key,
             value,
             table,
-            spec=self.feature_map.spread_key,
+            spec=self.feature_map.spread_spec_id,
             tensors=maps,
             key_mask=mask if hidden else None,
             is_causal=True,

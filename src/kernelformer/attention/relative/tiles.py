@@ -270,6 +270,8 @@ class SignedTiles(Tiles):
                 along = keys.norm_grad.transpose(1, 2)
                 size = 1.0 if keys.factor is None else (keys.factor - keys.shift).exp_()
                 grad.add_(along * size * _unit(keys.raw, self.lengths(keys.raw)))
+        if keys.hidden is not None:
+            grad.masked_fill_(keys.hidden.unsqueeze(2), 0)
         out = self.work.take("dxk", *keys.x.shape)
         return self.through(self.chunks.pull(keys.x, "key", keys.raw, grad, log_grad, out), keys.x, keys.size)
 
