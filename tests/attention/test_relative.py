@@ -195,7 +195,6 @@ def test_rows_that_later_keys_dwarf_are_exact(variant, window, monkeypatch):
     leaves = [x.requires_grad_() for x in (torch.nn.functional.normalize(q, dim=-1) * 16, unit * size, v)]
     exact = [x.detach().double().requires_grad_() for x in leaves]
     out = one(*leaves, is_causal=True, bias=bias, max_distance=window)
-    two.test_options = options
     phi = two.feature_map
     if variant == "favor+":
         logs = [phi.spec.log_features(x, phi.prepare(x, x, None, 1.0), 1.0, r) for x, r in

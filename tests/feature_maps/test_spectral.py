@@ -15,11 +15,12 @@ from torch.autograd import gradcheck
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import kernelformer as kf
-from definition import close, hadamard, inputs
+from definition import close, inputs
 from kernelformer import kernels
 from kernelformer.analysis.spectra import kernel_profile, spectra
 from kernelformer.feature_maps import FastFoodMap, GenerativeMap, MixtureMap
 from kernelformer.feature_maps.hadamard import fastfood, fwht
+from kernelformer.feature_maps.reference import hadamard_matrix as hadamard
 from sampling import SIGMAS, estimates, pair, within
 
 LEARNED = ["gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "loglinear"]

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from kernelformer.attention.engine import Engine
 from kernelformer.attention.positive import EMPTY
+from kernelformer.attention.reference import GUARD
 from kernelformer.contract import Role, SignedChunks, Workspace
-
-GUARD = 1e-2
 
 Tensors = Sequence[Tensor]
 

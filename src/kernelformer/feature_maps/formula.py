@@ -75,6 +75,7 @@ class FormulaMap(FeatureMap):
             num_key_heads=num_key_heads,
             settings=settings,
         )
+        self.formula_settings = dict(given)
         for name, x in self.first_values().items():
             self.register_parameter(name, nn.Parameter(x.to("cpu", torch.float32, copy=True)))
         self._start()
