@@ -5,9 +5,14 @@ The definition that they are compared with is `kernelformer.modules.reference`.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import torch
 
 import kernelformer as kf
+from kernelformer.feature_maps import FormulaMap
+from kernelformer.modules import KernelCore
 from kernelformer.modules.reference import reference_attention
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -15,8 +20,35 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torc
 SIZES = {"head_dim": 8, "num_heads": 4}
 M = 24
 
+PAGE = Path(__file__).parents[1] / "docs" / "adding-a-feature-map.md"
+
+
+class SignedFormula(FormulaMap):
+    """phi_i(x) = tanh(w_i . x + b_i) + shift: a signed map by its formula alone; b = 0 maps a token of zeros to 0."""
+
+    def first_values(self):
+        return {"b": torch.zeros(self.heads, self.num_features)}
+
+    @staticmethod
+    def phi(x, tensors, role, shift):
+        omega, b = tensors
+        return torch.tanh(x @ omega.mT + b.unsqueeze(-2)) + shift
+
+
+def documented() -> dict:
+    """The map that the documentation shows, where it is at hand."""
+    if not PAGE.exists():
+        return {}
+    names: dict = {"__name__": __name__}
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], names)
+    return {"documented": (names["PolynomialMap"], {"num_features": M, "per_head": True})}
+
+
 # One entry per map, kernel, draw and switch: being in this list is what makes a variant pass the conformance suite.
-VARIANTS: dict[str, tuple[str, dict]] = {
+# A method by its name, or the class of a map that the library does not have.
+VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
+    **documented(),
+    "signed formula": (SignedFormula, {"num_features": M, "settings": {"shift": 0.5}}),
     "softmax": ("softmax", {}),
     "softmax unit": ("softmax", {"normalize_qk": True}),
     "gaussian": ("gaussian", {}),
@@ -104,7 +136,10 @@ MAPPED = [name for name in STREAMING if VARIANTS[name][0] not in ("softmax", "ga
 
 def build(variant: str, dtype: torch.dtype = torch.float64, **more) -> torch.nn.Module:
     method, options = VARIANTS[variant]
-    core = kf.build_attention(method, **{**SIZES, **options, **more})
+    settings = {**SIZES, **options, **more}
+    core = (
+        kf.build_attention(method, **settings) if isinstance(method, str) else KernelCore(variant, method(**settings))
+    )
     learn_something(core)
     return core.to(dtype)
 
@@ -134,6 +169,8 @@ def inputs(L=13, S=None, *, B=2, H=4, G=4, D=8, E=6, dtype=torch.float64, seed=0
 def signed(variant: str) -> bool:
     """Whether small denominators, or inverses, multiply rounding."""
     method, options = VARIANTS[variant]
+    if not isinstance(method, str):
+        return method is SignedFormula
     return (
         method in ("trigonometric", "skyformer", "nystromformer", "rfa", "rfa-gate")
         or method.endswith("-rks")

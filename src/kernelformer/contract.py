@@ -237,7 +237,7 @@ class Definition:
         learned = self.tensors if self.learn else ()
         rest = () if self.learn else self.tensors
         # torch.func differentiates inside of a custom operator too, where autograd is off.
-        y, pull = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *rest), x, *learned)
+        y, pull = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *rest), x, *learned)[:2]
         given = (torch.zeros_like(a) if g is None else g.reshape(a.shape) for a, g in zip(y, grads, strict=False))
         dx, *others = pull(tuple(given))
         for total, grad in zip(self.grads, others, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.positive import EMPTY, LOST
-from kernelformer.attention.signed import GUARD
+from kernelformer.attention.reference import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
 from kernelformer.formatting import human_bytes
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernelformer.attention.engine import Engine
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.reference import GUARD
+from kernelformer.attention.reference import GUARD as GUARD
 from kernelformer.contract import Role, SignedChunks, Workspace
 
 Tensors = Sequence[Tensor]

@@ -85,7 +85,8 @@ def phi(feature_map: FeatureMap, x: Tensor, role: Role) -> Tensor:
         z = _project(x, frequencies(feature_map, x.dtype)) if options["projection"] else x
         if options["activation"] == "elu":
             return (F.elu(z) + 1) / math.sqrt(z.shape[-1])
-        return (_ACTIVATIONS[str(options["activation"])](z) + options["eps"]) / math.sqrt(z.shape[-1])
+        eps = float(str(options["eps"]))
+        return (_ACTIVATIONS[str(options["activation"])](z) + eps) / math.sqrt(z.shape[-1])
     z = _project(x, frequencies(feature_map, x.dtype))
     both = torch.cat([z.cos(), z.sin()], -1) / math.sqrt(z.shape[-1])
     if isinstance(feature_map, TrigonometricMap):

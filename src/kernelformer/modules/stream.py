@@ -61,7 +61,8 @@ class BiasedCore(AttentionCore):
             query, unit_key = self._units(call.query, call.key, call.key_mask)
             call = replace(call, query=query, key=unit_key)
         key, value = (self._per_head(x) for x in (call.key, call.value))
-        common: dict[str, Any] = {"spec": self.feature_map.spread_spec_id, "tensors": prepared.tensors, "scale": call.scale}
+        spec_id = self.feature_map.spread_spec_id
+        common: dict[str, Any] = {"spec": spec_id, "tensors": prepared.tensors, "scale": call.scale}
         if not call.streams and call.state is None:
             out = biased_attention(
                 call.query,
