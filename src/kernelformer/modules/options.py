@@ -60,7 +60,7 @@ def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str]
                 )
     if SIZE in options and (entry.size != SIZE or not draws):
         size = positive_int(SIZE, resolved.pop(SIZE))
-        if entry.size in options and entry.size != SIZE:
+        if entry.size is not None and entry.size != SIZE and entry.size in options:
             raise ValueError(
                 f"{SIZE}={size} and {entry.size}={options[entry.size]!r} are two names for the size of {method!r}; "
                 f"give one of them."
