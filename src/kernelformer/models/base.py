@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import CONFIG_NAME
 
+from kernelformer.cache import StateCache
 from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.hashes import WEIGHTS, check_hashes, write_hashes
-from kernelformer.hf import StateCache
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.modules import KernelAttention, RelativePositions
 from kernelformer.modules.core import AttentionCore

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kernelformer.hf import StateCache
+from kernelformer.cache import StateCache
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.modules import KernelAttention, RelativePositions, method_options
 from kernelformer.modules.options import POSITION_OPTIONS

@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
-from kernelformer.hf import StateCache
+from kernelformer.cache import StateCache
 from kernelformer.models.base import KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack, visible
 from kernelformer.models.config import KernelformerConfig
