@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.data import npz
-from kernelformer.data.pretrained_texts import load_source
 from kernelformer.hf import load
+from kernelformer.hf.load import load_source
 from kernelformer.limits import LIMITS, check_limit, limit, set_limit
 from kernelformer.models import KernelformerConfig, KernelformerForCausalLM, KernelformerForConditionalGeneration
 from kernelformer.modules.spec import parse_attention

@@ -22,7 +22,7 @@ from kernelformer.distill.hidden_states import Depth
 from kernelformer.hf import convert, register, undo
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.find import evaluating
-from kernelformer.hf.register import CONVERTED
+from kernelformer.hf.implementation import CONVERTED
 from kernelformer.measure.lengths import Subject
 from kernelformer.pipelines import convert as converting
 from kernelformer.pipelines.convert import Setting

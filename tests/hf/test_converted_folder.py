@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from kernelformer.hf import convert, cores, load, save
-from kernelformer.hf import save as saving
+from kernelformer.hf import convert, cores, load, register, save
 from tiny_models import KINDS, inputs, outputs, tiny, tokens
 
 
@@ -120,7 +120,8 @@ def test_the_configuration_of_the_original_is_left_alone(tmp_path):
     assert found.config.to_dict() == {**original.config.to_dict(), "transformers_version": transformers.__version__}
 
 
-def test_transformers_finds_the_folder_by_itself(tmp_path):
+def test_transformers_finds_the_folder_once_it_is_registered(tmp_path):
+    register()
     model = saved(tmp_path / "a")
     found = AutoModelForMaskedLM.from_pretrained(tmp_path / "a", dtype="auto")
     assert torch.equal(outputs(found, input_ids=tokens()), outputs(model, input_ids=tokens()))
@@ -173,18 +174,18 @@ def test_an_original_is_not_overwritten(tmp_path):
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    model = saved(tmp_path)
+    model, module = saved(tmp_path), sys.modules["kernelformer.hf.save"]  # the package's own name is the function's
     before = {x.name: x.read_bytes() for x in tmp_path.iterdir()}
 
     def full(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr(saving, "save_torch_state_dict", full)
+    monkeypatch.setattr(module, "save_torch_state_dict", full)
     with pytest.raises(OSError, match="no space"):
         model.save_pretrained(tmp_path)
     assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
     monkeypatch.undo()
-    monkeypatch.setattr(saving, "write_json", full)
+    monkeypatch.setattr(module, "write_json", full)
     with pytest.raises(OSError, match="no space"):
         model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no config\.json"):  # no model, rather than a wrong one

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
-from kernelformer.data.pretrained_texts import check_length, load_source, read_texts  # noqa: E402
-from kernelformer.data.text_rows import batches  # noqa: E402
+from kernelformer.data.texts import batches, check_length, read_texts  # noqa: E402
 from kernelformer.distill import checkpoint  # noqa: E402
 from kernelformer.hf import load  # noqa: E402
-from kernelformer.hf.vocabulary import tokenizer_of_vocabulary  # noqa: E402
+from kernelformer.hf.load import load_source  # noqa: E402
+from kernelformer.hf.tokenizer import tokenizer_of_vocabulary  # noqa: E402
 from kernelformer.pipelines import convert as converting  # noqa: E402
 from kernelformer.pipelines.convert import Setting, parse_layers  # noqa: E402
 from kernelformer.reports import conversion as conversion_report  # noqa: E402

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
-from kernelformer.data.pretrained_texts import load_source  # noqa: E402
-from kernelformer.data.text_rows import TextRows, TextsUsed  # noqa: E402
+from kernelformer.data.texts import TextRows, TextsUsed  # noqa: E402
 from kernelformer.distill.measure import measure  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
+from kernelformer.hf.load import load_source  # noqa: E402
 from kernelformer.pipelines import convert as converting  # noqa: E402
 from kernelformer.pipelines.convert import Setting  # noqa: E402
 from kernelformer.reports import conversion as conversion_report  # noqa: E402

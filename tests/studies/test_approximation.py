@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kernelformer.analysis.capture import attention_inputs
 from kernelformer.analysis.matrices import condition_number, score_spectrum, statistical_dimension
 from kernelformer.cli.app import app
 from kernelformer.data.sources import read_texts
+from kernelformer.hf.capture import attention_inputs
 from kernelformer.modules import build_attention
 from kernelformer.studies import approximation
 
@@ -92,7 +92,7 @@ def test_the_study_measures_and_draws(encoder, text, tmp_path):
     ("options", "message"),
     [
         (["--lengths", "16,99"], "has 0 texts of at least 99 tokens, and 2 were asked for"),
-        (["--encoder", "."], "no model could be read from '.'"),
+        (["--encoder", "."], ". is not the folder of a model"),
         (["--text", "nothing.txt"], "there is no file nothing.txt"),
     ],
 )

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.data.pretrained_texts import load_source
+from kernelformer.hf.load import load_source
 from kernelformer.studies import conversion as study
 from kernelformer.studies import conversion_show as show
 

@@ -284,7 +284,7 @@ def test_wrong_input_of_the_command_is_named(encoder, tmp_path, here, options, m
 
 
 def test_a_folder_without_a_model_and_one_of_two_parts_are_named(tmp_path):
-    with pytest.raises(ValueError, match="no configuration could be read"):
+    with pytest.raises(ValueError, match="is not the folder of a model"):
         Subject(str(tmp_path), random=True).build(8)
     transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=40).save_pretrained(
         tmp_path

@@ -6,11 +6,9 @@ require_extra(__name__)
 
 from kernelformer.cache import StateCache
 from kernelformer.hf.convert import Conversion, conversion, convert, cores, new_cache, undo
-from kernelformer.hf.load import load, register_auto
+from kernelformer.hf.load import load
 from kernelformer.hf.register import register
 from kernelformer.hf.save import save
-
-register_auto()
 
 __all__ = [
     "Conversion",

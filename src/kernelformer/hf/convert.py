@@ -18,8 +18,8 @@ from kernelformer.hf.adapters import ADAPTERS, derive, tabulate_bias, underive, 
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import CORE, CROSS
 from kernelformer.hf.find import find_attentions, held_configs, run
+from kernelformer.hf.implementation import CONVERTED, kernel_attention, register_converted
 from kernelformer.hf.plan import EXACT, Conversion, Layer, make_plan
-from kernelformer.hf.register import CONVERTED, kernel_attention, register_converted
 from kernelformer.modules import AttentionCore
 from kernelformer.modules.build import move_to_inputs
 from kernelformer.modules.replacing import dropout_left_out, swap

@@ -1,4 +1,4 @@
-"""Every method as an attention implementation of transformers."""
+"""Every method as an attention implementation of transformers, and converted folders in its Auto classes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kernelformer.errors import unknown
 from kernelformer.hf.attend import CORE, attend, make_mask
+from kernelformer.hf.load import register_auto
 from kernelformer.modules import AttentionCore, list_methods, method_options
 from kernelformer.modules.build import build_core, move_to_inputs
 from kernelformer.modules.options import applicable_options
 
-CONVERTED = "kernelformer"  # the implementation of converted models, whose modules have their cores
 SETTINGS = "registered_as"  # attribute of cores that were built on the way: for whom
-
-
-def kernel_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of a converted model: its module has a core."""
-    core = module._modules.get(CORE)
-    if not isinstance(core, AttentionCore):
-        raise ValueError(
-            f"{type(module).__name__} has no core; the implementation {CONVERTED!r} is set by kernelformer.hf.convert, "
-            f"not by hand."
-        )
-    return attend(core, module, query, key, value, attention_mask, **options)
 
 
 class Registered:
@@ -83,14 +70,17 @@ class Registered:
 def register(**options: Any) -> list[str]:
     """Make every method of `list_methods` an attention implementation of transformers, under its own name.
 
+        register()
         AutoModel.from_pretrained(name, attn_implementation="favor+")
+        AutoModel.from_pretrained("out/linear")       # folders of converted models, see `kernelformer.hf.load`
 
-    Both halves are registered: the attention, and the mask function without which a model would get no mask at all and
-    lose its causality. Padding leaves numerator and denominator; what cannot be honoured (soft-capping, sliding
-    windows, sinks, packed sequences) raises. Attention dropout is left out, with a warning (see `attend`). Calling it
-    again changes the options, also of models that are there, unless their maps have parameters: those raise then.
+    Importing kernelformer.hf registers nothing. Of each implementation both halves are registered: the attention, and
+    the mask function without which a model would get no mask at all and lose its causality. Padding leaves numerator
+    and denominator; what cannot be honoured (soft-capping, sliding windows, sinks, packed sequences) raises. Attention
+    dropout is left out, with a warning (see `attend`). Calling it again changes the options, also of models that are
+    there, unless their maps have parameters: those raise then.
 
-    A model that does not look at its ``attn_implementation`` goes on as it is, without a word: `convert` tells. What
+    A model that does not look at its ``attn_implementation`` goes on as it is, without a word: `convert` says so. What
     maps learn is not read again by `from_pretrained`: `convert` saves and loads it.
 
     Args:
@@ -111,10 +101,5 @@ def register(**options: Any) -> list[str]:
     for name in names:
         AttentionInterface.register(name, Registered(name, options))
         AttentionMaskInterface.register(name, make_mask)
+    register_auto()
     return names
-
-
-def register_converted() -> None:
-    """The implementation of converted models."""
-    AttentionInterface.register(CONVERTED, kernel_attention)
-    AttentionMaskInterface.register(CONVERTED, make_mask)

@@ -69,12 +69,11 @@ class Subject:
         return model.eval(), stretched
 
     def _drawn(self, head: bool) -> Any:
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        from transformers import AutoModel, AutoModelForCausalLM
 
-        try:
-            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-        except (OSError, ValueError) as problem:
-            raise ValueError(f"no configuration could be read from {self.folder}: {problem}") from None
+        from kernelformer.hf.load import load_config
+
+        config: Any = load_config(self.folder)
         if self.task == "causal" and hasattr(config, "is_decoder"):
             config.is_decoder = True  # BERT and its kin attend causally then
         torch.manual_seed(0)
@@ -82,7 +81,7 @@ class Subject:
         return kind.from_config(config, trust_remote_code=False)
 
     def _loaded(self, head: bool) -> Any:
-        from kernelformer.data.pretrained_texts import load_source
+        from kernelformer.hf.load import load_source
 
         task = "causal" if head else "auto"
         model = load_source(self.folder, task=task, allow_pickle=self.allow_pickle).model

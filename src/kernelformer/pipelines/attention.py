@@ -11,8 +11,9 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from kernelformer.data.pretrained_texts import Source, load_source, longest
+from kernelformer.data.texts import longest
 from kernelformer.hf import conversion, convert, load
+from kernelformer.hf.load import Source, load_source
 from kernelformer.modules.spec import AttentionSpec, parse_method
 from kernelformer.quiet import silent_libraries
 from kernelformer.reports.attention_pictures import Pair, attention_pairs, draw_pairs

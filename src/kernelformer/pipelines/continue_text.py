@@ -62,7 +62,7 @@ def write_on(
         ValueError: the folder is not of a converted decoder, or has no tokenizer.
     """
     from kernelformer.hf import load, new_cache
-    from kernelformer.hf.pretrained import load_tokenizer
+    from kernelformer.hf.tokenizer import load_tokenizer
 
     positive_int("tokens", tokens)
     number("temperature", temperature, at_least=0)

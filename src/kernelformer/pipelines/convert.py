@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.data.pretrained_texts import Source, check_length, first_token, load_source, rows_for
 from kernelformer.data.readers import hash_files
+from kernelformer.data.texts import check_length, first_token, rows_for
 from kernelformer.distill.checkpoint import Checkpoint, appearing, check_target
 from kernelformer.environment import environment
 from kernelformer.errors import integer, positive_int
 from kernelformer.files import write_json, write_text
+from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.sentence_files import copy_sentence_files
 from kernelformer.modules import METHODS, method_options, parse_method
 from kernelformer.pipelines.convert_texts import (

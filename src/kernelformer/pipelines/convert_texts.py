@@ -10,8 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernelformer.data.pretrained_texts import Source, check_readable, first_token, made_up_inputs, read_texts, rows_for
-from kernelformer.data.text_rows import TextsUsed, order, some_texts, tokens_of
+from kernelformer.data.texts import (
+    TextsUsed,
+    check_readable,
+    first_token,
+    made_up_inputs,
+    order,
+    read_texts,
+    rows_for,
+    some_texts,
+    tokens_of,
+)
+from kernelformer.hf.load import Source
 
 Batches = list[dict[str, Tensor]]
 SPREAD = 8  # times as many windows as are chosen on are there to draw them from, so that few are of the same text

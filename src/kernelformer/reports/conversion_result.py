@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kernelformer.data.text_rows import TextsUsed
+from kernelformer.data.texts import TextsUsed
 
 
 @dataclass

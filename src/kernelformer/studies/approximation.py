@@ -15,9 +15,10 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from kernelformer.analysis.capture import attention_inputs
 from kernelformer.analysis.matrices import condition_number, score_spectrum, statistical_dimension
 from kernelformer.data.sources import read_texts
+from kernelformer.hf.capture import attention_inputs
+from kernelformer.hf.load import load_source
 from kernelformer.modules import build_attention
 
 LENGTHS = (128, 256, 512)
@@ -75,15 +76,12 @@ def load(encoder: str) -> tuple[Any, dict[str, Any]]:
     Args:
         encoder: a folder of transformers, or a name on the hub.
     """
-    from transformers import AutoModel, AutoTokenizer, set_seed
+    from transformers import AutoModel, set_seed
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(encoder)
-        pretrained = AutoModel.from_pretrained(encoder)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"no model could be read from {encoder!r}: {problem}") from None
+    source = load_source(encoder, task="encoder")
     set_seed(0)
-    return tokenizer, {"pretrained": pretrained.eval(), "initialized": AutoModel.from_config(pretrained.config).eval()}
+    initialized = AutoModel.from_config(source.model.config).eval()
+    return source.tokenizer, {"pretrained": source.model, "initialized": initialized}
 
 
 def long_texts(tokenizer: Any, path: Path, length: int, count: int) -> Tensor:

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.data.pretrained_texts import Source, inputs_for, load_source, read_texts
 from kernelformer.data.sources import hash_files
-from kernelformer.data.text_rows import batches, mask_tokens, packed_rows
+from kernelformer.data.texts import batches, inputs_for, mask_tokens, packed_rows, read_texts
 from kernelformer.errors import positive_int
 from kernelformer.files import read_json, write_json
+from kernelformer.hf.load import Source, load_source
 from kernelformer.modules.spec import parse_method
 
 # At equal features: of hyperbolic maps a frequency makes two, and elu has as many as a head has dimensions.

@@ -1,4 +1,4 @@
-"""What the attention of a Hugging Face model is given: its queries, keys and values on real inputs."""
+"""Queries, keys and values of the attentions of a transformers model on real inputs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernelformer.hf.attend import attend_exactly
+from kernelformer.hf.find import probing
+
 
 @torch.no_grad()
 def attention_inputs(model: Any, **inputs: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values (B, H, L, D) of every attention layer, in the order of the calls.
+    """Collect queries, keys and values (B, H, L, D) of every attention layer, in the order of the calls.
 
     Args:
         model: a model of transformers whose attention goes through `transformers.AttentionInterface`.
         inputs: of the model, ``input_ids`` and so on; all texts of one length.
     """
-    from kernelformer.hf.attend import attend_exactly
-    from kernelformer.hf.find import probing
-
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def look(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
         seen.append((query, key, value))
         return attend_exactly(module, query, key, value, mask, **options)
 
-    with probing(model, look):
+    with probing(model, record):
         model(**inputs)
     if not seen:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Tokenizers from a bare list of tokens, as old models and those of molecules and proteins come with."""
+"""Tokenizers of pretrained folders, also from a bare list of tokens, as old models and those of proteins have it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ import re
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from kernelformer.hf.pretrained import attempt
+
+# What transformers builds its tokenizers from; a folder that has only vocab.txt gets one of ours.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "merges.txt",
+    "source.spm",
+    "vocab.json",
+)
 SPECIAL = {
     "pad_token": ("[PAD]", "<pad>"),
     "unk_token": ("[UNK]", "<unk>"),
@@ -16,8 +30,26 @@ SPECIAL = {
 PIECE = "##"  # how WordPiece marks what goes on a word
 
 
+def load_tokenizer(path: str | Path, **options: Any) -> Any:
+    """Load the tokenizer of a folder or of a name on the hub; None where there is none.
+
+    Where a folder has ``vocab.txt`` alone, it is made by `tokenizer_of_vocabulary`.
+
+    Args:
+        path: of the folder, or the name.
+        options: of transformers' `AutoTokenizer`.
+    """
+    folder = Path(path)
+    vocabulary = folder / "vocab.txt"
+    whole = options or not folder.is_dir() or any((folder / x).is_file() for x in TOKENIZER_FILES)
+    if not whole:
+        # transformers would make one all the same: of special tokens alone, or one that knows no capitals.
+        return tokenizer_of_vocabulary(vocabulary) if vocabulary.is_file() else None
+    return attempt(path, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options), "tokenizer")
+
+
 def tokenizer_of_vocabulary(path: Path) -> Any:
-    """A tokenizer from ``vocab.txt``, one token a line.
+    """Make a tokenizer from ``vocab.txt``, one token a line.
 
     - With pieces such as ``##ing`` it is BERT's WordPiece; texts are made small if the vocabulary has no capitals.
     - Without them texts are cut into tokens from left to right, the longest that fits first, and what fits none becomes
@@ -38,9 +70,9 @@ def tokenizer_of_vocabulary(path: Path) -> Any:
         raise ValueError(f"{path} has {twice!r} in two lines; a token has one number.")
     special = {}
     for name, known in SPECIAL.items():
-        found = [x for x in known if x in vocabulary]
-        if found:
-            special[name] = found[0]
+        present = [x for x in known if x in vocabulary]
+        if present:
+            special[name] = present[0]
         elif name != "mask_token":
             raise ValueError(f"{path} has no {name} ({' or '.join(known)}), so that no tokenizer can be made of it.")
     words = [x for x in tokens if x not in special.values()]

@@ -1,4 +1,4 @@
-"""Texts as rows of a model's inputs, in an order that a seed gives, and how many of them were used."""
+"""Texts for a pretrained model as rows of its inputs, in an order that a seed gives, and how many of them were used."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernelformer.data.readers import read_texts as texts_of_file
 from kernelformer.errors import integer, positive_int
+from kernelformer.hf.find import try_inputs
+from kernelformer.hf.load import Source
 
+LENGTH = 256  # tokens of a text, where nobody says
 MASKED = 0.15  # of the tokens, for masked models
 
 
@@ -188,3 +193,84 @@ def order(first: int, count: int, total: int, seed: int) -> list[int]:
             rounds[turn] = torch.randperm(total, generator=gen).tolist()
         places.append(rounds[turn][place % total])
     return places
+
+
+def read_texts(path: str | Path) -> list[str]:
+    """The texts of a file that are not blank: ``.jsonl`` with ``text`` in each line, or one text a line; UTF-8.
+
+    Raises:
+        ValueError: no such file, a line that is not UTF-8 or not JSON, or not one text.
+    """
+    texts = [x for x in texts_of_file(Path(path)) if x.strip()]
+    if not texts:
+        raise ValueError(f"{path} has no text in it: it is empty, or all its lines are blank.")
+    return texts
+
+
+def longest(source: Source) -> int | None:
+    """Tokens that a model has positions for; None: no limit is known."""
+    found = [getattr(source.model.config.get_text_config(), "max_position_embeddings", None)]
+    found.append(getattr(source.tokenizer, "model_max_length", None))  # tokenizers without a limit say 1e30
+    limits = [x for x in found if isinstance(x, int) and 0 < x < 10**9]
+    return min(limits, default=None)
+
+
+def check_length(source: Source, length: int | None) -> int:
+    """As asked for, if the model has so many positions; `LENGTH` or what it has where nobody asks."""
+    limit = longest(source)
+    if length is None:
+        return LENGTH if limit is None else min(LENGTH, limit)
+    if limit is not None and length > limit:
+        raise ValueError(f"length is {length}, and {source.path} has positions for {limit} tokens; give a smaller one.")
+    return positive_int("length", length)
+
+
+def check_readable(source: Source, texts: Sequence[str]) -> None:
+    """That a model can read texts.
+
+    Raises:
+        ValueError: it has no tokenizer, or one that knows not one token of the first texts.
+    """
+    if source.tokenizer is None:
+        raise ValueError(
+            f"{source.path} has no tokenizer (tokenizer.json, or vocab.txt for BERT's kin), so that it cannot read "
+            f"texts; add one, or leave the texts out."
+        )
+    unknown = source.tokenizer.unk_token_id
+    some = source.tokenizer([x[:2000] for x in texts[:8]], add_special_tokens=False)["input_ids"]
+    seen = [x for row in some for x in row]
+    if not seen or (unknown is not None and all(x == unknown for x in seen)):
+        raise ValueError(
+            f"the tokenizer of {source.path} knows nothing of these texts: {texts[0][:40]!r} has no token but the "
+            f"unknown one. Give texts that the model was made for."
+        )
+
+
+def first_token(source: Source) -> int:
+    """That a decoder begins with."""
+    return getattr(source.model.config, "decoder_start_token_id", None) or 0
+
+
+def rows_for(source: Source, texts: Sequence[str], length: int) -> TextRows:
+    """Rows of inputs for a source; see `check_readable`."""
+    check_readable(source, texts)
+    return TextRows(texts, source.tokenizer, length, source.task)
+
+
+def inputs_for(source: Source, texts: Sequence[str], length: int, batch: int, seed: int) -> Any:
+    """`batches` for a source; see `check_readable`."""
+    check_readable(source, texts)
+    return batches(texts, source.tokenizer, length, batch, seed, task=source.task, start=first_token(source))
+
+
+def made_up_inputs(source: Source, length: int, batch: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """The same without texts: random tokens, or noise for models of images."""
+    config, gen = source.model.config, torch.Generator().manual_seed(seed)
+    tried = try_inputs(source.model)
+    while True:
+        if "input_ids" not in tried:
+            yield {name: torch.randn(batch, *x.shape[1:], generator=gen, dtype=x.dtype) for name, x in tried.items()}
+            continue
+        size = config.get_text_config().vocab_size
+        ids = torch.randint(size, (2, batch, length), generator=gen)
+        yield {name: torch.ones_like(ids[0]) if "mask" in name else ids[i % 2] for i, name in enumerate(tried)}

@@ -1,0 +1,124 @@
+"""What importing does to transformers (nothing), what registering does, and that exported names are functions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kernelformer.hf import convert
+from tiny_models import tiny
+
+# Everything that transformers lets others register, as plain values.
+REGISTRIES = """
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
+from transformers.models.auto import modeling_auto, tokenization_auto
+
+def registries():
+    autos = [getattr(modeling_auto, x) for x in modeling_auto.__all__ if x.startswith("AutoModel")]
+    return (
+        sorted(CONFIG_MAPPING._extra_content),
+        [sorted(x.__name__ for x in auto._model_mapping._extra_content) for auto in autos],
+        sorted(x.__name__ for x in tokenization_auto.TOKENIZER_MAPPING._extra_content),
+        sorted(AttentionInterface._global_mapping),
+        sorted(AttentionMaskInterface._global_mapping),
+    )
+"""
+
+
+def python(code: str, *arguments: object) -> str:
+    """What a fresh process prints."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A converted BertModel."""
+    path = tmp_path_factory.mktemp("converted") / "linear"
+    convert(tiny("BertModel"), "elu").save_pretrained(path)
+    return path
+
+
+def test_importing_any_module_registers_nothing():
+    code = f"""{REGISTRIES}
+before = registries()
+import importlib, pkgutil
+import kernelformer
+for module in pkgutil.walk_packages(kernelformer.__path__, "kernelformer."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+        assert registries() == before, module.name
+"""
+    python(code)
+
+
+def test_auto_classes_know_a_converted_folder_once_it_is_registered(folder):
+    code = f"""{REGISTRIES}
+import sys
+from transformers import AutoModel
+from kernelformer.hf import register
+before = registries()
+try:
+    AutoModel.from_pretrained(sys.argv[1])
+except ValueError as problem:
+    assert "kernelformer-converted" in str(problem), problem
+else:
+    raise AssertionError("nothing was registered")
+names = register()
+print(AutoModel.from_pretrained(sys.argv[1]).conversion)
+after = registries()
+assert after[0] == ["kernelformer-converted"], after[0]
+assert set(after[3]) >= {{*before[3], *names}} and set(after[4]) >= {{*before[4], *names}}
+register()
+assert registries() == after
+"""
+    assert "attention.self: elu (called 1x)" in python(code, folder)
+
+
+def test_loading_a_converted_folder_registers_it(folder):
+    code = """
+import sys
+from transformers import AutoModel
+from kernelformer.hf import load
+print(load(sys.argv[1]).conversion == AutoModel.from_pretrained(sys.argv[1]).conversion)
+"""
+    assert python(code, folder) == "True\n"
+
+
+def test_the_models_of_the_library_are_known_once_they_are_registered(tmp_path):
+    code = f"""{REGISTRIES}
+import sys
+from transformers import AutoModel
+from kernelformer.models import KernelformerConfig, KernelformerModel, register
+model = KernelformerModel(KernelformerConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+model.save_pretrained(sys.argv[1])
+assert registries()[0] == []
+register()
+print(type(AutoModel.from_pretrained(sys.argv[1])).__name__, registries()[0])
+"""
+    assert python(code, tmp_path) == "KernelformerModel ['kernelformer']\n"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import kernelformer.hf.save, kernelformer.hf.load, kernelformer.hf.register, kernelformer.hf.convert",
+        "from kernelformer.hf.convert import conversion",
+        "import kernelformer.distill.measure, kernelformer.models",
+        "import kernelformer.pipelines.convert, kernelformer.data.texts",
+    ],
+)
+def test_exported_names_are_functions_whatever_was_imported_before(first):
+    code = f"""
+{first}
+from kernelformer.hf import convert, load, register, save
+import kernelformer.hf.convert, kernelformer.hf.load, kernelformer.hf.register, kernelformer.hf.save
+import kernelformer
+print([type(x).__name__ for x in (convert, load, register, save)])
+print([getattr(kernelformer.hf, x.__name__) is x for x in (convert, load, register, save)])
+"""
+    assert python(code) == f"{['function'] * 4}\n{[True] * 4}\n"
