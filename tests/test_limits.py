@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_converted_folder import change, saved
 from typer.testing import CliRunner
 
+from converted_folders import change, saved
 from kernelformer.cli.app import app
 from kernelformer.data import npz
 from kernelformer.hf import load

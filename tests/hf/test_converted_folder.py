@@ -13,28 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from kernelformer.hf import convert, cores, load, register, save
+from converted_folders import change, saved
+from kernelformer.hf import convert, load, register, save
 from tiny_models import KINDS, inputs, outputs, tiny, tokens
-
-
-def saved(folder, kind="BertForMaskedLM", method="loglinear", dtype=torch.float64, **options):
-    """A converted model whose map has learned something, in a folder."""
-    options.setdefault("num_features", 16)
-    model = convert(tiny(kind, dtype), method, **options)
-    with torch.no_grad():
-        for core in cores(model).values():
-            core.resample(3)
-            for x in core.parameters():
-                x.add_(0.1)
-    model.save_pretrained(folder)
-    return model
-
-
-def change(folder, **values):
-    """Change the configuration, as somebody who knows what they do."""
-    (folder / "hashes.json").unlink()
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
