@@ -14,15 +14,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from kernelformer.cache import StateCache
-from kernelformer.hf.adapters import ADAPTERS, derive, tabulate_bias, underive, untabulate_bias
+from kernelformer.hf.adapters import family_of, restore_bias, tabulate_bias
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import CORE, CROSS
+from kernelformer.hf.derive import derive, underive
 from kernelformer.hf.find import find_attentions, held_configs, run
-from kernelformer.hf.implementation import CONVERTED, kernel_attention, register_converted
+from kernelformer.hf.implementation import CONVERTED, register_converted
 from kernelformer.hf.plan import EXACT, Conversion, Layer, make_plan
 from kernelformer.modules import AttentionCore
 from kernelformer.modules.build import move_to_inputs
-from kernelformer.modules.replacing import dropout_left_out, swap
+from kernelformer.modules.replacing import dropout_left_out
 
 __all__ = [
     "EXACT",
@@ -167,13 +168,8 @@ def apply(model: nn.Module, plan: Conversion) -> None:
     modules = [model.get_submodule(x.name) for x in plan.layers]
     built = [_build(module, layer, i) for i, (module, layer) in enumerate(zip(modules, plan.layers, strict=True))]
     register_converted()
-    for layer, module, new in zip(plan.layers, modules, built, strict=True):
-        if layer.way == "multihead":
-            swap(model, module, new)
-            continue
-        module.add_module(CORE, new)
-        if layer.way == "adapter":
-            ADAPTERS[type(module).__name__].apply(module, kernel_attention)
+    for module, new in zip(modules, built, strict=True):
+        family_of(module).install(model, module, new)
     attentions = zip(plan.layers, built, strict=True)
     dropout_left_out(model, {layer.name: x for layer, x in attentions if isinstance(x, KernelMultiheadAttention)})
     tabulate_bias(model)
@@ -185,30 +181,24 @@ def apply(model: nn.Module, plan: Conversion) -> None:
 
 def _build(module: nn.Module, layer: Layer, number: int) -> nn.Module:
     """The core of an attention, or what takes the place of a `torch.nn.MultiheadAttention`."""
+    family = family_of(module)
+    if family.way != layer.way:
+        raise ValueError(f"{layer.name} of {type(module).__name__} is converted by {family.way!r}, not {layer.way!r}.")
     core = layer.build(number)
     problem = core.refusal(layer.causal)
     if problem is not None:
         raise ValueError(f"{layer.name}: {str(problem).rstrip('.')}; nothing was converted.")
-    if _has_bias(module, layer) and not core.takes_bias:
+    if family.has_bias(module, layer.name, layer.cross) and not core.takes_bias:
         raise ValueError(
             f"{layer.name} adds a relative bias to its logits, which {layer.method!r} cannot; nothing was converted. "
             f"Use a normalized method with a feature map, such as 'favor+' or 'loglinear'."
         )
     move_to_inputs(core, next(module.parameters()))
     setattr(core, CROSS, layer.cross)
-    new: nn.Module = core
-    if layer.way == "multihead":
-        assert isinstance(module, nn.MultiheadAttention)
-        if not layer.name:
-            raise ValueError("the model is itself an attention; convert a module that holds it.")
-        new = KernelMultiheadAttention.from_torch(module, core)
+    new = family.build(module, core)
+    if new is not core and not layer.name:
+        raise ValueError("the model is itself an attention; convert a module that holds it.")
     return new.train(module.training)
-
-
-def _has_bias(module: nn.Module, layer: Layer) -> bool:
-    # T5 shares the bias of its first layer with all layers of self-attention.
-    across = layer.cross or ".EncDecAttention" in f".{layer.name}"
-    return layer.way == "adapter" or (hasattr(module, "has_relative_attention_bias") and not across)
 
 
 def _own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
@@ -230,15 +220,10 @@ def undo(model: nn.Module) -> None:
     """The model with its own attention again; what cores learned is lost."""
     plan = conversion(model)
     _stop_looking(model)
-    untabulate_bias(model)
+    restore_bias(model)
     for layer in plan.layers:
         module = model.get_submodule(layer.name)
-        if isinstance(module, KernelMultiheadAttention):
-            swap(model, module, module.restored())
-            continue
-        if layer.way == "adapter":
-            ADAPTERS[type(module).__name__].undo(module)
-        del module._modules[CORE]
+        family_of(module).remove(model, module)
     if isinstance(model, PreTrainedModel):
         for config, implementation in vars(model).pop(BEFORE):
             config._attn_implementation_internal = implementation

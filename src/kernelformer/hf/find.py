@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
-from kernelformer.hf.adapters import ADAPTERS
+from kernelformer.hf.adapters import FAMILIES, family_of
+from kernelformer.hf.adapters.base import AdaptedFamily, Way
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import ARGUMENTS, attend_exactly, causal_without_mask, check_keywords, read_mask
 
 PROBE = "kernelformer_probe"
 TOKENS = 6  # of the inputs that a model is tried with
-Way = Literal["interface", "adapter", "multihead"]
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,10 @@ def _within(inner: str, outer: str) -> bool:
 
 def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
     """What is known of a module if it is an attention that can be replaced."""
-    kind, seen = type(module).__name__, probe.seen.get(id(module))
-    if type(module) is nn.MultiheadAttention:
-        dim = module.head_dim
-        return Attention(name, "multihead", module.num_heads, dim, dim**-0.5, False, probe.calls(module))
-    if kind in ADAPTERS:
-        heads, dim = ADAPTERS[kind].sizes(module)
-        return Attention(name, "adapter", heads, dim, dim**-0.5, False, probe.calls(module))
+    family, seen = family_of(module), probe.seen.get(id(module))
+    if family.way != "interface":
+        heads, dim = family.sizes(module)
+        return Attention(name, family.way, heads, dim, dim**-0.5, False, probe.calls(module))
     if seen is None:
         return None
     return Attention(
@@ -186,7 +183,7 @@ def _refuse(model: nn.Module, uncovered: list[str], idle: list[Attention]) -> No
         raise ValueError(
             f"{kind} has attention that is not covered, or that was not called when it was tried: "
             f"{_few(uncovered)}. Nothing was converted. Covered are models that attend through transformers' "
-            f"AttentionInterface, {', '.join(sorted(ADAPTERS))}, and torch.nn.MultiheadAttention; "
+            f"AttentionInterface, {' and '.join(x.covers for x in FAMILIES if x.covers)}; "
             + ("convert the model of transformers inside." if inside else "other inputs to try it with go by inputs=.")
         )
     if idle:
@@ -265,15 +262,16 @@ def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterat
     AttentionMaskInterface.register(PROBE, mask)
     configs = {id(x): x for _, _, x in held_configs(model)}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
-    adapted = [(x, ADAPTERS[type(x).__name__]) for x in model.modules() if type(x).__name__ in ADAPTERS]
-    own = [adapter.apply(module, probe) for module, adapter in adapted]
+    families = [(x, family_of(x)) for x in model.modules()]
+    adapted = [(x, family) for x, family in families if isinstance(family, AdaptedFamily)]
+    own = [family.adapt(module, probe) for module, family in adapted]
     for config in configs.values():
         config._attn_implementation_internal = PROBE
     try:
         yield
     finally:
-        for (module, adapter), interface in zip(adapted, own, strict=True):
-            adapter.undo(module, interface)
+        for (module, family), interface in zip(adapted, own, strict=True):
+            family.restore(module, interface)
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
         AttentionInterface.register(PROBE, sdpa_attention_forward)  # it is global: a probe would stay alive

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kernelformer.hf.find import Attention, Way
+from kernelformer.hf.adapters.base import Way
+from kernelformer.hf.find import Attention
 from kernelformer.modules import AttentionCore, MixedCore, method_options
 from kernelformer.modules.build import build_core
 from kernelformer.modules.options import maps_by_head, resolve_options

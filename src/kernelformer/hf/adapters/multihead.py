@@ -1,4 +1,4 @@
-"""`torch.nn.MultiheadAttention` in a model that was converted."""
+"""`torch.nn.MultiheadAttention`, in any model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kernelformer.modules import MultiheadAttention
+from kernelformer.hf.adapters.base import Family, Way
+from kernelformer.modules import AttentionCore, MultiheadAttention
+from kernelformer.modules.replacing import swap
 
 
 class KernelMultiheadAttention(MultiheadAttention):
@@ -24,3 +26,32 @@ class KernelMultiheadAttention(MultiheadAttention):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         nn.MultiheadAttention._load_from_state_dict(self, *args)
+
+
+class Multihead(Family):
+    """Modules of torch, which are swapped for ours."""
+
+    way: Way = "multihead"
+    covers = "torch.nn.MultiheadAttention"
+
+    def matches(self, module: nn.Module) -> bool:
+        """Tell whether it is torch's own, or ours in its place; a subclass may compute something else."""
+        return type(module) in (nn.MultiheadAttention, KernelMultiheadAttention)
+
+    def sizes(self, module: Any) -> tuple[int, int]:
+        """Number of heads and head dimension."""
+        return module.num_heads, module.head_dim
+
+    def build(self, module: nn.Module, core: AttentionCore) -> nn.Module:
+        """Make the module that takes the place of torch's, with its weights."""
+        assert isinstance(module, nn.MultiheadAttention)
+        return KernelMultiheadAttention.from_torch(module, core)
+
+    def install(self, model: nn.Module, module: nn.Module, new: nn.Module) -> None:
+        """Put the new module wherever the old one is."""
+        swap(model, module, new)
+
+    def remove(self, model: nn.Module, module: nn.Module) -> None:
+        """Put torch's own back."""
+        assert isinstance(module, KernelMultiheadAttention)
+        swap(model, module, module.restored())

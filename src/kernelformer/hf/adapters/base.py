@@ -1,0 +1,105 @@
+"""What a family of models needs so that its attentions attend by cores; models of most families need nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from kernelformer.hf.attend import CORE
+from kernelformer.hf.derive import derive, underive
+from kernelformer.hf.implementation import kernel_attention
+from kernelformer.modules import AttentionCore
+
+Interface = Callable[..., tuple[Tensor, Tensor | None]]
+Way = Literal["interface", "adapter", "multihead"]  # saved with a converted model
+_INTERFACE = "interface"  # attribute of an adapted module
+
+
+class Family:
+    """Models that attend through transformers' `AttentionInterface`; others override what is different.
+
+    Attributes:
+        way: how a core gets into an attention, as it is saved.
+        covers: classes of attentions that are covered only thanks to this family, for messages.
+    """
+
+    way: Way = "interface"
+    covers = ""
+
+    def matches(self, module: nn.Module) -> bool:
+        """Tell whether a module, converted or not, is an attention of this family."""
+        return False
+
+    def sizes(self, module: Any) -> tuple[int, int]:
+        """Number of heads and head dimension of an attention; those of an interface are seen when it is called."""
+        raise NotImplementedError
+
+    def has_bias(self, module: nn.Module, name: str, cross: bool) -> bool:
+        """Tell whether an attention adds a relative bias to its logits.
+
+        Args:
+            module: the attention.
+            name: as `named_modules` has it.
+            cross: whether its keys are those of other tokens than its queries.
+        """
+        return False
+
+    def build(self, module: nn.Module, core: AttentionCore) -> nn.Module:
+        """Make what `install` puts into the model; it may raise, and nothing is changed yet."""
+        return core
+
+    def install(self, model: nn.Module, module: nn.Module, new: nn.Module) -> None:
+        """Make an attention attend by its core from now on."""
+        module.add_module(CORE, new)
+
+    def remove(self, model: nn.Module, module: nn.Module) -> None:
+        """Undo `install`."""
+        del module._modules[CORE]
+
+    def tabulate_bias(self, module: nn.Module) -> None:
+        """Make any module of the family give its relative bias as a table over distances, not as L x S numbers."""
+
+    def restore_bias(self, module: nn.Module) -> None:
+        """Undo `tabulate_bias`."""
+
+
+class AdaptedFamily(Family):
+    """Attentions that do not look at the interface, made to.
+
+    Attributes:
+        forward: a class whose forward attends through the module's ``interface``, to stand before the original's.
+    """
+
+    way: Way = "adapter"
+    forward: type[nn.Module]
+
+    def matches(self, module: nn.Module) -> bool:
+        """Tell whether a module is of the class that is covered; a derived class keeps its name."""
+        return type(module).__name__ == self.covers
+
+    def adapt(self, module: nn.Module, interface: Interface) -> Interface | None:
+        """Make a module attend through ``interface``; returns the one before, None where there was none."""
+        before: Interface | None = vars(module).get(_INTERFACE)
+        derive(module, self.forward)
+        setattr(module, _INTERFACE, interface)
+        return before
+
+    def restore(self, module: nn.Module, before: Interface | None = None) -> None:
+        """Undo `adapt`, which returned ``before``."""
+        if before is not None:
+            setattr(module, _INTERFACE, before)
+            return
+        delattr(module, _INTERFACE)
+        underive(module)
+
+    def install(self, model: nn.Module, module: nn.Module, new: nn.Module) -> None:
+        """Make an attention attend by its core from now on."""
+        super().install(model, module, new)
+        self.adapt(module, kernel_attention)
+
+    def remove(self, model: nn.Module, module: nn.Module) -> None:
+        """Undo `install`."""
+        self.restore(module)
+        super().remove(model, module)
