@@ -126,7 +126,7 @@ def test_transfer_fits_the_maps_and_leaves_the_backbone(make):
     before = copy.deepcopy(student.state_dict())
     told = []
     rows = endless(padded=make is encoder)
-    losses = transfer(student, teacher, rows, steps=60, lr=3e-2, tell=lambda *x: told.append(x))
+    losses = transfer(student, teacher, rows, steps=60, lr=3e-2, log=lambda *x: told.append(x))
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
     assert [step for step, _ in told] == list(range(1, 61))
     assert [loss for _, loss in told] == losses

@@ -11,8 +11,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from kernelformer.analysis.variance import log_variance  # noqa: E402
 from kernelformer.distill.measure import Norms, Report, Row, measure  # noqa: E402
-from kernelformer.distill.predict import CEILING, log_variance, predicted_error  # noqa: E402
+from kernelformer.distill.predict import CEILING, predicted_error  # noqa: E402
 from kernelformer.hf import convert, cores  # noqa: E402
 from kernelformer.modules import MixedCore, build_attention  # noqa: E402
 
@@ -142,7 +143,7 @@ def test_the_predicted_variance_is_that_of_many_draws(method):
     exact = (q @ k.mT).exp()
     many = core.attention_matrix(q.expand(1, draws, 3, 4), k.expand(1, draws, 3, 4))
     found = ((many - exact) / exact).square()[0]
-    want = log_variance(core, q, k, 1.0)[0, 0].exp()
+    want = log_variance(method, q, k, core.feature_map.num_features, 1.0)[0, 0].exp()
     assert ((found.mean(0) - want).abs() < 5 * found.std(0) / draws**0.5).all()
 
 

@@ -148,7 +148,7 @@ def test_a_stopped_distillation_goes_on_where_it_was(model, text, tmp_path):
 
 
 def test_a_damaged_state_of_a_distillation_is_named(model, text, tmp_path):
-    kept = checkpoint.Checkpoint(checkpoint.Checkpoint.place(tmp_path / "d"), {})
+    kept = checkpoint.Checkpoint(checkpoint.Checkpoint.folder_for(tmp_path / "d"), {})
     kept.save(torch.nn.Linear(64, 64), {"transfer": [1.0]}, now=True)
     path = kept.folder / checkpoint.FILE
     content = bytearray(path.read_bytes())

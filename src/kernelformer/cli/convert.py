@@ -80,7 +80,7 @@ def _next(target: Path) -> str:
     """What to say after Ctrl-C: a distillation that has learned something goes on."""
     from kernelformer.distill.checkpoint import Checkpoint
 
-    return goes_on() if Checkpoint.place(target).exists() else f"{typed()} starts anew"
+    return goes_on() if Checkpoint.folder_for(target).exists() else f"{typed()} starts anew"
 
 
 def continue_(

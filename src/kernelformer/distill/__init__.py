@@ -1,1 +1,1 @@
-"""What needs a teacher: losses, fitting, and how far a converted model is from its original."""
+"""Distillation of converted models: losses, training, and their distance from the original."""

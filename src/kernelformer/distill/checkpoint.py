@@ -1,4 +1,4 @@
-"""Folders that appear whole, and beside them the state of a distillation that was stopped."""
+"""The state of a distillation that was stopped, and target folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,35 +36,40 @@ class Checkpoint:
     cost: float = 0.0  # seconds that it took
 
     @staticmethod
-    def place(target: Path) -> Path:
-        """The folder that belongs to a target."""
+    def folder_for(target: Path) -> Path:
+        """Name the folder that keeps the state of an unfinished target."""
         return target.with_name(target.name + PART)
 
     @classmethod
     def of(cls, target: Path, identity: dict[str, str], force: bool) -> Checkpoint:
-        """Of a target.
+        """Find or begin the checkpoint of a target.
+
+        Args:
+            target: folder that the run will write.
+            identity: of this run.
+            force: remove the checkpoint of another run.
 
         Raises:
             ValueError: another call has left one there; with ``force`` it is removed instead.
         """
-        found = cls(cls.place(target), identity, time.monotonic())
-        if found.folder.exists():
-            other = found._other()
-            if other and not (force and (found.folder / FILE).is_file()):
+        checkpoint = cls(cls.folder_for(target), identity, time.monotonic())
+        if checkpoint.folder.exists():
+            other = checkpoint._other()
+            if other and not (force and (checkpoint.folder / FILE).is_file()):
                 raise ValueError(
-                    f"{found.folder} is of another call ({other}); repeat that one, choose another name, or give "
+                    f"{checkpoint.folder} is of another call ({other}); repeat that one, choose another name, or give "
                     f"--force to begin anew."
                 )
             if other:
-                found.remove()
-        return found
+                checkpoint.remove()
+        return checkpoint
 
     def _read(self) -> dict[str, Any]:
-        found: dict[str, Any] = torch.load(self.folder / FILE, weights_only=True, mmap=True)
-        return found
+        state: dict[str, Any] = torch.load(self.folder / FILE, weights_only=True, mmap=True)
+        return state
 
     def _other(self) -> str:
-        """What is different there; empty if nothing is."""
+        """Name what is different in the checkpoint that is there; empty if nothing is."""
         try:
             check_archive(self.folder / FILE)
             left = self._read()["identity"]
@@ -74,7 +79,7 @@ class Checkpoint:
         return ", ".join(sorted(x for x in {*left, *self.identity} if left.get(x) != self.identity.get(x)))
 
     def load(self, model: Any) -> tuple[dict[str, list[float]], Any]:
-        """Put the weights so far into a model; the losses so far, by stage, and the optimizer's state in the last."""
+        """Put the weights so far into a model; returns the losses by stage, and the optimizer's state in the last."""
         if not (self.folder / FILE).is_file():
             return {}, None
         kept = self._read()
@@ -89,7 +94,7 @@ class Checkpoint:
         *,
         now: bool = False,
     ) -> None:
-        """Write all of it, if it is time and anything was learned; ``optimizer`` gives the state of a stage."""
+        """Write all of it, if it is time (or ``now``) and anything was learned; ``optimizer`` gives its state."""
         begin = time.monotonic()
         early = begin - self.last < max(SECONDS, self.cost / SHARE)
         if not any(losses.values()) or (early and not now):
@@ -102,20 +107,20 @@ class Checkpoint:
         self.cost = self.last - begin
 
     def remove(self) -> None:
-        """The run is done."""
+        """Remove the checkpoint: the run is done, or begins anew."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def check_target(source: str | Path, target: Path, force: bool) -> None:
-    """That a folder can be written: not that of the source, and not there, or a converted model and ``force``."""
-    folder, place = Path(source), target.resolve()
+    """Check that a folder can be written: not that of the source, and not there, or a converted model and ``force``."""
+    folder, resolved = Path(source), target.resolve()
     if folder.is_dir():
         original = folder.resolve()
-        if place == original or original in place.parents or place in original.parents:
+        if resolved == original or original in resolved.parents or resolved in original.parents:
             raise ValueError(
                 f"{target} and {source} are within one another; the original is never changed: write aside."
             )
-        if Checkpoint.place(place) == original:
+        if Checkpoint.folder_for(resolved) == original:
             raise ValueError(f"{source} has the name that an unfinished {target} would have; choose another name.")
     if not target.exists() and not target.is_symlink():
         return
@@ -135,7 +140,7 @@ def _converted(folder: Path) -> bool:
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A folder to write into, which gets the name ``target`` if the block ends well; what was there is removed."""
+    """Make a folder to write into, which gets the name ``target`` if the block ends well; what was there is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PART}")
     part.mkdir()

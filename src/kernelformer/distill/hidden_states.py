@@ -1,4 +1,4 @@
-"""Hidden states and outputs of two models that should be the same."""
+"""Errors of hidden states and outputs of a model against those of its original."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
 @dataclass
 class Mean:
-    """Of any number of values."""
+    """Running mean of any number of values."""
 
     total: float = 0.0
     count: int = 0
 
     def add(self, values: Tensor) -> None:
-        """These too."""
+        """Count these values in, of any shape."""
         self.total += float(values.sum(dtype=torch.float64))
         self.count += values.numel()
 
     @property
     def value(self) -> float | None:
-        """None of none."""
+        """The mean; None where there were no values."""
         return self.total / self.count if self.count else None
 
 
-class Depth:
-    """Errors of a model that runs by itself: after each layer, and of what comes out.
+class HiddenStateErrors:
+    """Errors of a converted model that runs by itself: after each layer, and of its output.
 
     Args:
         pools: compare mean-pooled last hidden states too.
@@ -49,20 +49,26 @@ class Depth:
         self.samples = self.tokens = 0
 
     def add(self, batch: Mapping[str, Any], want: Any, got: Any) -> None:
-        """Outputs of both models for a batch."""
+        """Count in a batch.
+
+        Args:
+            batch: inputs of both models; padding does not count.
+            want: outputs of the original, with hidden states.
+            got: outputs of the converted model, with hidden states.
+        """
         mask = batch.get("attention_mask")
         masks = {"decoder": batch.get("decoder_attention_mask")}
         for part in ("encoder", "decoder", "layers"):
             name = "hidden_states" if part == "layers" else f"{part}_hidden_states"
-            wanted, found = getattr(want, name, None), getattr(got, name, None)
-            if wanted is None or found is None:
+            wanted, ours = getattr(want, name, None), getattr(got, name, None)
+            if wanted is None or ours is None:
                 continue
             means = self.hidden.setdefault(part, [Mean() for _ in wanted])
-            for mean, x, y in zip(means, wanted, found, strict=True):
+            for mean, x, y in zip(means, wanted, ours, strict=True):
                 mean.add(_relative(x, y, masks.get(part, mask)))
             if self.pools and part == "layers":
                 real = None if mask is None or mask.shape != wanted[-1].shape[:2] else mask
-                self.cosine.add(torch.cosine_similarity(pooled(wanted[-1], real), pooled(found[-1], real)))
+                self.cosine.add(torch.cosine_similarity(pooled(wanted[-1], real), pooled(ours[-1], real)))
         name = output_name(want)
         x, y = getattr(want, name), getattr(got, name)
         over = masks["decoder"] if "decoder" in self.hidden else mask
@@ -77,7 +83,7 @@ class Depth:
         self.tokens += int(mask.sum()) if mask is not None else inputs.numel() if inputs.dim() == 2 else 0
 
     def perplexity(self, which: str) -> float | None:
-        """Of the next token, for the ``original`` or the ``converted`` model; None where it was not measured."""
+        """Perplexity of the next token, of the ``original`` or the ``converted`` model; None if it was not measured."""
         loss = self.losses[which].value
         return None if loss is None else float(torch.tensor(loss, dtype=torch.float64).exp())
 
@@ -118,7 +124,7 @@ def output_divergence(batch: Mapping[str, Any], want: Any, got: Any) -> float:
 
 
 def output_name(outputs: Any) -> str:
-    """Which of a model's outputs is compared.
+    """Name the output of a model that is compared.
 
     Raises:
         ValueError: none of them is there.
@@ -130,7 +136,7 @@ def output_name(outputs: Any) -> str:
 
 
 def _kept_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """One number a token, (B, L), without padding; what is not of tokens, such as one number a sample, stays whole.
+    """Numbers of tokens, (B, L), without those of padding; other shapes, such as one number a sample, stay whole.
 
     Numbers, not vectors: logits of a sample, (B, V), have the shape of a mask where classes are as many as tokens.
     """
@@ -138,6 +144,6 @@ def _kept_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _relative(want: Tensor, got: Tensor, mask: Tensor | None) -> Tensor:
-    """Squared, for each real token."""
+    """Squared relative error of each real token, (B, L, d) -> (N)."""
     want, got = want.double(), got.double()
     return _kept_tokens((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=1e-300), mask)

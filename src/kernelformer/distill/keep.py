@@ -1,4 +1,4 @@
-"""Which attentions of a converted model should stay exact: those without which its output is farthest off."""
+"""The choice of attentions that stay exact: those without which the output of a converted model is farthest off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernelformer.modules import AttentionCore
 from kernelformer.modules.build import move_to_inputs
 
 Batch = Mapping[str, Any]
-Tell = Callable[[int, int], None]
+Log = Callable[[int, int], None]
 
 
 @torch.no_grad()
@@ -30,11 +30,11 @@ def choose_exact(
     student: PreTrainedModel,
     batches: Sequence[Batch],
     count: int,
-    tell: Tell = lambda chosen, total: None,
+    log: Log = lambda chosen, total: None,
 ) -> list[str]:
-    """The attentions of a converted model that should stay exact, by what each does to the model's output.
+    """Choose the attentions of a converted model that should stay exact, by what each does to the model's output.
 
-    How wrong an attention is by itself says little of that: later layers mend some errors and blow up others. So the
+    How wrong an attention is by itself says little of that: later layers undo some errors and blow up others. So the
     output is looked at, as its divergence from the original's (see `output_divergence`), and attentions are changed one
     at a time, each time the one after which it is smallest: where fewer are kept than not, exact ones are put back
     into the linear model; else linear ones are put into the exact model.
@@ -44,7 +44,7 @@ def choose_exact(
         student: the same model, converted; it is left as it was.
         batches: of inputs; each trial is a pass over all of them.
         count: how many.
-        tell: called after each change with their number so far and in the end.
+        log: called after each change with their number so far and in the end.
 
     Returns:
         Their names, in the order of the modules.
@@ -67,7 +67,7 @@ def choose_exact(
             total = sum(output_divergence(x, want, student(**x)) for x, want in pairs)
             return math.inf if math.isnan(total) else total
 
-        changed = greedy(divergence, names, count if restores else len(names) - count, tell)
+        changed = greedy(divergence, names, count if restores else len(names) - count, log)
     return [x for x in names if (x in changed) == restores]
 
 
@@ -75,7 +75,7 @@ def greedy(
     cost: Callable[[Iterable[str]], float],
     names: Sequence[str],
     count: int,
-    tell: Tell = lambda chosen, total: None,
+    log: Log = lambda chosen, total: None,
 ) -> list[str]:
     """Choose names one at a time, each time one that adds least to a cost of the names chosen.
 
@@ -86,7 +86,7 @@ def greedy(
         cost: of some names; less is better.
         names: to choose from.
         count: how many.
-        tell: called after each choice with their number so far and in the end.
+        log: called after each choice with their number so far and in the end.
     """
     chosen: list[str] = []
     added = dict.fromkeys(names, -math.inf)
@@ -103,7 +103,7 @@ def greedy(
         chosen.append(best)
         base = fresh[best]
         del added[best]
-        tell(len(chosen), count)
+        log(len(chosen), count)
     return chosen
 
 
@@ -125,7 +125,7 @@ def _switchable(student: PreTrainedModel) -> Iterator[Callable[[set[str]], None]
 
 
 def _exact_core(layer: Layer, module: nn.Module) -> AttentionCore:
-    """What a layer would attend with had it been kept."""
+    """Build the core that a layer would attend with had it been kept."""
     core = replace(layer, method=EXACT, options={}, exact_heads=()).build(0)
     setattr(core, CROSS, layer.cross)
     return move_to_inputs(core, next(module.parameters())).eval()

@@ -1,4 +1,4 @@
-"""What distillation makes small: how far attention, hidden states and outputs are from the original's."""
+"""Losses of distillation: distances of attention, hidden states and outputs from the original's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attention_loss(
     *,
     seed: int = 0,
 ) -> Tensor:
-    """How far a core is from exact attention at these inputs, see `transfer`.
+    """Distance of a core from exact attention at these inputs, a number; see `transfer` for the formula.
 
     Args:
         core: to be fitted.
@@ -75,9 +75,9 @@ def attention_loss(
         extra = position_bias[:, :, rows]
         weights = weights * (extra - extra.amax((2, 3), keepdim=True)).exp()
     weights = weights.masked_fill(~seen, 0)
-    found = weights.clamp_min(TINY).log() - weights.sum(-1, keepdim=True).clamp_min(TINY).log()
+    approximate = weights.clamp_min(TINY).log() - weights.sum(-1, keepdim=True).clamp_min(TINY).log()
     share = wanted.exp()
-    terms = torch.where(share > 0, share * (wanted - found), 0).sum(-1)  # (B, H, rows)
+    terms = torch.where(share > 0, share * (wanted - approximate), 0).sum(-1)  # (B, H, rows)
     counts = (real[:, None, rows] & seen.any(-1)).expand_as(terms)
     return torch.where(counts, terms, 0).sum() / counts.sum().clamp_min(1)
 
@@ -110,19 +110,19 @@ def _output_loss(
 ) -> Tensor:
     table = bias_table(position_bias)
     extra = {} if table is None else {"bias": table}
-    found = core(*inputs, is_causal=causal, key_mask=key_mask, **extra)
+    out = core(*inputs, is_causal=causal, key_mask=key_mask, **extra)
     counts = real[:, None, :, None]
-    loss: Tensor = ((found - wanted.nan_to_num()).square() * counts).sum() / (
+    loss: Tensor = ((out - wanted.nan_to_num()).square() * counts).sum() / (
         (wanted.nan_to_num().square() * counts).sum().clamp_min(TINY)
     )
     return loss
 
 
-def output_loss(found: Any, wanted: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """How far outputs with their hidden states are from the original's, see `tune`.
+def output_loss(outputs: Any, wanted: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Distance of outputs and hidden states from the original's, a number; see `tune` for the formula.
 
     Args:
-        found: of the converted model.
+        outputs: of the converted model.
         wanted: of the original.
         inputs: of both; their masks (1 = real) say which tokens count.
     """
@@ -132,32 +132,33 @@ def output_loss(found: Any, wanted: Any, inputs: Mapping[str, Tensor]) -> Tensor
     for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
         if wanted.get(name) is None:
             continue
-        layers = list(zip(found[name], wanted[name], strict=True))[1:]
+        layers = list(zip(outputs[name], wanted[name], strict=True))[1:]
         real = masks.get(name, mask)
         total = total + sum((_relative(a, b, real) for a, b in layers), torch.tensor(0.0)) / max(1, len(layers))
     real = masks["decoder_hidden_states"] if wanted.get("decoder_hidden_states") is not None else mask
     logits = wanted.get("logits")
     if logits is not None:
         kl = nn.functional.kl_div(
-            found["logits"].float().log_softmax(-1), logits.float().log_softmax(-1), reduction="none", log_target=True
+            outputs["logits"].float().log_softmax(-1), logits.float().log_softmax(-1), reduction="none", log_target=True
         ).sum(-1)
         return total + (kl.mean() if real is None or real.shape != kl.shape else (kl * real).sum() / real.sum())
     last = wanted["last_hidden_state"]
     real = real if real is not None and real.shape == last.shape[:2] else None
-    ours, theirs = (pooled(x.float(), real) for x in (found["last_hidden_state"], last))
+    ours, theirs = (pooled(x.float(), real) for x in (outputs["last_hidden_state"], last))
     return total + POOLED * (1 - nn.functional.cosine_similarity(ours, theirs, dim=-1).mean())
 
 
-def _relative(found: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
-    found, wanted = found.float(), wanted.float()
-    off, size = (found - wanted).square().sum(-1), (wanted - wanted.mean()).square().sum(-1)
+def _relative(hidden: Tensor, wanted: Tensor, mask: Tensor | None) -> Tensor:
+    """Squared error over the squared distance from the mean, of real tokens."""
+    hidden, wanted = hidden.float(), wanted.float()
+    off, size = (hidden - wanted).square().sum(-1), (wanted - wanted.mean()).square().sum(-1)
     if mask is not None and mask.shape == off.shape:
         off, size = off * mask, size * mask
     return off.sum() / size.sum().clamp_min(TINY)
 
 
 def pooled(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over real tokens, (B, L, d) -> (B, d)."""
+    """Mean of the hidden states of real tokens, (B, L, d) -> (B, d)."""
     if mask is None:
         return hidden.mean(1)
     real = mask.unsqueeze(-1).to(hidden.dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kernelformer.distill.hidden_states import Depth
+from kernelformer.distill.hidden_states import HiddenStateErrors
 from kernelformer.distill.predict import CEILING, predicted_error
 from kernelformer.hf.attend import attend, attend_exactly, read_mask
 from kernelformer.hf.convert import Layer, conversion, cores
@@ -27,7 +27,7 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Norms:
-    """Of ``sqrt(scale) x``, which is what a kernel sees."""
+    """Norms of ``sqrt(scale) x``, which is what a kernel sees: root of the mean square, and the largest."""
 
     rms: float
     largest: float
@@ -41,8 +41,8 @@ class Row:
         name: of the attention.
         call: number of the call in the pass; above 0 where layers share their weights.
         method: `EXACT` where it was kept.
-        query: their norms, of all heads and real tokens.
-        key: likewise.
+        query: norms of the queries, of all heads and real tokens.
+        key: norms of the keys.
         error: ``|core - exact|_F / |exact|_F`` of the output, at the original's queries, keys and values.
         heads: the same of each head.
         predicted: expected relative error of the weights, see `predicted_error`; None where there is no formula.
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What `measure` found.
+    """Distance of a converted model from its original, see `measure`.
 
     Args:
         rows: by attention, in the order of the calls.
@@ -96,17 +96,17 @@ class Report:
         return asdict(self)
 
     def worst_heads(self, count: int, names: Iterable[str]) -> dict[str, list[int]]:
-        """The heads with the largest errors among those of some attentions, by the attention's name."""
+        """Find the ``count`` heads with the largest errors among those of some attentions, by the attention's name."""
         wanted = set(names)
         errors: dict[tuple[str, int], float] = {}
         for row in self.rows:
             if row.name in wanted:
                 for head, error in enumerate(row.heads):
                     errors[row.name, head] = max(error, errors.get((row.name, head), 0.0))
-        found: dict[str, list[int]] = {}
+        worst: dict[str, list[int]] = {}
         for name, head in _largest(errors, count):
-            found.setdefault(name, []).append(head)
-        return {name: sorted(heads) for name, heads in found.items()}
+            worst.setdefault(name, []).append(head)
+        return {name: sorted(heads) for name, heads in worst.items()}
 
 
 def _largest(errors: Mapping[Any, float], count: int) -> list[Any]:
@@ -125,7 +125,7 @@ def measure(
 
     The original's attentions are watched: each core of the student attends to the same queries, keys and values, so
     that its own error is seen apart from what layers before it did. Then the student runs by itself, and its hidden
-    states are compared with the original's: there errors add up (performer Fig. 14).
+    states are compared with the original's: there errors add up (Performer, Fig. 14).
 
     Args:
         teacher: the original, not converted.
@@ -141,33 +141,33 @@ def measure(
             raise ValueError(f"models of transformers can be measured, got {type(model).__name__}.")
     layers = conversion(student).layers
     alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in layers)
-    depth = Depth(pools=alone and not causal, predicts=alone and causal and student.can_generate())
+    errors = HiddenStateErrors(pools=alone and not causal, predicts=alone and causal and student.can_generate())
     watch = _Watch(teacher, student, divergence)
     with evaluating(teacher, student):
         for batch in batches:
             watch.start()
             with probing(teacher, watch):
                 want = teacher(**batch, output_hidden_states=True)
-            depth.add(batch, want, student(**batch, output_hidden_states=True))
-    if not depth.samples:
+            errors.add(batch, want, student(**batch, output_hidden_states=True))
+    if not errors.samples:
         raise ValueError("nothing was measured: there was not one batch of inputs.")
     return Report(
         rows=watch.rows(),
-        hidden={part: tuple(math.sqrt(x.value or 0.0) for x in means) for part, means in depth.hidden.items()},
-        output=math.sqrt(depth.output.value or 0.0),
-        agreement=depth.agreement.value,
-        cosine=depth.cosine.value,
-        samples=depth.samples,
-        tokens=depth.tokens,
+        hidden={part: tuple(math.sqrt(x.value or 0.0) for x in means) for part, means in errors.hidden.items()},
+        output=math.sqrt(errors.output.value or 0.0),
+        agreement=errors.agreement.value,
+        cosine=errors.cosine.value,
+        samples=errors.samples,
+        tokens=errors.tokens,
         unseen=tuple(x.name for x in layers if x.way == "multihead"),
-        perplexity=depth.perplexity("converted"),
-        original_perplexity=depth.perplexity("original"),
+        perplexity=errors.perplexity("converted"),
+        original_perplexity=errors.perplexity("original"),
     )
 
 
 @dataclass
 class _Sums:
-    """What a row is made of, over all batches."""
+    """Sums over all batches that a `Row` is made of."""
 
     layer: Layer
     error: Tensor
@@ -205,7 +205,7 @@ def _ratio(error: Tensor, size: Tensor) -> float:
 
 
 class _Watch:
-    """Stands in for the attention of the original, and has the student's cores attend to the same."""
+    """Attention of the original that has the student's cores attend to the same queries, keys and values."""
 
     def __init__(self, teacher: PreTrainedModel, student: PreTrainedModel, divergence: bool) -> None:
         self.names = {id(module): name for name, module in teacher.named_modules()}
@@ -229,7 +229,7 @@ class _Watch:
             raise ValueError(f"the original attends in {name}, which the converted model does not have.")
         exact, _ = attend_exactly(module, query, key, value, mask, **options)
         layer, core = self.layers[name], self.cores[name]
-        found, weights = attend(
+        approximate, weights = attend(
             core,
             self.student.get_submodule(name),
             query,
@@ -238,16 +238,16 @@ class _Watch:
             mask,
             **{**options, "output_attentions": self.divergence},
         )
-        place = (name, self.calls[name])
+        call = (name, self.calls[name])
         self.calls[name] += 1
         none = torch.zeros(layer.num_heads, dtype=torch.float64)
-        sums = self.sums.setdefault(place, _Sums(layer, none, none.clone()))
+        sums = self.sums.setdefault(call, _Sums(layer, none, none.clone()))
         key_mask, causal = read_mask(mask, query, key, layer.causal)
         seen = None if key_mask is None else key_mask[:, None, None]
         if causal:
             seen = _causal(seen, query, key)
         real = key_mask if query.shape[2] == key.shape[2] else None
-        self._errors(sums, found, exact, real)
+        self._errors(sums, approximate, exact, real)
         for i, (x, kept) in enumerate(((query, real), (key, key_mask))):
             norms = _kept(x.float().square().sum(-1).transpose(1, 2) * layer.scale, kept)
             sums.squares[i] += float(norms.sum(dtype=torch.float64))
@@ -257,8 +257,8 @@ class _Watch:
         return exact, None
 
     @staticmethod
-    def _errors(sums: _Sums, found: Tensor, exact: Tensor, real: Tensor | None) -> None:
-        for total, x in ((sums.error, found.double() - exact.double()), (sums.size, exact.double())):
+    def _errors(sums: _Sums, approximate: Tensor, exact: Tensor, real: Tensor | None) -> None:
+        for total, x in ((sums.error, approximate.double() - exact.double()), (sums.size, exact.double())):
             total += _kept(x.square().sum(-1), real).sum(0).cpu()
 
     def _weights(
@@ -270,10 +270,21 @@ class _Watch:
         seen: Tensor | None,
         real: Tensor | None,
         bias: Tensor | None,
-        found: Tensor | None,
+        approximate: Tensor | None,
     ) -> None:
-        """Exact weights of some queries: what the prediction and the divergence weigh with."""
-        if sums.reason and found is None:
+        """Count in the predicted error and the divergence, by the exact weights of some queries.
+
+        Args:
+            sums: to count into.
+            core: of the student.
+            query: (B, H, L, D).
+            key: (B, G, S, D).
+            seen: which keys each query sees, (B or 1, 1, 1 or L, S); None: all.
+            real: (B, L), which queries are no padding; None: all.
+            bias: (1, H, L, S), added to the logits.
+            approximate: weights of the core (B, H, L, S), where the divergence is wanted.
+        """
+        if sums.reason and approximate is None:
             return
         length = query.shape[2]
         some = torch.linspace(0, length - 1, min(length, QUERIES)).long().unique()
@@ -293,19 +304,19 @@ class _Watch:
         else:
             sums.variance += float(variance.sum())
             sums.weight += float(weights.square().sum())
-        if found is not None:
-            near = found[:, :, some].double().clamp(min=FLOOR)
+        if approximate is not None:
+            near = approximate[:, :, some].double().clamp(min=FLOOR)
             sums.divergence += float(torch.special.xlogy(weights, weights / near).sum())
             sums.rows += int((weights > 0).any(-1).sum())
 
 
 def _kept(x: Tensor, real: Tensor | None) -> Tensor:
-    """(B, L, ...) -> (N, ...), without padding."""
+    """Numbers of all tokens without those of padding, (B, L, ...) -> (N, ...)."""
     return x.flatten(0, 1) if real is None else x[real.expand(x.shape[:2])]
 
 
 def _causal(keys: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """What each query sees, (B or 1, 1, L, S)."""
+    """Mask of the keys that each query sees, (B or 1, 1, L, S)."""
     L, S = query.shape[2], key.shape[2]
     past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)[None, None]
     return past if keys is None else past & keys

@@ -1,4 +1,4 @@
-"""What conversion has cost, won back: maps fitted to the original's attention, then everything to its outputs."""
+"""Distillation: maps are fitted to the attention of the original, then all weights to its outputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kernelformer.hf.convert import conversion, cores
 from kernelformer.hf.find import evaluating, probing
 
 Batches = Iterator[Mapping[str, Tensor]]
-Tell = Callable[[int, float], None]
+Log = Callable[[int, float], None]
 WARM_UP = 20
 
 
 @dataclass
 class Progress:
-    """How far a stage has come: with it a run that was stopped goes on as if it had not been.
+    """Progress of a stage, with which a run that was stopped goes on as if it had not been.
 
     Args:
         losses: of the steps so far.
@@ -36,30 +36,30 @@ class Progress:
     optimizer: torch.optim.Optimizer | None = None  # of the run that is going on
 
     def state(self) -> dict[str, Any] | None:
-        """Of the optimizer, as tensors and plain values."""
+        """State of the optimizer, as tensors and plain values; None before the first run."""
         return self.saved if self.optimizer is None else self.optimizer.state_dict()
 
     def start(self, optimizer: torch.optim.Optimizer) -> None:
-        """A run goes on with this optimizer."""
+        """Begin a run with this optimizer, from the state that was saved if there is one."""
         if self.saved is not None:
             optimizer.load_state_dict(self.saved)
         self.optimizer = optimizer
 
 
 def learned(student: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The parameters of the maps of a converted model, by the names of its attentions."""
-    found = {x.name: x for x in conversion(student).layers if x.replaced}
-    maps = {name: list(core.parameters()) for name, core in cores(student).items() if name in found}
+    """Collect the parameters of the maps of a converted model, by the names of its attentions."""
+    replaced = set(conversion(student).replaced)
+    maps = {name: list(core.parameters()) for name, core in cores(student).items() if name in replaced}
     return {name: own for name, own in maps.items() if own}
 
 
 def learns(student: nn.Module) -> bool:
-    """Whether there is anything in its maps to fit."""
+    """Tell whether the maps of a converted model have parameters to fit."""
     return bool(learned(student))
 
 
 class _Seen:
-    """Queries, keys, values, mask and bias of the original's attentions, call by call."""
+    """Attention of the original that records its queries, keys, values, mask and bias, call by call."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self.names = names
@@ -88,7 +88,7 @@ def transfer(
     seconds: float | None = None,
     autocast: torch.dtype | None = None,
     progress: Progress | None = None,
-    tell: Tell | None = None,
+    log: Log | None = None,
 ) -> list[float]:
     """Attention transfer: fit the maps of a converted model to the original's attention; the backbone stays.
 
@@ -108,7 +108,7 @@ def transfer(
         seconds: at most, if given; the schedule then follows the clock.
         autocast: the precision of the original's pass, such as ``torch.bfloat16``; maps are fitted in their own.
         progress: of a run to go on with, whose batches start where it stopped; ``steps`` counts all of them.
-        tell: called after each step with its number and the mean loss of the layers.
+        log: called after each step with its number and the mean loss of the layers.
 
     Returns:
         The mean loss of the layers, step by step.
@@ -146,8 +146,8 @@ def transfer(
                 total += float(loss.detach()) / count
             optimizer.step()
             losses.append(total)
-            if tell is not None:
-                tell(step + 1, total)
+            if log is not None:
+                log(step + 1, total)
     optimizer.zero_grad()
     return losses
 
@@ -163,7 +163,7 @@ def tune(
     seconds: float | None = None,
     autocast: torch.dtype | None = None,
     progress: Progress | None = None,
-    tell: Tell | None = None,
+    log: Log | None = None,
 ) -> list[float]:
     """Train everything but the word embeddings of a converted model against the original's hidden states and outputs.
 
@@ -181,7 +181,7 @@ def tune(
         seconds: at most, if given.
         autocast: the precision of the passes, such as ``torch.bfloat16``; weights and losses stay as they are.
         progress: see `transfer`.
-        tell: called after each step with its number and the loss.
+        log: called after each step with its number and the loss.
 
     Returns:
         The loss, step by step.
@@ -207,21 +207,21 @@ def tune(
             with torch.autocast(student.device.type, dtype=autocast, enabled=autocast is not None):
                 with torch.no_grad():
                     wanted = teacher(**inputs, output_hidden_states=True)
-                found = student(**inputs, output_hidden_states=True)
-            loss = output_loss(found, wanted, inputs)
+                outputs = student(**inputs, output_hidden_states=True)
+            loss = output_loss(outputs, wanted, inputs)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             losses.append(float(loss.detach()))
-            if tell is not None:
-                tell(step + 1, losses[-1])
+            if log is not None:
+                log(step + 1, losses[-1])
     optimizer.zero_grad()
     return losses
 
 
 def quick_dtype(device: torch.device) -> torch.dtype | None:
-    """bfloat16 where the device multiplies it natively, else None."""
+    """Choose bfloat16 where the device multiplies it natively, else None."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
     return torch.bfloat16 if device.type == "cpu" and torch.cpu._is_avx512_bf16_supported() else None

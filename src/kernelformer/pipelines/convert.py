@@ -292,9 +292,7 @@ def _distill(
             checkpoint.save(student, result.losses, own.state)
 
         try:
-            learners[stage](
-                student, origin.model, inputs, steps=total, autocast=precision, progress=progress, tell=told
-            )
+            learners[stage](student, origin.model, inputs, steps=total, autocast=precision, progress=progress, log=told)
         except KeyboardInterrupt:
             checkpoint.save(student, result.losses, progress.state, now=True)
             raise

@@ -199,12 +199,12 @@ def distill(source: Source, student: Any, texts: Sequence[str], setting: Setting
         inputs = inputs_for(source, texts, setting.length, setting.batch, setting.seed + 1)
         seconds = share * setting.seconds
         losses = transfer(
-            student, source.model, inputs, steps=many, seconds=seconds, autocast=precision, tell=say("transfer")
+            student, source.model, inputs, steps=many, seconds=seconds, autocast=precision, log=say("transfer")
         )
         steps["transfer"] = len(losses)
     inputs = inputs_for(source, texts, setting.length, setting.batch, setting.seed + 2)
     seconds = (1 - share) * setting.seconds
-    losses = tune(student, source.model, inputs, steps=many, seconds=seconds, autocast=precision, tell=say("tune"))
+    losses = tune(student, source.model, inputs, steps=many, seconds=seconds, autocast=precision, log=say("tune"))
     steps["tune"] = len(losses)
     return steps
 
