@@ -15,7 +15,7 @@ _OWNER = "_kernelformer_layer"  # attribute of keys on their way from the cache 
 
 
 class StateLayer(CacheLayerMixin):
-    """What one layer keeps between tokens.
+    """State that one layer keeps between tokens.
 
     A converted model hands its keys and values to `update`, which gives them back marked, so that the attention that
     gets them finds this layer again (`cached_in`).
@@ -40,16 +40,16 @@ class StateLayer(CacheLayerMixin):
         self.waits = False  # for an attention to fetch what `update` marked
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the first token makes the state."""
+        """Do nothing: the first token makes the state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """These keys and values alone, marked as this layer's."""
+        """Return these keys and values alone, marked as this layer's."""
         self.check()
         self.waits = True
         return self._mark(key_states), value_states
 
     def check(self) -> None:
-        """That what was marked before has reached an attention that knows the mark."""
+        """Raise if keys that were marked before have not reached an attention that knows the mark."""
         if self.waits:
             raise ValueError(
                 "a StateCache is for kernelformer's models and converted ones: the attention of this model did not "
@@ -62,7 +62,7 @@ class StateLayer(CacheLayerMixin):
         return keys
 
     def remember(self, memory: State, keys: Tensor) -> None:
-        """A context in place of its keys; models that ask for them get empty ones."""
+        """Keep a context as its state and not as its keys; models that ask for the keys get empty ones."""
         self.memory = memory
         self.keys = self._mark(keys.new_empty(*keys.shape[:2], 0, keys.shape[3]))  # a slice would keep all of them
         self.values = self.keys
@@ -72,19 +72,19 @@ class StateLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens taken in."""
+        """Number of tokens taken in."""
         kept = self.memory if self.cross else self.state
         return 0 if kept is None else kept.length
 
     def get_max_length(self) -> int:
-        """-1: there is no limit."""
+        """Longest sequence; -1: there is no limit."""
         return -1
 
     def offload(self) -> None:
-        """States are small: they stay where they are."""
+        """Do nothing: states are small and stay where they are."""
 
     def prefetch(self) -> None:
-        """States are small: they stay where they are."""
+        """Do nothing: states are small and stay where they are."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -92,24 +92,24 @@ class StateLayer(CacheLayerMixin):
         self.waits = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Samples by their index: what beam search does between steps."""
+        """Choose samples by their index, as beam search does between steps."""
         if self.state is not None:
             self.state = self.state.reorder(beam_idx)
         if self.memory is not None:
             self.memory = self.memory.reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The same."""
+        """Choose samples by their index."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sample several times."""
+        """Repeat every sample several times."""
         kept = self.state if self.state is not None else self.memory
         if kept is not None:
             self.reorder_cache(torch.arange(kept.batch).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
-        """A sum cannot forget its last tokens."""
+        """Raise: a sum cannot forget its last tokens."""
         raise ValueError(
             f"a state cannot go back by {tokens_to_remove} tokens; keep the state before them (states never change), "
             f"or generate without assistance."
@@ -117,7 +117,7 @@ class StateLayer(CacheLayerMixin):
 
 
 def cached_in(keys: Tensor) -> StateLayer | None:
-    """The layer of a cache that these keys come from; None where there is no `StateCache`."""
+    """Find the layer of a cache that these keys come from; None where there is no `StateCache`."""
     layer: StateLayer | None = getattr(keys, _OWNER, None)
     if layer is not None:
         layer.waits = False
@@ -125,7 +125,7 @@ def cached_in(keys: Tensor) -> StateLayer | None:
 
 
 class StateCache(Cache):
-    """The states of all layers of a model, as `generate` carries them from token to token.
+    """Cache of the states of all layers of a model, as `generate` carries them from token to token.
 
     Args:
         num_layers: of the decoder; None: as many as turn up.
@@ -141,7 +141,7 @@ class StateCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Of a converted model: see `StateLayer.update`."""
+        """Take keys and values of a converted model, see `StateLayer.update`."""
         for layer in self.layers:
             layer.check()
         while len(self.layers) <= layer_idx:

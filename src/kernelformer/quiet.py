@@ -1,4 +1,4 @@
-"""Libraries that talk only when something is wrong."""
+"""Transformers without its progress bars and remarks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers.utils import logging
 
 @contextmanager
 def silent_libraries() -> Iterator[None]:
-    """No chatter and no bars of transformers in here; what was set before comes back."""
+    """Silence remarks and progress bars of transformers in a block; afterwards all is as before."""
 
-    def hook(found: threading.ExceptHookArgs) -> None:
+    def hook(problem: threading.ExceptHookArgs) -> None:
         # TensorBoard writes in a thread. If the disk is full `Board` hears of it, and need not be shown the thread.
-        if not issubclass(found.exc_type, OSError):
-            threads(found)
+        if not issubclass(problem.exc_type, OSError):
+            threads(problem)
 
     threads, threading.excepthook = threading.excepthook, hook
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

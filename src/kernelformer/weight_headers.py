@@ -1,4 +1,4 @@
-"""What saved weights are, by the headers of their files: compared with a configuration before either costs anything."""
+"""Shapes of saved weights, by the headers of their files: compared with a configuration before anything is built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SizeError(ValueError):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model: those that the index names, or the one.
+    """List the safetensors files of a model: those that the index names, or the one.
 
     Raises:
         ValueError: an index that is not one.
@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def saved_shapes(files: Iterable[Path]) -> Shapes:
-    """Shapes of all tensors of safetensors files by name, without their values.
+    """Read the shapes of all tensors of safetensors files by name, without their values.
 
     Raises:
         ValueError: more tensors than the limit.

@@ -1,1 +1,1 @@
-"""Errors of approximate attention."""
+"""Mathematics of attention: errors of approximations, spectra, variance."""

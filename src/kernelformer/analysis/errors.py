@@ -1,4 +1,4 @@
-"""How far an approximation is from exact attention (performer Fig. 4)."""
+"""Errors of approximate attention against exact attention (Performer, Fig. 4)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Error:
 def sample_inputs(
     length: int, head_dim: int, *, norm: float, heads: int = 8, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gaussian q, k, v (1, H, L, D), with queries and keys of an expected norm after scaling."""
+    """Draw Gaussian q, k, v (1, H, L, D), with queries and keys of an expected norm after scaling."""
     gen = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, heads, length, head_dim, generator=gen) for _ in range(3))
     stretch = norm * head_dim**0.25 / math.sqrt(head_dim)
@@ -42,7 +42,7 @@ def output_errors(
     exact: AttentionCore | None = None,
     **options: Any,
 ) -> list[Error]:
-    """``|out - exact|_F / |exact|_F`` for each number of features.
+    """Measure the relative error ``|out - exact|_F / |exact|_F`` for each number of features.
 
     Args:
         method: with a random map.
@@ -55,7 +55,7 @@ def output_errors(
     q, k, v = inputs
     shape: dict[str, int] = {"head_dim": q.shape[-1], "num_heads": q.shape[1]}
     target = (build_attention("softmax", **shape) if exact is None else exact)(q, k, v)
-    found = []
+    rows = []
     for count in num_features:
         core = build_attention(method, **shape, num_features=count, **options)
         errors = []
@@ -63,5 +63,5 @@ def output_errors(
             core.resample(draw)
             errors.append(float((core(q, k, v) - target).norm() / target.norm()))
         sample = torch.tensor(errors, dtype=torch.float64)
-        found.append(Error(count, float(sample.mean()), float(sample.std() / math.sqrt(draws))))
-    return found
+        rows.append(Error(count, float(sample.mean()), float(sample.std() / math.sqrt(draws))))
+    return rows

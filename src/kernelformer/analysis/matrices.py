@@ -1,4 +1,4 @@
-"""Spectra of attention's score matrices (skyformer Theorem 2, App. F)."""
+"""Spectra of attention's score matrices (Skyformer, Theorem 2 and App. F)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def condition_number(singular: Tensor, rank: float = 1.0) -> Tensor:
 
 @torch.no_grad()
 def statistical_dimension(query: Tensor, key: Tensor, epsilons: Sequence[float], scale: float | None = None) -> Tensor:
-    """d_stat of the completed Gaussian scores, as a function of the ridge (skyformer Theorem 2).
+    """d_stat of the completed Gaussian scores, as a function of the ridge (Skyformer, Theorem 2).
 
         d_stat = Tr(C' (C' + lambda I)^-1)       C' = kappa([Q; K], [Q; K]),  lambda = epsilon |C|,  C = kappa(Q, K)
 

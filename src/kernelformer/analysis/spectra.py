@@ -1,4 +1,4 @@
-"""What a kernel has learned: its shape over distance, and the spectrum behind it (learned-kernels Tables 4, 9-12)."""
+"""Learned kernels: their shape over distance, and the spectrum behind it (KL-Transformer, Tables 4 and 9-12)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernelformer.modules import KernelCore
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues of the covariances of one head: a row of the paper's tables."""
+    """Eigenvalues of the covariances of one head: smallest, largest and mean, a row of the paper's tables."""
 
     layer: str
     head: int
@@ -25,7 +25,7 @@ class Spectrum:
 
 
 def spectra(model: nn.Module) -> list[Spectrum]:
-    """Every head of every attention core in ``model`` that has a spectral density; components count together."""
+    """List the spectra of all heads whose feature map has a spectral density; components count together."""
     rows = []
     for name, core in model.named_modules():
         if isinstance(core, KernelCore) and core.feature_map.has_density:
@@ -70,11 +70,11 @@ def kernel_profile(
             f"{core.method!r} takes its landmarks from the queries and keys of a call, so that its kernel is no "
             f"function of distance alone; use landmarks='learned', or the core's attention_matrix."
         )
-    place: dict[str, Any] = {"dtype": torch.float32, "device": phi.seed.device}
+    where: dict[str, Any] = {"dtype": torch.float32, "device": phi.seed.device}
     gen = torch.Generator().manual_seed(seed)
-    u = torch.randn(positive_int("directions", directions), core.head_dim, generator=gen, device="cpu").to(**place)
-    r = torch.as_tensor(distances, **place)
-    middle = torch.zeros(core.head_dim, **place) if point is None else torch.as_tensor(point, **place)
+    u = torch.randn(positive_int("directions", directions), core.head_dim, generator=gen, device="cpu").to(**where)
+    r = torch.as_tensor(distances, **where)
+    middle = torch.zeros(core.head_dim, **where) if point is None else torch.as_tensor(point, **where)
     if r.dim() != 1 or not r.isfinite().all():
         raise ValueError(f"distances must be a list of finite numbers, got {distances}.")
     if middle.shape != (core.head_dim,):

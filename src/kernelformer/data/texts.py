@@ -46,10 +46,10 @@ class TextRows:
     def batches(self, batch: int, seed: int, *, start: int = 0, skip: int = 0) -> Iterator[dict[str, Tensor]]:
         """Inputs without end; see the function `batches`."""
         positive_int("batch", batch)
-        place = integer("skip", skip, at_least=0) * batch
+        first_row = integer("skip", skip, at_least=0) * batch
         while True:
-            chosen = [self.rows[i] for i in order(place, batch, len(self.rows), seed)]
-            place += batch
+            chosen = [self.rows[i] for i in order(first_row, batch, len(self.rows), seed)]
+            first_row += batch
             if self.task == "causal":
                 ids = torch.stack(chosen)
                 yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -57,7 +57,7 @@ class TextRows:
             tokens = self.tokenizer(chosen, truncation=True, max_length=self.length, padding=True, return_tensors="pt")
             inputs = {x: tokens[x] for x in ("input_ids", "attention_mask")}
             if self.task == "masked":
-                inputs["input_ids"] = mask_tokens(inputs["input_ids"], self.tokenizer, seed * 1_000_003 + place)[0]
+                inputs["input_ids"] = mask_tokens(inputs["input_ids"], self.tokenizer, seed * 1_000_003 + first_row)[0]
             if self.task == "seq2seq":
                 ids = inputs["input_ids"]
                 first = torch.full_like(ids[:, :1], start)
@@ -185,14 +185,14 @@ def mask_tokens(ids: Tensor, tokenizer: Any, seed: int, share: float = MASKED) -
 def order(first: int, count: int, total: int, seed: int) -> list[int]:
     """Numbers ``first`` to ``first + count`` of an endless order of ``total`` rows, anew shuffled in each round."""
     rounds: dict[int, list[int]] = {}
-    places = []
-    for place in range(first, first + count):
-        turn = place // total
+    rows = []
+    for position in range(first, first + count):
+        turn = position // total
         if turn not in rounds:
             gen = torch.Generator().manual_seed(seed * 1_000_003 + turn)
             rounds[turn] = torch.randperm(total, generator=gen).tolist()
-        places.append(rounds[turn][place % total])
-    return places
+        rows.append(rounds[turn][position % total])
+    return rows
 
 
 def read_texts(path: str | Path) -> list[str]:
@@ -209,10 +209,9 @@ def read_texts(path: str | Path) -> list[str]:
 
 def longest(source: Source) -> int | None:
     """Tokens that a model has positions for; None: no limit is known."""
-    found = [getattr(source.model.config.get_text_config(), "max_position_embeddings", None)]
-    found.append(getattr(source.tokenizer, "model_max_length", None))  # tokenizers without a limit say 1e30
-    limits = [x for x in found if isinstance(x, int) and 0 < x < 10**9]
-    return min(limits, default=None)
+    positions = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
+    longest_text = getattr(source.tokenizer, "model_max_length", None)  # tokenizers without a limit say 1e30
+    return min((x for x in (positions, longest_text) if isinstance(x, int) and 0 < x < 10**9), default=None)
 
 
 def check_length(source: Source, length: int | None) -> int:
@@ -233,8 +232,8 @@ def check_readable(source: Source, texts: Sequence[str]) -> None:
     """
     if source.tokenizer is None:
         raise ValueError(
-            f"{source.path} has no tokenizer (tokenizer.json, or vocab.txt for BERT's kin), so that it cannot read "
-            f"texts; add one, or leave the texts out."
+            f"{source.path} has no tokenizer (tokenizer.json, or vocab.txt for models like BERT), so that it cannot "
+            f"read texts; add one, or leave the texts out."
         )
     unknown = source.tokenizer.unk_token_id
     some = source.tokenizer([x[:2000] for x in texts[:8]], add_special_tokens=False)["input_ids"]

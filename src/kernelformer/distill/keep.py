@@ -35,7 +35,7 @@ def choose_exact(
     """Choose the attentions of a converted model that should stay exact, by what each does to the model's output.
 
     How wrong an attention is by itself says little of that: later layers undo some errors and blow up others. So the
-    output is looked at, as its divergence from the original's (see `output_divergence`), and attentions are changed one
+    output decides, by its divergence from the original's (see `output_divergence`), and attentions are changed one
     at a time, each time the one after which it is smallest: where fewer are kept than not, exact ones are put back
     into the linear model; else linear ones are put into the exact model.
 

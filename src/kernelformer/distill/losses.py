@@ -12,7 +12,7 @@ from kernelformer.contract import PositiveSpec
 from kernelformer.hf.attend import bias_table
 from kernelformer.modules import AttentionCore, KernelCore, MixedCore
 
-ROWS = 128  # of a text's queries that a step of transfer looks at: more texts teach more than more rows of one
+ROWS = 128  # of a text's queries in a step of transfer: more texts teach more than more rows of one
 POOLED = 5.0  # weight of the mean output: small beside the errors of single tokens, and what embeddings are made of
 TINY = 1e-30
 
@@ -40,7 +40,7 @@ def attention_loss(
         causal: whether query i sees keys up to i alone.
         scaling: of the product q . k; default 1 / sqrt(D).
         position_bias: (1, H, L, S).
-        seed: of the rows that are looked at.
+        seed: of the choice of rows.
     """
     if isinstance(core, MixedCore):
         which = core.heads[1]

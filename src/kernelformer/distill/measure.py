@@ -20,7 +20,7 @@ from kernelformer.hf.find import evaluating, probing
 from kernelformer.hf.plan import check_kept
 from kernelformer.modules import AttentionCore
 
-QUERIES = 32  # of each text, evenly spread, whose weights are looked at: all would be L x L numbers
+QUERIES = 32  # of each text, evenly spread, whose weights are compared: all would be L x L numbers
 FLOOR = 1e-9  # of a weight in a divergence: signed maps have weights of 0 and below
 Batch = Mapping[str, Any]
 

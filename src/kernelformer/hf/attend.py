@@ -1,4 +1,4 @@
-"""How a core attends in place of a transformers model's attention: its masks, its cache, its keywords."""
+"""Attention by a core as transformers calls it: with its masks, its cache and its keywords."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor:
-    """The mask of a model, as transformers' `AttentionMaskInterface` asks for it; never L x S numbers.
+    """Make the mask of a model, as transformers' `AttentionMaskInterface` asks for it; never L x S numbers.
 
     Returns:
         bool, True = attend: (B, S) for causal attention, (B, 1, 1, S) for all others. Where nothing is hidden it is one
@@ -97,7 +97,7 @@ def make_mask(
 
 
 def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
-    """What a mask hides of the keys, (B, S) bool or None for nothing, and whether attention is causal.
+    """Read from a mask which keys are visible, (B, S) bool or None for all, and whether attention is causal.
 
     Args:
         mask: of `make_mask`; or (B, 1, 1 or L, S) of the caller's own, bool or added to the logits, as long as it hides
@@ -138,13 +138,13 @@ def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) 
 
 
 def _keys(mask: Tensor) -> Tensor | None:
-    """(B, S), or None where it hides nothing."""
-    look = mask[:1, :1] if mask.stride() == (0, 0) else mask  # one number, expanded
-    return None if bool(look.all()) else mask.bool()
+    """Mask of keys (B, S), or None where it hides nothing."""
+    stored = mask[:1, :1] if mask.stride() == (0, 0) else mask  # one number, expanded
+    return None if bool(stored.all()) else mask.bool()
 
 
 def causal_without_mask(module: nn.Module, given: bool | None) -> bool:
-    """Whether an attention that gets no mask is causal: as the call says, else as the module says, else it is not.
+    """Tell whether an attention that gets no mask is causal: as the call says, else as the module says, else it is not.
 
     transformers' SDPA takes a module that says nothing for causal. Such modules belong to encoders that transformers
     runs without SDPA (MPNet, Splinter).
@@ -155,14 +155,14 @@ def causal_without_mask(module: nn.Module, given: bool | None) -> bool:
 def attend_exactly(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention of an original that is looked at, by transformers' SDPA; see `causal_without_mask`."""
+    """Attend as the original model does, by transformers' SDPA; see `causal_without_mask` and `attend` for shapes."""
     options["is_causal"] = causal_without_mask(module, options.get("is_causal"))
     out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, mask, **options)
     return out
 
 
 def check_keywords(keywords: dict[str, Any], method: str, module: nn.Module) -> None:
-    """Nothing that would have to change the weights, and nothing unknown that is set."""
+    """Raise for keywords that would have to change the weights, and for unknown ones that are set."""
     kind = type(module).__name__
     for name, value in keywords.items():
         if value is None or name in _HARMLESS:
@@ -177,7 +177,7 @@ def check_keywords(keywords: dict[str, Any], method: str, module: nn.Module) -> 
 
 
 def bias_table(position_bias: Tensor | None) -> Tensor | None:
-    """A relative bias (1, H, L, S), as T5 adds it to the logits, as (H, L + S - 1) over j - i; None where it is 0.
+    """Turn a relative bias (1, H, L, S), as T5 adds it to the logits, into (H, L + S - 1) over j - i; None if it is 0.
 
     A table (1, H, n), as converted layers make it, is one already.
     """
@@ -267,7 +267,7 @@ def attend(
 
 
 def _wants_weights(keywords: dict[str, Any]) -> bool:
-    """Whether the caller of the model asked for attentions; some models keep this keyword from their attention."""
+    """Tell whether the caller of the model asked for attentions; some models keep this keyword from their attention."""
     collected = _active_collector.get() or {}
     return bool(keywords.get("output_attentions")) or any(x.endswith("attentions") for x in collected)
 
@@ -281,7 +281,7 @@ def _stream(
     key_mask: Tensor | None,
     extra: dict[str, Any],
 ) -> Tensor:
-    """These tokens after those that the cache has seen."""
+    """Attend from these tokens, after those that the cache has seen."""
     L = query.shape[2]
     if key_mask is not None:
         key_mask = _keys(key_mask[:, -L:])
@@ -322,7 +322,7 @@ def _after_kept(
     key_mask: Tensor | None,
     extra: dict[str, Any],
 ) -> Tensor:
-    """The last L tokens of S, with a cache that keeps all keys: the first S - L are what a state would be of."""
+    """Attend from the last L tokens of S, with a cache that keeps all keys: the first S - L make a state."""
     L, past = query.shape[2], key.shape[2] - query.shape[2]
     if past < 0:
         raise ValueError(f"causal attention of {L} queries over {past + L} keys: there is a key for each query.")
@@ -333,7 +333,7 @@ def _after_kept(
         alone = {} if table is None else {"bias": table}
         return core(query, key, value, key_mask=key_mask, **alone)  # type: ignore[no-any-return]
     before = dict(extra)
-    if table is not None:  # of the first tokens; what lies in the future of a token is not looked at
+    if table is not None:  # of the first tokens; entries for the future of a token are not used
         before["bias"] = F.pad(table[:, L : L + past], (0, past - 1))
     first, last = slice(None, past), slice(past, None)
     masks = (None, None) if key_mask is None else (key_mask[:, first], key_mask[:, last])

@@ -1,4 +1,4 @@
-"""Pretrained models made linear: their attentions replaced by cores, in place."""
+"""Conversion of pretrained models: their attentions are replaced by cores, in place."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BEFORE = "_attention_before"  # of a converted model: its configurations and the
 
 
 class ConvertedModel:
-    """What a converted model of transformers does otherwise: it generates from states, and saves what it is."""
+    """Methods of a converted model of transformers: it generates from states, and saves what was converted."""
 
     _is_stateful = True  # a state cannot go back, so no assisted decoding
     conversion: Conversion
@@ -56,7 +56,7 @@ class ConvertedModel:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """States instead of keys and values."""
+        """Give `generate` a cache of states instead of keys and values."""
         kind = generation_config.cache_implementation
         if kind is not None:
             raise ValueError(f"this model keeps states, got cache_implementation={kind!r}; leave it out.")
@@ -67,19 +67,19 @@ class ConvertedModel:
             model_kwargs["past_key_values"] = new_cache(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What a pickle kept; its process may not have converted anything before."""
+        """Take the state of a pickle, whose process may not have converted anything before."""
         register_converted()
         super().__setstate__(state)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **options: Any) -> None:
-        """A folder that `kernelformer.hf.load` loads: configuration, safetensors, what was converted."""
+        """Write a folder that `kernelformer.hf.load` loads: configuration, safetensors, what was converted."""
         from kernelformer.hf.save import save
 
         save(self, save_directory, is_main_process=is_main_process, **options)  # type: ignore[arg-type]
 
 
 def new_cache(model: Any) -> StateCache | EncoderDecoderCache:
-    """An empty cache for a converted decoder; `generate` makes one itself."""
+    """Make an empty cache for a converted decoder; `generate` makes one itself."""
     conversion(model)
     if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
         return EncoderDecoderCache(StateCache(), StateCache(cross=True))
@@ -87,15 +87,15 @@ def new_cache(model: Any) -> StateCache | EncoderDecoderCache:
 
 
 def conversion(model: nn.Module) -> Conversion:
-    """What `convert` did to a model."""
-    found = getattr(model, "conversion", None)
-    if not isinstance(found, Conversion):
+    """Return what `convert` did to a model."""
+    plan = getattr(model, "conversion", None)
+    if not isinstance(plan, Conversion):
         raise ValueError(f"this {type(model).__name__} was not converted; use kernelformer.hf.convert.")
-    return found
+    return plan
 
 
 def cores(model: nn.Module) -> dict[str, AttentionCore]:
-    """The cores of a converted model, by the names of its attentions."""
+    """Collect the cores of a converted model, by the names of its attentions."""
     return {x.name: model.get_submodule(f"{x.name}.{CORE}" if x.name else CORE) for x in conversion(model).layers}  # type: ignore[misc]
 
 
@@ -114,8 +114,8 @@ def convert(
         convert(model, "favor+", num_features=256)
         print(model.conversion)                       # which attentions were replaced, and that they are called
 
-    Covered are models that attend through transformers' `AttentionInterface` (BERT, RoBERTa, ALBERT, GPT-2, Llama and
-    its kin, T5, BART, ViT, ...), MPNet, and `torch.nn.MultiheadAttention` anywhere. The model is run on a few tokens
+    Covered are models that attend through transformers' `AttentionInterface` (BERT, RoBERTa, ALBERT, GPT-2, Llama, T5,
+    BART, ViT and many more), MPNet, and `torch.nn.MultiheadAttention` anywhere. The model is run on a few tokens
     before, to find its attentions, and after, to see that each is called. Maps become submodules: their draws and
     parameters are trained, moved and saved with the model.
 
@@ -145,9 +145,9 @@ def convert(
             f"convert takes a model and the name of a method, in this order, got {type(model).__name__} and "
             f"{type(method).__name__}."
         )
-    found = find_attentions(model, inputs)
+    attentions = find_attentions(model, inputs)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    apply(model, make_plan(found, method, layers, exact_heads, options, longest))
+    apply(model, make_plan(attentions, method, layers, exact_heads, options, longest))
     if isinstance(model, PreTrainedModel) or inputs is not None:
         try:
             _verify(model, inputs)
@@ -180,7 +180,7 @@ def apply(model: nn.Module, plan: Conversion) -> None:
 
 
 def _build(module: nn.Module, layer: Layer, number: int) -> nn.Module:
-    """The core of an attention, or what takes the place of a `torch.nn.MultiheadAttention`."""
+    """Build the core of an attention, or the module that replaces a `torch.nn.MultiheadAttention`."""
     family = family_of(module)
     if family.way != layer.way:
         raise ValueError(f"{layer.name} of {type(module).__name__} is converted by {family.way!r}, not {layer.way!r}.")
@@ -217,9 +217,9 @@ def _own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def undo(model: nn.Module) -> None:
-    """The model with its own attention again; what cores learned is lost."""
+    """Give a model its own attention back; what cores learned is lost."""
     plan = conversion(model)
-    _stop_looking(model)
+    _remove_first_check(model)
     restore_bias(model)
     for layer in plan.layers:
         module = model.get_submodule(layer.name)
@@ -233,14 +233,14 @@ def undo(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
-    """Run the model and see that every core is called."""
+    """Run the model and check that every core is called."""
     counts = dict.fromkeys(cores(model), 0)
 
     def count(name: str) -> Any:
-        def note(*_: Any) -> None:
+        def hook(*_: Any) -> None:
             counts[name] += 1
 
-        return note
+        return hook
 
     handles = [core.register_forward_pre_hook(count(name)) for name, core in cores(model).items()]
     try:
@@ -248,28 +248,28 @@ def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
     finally:
         for handle in handles:
             handle.remove()
-    idle = _note_calls(model, counts)
+    idle = _record_calls(model, counts)
     if idle:
         raise ValueError(
             f"{type(model).__name__} goes around these attentions: {', '.join(idle)}; nothing was converted."
         )
 
 
-def _note_calls(model: nn.Module, counts: Mapping[str, int]) -> list[str]:
-    """Write down how often each attention was called; returns those that were not."""
+def _record_calls(model: nn.Module, counts: Mapping[str, int]) -> list[str]:
+    """Record how often each attention was called; returns those that were not."""
     layers = conversion(model).layers
     model.conversion = Conversion(tuple(replace(x, calls=counts[x.name]) for x in layers))  # type: ignore[assignment]
     return [name for name, count in counts.items() if count == 0]
 
 
 def _verify_first_call(model: nn.Module, *_: Any) -> None:
-    """A hook, for once: after the first call say which attentions were not reached.
+    """Hook that warns after the first call of attentions that were not reached, and removes itself.
 
-    It is a plain function and the counts are the modules' own, so that a copy of the model looks at itself.
+    It is a plain function and the counts are the modules' own, so that a copy of the model checks itself.
     """
-    _stop_looking(model)
+    _remove_first_check(model)
     modules: dict[str, Any] = {x.name: model.get_submodule(x.name) for x in conversion(model).layers}
-    idle = _note_calls(model, {name: x.calls for name, x in modules.items()})
+    idle = _record_calls(model, {name: x.calls for name, x in modules.items()})
     if idle:
         warnings.warn(
             f"{type(model).__name__} did not call these converted attentions: {', '.join(idle)}; what it computes "
@@ -278,6 +278,6 @@ def _verify_first_call(model: nn.Module, *_: Any) -> None:
         )
 
 
-def _stop_looking(model: nn.Module) -> None:
+def _remove_first_check(model: nn.Module) -> None:
     for key in [key for key, hook in model._forward_hooks.items() if hook is _verify_first_call]:
         del model._forward_hooks[key]

@@ -1,4 +1,4 @@
-"""Finding the attentions of a model: which modules attend, by which way, with how many heads."""
+"""The attentions of a model: which modules attend, in which way, with how many heads."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class _Seen:
 
 @dataclass
 class Probe:
-    """What a model's attentions were called with."""
+    """Attention that records what it was called with, module by module."""
 
     seen: dict[int, _Seen] = field(default_factory=dict)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
-        """Attend exactly, and take notes."""
+        """Attend exactly, and record sizes, scale and mask."""
         check_keywords({name: x for name, x in options.items() if name not in ARGUMENTS}, "kernel attention", module)
         before = self.seen.get(id(module))
         if before is not None:
@@ -89,27 +89,27 @@ class Probe:
         return attend_exactly(module, query, key, value, mask, **options)
 
     def calls(self, module: nn.Module) -> int:
-        """How often it was called."""
+        """Number of calls of a module."""
         seen = self.seen.get(id(module))
         return 0 if seen is None else seen.calls
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that look like an attention: so named, with projections of their own; by name."""
-    found: dict[str, nn.Module] = {}
+    """Collect modules that seem to be attentions, by their class's name and projections of their own; by name."""
+    modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         kind = type(module).__name__.lower()
         if isinstance(module, nn.MultiheadAttention):
-            found[name] = module
+            modules[name] = module
         elif "attention" in kind or "attn" in kind:
             linear = any(isinstance(x, nn.Linear | Conv1D | nn.Conv1d | nn.Conv2d) for x in module.children())
             if linear or sum(x is not None for x in module._parameters.values()) > 1:
-                found[name] = module
-    return found
+                modules[name] = module
+    return modules
 
 
 def held_configs(model: nn.Module) -> list[tuple[nn.Module, str, PretrainedConfig]]:
-    """Every module that holds a configuration, under which attribute, and the configuration."""
+    """List every module that holds a configuration, the attribute that does, and the configuration."""
     return [
         (module, name, value)
         for module in model.modules()
@@ -120,7 +120,7 @@ def held_configs(model: nn.Module) -> list[tuple[nn.Module, str, PretrainedConfi
 
 @torch.no_grad()
 def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> list[Attention]:
-    """All attentions of a model, in the order of its modules.
+    """Find all attentions of a model, in the order of its modules.
 
     A model of transformers is run once on a few tokens, with exact attention, to see which of its modules attend and
     with what; a plain PyTorch model is run where ``inputs`` are given.
@@ -137,7 +137,7 @@ def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -
             f"{type(model).__name__} is converted already, or a part of it is; load the original again, or use "
             f"kernelformer.hf.undo, to convert it anew."
         )
-    found, probe = candidates(model), Probe()
+    possible, probe = candidates(model), Probe()
     tried = isinstance(model, PreTrainedModel) or inputs is not None
     if tried:
         with _watching(model, probe):
@@ -147,13 +147,13 @@ def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -
         attention = _describe(name, module, probe)
         if attention is not None:
             attentions.append(attention)
-        elif name in found:
+        elif name in possible:
             uncovered.append(name)
     names = [x.name for x in attentions]
     # Around an attention, or inside of one, a name says nothing more.
     uncovered = [x for x in uncovered if not any(_within(x, y) or _within(y, x) for y in names)]
     idle = [x for x in attentions if tried and not x.calls]
-    _refuse(model, [f"{x} ({type(found[x]).__name__})" for x in uncovered], idle)
+    _refuse(model, [f"{x} ({type(possible[x]).__name__})" for x in uncovered], idle)
     if not attentions:
         raise ValueError(f"{type(model).__name__} has no attention: nothing in it to convert.")
     return attentions
@@ -164,7 +164,7 @@ def _within(inner: str, outer: str) -> bool:
 
 
 def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
-    """What is known of a module if it is an attention that can be replaced."""
+    """Describe a module if it is an attention that can be replaced."""
     family, seen = family_of(module), probe.seen.get(id(module))
     if family.way != "interface":
         heads, dim = family.sizes(module)
@@ -198,7 +198,7 @@ def _few(names: list[str]) -> str:
 
 
 def run(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
-    """One pass in evaluation mode, whatever mode each part is in."""
+    """Run one pass in evaluation mode, whatever mode each part is in."""
     given = try_inputs(model) if inputs is None else inputs
     with evaluating(model):
         model(**given)
@@ -206,7 +206,7 @@ def run(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Models in evaluation mode, each part afterwards as it was."""
+    """Put models into evaluation mode for a block; afterwards each part is as it was."""
     modes = [(x, x.training) for model in models for x in model.modules()]
     for model in models:
         model.eval()
@@ -218,7 +218,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 def try_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """A few tokens, or an image, by what the model's configuration says.
+    """Make up inputs for a model by its configuration: a few tokens, or an image.
 
     Raises:
         ValueError: neither fits the model.
@@ -238,7 +238,7 @@ def try_inputs(model: nn.Module) -> dict[str, Tensor]:
     # Ids from the middle of the vocabulary: the first ones are special.
     tokens = (text.vocab_size // 2 + torch.arange(TOKENS, device=device)).remainder(text.vocab_size).unsqueeze(0)
     inputs = {kind: tokens, "attention_mask": torch.ones_like(tokens)}
-    # Contexts of another length than the tokens that look at them show which attention is across.
+    # Contexts of another length than the tokens that attend to them show which attention is cross-attention.
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens[:, :-1].clone()
         if isinstance(getattr(config, "eos_token_id", None), int):
@@ -251,7 +251,7 @@ def try_inputs(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterator[None]:
-    """A model whose attention goes through ``probe``, whichever way it goes.
+    """Send the attention of a model through ``probe`` for a block.
 
     Args:
         model: of transformers.
@@ -278,13 +278,13 @@ def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterat
 
 
 def _whole_mask(*args: Any, **options: Any) -> Any:
-    """A mask also where SDPA would do without: it shows whether attention is causal."""
+    """Make a mask also where SDPA would do without: it shows whether attention is causal."""
     return sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
 
 
 @contextmanager
 def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
-    """Let a probe see every attention that is covered."""
+    """Send every attention that is covered through a probe for a block."""
 
     def note(module: nn.Module, *_: Any) -> None:
         probe.seen.setdefault(id(module), _Seen(0, 0, 1.0, False, False, 0)).calls += 1

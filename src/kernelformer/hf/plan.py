@@ -1,4 +1,4 @@
-"""What is to become, or has become, of the attentions of a model."""
+"""The plan of a conversion: the method of each attention of a model, and its options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT = "softmax"
 
 @dataclass(frozen=True)
 class Layer:
-    """What became of one attention.
+    """Plan for one attention, or the record of what was done to it.
 
     Args:
         name: of the module.
@@ -30,7 +30,7 @@ class Layer:
         method: `EXACT` where it was kept.
         options: of the method.
         exact_heads: those that attend exactly in a layer that was replaced.
-        calls: in one pass, when the conversion was verified; 0: nobody has looked.
+        calls: in one pass, when the conversion was verified; 0: not verified.
         cross: whether its keys are those of other tokens than its queries.
     """
 
@@ -48,11 +48,11 @@ class Layer:
 
     @property
     def replaced(self) -> bool:
-        """Whether it is linear now."""
+        """Whether its attention is replaced by a method's."""
         return self.method != EXACT
 
     def build(self, number: int) -> AttentionCore:
-        """Its core, the ``number``-th of the model."""
+        """Build its core, the ``number``-th of the model."""
         common: dict[str, Any] = {"head_dim": self.head_dim, "scale": self.scale}
         rest = self.num_heads - len(self.exact_heads)
         core = build_core(self.method, num_heads=rest, layer=number, **{**common, **self.options})
@@ -63,7 +63,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done to a model: its attentions in the order of its modules."""
+    """Plan or record of a conversion: the attentions of a model in the order of its modules."""
 
     layers: tuple[Layer, ...]
 
@@ -83,12 +83,12 @@ class Conversion:
         return all(x.calls for x in self.layers)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Plain values."""
+        """The plan as plain values."""
         return [{**asdict(x), "exact_heads": list(x.exact_heads)} for x in self.layers]
 
     @classmethod
     def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> Conversion:
-        """What `as_json` gave."""
+        """Read what `as_json` gave."""
         return cls(tuple(Layer(**{**x, "exact_heads": tuple(x["exact_heads"])}) for x in rows))
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Conversion:
 
 
 def check_kept(what: str, converted: int, kept: int) -> None:
-    """That some attentions or heads are left to be linear.
+    """Check that some attentions or heads are left to be linear.
 
     Raises:
         ValueError: all of them, or more than there are, would be kept exact.
@@ -116,17 +116,17 @@ def check_kept(what: str, converted: int, kept: int) -> None:
 
 
 def make_plan(
-    found: Sequence[Attention],
+    attentions: Sequence[Attention],
     method: str,
     layers: Sequence[int | str] | int | str | None,
     exact_heads: Mapping[int | str, Sequence[int]] | None,
     options: Mapping[str, Any],
     longest: int | None = None,
 ) -> Conversion:
-    """What `convert` was asked for, attention by attention.
+    """Make the plan that `convert` was asked for, attention by attention.
 
     Args:
-        found: the attentions of a model.
+        attentions: of a model.
         method: see `convert`, also for the next three.
         layers: None: all.
         exact_heads: by attention.
@@ -143,44 +143,45 @@ def make_plan(
         )
     if "max_length" in method_options(method) and longest is not None:
         settings.setdefault("max_length", longest)
-    chosen = select([x.name for x in found], layers)
-    heads = _heads(found, exact_heads or {})
+    chosen = select([x.name for x in attentions], layers)
+    heads = _heads(attentions, exact_heads or {})
     return Conversion(
         tuple(
             _layer(attention, method, heads.get(i, ()), settings)
             if i in chosen
             else _layer(attention, EXACT, (), settings)
-            for i, attention in enumerate(found)
+            for i, attention in enumerate(attentions)
         )
     )
 
 
-def _layer(found: Attention, method: str, heads: tuple[int, ...], options: Mapping[str, Any]) -> Layer:
-    """One attention; where all heads are exact, all of it is.
+def _layer(attention: Attention, method: str, heads: tuple[int, ...], options: Mapping[str, Any]) -> Layer:
+    """Plan one attention; where all heads are exact, all of it is.
 
     Grouped queries get maps by key head, unless they are told otherwise: the state is then of the size of the keys.
     """
     copied = ("name", "way", "num_heads", "head_dim", "scale", "causal", "cross")
-    own: dict[str, Any] = {x: getattr(found, x) for x in copied}
-    if method == EXACT or len(heads) == found.num_heads:
+    own: dict[str, Any] = {x: getattr(attention, x) for x in copied}
+    if method == EXACT or len(heads) == attention.num_heads:
         return Layer(**own, method=EXACT)
     settings = dict(options)
     if heads and "num_key_heads" in settings:
         raise ValueError(
-            f"{found.name} has exact heads among its {found.num_heads}, so that keys are repeated for each of the "
-            f"others; got num_key_heads={settings['num_key_heads']!r}, leave it out."
+            f"{attention.name} has exact heads among its {attention.num_heads}, so that keys are repeated for each of "
+            f"the others; got num_key_heads={settings['num_key_heads']!r}, leave it out."
         )
-    if found.num_key_heads not in (None, found.num_heads) and not heads and maps_by_head(method, settings):
-        settings.setdefault("num_key_heads", found.num_key_heads)
+    if attention.num_key_heads not in (None, attention.num_heads) and not heads and maps_by_head(method, settings):
+        settings.setdefault("num_key_heads", attention.num_key_heads)
     return Layer(**own, method=method, options=settings, exact_heads=heads)
 
 
-def _heads(found: Sequence[Attention], exact: Mapping[int | str, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+def _heads(attentions: Sequence[Attention], exact: Mapping[int | str, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Exact heads by the number of their attention."""
     heads: dict[int, tuple[int, ...]] = {}
     for wanted, numbers in exact.items():
-        for i in select([x.name for x in found], wanted):
+        for i in select([x.name for x in attentions], wanted):
             for x in numbers:
-                if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < found[i].num_heads:
-                    raise ValueError(f"{found[i].name} has heads 0 to {found[i].num_heads - 1}, got {x!r}.")
+                if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < attentions[i].num_heads:
+                    raise ValueError(f"{attentions[i].name} has heads 0 to {attentions[i].num_heads - 1}, got {x!r}.")
             heads[i] = tuple(sorted({*heads.get(i, ()), *numbers}))
     return heads

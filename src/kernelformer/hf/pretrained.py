@@ -162,7 +162,7 @@ def first_complete(path: object, kinds: Sequence[Any], load: _Load) -> tuple[Any
         model, info = load(kind)
         lacking = lacking_weights(info)
         if lacking and all(x.startswith(POOLER) for x in lacking):
-            # Models of BERT's kin that were trained on masked tokens come without one, and embeddings do not need it.
+            # Models like BERT that were trained on masked tokens come without one, and embeddings do not need it.
             model, info = load(kind, add_pooling_layer=False)
             lacking = lacking_weights(info)
         if not lacking:

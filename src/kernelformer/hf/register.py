@@ -32,7 +32,7 @@ class Registered:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As transformers calls it."""
+        """Attend with the module's core, which is built at the first call; see `attend` for shapes."""
         core, settings = module._modules.get(CORE), self._options(module)
         if not isinstance(core, AttentionCore) or getattr(core, SETTINGS, None) != (self.method, settings):
             self._refuse_learned(module, core)
@@ -53,7 +53,7 @@ class Registered:
         return attend(core, module, query, key, value, attention_mask, **given)
 
     def _refuse_learned(self, module: nn.Module, core: nn.Module | None) -> None:
-        """What a core has learned must not be lost without a word; a draw can be."""
+        """Raise rather than replace a core that has learned something; a draw can be replaced."""
         if core is not None and next(core.parameters(), None) is not None:
             raise ValueError(
                 f"{type(module).__name__} has a core of {getattr(core, 'method', '?')!r} with parameters, which "
@@ -80,7 +80,7 @@ def register(**options: Any) -> list[str]:
     dropout is left out, with a warning (see `attend`). Calling it again changes the options, also of models that are
     there, unless their maps have parameters: those raise then.
 
-    A model that does not look at its ``attn_implementation`` goes on as it is, without a word: `convert` says so. What
+    A model that ignores its ``attn_implementation`` goes on as it is, without a word: `convert` says so. What
     maps learn is not read again by `from_pretrained`: `convert` saves and loads it.
 
     Args:

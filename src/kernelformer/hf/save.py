@@ -1,4 +1,4 @@
-"""Converted models as folders: configuration, safetensors, and what was converted."""
+"""Folders of converted models: configuration, safetensors, and what was converted."""
 
 from __future__ import annotations
 
@@ -132,21 +132,21 @@ def save(
 
 
 def _each_by_itself(weights: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
-    """Weights that safetensors can hold: of those that are one, only the one; others that share memory as copies."""
+    """Make weights that safetensors can hold: tied ones once, others that share memory as copies."""
     own: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, x in weights.items():
         source = weights.get(tied.get(name, ""))
         if source is not None and source.data_ptr() == x.data_ptr() and source.shape == x.shape:
             continue
-        place = x.untyped_storage().data_ptr()
-        own[name] = x.clone() if place in seen else x
-        seen.add(place)
+        memory = x.untyped_storage().data_ptr()
+        own[name] = x.clone() if memory in seen else x
+        seen.add(memory)
     return own
 
 
 def _refuse_original(folder: Path) -> None:
-    """A folder whose model is not a converted one would lose it."""
+    """Raise for a folder with a model that is not a converted one: saving would remove it."""
     path = folder / CONFIG
     if not path.is_file():
         weights = sorted(x.name for pattern in _WEIGHTS for x in folder.glob(pattern))
@@ -160,9 +160,9 @@ def _refuse_original(folder: Path) -> None:
         record = read_json(path)
     except ValueError:
         record = None
-    found = record.get("model_type") if isinstance(record, dict) else None
-    if found != KIND:
+    kind = record.get("model_type") if isinstance(record, dict) else None
+    if kind != KIND:
         raise ValueError(
-            f"{folder} holds a model of type {found!r}, which saving the converted one would overwrite; choose another "
+            f"{folder} holds a model of type {kind!r}, which saving the converted one would overwrite; choose another "
             f"folder."
         )

@@ -1,4 +1,4 @@
-"""What all models share: first weights, saving, loading."""
+"""Base of all models: first weights, saving, loading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
     family = "encoder"  # models of one family can take each other's weights
 
     def post_init(self) -> None:
-        """What attention cores and positions have drawn or chosen is theirs: transformers leaves it alone."""
+        """Keep transformers from initializing what attention cores and positions have drawn or chosen."""
         for module in self.modules():
             if isinstance(module, AttentionCore | RelativePositions):
                 for part in module.modules():
@@ -66,14 +66,14 @@ class KernelformerPreTrainedModel(PreTrainedModel):
             init.normal_(module.vector, std=1.0 if std is None else std)
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:  # type: ignore[override]
-        """As Hugging Face's; beside the files come their hashes."""
+        """Save as Hugging Face's does; beside the files come their hashes."""
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
             write_hashes(Path(save_directory), WEIGHTS)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As Hugging Face's; seeds and draws of feature maps go on from what was saved.
+        """Load as Hugging Face's does; seeds and draws of feature maps go on from what was saved.
 
         Raises:
             ValueError: weights of a model of another family, or of a map with other settings; files of a folder that
@@ -95,7 +95,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
         return loaded
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Transformers' own, and tables that blocks share, also where word embeddings are not tied."""
+        """Name tied weights: transformers' own, and tables that blocks share, which are always tied."""
         tied: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)
         return {**tied, **self._shared_tables()}
 
@@ -118,7 +118,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """States instead of keys and values."""
+        """Give `generate` a cache of states instead of keys and values."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"this model keeps states, got cache_implementation={generation_config.cache_implementation!r}; leave "
@@ -131,12 +131,12 @@ class KernelformerPreTrainedModel(PreTrainedModel):
             raise ValueError(f"past_key_values must be a StateCache, got {type(given).__name__}; leave it out.")
 
     def new_cache(self) -> StateCache:
-        """An empty cache for the decoder."""
+        """Make an empty cache for the decoder."""
         raise ValueError(f"{type(self).__name__} does not generate.")
 
 
 def _check_files(name: Any = None, *args: Any, subfolder: str = "", **kwargs: Any) -> None:
-    """Look at a local folder before it costs anything: hashes, and features that its weights have no room for.
+    """Check a local folder before it costs anything: hashes, and features that its weights have no room for.
 
     The arguments are those of `from_pretrained`; who gives an attention or a configuration wants other weights than
     the saved ones.
@@ -159,7 +159,7 @@ def _descendants(kind: type[KernelformerPreTrainedModel]) -> Iterator[type[Kerne
 
 
 def refuse_unknown(model: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """What a model does not take must not ask for anything; transformers passes None and False along."""
+    """Raise for arguments that a model does not take; transformers passes None and False along, which are allowed."""
     asked = [name for name, value in keywords.items() if value is not None and value is not False]
     if asked:
         known = [x for x in inspect.signature(model.forward).parameters if x != "kwargs"]
@@ -174,7 +174,7 @@ class FirstToken(nn.Module):
         self.vector = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, L, d) and (B, L) -> (B, 1 + L, d) and (B, 1 + L)."""
+        """Put it in front, (B, L, d) and mask (B, L) -> (B, 1 + L, d) and (B, 1 + L)."""
         first = self.vector.to(x.dtype).expand(x.shape[0], 1, -1)
         if key_mask is not None:
             key_mask = torch.cat([key_mask.new_ones(key_mask.shape[0], 1), key_mask], 1)

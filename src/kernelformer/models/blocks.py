@@ -60,10 +60,12 @@ class Block(GradientCheckpointingLayer):
         context_mask: Tensor | None = None,
         past_key_values: StateCache | None = None,
     ) -> Tensor:
-        """(B, L, d) -> (B, L, d); masks (B, L) and (B, S) bool, True = attend."""
+        """Apply the block, (B, L, d) -> (B, L, d); masks (B, L) and (B, S) bool, True = attend."""
         x = self._around(x, self.attention_norm, lambda h: self._attend(h, key_mask, past_key_values))
         if self.cross is not None and self.cross_norm is not None:
-            x = self._around(x, self.cross_norm, lambda h: self._look_up(h, context, context_mask, past_key_values))
+            x = self._around(
+                x, self.cross_norm, lambda h: self._attend_context(h, context, context_mask, past_key_values)
+            )
         return self._around(x, self.feed_norm, lambda h: self.narrow(self.activation(self.wide(h))))
 
     def _around(self, x: Tensor, norm: nn.LayerNorm, part: Any) -> Tensor:
@@ -84,7 +86,7 @@ class Block(GradientCheckpointingLayer):
             y, kept.state = self.attention(x, key_mask=key_mask, state=kept.state, return_state=True)
         return y
 
-    def _look_up(
+    def _attend_context(
         self, x: Tensor, context: Tensor | None, context_mask: Tensor | None, cache: StateCache | None
     ) -> Tensor:
         assert self.cross is not None
@@ -146,7 +148,7 @@ class Stack(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else nn.Identity()
 
     def forward(self, x: Tensor, context: Tensor | None = None, **options: Any) -> Tensor:
-        """(B, L, d) -> (B, L, d); options are those of a `Block`."""
+        """Apply all blocks, (B, L, d) -> (B, L, d); options are those of a `Block`."""
         for block in self.blocks:
             x = block(x, context, **options)
         y: Tensor = self.norm(x)
@@ -154,7 +156,7 @@ class Stack(nn.Module):
 
 
 def draw_seed(*numbers: int) -> int:
-    """A seed from the model's and a place in it: no two places draw alike, and no two models with different seeds."""
+    """Hash the model's seed and the position of an attention in it: no two attentions draw the same frequencies."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "big")
 
 
@@ -169,7 +171,7 @@ def make_attention(
     num_prefix: int = 0,
     shared: dict[str, RelativePositions] | None = None,
 ) -> KernelAttention:
-    """The layer that a spec asks for, with what it leaves open taken from the model.
+    """Build the layer that a spec asks for, with what it leaves open taken from the model.
 
     Relative positions of a kind that is in ``shared`` are those, and others go there.
     """
@@ -201,7 +203,7 @@ def make_attention(
 
 
 def visible(attention_mask: Tensor | None, tokens: int, past: int = 0, what: str = "attention_mask") -> Tensor | None:
-    """A Hugging Face mask (B, past + L) as a key mask of the last L tokens; None where nothing of them is hidden."""
+    """Make of a Hugging Face mask (B, past + L) a key mask of the last L tokens; None where it hides none of them."""
     if attention_mask is None:
         return None
     if attention_mask.dim() != 2 or attention_mask.shape[1] != past + tokens:

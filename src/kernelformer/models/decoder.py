@@ -20,7 +20,7 @@ from kernelformer.models.encoder import check_tokens, choose_positions
 from kernelformer.modules import RelativePositions
 
 
-def place(attention_mask: Tensor | None, tokens: int, past: int, device: torch.device) -> Tensor:
+def token_positions(attention_mask: Tensor | None, tokens: int, past: int, device: torch.device) -> Tensor:
     """Positions (B or 1, L) of the last tokens, counted over real ones, so that padding on the left moves nothing."""
     if attention_mask is None:
         return torch.arange(past, past + tokens, device=device).unsqueeze(0)
@@ -61,7 +61,7 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         return table
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Another table of tokens."""
+        """Set another table of tokens."""
         self.embeddings.tokens = value  # type: ignore[assignment]
 
     def get_output_embeddings(self) -> nn.Module:
@@ -87,7 +87,7 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Predict.
+        """Predict the next token at each position, (B, L) -> logits (B, L, vocabulary).
 
         Args:
             input_ids: (B, L) tokens; with a cache those after the ones that it has seen.
@@ -108,7 +108,7 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         key_mask = visible(attention_mask, given.shape[1], past)
         if position_ids is None:
-            position_ids = place(attention_mask, given.shape[1], past, given.device)
+            position_ids = token_positions(attention_mask, given.shape[1], past, given.device)
         x = self.embeddings(input_ids, position_ids, inputs_embeds)
         x = self.stack(x, key_mask=key_mask, past_key_values=past_key_values)
         if isinstance(logits_to_keep, Tensor):

@@ -1,4 +1,4 @@
-"""Tokens and where they stand."""
+"""Embeddings of tokens and of their positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernelformer.models.config import KernelformerConfig
 
 
 def sinusoids(position: Tensor, width: int) -> Tensor:
-    """``sin(p / 10000^(2i/d)), cos(p / 10000^(2i/d))``: (...) -> (..., width)."""
+    """Sinusoidal positions ``sin(p / 10000^(2i/d)), cos(p / 10000^(2i/d))``: (...) -> (..., width)."""
     half = (width + 1) // 2
     rate = torch.exp(torch.arange(half, device=position.device) * (-math.log(10000.0) / half))
     angle = position.unsqueeze(-1) * rate
@@ -21,7 +21,7 @@ def sinusoids(position: Tensor, width: int) -> Tensor:
 class Embeddings(nn.Module):
     """Token vectors plus position vectors.
 
-        x_i = sqrt(d) (token_i + place_i)          place: learned
+        x_i = sqrt(d) (token_i + position_i)       learned
         x_i = sqrt(d) token_i + sinusoid_i         sinusoidal
 
     Args:
@@ -50,7 +50,7 @@ class Embeddings(nn.Module):
         return math.prod(self.sizes) if len(self.places) else None
 
     def forward(self, tokens: Tensor | None, position: Tensor, vectors: Tensor | None = None) -> Tensor:
-        """(B, L) tokens, or (B, L, d) vectors in their place, at positions (B or 1, L) -> (B, L, d)."""
+        """Embed (B, L) tokens, or (B, L, d) vectors given instead, at positions (B or 1, L) -> (B, L, d)."""
         x = self.tokens(tokens) if vectors is None else vectors
         if self.longest is not None:
             last = int(position.max()) if position.numel() else -1
@@ -59,8 +59,8 @@ class Embeddings(nn.Module):
                     f"this model has {self.longest} {self.positions} positions, got a sequence of {last + 1} tokens; "
                     f"shorten it, or build the model with a larger max_position_embeddings or other positions."
                 )
-            for place, index in zip(self.places, self._indices(position), strict=True):
-                x = x + place(index)
+            for table, index in zip(self.places, self._indices(position), strict=True):
+                x = x + table(index)
         x = x * self.scale
         if self.positions == "sinusoidal":
             x = x + sinusoids(position, x.shape[-1]).to(x.dtype)

@@ -19,14 +19,14 @@ from kernelformer.modules.spec import parse_attention
 
 
 def choose_positions(config: KernelformerConfig, specs: list[str], own: str = "sinusoidal") -> str:
-    """``auto`` resolved: none where every block has relative positions, else the model's own."""
+    """Resolve ``auto`` positions: none where every block has relative positions, else the model's own."""
     if config.positions != "auto":
         return config.positions
     return "none" if all("relative" in parse_attention(x)[1] for x in specs) else own
 
 
 def check_tokens(tokens: Tensor | None, vectors: Tensor | None, vocab_size: int) -> Tensor:
-    """Tokens (B, L) within the vocabulary, or vectors (B, L, d); returns whichever is given."""
+    """Check tokens (B, L) against the vocabulary, or take vectors (B, L, d); returns whichever is given."""
     if (tokens is None) == (vectors is None):
         raise ValueError("give either input_ids or inputs_embeds, got both or neither.")
     if vectors is not None:
@@ -65,7 +65,7 @@ class KernelformerModel(KernelformerPreTrainedModel):
         return table
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Another table of tokens."""
+        """Set another table of tokens."""
         self.embeddings.tokens = value  # type: ignore[assignment]
 
     @can_return_tuple
@@ -77,7 +77,7 @@ class KernelformerModel(KernelformerPreTrainedModel):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """Encode.
+        """Encode tokens, (B, L) -> last_hidden_state (B, L, d).
 
         Args:
             input_ids: (B, L) tokens.
@@ -105,7 +105,7 @@ class Pooler(nn.Module):
         self.kind = kind
 
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Mask (B, L) over the tokens of a mean."""
+        """Pool (B, L, d) -> (B, d); the mask (B, L) says which tokens a mean is over."""
         if self.kind == "cls":
             return x[:, 0]
         if attention_mask is None:
@@ -178,7 +178,16 @@ class KernelformerForMatching(KernelformerPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Match (B, L) with (B, L'), masks likewise; logits (B, classes); labels (B) give the mean cross-entropy."""
+        """Classify pairs, (B, L) and (B, L') -> logits (B, classes).
+
+        Args:
+            input_ids: (B, L), the first documents.
+            attention_mask: (B, L), 1 = real.
+            other_input_ids: (B, L'), the second documents.
+            other_attention_mask: (B, L').
+            labels: (B), for the mean cross-entropy.
+            kwargs: of other Hugging Face models, None or False.
+        """
         refuse_unknown(self, kwargs)
         if input_ids is None or other_input_ids is None:
             raise ValueError("a pair needs input_ids and other_input_ids, got only one of them or none.")

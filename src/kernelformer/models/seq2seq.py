@@ -15,7 +15,7 @@ from kernelformer.cache import StateCache
 from kernelformer.models.base import KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack, visible
 from kernelformer.models.config import KernelformerConfig
-from kernelformer.models.decoder import place
+from kernelformer.models.decoder import token_positions
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.models.encoder import KernelformerModel, check_tokens, choose_positions
 
@@ -62,7 +62,7 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         return table
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Another table of tokens."""
+        """Set another table of tokens."""
         self.encoder.embeddings.tokens = value  # type: ignore[assignment]
         self.embeddings.tokens = value  # type: ignore[assignment]
 
@@ -76,7 +76,7 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         return StateCache(self.config.decoder_layers)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Labels one place to the right, after the start token; -100 becomes padding."""
+        """Shift labels one position to the right, after the start token; -100 becomes padding."""
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or pad is None:
             raise ValueError(
@@ -99,16 +99,16 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
-        """Translate.
+        """Predict the target from the source, (B, S) and (B, L) -> logits (B, L, vocabulary).
 
         Args:
             input_ids: (B, S) of the source.
             attention_mask: (B, S), 1 = real.
-            decoder_input_ids: (B, L), the target so far; default: the labels one place to the right.
+            decoder_input_ids: (B, L), the target so far; default: the labels one position to the right.
             decoder_attention_mask: (B, past + L).
             encoder_outputs: of the encoder, so that it does not run again.
             past_key_values: states of the tokens before, and of the source; it is changed.
-            labels: (B, L), what is wanted at each place, -100 = not counted.
+            labels: (B, L), what is wanted at each position, -100 = not counted.
             use_cache: whether to return states; default: if a cache is given.
             num_items_in_batch: labels that the loss is a mean over; default those of this call.
             kwargs: of other Hugging Face models, None or False.
@@ -124,7 +124,7 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
             past_key_values = self.new_cache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         key_mask = visible(decoder_attention_mask, tokens.shape[1], past, "decoder_attention_mask")
-        x = self.embeddings(tokens, place(decoder_attention_mask, tokens.shape[1], past, tokens.device))
+        x = self.embeddings(tokens, token_positions(decoder_attention_mask, tokens.shape[1], past, tokens.device))
         x = self.stack(
             x,
             hidden,

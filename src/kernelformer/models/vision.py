@@ -1,4 +1,4 @@
-"""Vision transformers."""
+"""Vision transformers: images by their patches."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class KernelformerForImageClassification(KernelformerPreTrainedModel):
         refuse_unknown(self, kwargs)
         expected = (self.config.num_channels, *(self.config.image_size or ()))
         if pixel_values is None or tuple(pixel_values.shape[1:]) != expected:
-            found = None if pixel_values is None else shape(pixel_values)
-            raise ValueError(f"pixel_values must be (batch, channels, rows, columns) = (B, {expected}), got {found}.")
+            given = None if pixel_values is None else shape(pixel_values)
+            raise ValueError(f"pixel_values must be (batch, channels, rows, columns) = (B, {expected}), got {given}.")
         x = self.patches(pixel_values.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
         if self.places is not None:
             x = x + self.places(torch.arange(x.shape[1], device=x.device))

@@ -66,7 +66,7 @@ class Family:
 
 
 class AdaptedFamily(Family):
-    """Attentions that do not look at the interface, made to.
+    """Models whose attentions ignore the interface, and are made to use it.
 
     Attributes:
         forward: a class whose forward attends through the module's ``interface``, to stand before the original's.

@@ -58,8 +58,8 @@ class TableMPNet(nn.Module):
         L = x.shape[1]
         buckets: Any = self.relative_position_bucket
         table: Any = self.relative_attention_bias
-        places = buckets(torch.arange(1 - L, L, device=x.device), num_buckets=num_buckets)
-        return table(places).T.unsqueeze(0)  # type: ignore[no-any-return]
+        rows = buckets(torch.arange(1 - L, L, device=x.device), num_buckets=num_buckets)
+        return table(rows).T.unsqueeze(0)  # type: ignore[no-any-return]
 
 
 class MPNet(AdaptedFamily):

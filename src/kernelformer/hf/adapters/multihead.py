@@ -35,7 +35,7 @@ class Multihead(Family):
     covers = "torch.nn.MultiheadAttention"
 
     def matches(self, module: nn.Module) -> bool:
-        """Tell whether it is torch's own, or ours in its place; a subclass may compute something else."""
+        """Tell whether it is torch's own, or ours that replaced it; a subclass may compute something else."""
         return type(module) in (nn.MultiheadAttention, KernelMultiheadAttention)
 
     def sizes(self, module: Any) -> tuple[int, int]:
@@ -43,7 +43,7 @@ class Multihead(Family):
         return module.num_heads, module.head_dim
 
     def build(self, module: nn.Module, core: AttentionCore) -> nn.Module:
-        """Make the module that takes the place of torch's, with its weights."""
+        """Make the module that replaces torch's, with its weights."""
         assert isinstance(module, nn.MultiheadAttention)
         return KernelMultiheadAttention.from_torch(module, core)
 

@@ -1,4 +1,4 @@
-"""T5 and its kin: a relative bias of the first layer that all layers of self-attention share."""
+"""T5 and models like it: a relative bias of the first layer that all layers of self-attention share."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class TableT5(nn.Module):
             "num_buckets": self.relative_attention_num_buckets,
             "max_distance": reach,
         }
-        if "bidirectional" not in inspect.signature(buckets).parameters:  # UMT5's looks them up itself
+        if "bidirectional" not in inspect.signature(buckets).parameters:  # UMT5's knows them itself
             settings = {}
-        places = buckets(torch.arange(low, high + 1, device=weight.device), **settings)
-        return table(places).T.unsqueeze(0)  # type: ignore[no-any-return]
+        rows = buckets(torch.arange(low, high + 1, device=weight.device), **settings)
+        return table(rows).T.unsqueeze(0)  # type: ignore[no-any-return]
 
 
 class T5(Family):
