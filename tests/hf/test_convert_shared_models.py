@@ -199,6 +199,6 @@ def test_embeddings_are_compared_by_the_mean_over_real_tokens():
     want, got = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
     got[:, :2] = want[:, :2]
     for mask, same in ((torch.tensor([[1, 1, 0]]), True), (torch.ones(1, 3), False), (torch.ones(1, 2), False)):
-        depth = HiddenStateErrors(pools=True)
-        depth.add({"input_ids": tokens(1, 3), "attention_mask": mask}, Output(want), Output(got))
-        assert (abs(depth.cosine.value - 1) < 1e-6) == same
+        errors = HiddenStateErrors(pools=True)
+        errors.add({"input_ids": tokens(1, 3), "attention_mask": mask}, Output(want), Output(got))
+        assert (abs(errors.cosine.value - 1) < 1e-6) == same
