@@ -44,7 +44,7 @@ class TextRows:
             self.rows = _windows([x for ids in tokens for x in ids], length)
 
     def batches(self, batch: int, seed: int, *, start: int = 0, skip: int = 0) -> Iterator[dict[str, Tensor]]:
-        """Inputs without end; see the function `batches`."""
+        """Yield inputs without end; see the function `batches`."""
         positive_int("batch", batch)
         first_row = integer("skip", skip, at_least=0) * batch
         while True:
@@ -66,7 +66,7 @@ class TextRows:
             yield inputs
 
     def used(self, file: str, available: int, draws: Iterable[tuple[int, int]]) -> TextsUsed:
-        """What the first rows of some orders have used, each counted once.
+        """Count the texts that the first rows of some orders have used, each once.
 
         Args:
             file: name of the texts' file.
@@ -85,7 +85,7 @@ class TextRows:
 
 @dataclass(frozen=True)
 class TextsUsed:
-    """What was used of a file of texts.
+    """Part of a file of texts that was used.
 
     Args:
         file: its name.
@@ -102,7 +102,7 @@ class TextsUsed:
     window_length: int | None = None
 
     def __str__(self) -> str:
-        """``8 windows of 256 tokens from 9 of 2000 texts of FILE``, or ``160 of 2000 texts of FILE``."""
+        """Write it as ``8 windows of 256 tokens from 9 of 2000 texts of FILE``, or ``160 of 2000 texts of FILE``."""
         texts = f"{self.texts} of {self.available} text{'s' * (self.available > 1)} of {self.file}"
         if self.windows is None:
             return texts
@@ -120,7 +120,7 @@ def batches(
     start: int = 0,
     skip: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
-    """Inputs of a model without end: texts in the order of a seed, in another one each time they come around.
+    """Yield inputs of a model without end: texts in the order of a seed, in another one in each round.
 
     Each text is a row of its own, cut at ``length`` and padded to the longest of its batch; for masked models some of
     its tokens are hidden, which is what they are made for. For causal models texts are joined, with the token that ends
@@ -142,7 +142,19 @@ def batches(
 def some_texts(
     texts: Sequence[str], tokenizer: Any, length: int, rows: int, seed: int, task: str
 ) -> tuple[list[str], int]:
-    """As many texts, in the order of a seed, as `batches` needs for so many rows, and how many rows they make."""
+    """Choose as many texts as `batches` needs for a number of rows.
+
+    Args:
+        texts: to choose from.
+        tokenizer: of transformers.
+        length: tokens of a row.
+        rows: how many are wanted.
+        seed: of the order in which texts are taken.
+        task: of `Source`.
+
+    Returns:
+        The texts, and how many rows they make: fewer than wanted where all texts together make fewer.
+    """
     chosen = [texts[i] for i in order(0, len(texts), len(texts), seed)]
     if task != "causal":
         return chosen[:rows], min(rows, len(texts))
@@ -155,7 +167,7 @@ def some_texts(
 
 
 def tokens_of(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
-    """Of each text, with the token that ends one."""
+    """Yield the token ids of each text, with the token that ends one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for first in range(0, len(texts), 64):
         for ids in tokenizer(list(texts[first : first + 64]), add_special_tokens=False)["input_ids"]:
@@ -163,7 +175,7 @@ def tokens_of(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
 
 
 def packed_rows(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
-    """Rows of ``length`` tokens; one shorter row where all texts together have less."""
+    """Join texts and cut them into rows of ``length`` tokens; one shorter row where all together have less."""
     return _windows([x for ids in tokens_of(texts, tokenizer) for x in ids], length)
 
 
@@ -176,14 +188,24 @@ def _windows(stream: list[int], length: int) -> list[Tensor]:
 
 
 def mask_tokens(ids: Tensor, tokenizer: Any, seed: int, share: float = MASKED) -> tuple[Tensor, Tensor]:
-    """Tokens with some of the plain ones hidden, and which (bool), by a seed."""
+    """Hide some tokens behind the mask token, as masked models are trained.
+
+    Args:
+        ids: (B, L); special tokens are never hidden.
+        tokenizer: of transformers.
+        seed: of the choice.
+        share: of the tokens.
+
+    Returns:
+        The tokens (B, L), and which were hidden (B, L) bool.
+    """
     plain = ~torch.isin(ids, torch.tensor(sorted(tokenizer.all_special_ids)))
     hidden = plain & (torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < share)
     return ids.masked_fill(hidden, tokenizer.mask_token_id), hidden
 
 
 def order(first: int, count: int, total: int, seed: int) -> list[int]:
-    """Numbers ``first`` to ``first + count`` of an endless order of ``total`` rows, anew shuffled in each round."""
+    """List ``count`` numbers, from ``first`` on, of an endless order of ``total`` rows, shuffled anew in each round."""
     rounds: dict[int, list[int]] = {}
     rows = []
     for position in range(first, first + count):
@@ -196,7 +218,7 @@ def order(first: int, count: int, total: int, seed: int) -> list[int]:
 
 
 def read_texts(path: str | Path) -> list[str]:
-    """The texts of a file that are not blank: ``.jsonl`` with ``text`` in each line, or one text a line; UTF-8.
+    """Read the texts of a file that are not blank: ``.jsonl`` with ``text`` in each line, or one text a line; UTF-8.
 
     Raises:
         ValueError: no such file, a line that is not UTF-8 or not JSON, or not one text.
@@ -208,14 +230,22 @@ def read_texts(path: str | Path) -> list[str]:
 
 
 def longest(source: Source) -> int | None:
-    """Tokens that a model has positions for; None: no limit is known."""
+    """Number of tokens that a model has positions for; None where no limit is known."""
     positions = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
     longest_text = getattr(source.tokenizer, "model_max_length", None)  # tokenizers without a limit say 1e30
     return min((x for x in (positions, longest_text) if isinstance(x, int) and 0 < x < 10**9), default=None)
 
 
 def check_length(source: Source, length: int | None) -> int:
-    """As asked for, if the model has so many positions; `LENGTH` or what it has where nobody asks."""
+    """Check the length of texts for a model.
+
+    Args:
+        source: the model.
+        length: tokens; None: `LENGTH`, or fewer where the model has fewer positions.
+
+    Raises:
+        ValueError: the model has fewer positions.
+    """
     limit = longest(source)
     if length is None:
         return LENGTH if limit is None else min(LENGTH, limit)
@@ -225,7 +255,7 @@ def check_length(source: Source, length: int | None) -> int:
 
 
 def check_readable(source: Source, texts: Sequence[str]) -> None:
-    """That a model can read texts.
+    """Check that a model can read texts.
 
     Raises:
         ValueError: it has no tokenizer, or one that knows not one token of the first texts.
@@ -246,24 +276,24 @@ def check_readable(source: Source, texts: Sequence[str]) -> None:
 
 
 def first_token(source: Source) -> int:
-    """That a decoder begins with."""
+    """Token that a decoder begins with."""
     return getattr(source.model.config, "decoder_start_token_id", None) or 0
 
 
 def rows_for(source: Source, texts: Sequence[str], length: int) -> TextRows:
-    """Rows of inputs for a source; see `check_readable`."""
+    """Make rows of inputs for a source; see `check_readable`."""
     check_readable(source, texts)
     return TextRows(texts, source.tokenizer, length, source.task)
 
 
 def inputs_for(source: Source, texts: Sequence[str], length: int, batch: int, seed: int) -> Any:
-    """`batches` for a source; see `check_readable`."""
+    """Yield `batches` for a source; see `check_readable`."""
     check_readable(source, texts)
     return batches(texts, source.tokenizer, length, batch, seed, task=source.task, start=first_token(source))
 
 
 def made_up_inputs(source: Source, length: int, batch: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """The same without texts: random tokens, or noise for models of images."""
+    """Yield inputs for a source without texts: random tokens, or noise for models of images."""
     config, gen = source.model.config, torch.Generator().manual_seed(seed)
     tried = try_inputs(source.model)
     while True:

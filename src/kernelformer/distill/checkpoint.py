@@ -23,7 +23,7 @@ SHARE = 0.05  # of the time that may go into writing them
 
 @dataclass
 class Checkpoint:
-    """Where a distillation keeps its state.
+    """State of a distillation, kept in a folder.
 
     Args:
         folder: for one file; made when there is something to keep.

@@ -89,7 +89,7 @@ class HiddenStateErrors:
 
 
 def next_token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
-    """``-log p`` of every real token after the first, (N).
+    """Losses ``-log p`` of every real token after the first, (N).
 
     Args:
         logits: (B, L, V).
@@ -101,7 +101,7 @@ def next_token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tenso
 
 
 def output_divergence(batch: Mapping[str, Any], want: Any, got: Any) -> float:
-    """How far what a model returns is from what the original does, in one number.
+    """Distance of the outputs of a model from those of the original, in one number.
 
         mean over tokens of  KL(softmax(want) || softmax(got))      logits, (B, L, V) or (B, V)
         mean over tokens of  |got - want|^2 / |want|^2              hidden states, and logits of a single number

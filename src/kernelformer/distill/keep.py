@@ -109,7 +109,7 @@ def greedy(
 
 @contextmanager
 def _switchable(student: PreTrainedModel) -> Iterator[Callable[[set[str]], None]]:
-    """A function that makes some of the converted attentions linear and all others exact; afterwards all are linear."""
+    """Give a function that makes some converted attentions linear and all others exact; afterwards all are linear."""
     layers = {x.name: x for x in conversion(student).layers if x.replaced}
     linear = {name: core for name, core in cores(student).items() if name in layers}
     exact = {name: _exact_core(layers[name], student.get_submodule(name)) for name in layers}

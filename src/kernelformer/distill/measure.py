@@ -1,4 +1,4 @@
-"""How far a converted model is from its original: attention by attention, and layer after layer as errors add up."""
+"""Distance of a converted model from its original: attention by attention, and layer after layer as errors add up."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Report:
     original_perplexity: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The report as plain values."""
         return asdict(self)
 
     def worst_heads(self, count: int, names: Iterable[str]) -> dict[str, list[int]]:
@@ -215,7 +215,7 @@ class _Watch:
         self.calls: Counter[str] = Counter()
 
     def start(self) -> None:
-        """A new pass: calls count from 0."""
+        """Begin a new pass: calls count from 0."""
         self.calls.clear()
 
     def rows(self) -> tuple[Row, ...]:

@@ -228,7 +228,7 @@ def quick_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _clock(steps: int, seconds: float | None, first: int = 0) -> Iterator[tuple[int, float]]:
-    """Numbers of steps from ``first`` on, with the share of the work that is done."""
+    """Yield numbers of steps from ``first`` on, with the share of the work that is done."""
     start = time.monotonic()
     for step in range(first, steps):
         gone = 0.0 if seconds is None else (time.monotonic() - start) / seconds

@@ -18,7 +18,7 @@ from kernelformer.errors import shape
 from kernelformer.modules import AttentionCore
 
 CORE = "kernel"  # the name of the core among the children of an attention module
-CROSS = "looks_across"  # attribute of cores whose keys are those of other tokens than their queries
+CROSS = "is_cross_attention"  # attribute of cores whose keys are those of other tokens than their queries
 ARGUMENTS = ("dropout", "scaling", "is_causal", "position_bias")  # of an attention, which `attend` takes by name
 # What transformers passes along and what changes nothing for attention.
 _HARMLESS = frozenset(

@@ -1,4 +1,4 @@
-"""What a model is made of, as plain values that are saved with it."""
+"""Configuration of the models: plain values that are saved with them."""
 
 from __future__ import annotations
 

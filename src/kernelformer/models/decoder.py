@@ -70,7 +70,7 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         return head
 
     def new_cache(self) -> StateCache:
-        """An empty cache."""
+        """Make an empty cache."""
         return StateCache(self.config.num_hidden_layers)
 
     @can_return_tuple

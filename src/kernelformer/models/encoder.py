@@ -147,7 +147,10 @@ class KernelformerForSequenceClassification(KernelformerPreTrainedModel):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Classify; labels (B) give the mean cross-entropy. The others are those of `KernelformerModel`."""
+        """Classify sequences, (B, L) -> logits (B, classes).
+
+        Labels (B) give the mean cross-entropy; the other arguments are those of `KernelformerModel`.
+        """
         refuse_unknown(self, kwargs)
         hidden = self.model(input_ids, attention_mask, inputs_embeds, position_ids).last_hidden_state
         logits = self.head(self.pooler(hidden, attention_mask))
@@ -225,7 +228,11 @@ class KernelformerForMaskedLM(KernelformerPreTrainedModel):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Predict; labels (B, L), -100 where nothing was hidden, give the mean cross-entropy."""
+        """Predict the token at each position, (B, L) -> logits (B, L, vocabulary).
+
+        Labels (B, L), -100 where nothing was hidden, give the mean cross-entropy; the other arguments are those of
+        `KernelformerModel`.
+        """
         refuse_unknown(self, kwargs)
         hidden = self.model(input_ids, attention_mask, inputs_embeds, position_ids).last_hidden_state
         logits = self.lm_head(hidden)

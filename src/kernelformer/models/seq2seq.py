@@ -1,4 +1,4 @@
-"""Encoder-decoder models."""
+"""Encoder-decoder models, for translation and the like."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         return head
 
     def new_cache(self) -> StateCache:
-        """An empty cache."""
+        """Make an empty cache."""
         return StateCache(self.config.decoder_layers)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:

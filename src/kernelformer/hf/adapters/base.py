@@ -1,4 +1,4 @@
-"""What a family of models needs so that its attentions attend by cores; models of most families need nothing more."""
+"""Base of the families: how a core gets into an attention, and how a relative bias becomes a table."""
 
 from __future__ import annotations
 
