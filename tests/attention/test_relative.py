@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kernelformer.attention.relative import forward as relative_forward
 from kernelformer.attention.relative import rescue
 from kernelformer.attention.relative import windows as bands
 from kernelformer.attention.relative.bias_view import Layout, constant_beyond
+from kernelformer.attention.relative.call import RelativeCall
 from kernelformer.attention.relative.dispatch import find_window
 from kernelformer.attention.relative.fft import is_safe
 
@@ -48,6 +50,13 @@ def grid_matrix(bias, rows, cols, prefix):
     i = torch.arange(rows * cols)
     inner = bias[:, i // cols - (i // cols)[:, None] + rows - 1, i % cols - (i % cols)[:, None] + cols - 1]
     return torch.nn.functional.pad(inner, (prefix, 0, prefix, 0))
+
+
+def relative_call(core, query, key, bias):
+    """A call of the algorithms themselves, at scale 1."""
+    phi, layout = core.feature_map, Layout(query.shape[2], key.shape[2])
+    spec = {"spec": phi.spec_id, "tensors": phi.prepare(query, key, None, 1.0), "scale": 1.0}
+    return RelativeCall(query=query, key=key, value=key, bias=bias, layout=layout, **spec)
 
 
 def agrees(variant, L, S, *, algorithm, causal, window=None, mask=None, size=1.0, tolerance=1e-9):
@@ -256,10 +265,9 @@ def test_the_plain_transform_would_show_and_let_the_future_move_the_past():
     assert moved(algorithm="fft") > 1e-3
     for algorithm in (None, "direct", "windowed"):
         assert moved(algorithm=algorithm) < 1e-4
-    common = {"spec": core.feature_map.spec_id, "tensors": core.feature_map.prepare(q, k, None, 1.0), "scale": 1.0}
-    assert not is_safe(q, k, bias, is_causal=True, **common)
-    small = [torch.nn.functional.normalize(x, dim=-1) for x in (q, k)]
-    assert is_safe(*small, bias, **common)
+    call = relative_call(core, q, k, bias)
+    assert not is_safe(replace(call, is_causal=True))
+    assert is_safe(replace(call, normalize_qk=True))
 
 
 def test_an_unclipped_table_at_zero_gets_every_gradient():
@@ -528,10 +536,10 @@ def test_a_bias_that_hides_keys_is_not_safe_for_transforms():
     core = kf.build_attention("nprf", head_dim=8, num_heads=H, num_features=8)
     q, k, _ = inputs(20, dtype=torch.float32)
     bias = torch.zeros(H, 39)
-    common = {"spec": core.feature_map.spec_id, "tensors": core.feature_map.prepare(q, k, None, 1.0), "scale": 1.0}
-    assert is_safe(q / 10, k / 10, bias, **common)
+    call = relative_call(core, q / 10, k / 10, bias)
+    assert is_safe(call)
     bias[:, 20:] = -torch.inf
-    assert not is_safe(q / 10, k / 10, bias, **common)
+    assert not is_safe(call)
 
 
 def test_rows_that_see_nothing_are_not_done_again(monkeypatch):

@@ -85,7 +85,7 @@ def attention_loss(
 def _weights(core: KernelCore, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
     """Weights phi(q) phi(k) (B, H, L, S) up to a factor for each row; keys (B, H, S, D)."""
     phi, scale = core.feature_map, core.scale
-    query, key = core._units(query, key, key_mask)
+    query, key = core._normalize_qk(query, key, key_mask)
     spec = phi.spread_spec
     assert isinstance(spec, PositiveSpec)
     tensors = phi.for_query_heads(phi.prepare(query, key, key_mask, scale))

@@ -104,7 +104,7 @@ class Kernelformer(Contender):
         if isinstance(core, BaselineCore | GatedCore):
             out: Tensor = copy.deepcopy(core).double()(q, k, v, is_causal=case.causal)
             return out
-        q, k = core._units(q, k, None)
+        q, k = core._normalize_qk(q, k, None)
         visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
         if not isinstance(core, KernelCore):
             scores = scale * (q @ k.transpose(-1, -2))

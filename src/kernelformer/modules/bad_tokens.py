@@ -16,11 +16,11 @@ from torch import Tensor
 from kernelformer.attention import State
 from kernelformer.attention.blocks import all_finite
 from kernelformer.attention.relative.bias_view import CHUNK, Layout, Toeplitz
-from kernelformer.modules.bias import Bias
+from kernelformer.modules.call import Bias, Call
 
 
 class _Mark(torch.autograd.Function):
-    """NaN in some rows. Their gradient is NaN where the loss depends on them, and zero where it does not."""
+    """Write NaN into some rows. Their gradient is NaN where the loss depends on them, and zero where it does not."""
 
     @staticmethod
     def forward(x: Tensor, rows: Tensor) -> Tensor:
@@ -50,30 +50,30 @@ class BadTokens:
     gate: Tensor | None  # (B, H, S) bool
 
     @staticmethod
-    def of(query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, key_mask: Tensor | None) -> BadTokens | None:
-        """Those of a causal call; None where all is well, or where looking is not possible or means to wait."""
-        given = [query, key, value] if gate is None else [query, key, value, gate]
-        if torch.compiler.is_compiling() or query.device.type != "cpu" or all_finite(*given):
+    def of(call: Call) -> BadTokens | None:
+        """Find those of a causal call; None where all is well, or where looking is not possible or means to wait."""
+        given = [call.query, call.key, call.value] + ([] if call.gate is None else [call.gate])
+        if torch.compiler.is_compiling() or call.query.device.type != "cpu" or all_finite(*given):
             return None
         rows, keys, values, *gates = (~x.detach().isfinite() for x in given)
         tokens = keys.any(-1) | values.any(-1)
-        if key_mask is not None:
-            tokens, gates = tokens & key_mask.unsqueeze(1), [x & key_mask.unsqueeze(1) for x in gates]
+        if call.key_mask is not None:
+            visible = call.key_mask.unsqueeze(1)
+            tokens, gates = tokens & visible, [x & visible for x in gates]
         bad = BadTokens(rows.any(-1), tokens, gates[0] if gates else None)
         return bad if any(bool(x.any()) for x in (bad.query, tokens, *gates)) else None
 
-    def remove(
-        self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The inputs with harmless numbers in their place."""
-        gone = self.key.unsqueeze(-1)
+    def remove(self, call: Call) -> Call:
+        """The call with harmless numbers in the place of bad tokens."""
+        gone, gate = self.key.unsqueeze(-1), call.gate
         if gate is not None and self.gate is not None:
             gate = gate.masked_fill(self.gate, 0.5)
-        return (
-            query.masked_fill(self.query.unsqueeze(-1), 0),
-            key.masked_fill(gone, 0),
-            value.masked_fill(gone, 0),
-            gate,
+        return replace(
+            call,
+            query=call.query.masked_fill(self.query.unsqueeze(-1), 0),
+            key=call.key.masked_fill(gone, 0),
+            value=call.value.masked_fill(gone, 0),
+            gate=gate,
         )
 
     @property
@@ -83,7 +83,7 @@ class BadTokens:
         return key if self.gate is None else key | self.gate
 
     def mark(self, out: Tensor, bias: Bias | None) -> Tensor:
-        """NaN in the rows (B, H, L, E) of bad queries and in those that see a bad key."""
+        """Write NaN into the rows (B, H, L, E) of bad queries and in those that see a bad key."""
         return _mark(out, (self.query | self._seen(bias)).unsqueeze(-1))
 
     def _seen(self, bias: Bias | None) -> Tensor:
@@ -97,18 +97,18 @@ class BadTokens:
         layout = bias.layout
         table = bias.table.detach()[:, layout.offset :]  # the part over the keys of this call
         here = Layout(layout.L, layout.S, 0, layout.rows, layout.cols, layout.prefix)
-        places = Toeplitz(table, here, CHUNK, True, False)
-        weights = bad.flatten(0, 1).unsqueeze(1).to(places.factors.dtype)
+        view = Toeplitz(table, here, CHUNK, True, False)
+        weights = bad.flatten(0, 1).unsqueeze(1).to(view.factors.dtype)
         seen = torch.zeros_like(self.query)
-        for query in places.queries:
-            for key in places.keys:
-                if places.sees(query, key):
-                    counts = places.row_sums(weights[:, :, key[0] : key[1]], query, key, visible=True)
+        for query in view.queries:
+            for key in view.keys:
+                if view.sees(query, key):
+                    counts = view.row_sums(weights[:, :, key[0] : key[1]], query, key, visible=True)
                     seen[:, :, query[0] : query[1]] |= (counts > 0).flip(1).view(*bad.shape[:2], -1)
         return seen
 
     def mark_state(self, state: State | None) -> State | None:
-        """NaN in all that is kept of samples and heads with a bad key: every later row sees it."""
+        """Write NaN into all that is kept of samples and heads with a bad key: every later row sees it."""
         bad = self._per_head.any(2)
         if state is None or not bool(bad.any()):
             return state

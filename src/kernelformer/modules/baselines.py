@@ -14,13 +14,14 @@ from kernelformer.errors import integer, positive_int
 from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.landmarks import Tokens, sharper
-from kernelformer.modules.bias import of_nothing
-from kernelformer.modules.core import AttentionCore, Call
+from kernelformer.modules.bias import empty_attention
+from kernelformer.modules.call import Call
+from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import sdpa
 
 
 class BaselineCore(AttentionCore):
-    """A method that looks at the whole sequence at once."""
+    """Base class of methods that need the whole sequence at once."""
 
     def refusal(self, causal: bool) -> ValueError | None:
         """Bidirectional only."""
@@ -46,6 +47,7 @@ class BaselineCore(AttentionCore):
         return out.to(dtype), None
 
     def _whole(self, call: Call) -> Tensor:
+        """The method itself; keys and values have as many heads as the queries."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
 
@@ -91,11 +93,11 @@ class NystromformerCore(BaselineCore):
     def _whole(self, call: Call) -> Tensor:
         query, key, value, scale = call.query, call.key, call.value, call.scale
         if key.shape[2] == 0 or query.shape[2] == 0:
-            return of_nothing(query, key, value, *self.parameters())
+            return empty_attention(query, key, value, *self.parameters())
         slots = min(self.num_landmarks, query.shape[2], key.shape[2])
-        queries, keys = Tokens(query, call.query_mask, slots), Tokens(key, call.key_mask, slots)
+        queries, keys = Tokens(query, call.real_queries, slots), Tokens(key, call.key_mask, slots)
         number = None
-        if call.query_mask is not None or call.key_mask is not None:
+        if call.real_queries is not None or call.key_mask is not None:
             counts = [torch.as_tensor(x, device=key.device).clamp_max(slots) for x in (queries.count, keys.count)]
             number = torch.minimum(*counts).expand(key.shape[0], 1)
         (mean_q, some_q), (mean_k, some_k) = (x.segments(number) for x in (queries, keys))

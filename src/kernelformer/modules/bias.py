@@ -1,8 +1,6 @@
-"""The relative bias of one call: its checks, and how cores attend with it."""
+"""The relative position bias of one call: its checks, and softmax attention with it."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,35 +10,29 @@ from kernelformer.attention.relative.bias_view import Layout, Toeplitz, constant
 from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import no_tangents
 from kernelformer.errors import choice, integer, shape
-from kernelformer.modules.checks import assert_values, looks
+from kernelformer.modules.call import Bias, Call
+from kernelformer.modules.checks import assert_values, can_read
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
 
 
-@dataclass(frozen=True)
-class Bias:
-    """A checked bias."""
-
-    table: Tensor  # (H, *layout.table)
-    layout: Layout
-    algorithm: str | None = None
-    window: int | None = None
-    slope: Tensor | None = None  # (H)
-
-
 def check_bias(
-    table: Tensor,
-    query: Tensor,
-    key: Tensor,
+    table: Tensor | None,
+    call: Call,
     *,
-    past: int,
-    is_causal: bool,
     algorithm: str | None,
     max_distance: int | None,
     slope: Tensor | None,
     num_prefix: int,
-) -> Bias:
-    """The bias of a call with ``past`` tokens before it, or a ValueError that says what is expected."""
+) -> Bias | None:
+    """Check the bias of a call, and what was said about it; None where there is none."""
+    if table is None:
+        if algorithm is not None or max_distance is not None or slope is not None or num_prefix:
+            given = {"algorithm": algorithm, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
+            names = ", ".join(name for name, x in given.items() if x is not None and (name != "num_prefix" or x != 0))
+            raise ValueError(f"{names} only mean something with a bias, and none was given.")
+        return None
+    query, key, past = call.query, call.key, 0 if call.state is None else call.state.length
     check_table(table)
     (heads, L), S = query.shape[1:3], key.shape[2]
     prefix = integer("num_prefix", num_prefix, at_least=0)
@@ -70,19 +62,19 @@ def check_bias(
     check_slope(slope, table, heads)
     check_values(table)
     if window is not None:
-        _check_tail(table, layout.L - 1 + layout.offset, window, slope, is_causal)
+        _check_tail(table, layout.L - 1 + layout.offset, window, slope, call.is_causal)
     return Bias(table, layout, algorithm, window, slope)
 
 
 def check_table(table: Tensor) -> None:
-    """A floating point tensor."""
+    """Check that a bias is a floating point tensor."""
     if not isinstance(table, Tensor) or not table.is_floating_point():
-        found = table.dtype if isinstance(table, Tensor) else type(table).__name__
-        raise ValueError(f"bias must be a floating point tensor, got {found}.")
+        given = table.dtype if isinstance(table, Tensor) else type(table).__name__
+        raise ValueError(f"bias must be a floating point tensor, got {given}.")
 
 
-def check_step_bias(table: Tensor, slope: Tensor | None, heads: int) -> None:
-    """The bias of a step, (H, W + 1), and how it goes on."""
+def check_step_bias(table: Tensor, slope: Tensor | None, heads: int) -> Bias:
+    """Check the bias of a step, (H, W + 1) over distances 0 to W, and the slope (H) of what lies beyond."""
     check_table(table)
     if table.dim() != 2 or table.shape[0] != heads or table.shape[1] == 0:
         raise ValueError(
@@ -91,15 +83,17 @@ def check_step_bias(table: Tensor, slope: Tensor | None, heads: int) -> None:
         )
     check_values(table)
     check_slope(slope, table, heads)
+    window = table.shape[1] - 1
+    return Bias(table.flip(1), Layout(1, window + 1, window), window=window, slope=slope)
 
 
 def check_slope(slope: Tensor | None, table: Tensor, heads: int) -> None:
-    """Finite numbers of at least 0, one per head, for a bias without gradients."""
+    """Check that slopes are finite and at least 0, one per head, and that the bias has no gradients."""
     if slope is None:
         return
     if not isinstance(slope, Tensor) or not slope.is_floating_point() or tuple(slope.shape) != (heads,):
-        found = f"{slope.dtype} of shape {shape(slope)}" if isinstance(slope, Tensor) else type(slope).__name__
-        raise ValueError(f"slope must be a floating point tensor (heads) = ({heads},), got {found}.")
+        given = f"{slope.dtype} of shape {shape(slope)}" if isinstance(slope, Tensor) else type(slope).__name__
+        raise ValueError(f"slope must be a floating point tensor (heads) = ({heads},), got {given}.")
     if table.requires_grad or slope.requires_grad:
         raise ValueError(
             "a bias with a slope beyond max_distance takes no gradient; detach it, or leave the slope out."
@@ -108,17 +102,17 @@ def check_slope(slope: Tensor | None, table: Tensor, heads: int) -> None:
     fades = ((slope >= 0) & slope.isfinite()).all()
     wrong = "slopes must be finite and at least 0, what lies far away fades"
     assert_values(fades, f"{wrong}.")
-    if looks(slope) and not bool(fades):
+    if can_read(slope) and not bool(fades):
         raise ValueError(f"{wrong}; got {slope.tolist()}.")
 
 
 def _check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is_causal: bool) -> None:
-    """That the bias is the line beyond the window that the caller says it is."""
+    """Check that the bias beyond the window is the straight line that the caller says it is."""
     table = table.detach()
     if slope is None:
         said = f"max_distance={window} says that the bias is constant beyond that distance"
         assert_constant(table, middle, window, is_causal, f"{said}, and it is not; clip the table.")
-        reach = constant_beyond(table, middle, is_causal) if looks(table) else 0
+        reach = constant_beyond(table, middle, is_causal) if can_read(table) else 0
         if reach > window:
             raise ValueError(f"{said}, and it is beyond {reach} only; give max_distance={reach}, or clip the table.")
         return
@@ -130,12 +124,12 @@ def _check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, i
             f"bias -slope * distance there."
         )
         assert_values(falls, wrong)
-        if looks(table) and not bool(falls):
+        if can_read(table) and not bool(falls):
             raise ValueError(wrong)
 
 
 def assert_constant(table: Tensor, middle: int, window: int, is_causal: bool, message: str) -> None:
-    """`assert_values` that a table is constant beyond the window."""
+    """Let a compiled graph check that a table is constant beyond the window, see `assert_values`."""
     for tail in _tails(table.detach(), middle, window, is_causal) if torch.compiler.is_compiling() else ():
         assert_values((tail == tail[:, :1]).all(), message)
 
@@ -161,8 +155,8 @@ def _grid(table: Tensor, heads: int, L: int, S: int, prefix: int, past: int) -> 
 
 
 def check_values(table: Tensor) -> None:
-    """No NaN and no +inf."""
-    if not looks(table):
+    """Check that a bias has no NaN and no +inf in it."""
+    if not can_read(table):
         assert_values((table.detach() < torch.inf).all(), "bias must not have NaN or +inf in it; -inf means hidden.")
         return
     top = float(table.detach().amax())
@@ -170,60 +164,58 @@ def check_values(table: Tensor) -> None:
         raise ValueError(f"bias must not have {'NaN' if top != top else '+inf'} in it; -inf means hidden.")
 
 
-def biased_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Bias,
-    *,
-    scale: float,
-    is_causal: bool,
-    key_mask: Tensor | None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Softmax attention with a bias; keys and values (B, H, S, .) as many heads as the queries.
+def biased_sdpa(call: Call) -> Tensor:
+    """Softmax attention with a bias; keys and values have as many heads as the queries, (B, H, S, .).
+
+        out_i = sum_j exp(scale q_i . k_j + b_{j-i}) v_j / sum_j exp(scale q_i . k_j + b_{j-i})
 
     A mask of L x S is made only where a view cannot say it (on a grid, or with a key mask), some queries at a time.
+
+    Returns:
+        (B, H, L, E), zero where no key is visible.
     """
+    bias, query, key, value, key_mask = call.bias, call.query, call.key, call.value, call.key_mask
+    assert bias is not None
     layout = bias.layout
     table = bias.table.to(query.dtype)
     if layout.S == 0 or query.numel() == 0 or value.numel() == 0:
-        return of_nothing(query, key, value, table)
+        return empty_attention(query, key, value, table)
     whole = bool(table.isneginf().any()) if not torch.compiler.is_compiling() else True
     if not layout.rows and key_mask is None and not whole:
-        hidden = layout.hide_future(table) if is_causal else table
+        hidden = layout.hide_future(table) if call.is_causal else table
         size = (hidden.shape[0], layout.L, layout.S)
         view = hidden.contiguous().as_strided(size, (hidden.shape[1], 1, 1))
         out = F.scaled_dot_product_attention(
-            query.flip(2), key, value, attn_mask=view.unsqueeze(0), dropout_p=dropout, scale=scale
+            query.flip(2), key, value, attn_mask=view.unsqueeze(0), dropout_p=call.dropout, scale=call.scale
         )
         return out.flip(2)
     if key_mask is not None:
         gone = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
     count = query.shape[0] * query.shape[1]
-    places = Toeplitz(table, layout, max(1, MASK // max(1, count * layout.S)), is_causal, False)
+    view_of = Toeplitz(table, layout, max(1, MASK // max(1, count * layout.S)), call.is_causal, False)
     parts = []
-    for span in places.queries:
-        rows = [places.log_rows(span, x) if places.sees(span, x) else _nothing(table, span, x) for x in places.keys]
+    for span in view_of.queries:
+        rows = [view_of.log_rows(span, x) if view_of.sees(span, x) else _hidden(table, span, x) for x in view_of.keys]
         mask = torch.cat(rows, 2).unsqueeze(0)
         if key_mask is not None:
             mask = mask.masked_fill(~key_mask[:, None, None, :], -torch.inf)
         seen = (mask > -torch.inf).any(-1, keepdim=True)
         mask = torch.where(seen, mask, torch.zeros_like(mask))
         q = query[:, :, span[0] : span[1]].flip(2)
-        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, dropout_p=call.dropout, scale=call.scale)
         parts.append(out.masked_fill(~seen, 0).flip(2))
     return torch.cat(parts, 2)
 
 
-def of_nothing(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
-    """Attention where there is no key, or nothing to put out: zeros (B, H, L, E), with gradients of 0 to everything."""
+def empty_attention(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
+    """Attention where there is no key or no query: zeros (B, H, L, E), with gradients of 0 to everything."""
     out = query.new_zeros(*query.shape[:3], value.shape[-1])
     for x in (query, key, value, *others):
         out = out + x.flatten()[:0].sum()
     return out
 
 
-def _nothing(table: Tensor, query: tuple[int, int], key: tuple[int, int]) -> Tensor:
+def _hidden(table: Tensor, query: tuple[int, int], key: tuple[int, int]) -> Tensor:
+    """The bias of a tile that no query sees, -inf (H, Cq, Ck)."""
     return table.new_full((table.shape[0], query[1] - query[0], key[1] - key[0]), -torch.inf)

@@ -15,14 +15,14 @@ _LAYOUT = "(batch, heads, length, head_dim)"
 
 
 def check_scale(scale: float) -> float:
-    """A usable scale."""
+    """Check that a scale is positive and finite, and return it as a float."""
     if not isinstance(scale, int | float) or not (0 < scale < math.inf):
         raise ValueError(f"scale must be positive and finite, got {scale}.")
     return float(scale)
 
 
 def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Floating point tensors."""
+    """Check that queries, keys and values are floating point tensors."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; convert it with torch.as_tensor().")
@@ -32,7 +32,7 @@ def check_floats(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, num_heads: int) -> None:
-    """Shapes, dtypes and devices that fit each other and the core."""
+    """Check that shapes, dtypes and devices fit each other and the core."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be {_LAYOUT}, got shape {shape(x)}.")
@@ -73,7 +73,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, head_dim: int, nu
 
 
 def check_mask(mask: Tensor, tokens: Tensor, what: Literal["key", "query"] = "key") -> None:
-    """A bool mask (B, n) over keys or queries (B, heads, n, D)."""
+    """Check that a mask is bool and (B, n), over keys or queries (B, heads, n, D)."""
     name, yes = f"{what}_mask", "attend" if what == "key" else "a real query"
     if not isinstance(mask, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(mask).__name__}; convert it with torch.as_tensor().")
@@ -93,7 +93,7 @@ def check_mask(mask: Tensor, tokens: Tensor, what: Literal["key", "query"] = "ke
 
 
 def check_gate(gate: Tensor, key: Tensor, heads: int) -> None:
-    """A floating point gate (B, H, S) for keys (B, G, S, D) and H query heads."""
+    """Check that a gate is a floating point tensor (B, H, S), for keys (B, G, S, D) and H query heads."""
     if not isinstance(gate, Tensor):
         raise ValueError(f"gate must be a tensor, got {type(gate).__name__}; convert it with torch.as_tensor().")
     if not gate.is_floating_point():
@@ -107,8 +107,8 @@ def check_gate(gate: Tensor, key: Tensor, heads: int) -> None:
         raise ValueError(f"gate must be on the device of the keys, got {gate.device} and {key.device}.")
 
 
-def looks(x: Tensor) -> bool:
-    """Whether the values of a tensor can be read here, so that a wrong one is named in a ValueError."""
+def can_read(x: Tensor) -> bool:
+    """Whether the values of a tensor can be read here, so that a ValueError can name a wrong one."""
     return not torch.compiler.is_compiling() and not x.is_meta and x.numel() > 0
 
 
@@ -122,8 +122,8 @@ def assert_values(holds: Tensor, message: str) -> None:
 
 
 def check_range(gate: Tensor) -> None:
-    """Gates between 0 and 1, both of which a sigmoid attains by rounding."""
-    if not looks(gate):
+    """Check that gates are between 0 and 1, both of which a sigmoid attains by rounding."""
+    if not can_read(gate):
         inside = (gate.detach() >= 0) & (gate.detach() <= 1)
         assert_values(inside.all(), "gate must be in (0, 1); pass torch.sigmoid of the logits.")
         return
@@ -135,7 +135,7 @@ def check_range(gate: Tensor) -> None:
 
 
 def check_step(query: Tensor, key: Tensor) -> None:
-    """One token."""
+    """Check that a step has one query and one key."""
     if query.shape[2] != 1 or key.shape[2] != 1:
         raise ValueError(
             f"step takes one token, got {query.shape[2]} queries and {key.shape[2]} keys (shapes {shape(query)} and "
@@ -144,7 +144,7 @@ def check_step(query: Tensor, key: Tensor) -> None:
 
 
 def check_stream(query: Tensor, key: Tensor, is_causal: bool) -> None:
-    """Queries and keys of the same tokens, in their order."""
+    """Check that a call can be part of a stream: causal, with as many queries as keys."""
     if not is_causal:
         raise ValueError("a state needs is_causal=True, got is_causal=False: without causality nothing is past.")
     if query.shape[2] != key.shape[2]:

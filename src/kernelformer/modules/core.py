@@ -1,9 +1,9 @@
-"""What all attention cores share: one interface, its checks, and the way around it."""
+"""The interface that all attention cores share, with its checks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,38 +14,32 @@ from kernelformer.attention.recurrent import MadeBy
 from kernelformer.contract import autocasts, compute_dtype
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bad_tokens import BadTokens
-from kernelformer.modules.bias import Bias, check_bias
-from kernelformer.modules.checks import check_floats, check_gate, check_inputs, check_mask, check_scale, other_maker
-
-
-@dataclass(frozen=True)
-class Call:
-    """Checked inputs of one call."""
-
-    query: Tensor  # (B, H, L, D)
-    key: Tensor  # (B, G, S, D)
-    value: Tensor  # (B, G, S, E)
-    is_causal: bool
-    key_mask: Tensor | None  # (B, S)
-    scale: float
-    state: State | None
-    gate: Tensor | None = None  # (B, H, S)
-    query_mask: Tensor | None = None  # (B, L), None = all of them are real
-    bias: Bias | None = None
-    streams: bool = False  # whether the state after the keys is wanted
-    past: int = 0  # keys before the first query, beside its own
-    dropout: float = 0.0  # of the weights
+from kernelformer.modules.bias import check_bias, check_step_bias
+from kernelformer.modules.call import Call
+from kernelformer.modules.checks import (
+    check_floats,
+    check_gate,
+    check_inputs,
+    check_mask,
+    check_scale,
+    check_step,
+    check_stream,
+    other_maker,
+)
 
 
 class AttentionCore(nn.Module):
     """Attention over given queries, keys and values: everything between the projections.
+
+    `forward` and `step` check their arguments and make a `Call` of them. A method implements `_attend` and, where it
+    streams, `_step`, `_stream_refusal` and `_misfit`; none of them sees more than the call.
 
     Args:
         method: the method's name, for messages.
         head_dim: D.
         num_heads: H, of the queries.
         scale: of the product q . k, where a call gives none; None means 1 / sqrt(D), or 1 with ``normalize_qk``.
-        normalize_qk: divide queries and keys by their L2 norm first (kernelized-rpe Sec. 3.2).
+        normalize_qk: divide queries and keys by their L2 norm first (NPRF with RPE, Sec. 3.2).
     """
 
     takes_gate = False
@@ -54,7 +48,6 @@ class AttentionCore(nn.Module):
     attention_dropout = 0.0  # the share that training drops
     mixes_queries = False  # whether one query's output depends on the others
     delegates = False  # whether other cores attend, which look at the tokens themselves
-    units_inside = False  # whether a method with a bias normalizes queries and keys itself, without copies
 
     def __init__(
         self, method: str, *, head_dim: int, num_heads: int, scale: float | None = None, normalize_qk: bool = False
@@ -65,48 +58,6 @@ class AttentionCore(nn.Module):
         self.num_heads = positive_int("num_heads", num_heads)
         self.normalize_qk = flag("normalize_qk", normalize_qk)
         self.scale = check_scale(scale if scale is not None else 1.0 if normalize_qk else head_dim**-0.5)
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool = ...,
-        key_mask: Tensor | None = ...,
-        bias: Tensor | None = ...,
-        scale: float | None = ...,
-        algorithm: str | None = ...,
-        max_distance: int | None = ...,
-        slope: Tensor | None = ...,
-        num_prefix: int = ...,
-        gate: Tensor | None = ...,
-        query_mask: Tensor | None = ...,
-        state: State | None = ...,
-        return_state: Literal[False] = ...,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool = ...,
-        key_mask: Tensor | None = ...,
-        bias: Tensor | None = ...,
-        scale: float | None = ...,
-        algorithm: str | None = ...,
-        max_distance: int | None = ...,
-        slope: Tensor | None = ...,
-        num_prefix: int = ...,
-        gate: Tensor | None = ...,
-        query_mask: Tensor | None = ...,
-        state: State | None = ...,
-        return_state: Literal[True],
-    ) -> tuple[Tensor, State]: ...
 
     def forward(
         self,
@@ -164,50 +115,41 @@ class AttentionCore(nn.Module):
         Returns:
             (B, H, L, E), zero where no key is visible; with ``return_state`` also the state.
         """
-        query, key, value = self._accept(query, key, value, key_mask)
-        query_mask = self._real_queries(query, key, query_mask, key_mask)
-        scale = self.scale if scale is None else check_scale(scale)
-        if state is not None or return_state:
-            self._check_streaming(query, key, value, is_causal, scale, state, bias is not None)
-        checked = None
-        if bias is not None:
-            if not self.takes_bias:
-                raise self._no_bias(f"bias of shape {shape(bias)}")
-            checked = check_bias(
-                bias,
-                query,
-                key,
-                past=0 if state is None else state.length,
+        call = self._accept(
+            Call(
+                query=query,
+                key=key,
+                value=value,
+                scale=self._resolve_scale(scale),
                 is_causal=is_causal,
-                algorithm=algorithm,
-                max_distance=max_distance,
-                slope=slope,
-                num_prefix=num_prefix,
+                key_mask=key_mask,
+                query_mask=query_mask,
+                gate=gate,
+                state=state,
+                streams=return_state,
             )
-        elif algorithm is not None or max_distance is not None or slope is not None or num_prefix:
-            given = {"algorithm": algorithm, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
-            names = ", ".join(
-                name for name, x in given.items() if x is not None and not (name == "num_prefix" and x == 0)
-            )
-            raise ValueError(f"{names} only mean something with a bias, and none was given.")
-        self._check_gate(gate, key)
+        )
+        if call.in_stream:
+            self._check_can_stream(call, "a state")
+        if bias is not None:
+            self._check_takes_bias(bias)
+        checked = check_bias(
+            bias, call, algorithm=algorithm, max_distance=max_distance, slope=slope, num_prefix=num_prefix
+        )
+        call = call if checked is None else replace(call, bias=checked)
+        if call.in_stream:
+            self._check_stream(call)
+        self._check_gate(call)
         problem = self.refusal(is_causal)
         if problem is not None:
             raise problem
-        dtype = query.dtype
-        bad = None
-        if is_causal and not self.delegates:
-            bad = BadTokens.of(query, key, value, gate, key_mask)
+        dtype = call.query.dtype
+        bad = BadTokens.of(call) if is_causal and not self.delegates else None
         if bad is not None:  # before the norms, whose gradient at a bad token would be NaN whatever the loss
-            query, key, value, gate = bad.remove(query, key, value, gate)
-        if checked is None or not self.units_inside:
-            query, key = self._units(query, key, key_mask)
-            value = value.to(query.dtype)
-        out, after = self._attend(
-            Call(query, key, value, is_causal, key_mask, scale, state, gate, query_mask, checked, return_state)
-        )
+            call = bad.remove(call)
+        out, after = self._attend(call if self._normalizes_itself(call) else self._normalized(call))
         if bad is not None:
-            out, after = bad.mark(out, checked), bad.mark_state(after)
+            out, after = bad.mark(out, call.bias), bad.mark_state(after)
         out = out.to(dtype)
         return (out, after) if return_state and after is not None else out
 
@@ -224,22 +166,69 @@ class AttentionCore(nn.Module):
         key_mask: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts."""
-        raise self._cannot_stream("step")
+        """Attend with one token, and take it into the state.
+
+        Args:
+            query: (B, H, 1, D).
+            key: (B, G, 1, D).
+            value: (B, G, 1, E).
+            state: after the tokens before it; None starts. That of a feature map has a constant size; with a bias it
+                also holds the last W keys and values, or all of them if it was made without a window. That of an exact
+                method keeps every key and value: it grows with the context.
+            bias: (H, W + 1) over distances 0 to W, beyond which it is constant, or falls by ``slope`` per token.
+            slope: (H).
+            scale: of the product q . k; default ``self.scale``.
+            key_mask: (B, 1) bool, True = attend.
+            gate: (B, H, 1) in (0, 1); for gated methods.
+
+        Returns:
+            (B, H, 1, E) and the state after the token.
+        """
+        if bias is not None:
+            self._check_takes_bias(bias)
+        elif slope is not None:
+            raise ValueError("slope goes with a bias, and none was given.")
+        scale = self._resolve_scale(scale)
+        call = Call(
+            query=query,
+            key=key,
+            value=value,
+            scale=scale,
+            is_causal=True,
+            key_mask=key_mask,
+            gate=gate,
+            state=state,
+            streams=True,
+            fits=self._fits(query, key, value, scale) if key_mask is None and bias is None else (),
+        )
+        if not call.fits or not isinstance(state, State) or state.fits != call.fits:
+            self._check_can_stream(call, "step")
+            call = self._accept(call)
+            check_step(call.query, call.key)
+            if bias is not None:
+                call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
+            self._check_stream(call)
+        self._check_gate(call)
+        dtype = call.query.dtype
+        out, after = self._step(self._normalized(call))
+        return out.to(dtype), after
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a whole context, (B, G, S, D) and (B, G, S, E); here all of it."""
         query = key.new_zeros(key.shape[0], self.num_heads, 1, key.shape[3]) if key.dim() == 4 else key
-        _, key, value = self._accept(query, key, value, key_mask)
-        made_by = (*self._maker(), ("remembers", key.shape[2]))
-        return State((key, value, *(() if key_mask is None else (key_mask,))), key.shape[2], made_by)
+        call = self._accept(Call(query=query, key=key, value=value, scale=self.scale, key_mask=key_mask))
+        length = call.key.shape[2]
+        made_by = (*self._maker(), ("remembers", length))
+        return State((call.key, call.value, *(() if key_mask is None else (key_mask,))), length, made_by)
 
     def recall(self, query: Tensor, memory: State) -> Tensor:
         """Attend to a remembered context, without a bias: (B, H, L, D) -> (B, H, L, E)."""
         self._check_memory(memory)
         key, value, *mask = memory.tensors
         real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-        return self.forward(query, key, value, key_mask=mask[0] if mask else None, query_mask=real)
+        out = self.forward(query, key, value, key_mask=mask[0] if mask else None, query_mask=real)
+        assert isinstance(out, Tensor)
+        return out
 
     def _maker(self) -> MadeBy:
         """What makes a memory fit this core."""
@@ -248,8 +237,8 @@ class AttentionCore(nn.Module):
     def _check_memory(self, memory: State) -> None:
         made = dict(memory.made_by) if isinstance(memory, State) else {}
         if "remembers" not in made:
-            found = f"a state of {made['method']!r}" if made else type(memory).__name__
-            raise ValueError(f"recall needs what remember of this {self.method!r} core returned, got {found}.")
+            given = f"a state of {made['method']!r}" if made else type(memory).__name__
+            raise ValueError(f"recall needs what remember of this {self.method!r} core returned, got {given}.")
         del made["remembers"]
         problem = other_maker(made, dict(self._maker()))
         if problem:
@@ -278,7 +267,7 @@ class AttentionCore(nn.Module):
         query_mask: Tensor | None = None,
         **positions: Any,
     ) -> Tensor:
-        """The weights (B, H, L, S), by attending to unit vectors (performer C.4); for looking, at small L and S.
+        """The weights (B, H, L, S), by attending to unit vectors (Performer, App. C.4); for looking, at small L and S.
 
         ``positions`` are the bias and what goes with it, as in `forward`.
         """
@@ -286,7 +275,8 @@ class AttentionCore(nn.Module):
             raise ValueError(f"key must be (batch, heads, length, head_dim), got shape {shape(key)}.")
         eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
         common: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "scale": scale}
-        weights: Tensor = self.forward(query, key, eye, query_mask=query_mask, **common, **positions)
+        weights = self.forward(query, key, eye, query_mask=query_mask, **common, **positions)
+        assert isinstance(weights, Tensor)
         return weights
 
     def extra_repr(self) -> str:
@@ -295,33 +285,61 @@ class AttentionCore(nn.Module):
         return f"{self.method!r}, head_dim={self.head_dim}, num_heads={self.num_heads}, scale={self.scale:g}{unit}"
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
-        """The method itself, and the state after the keys where there is one."""
+        """The method itself, and the state after the keys where one is wanted."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
-    def _accept(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Checked inputs; under autocast in its dtype, as torch's own attention does."""
-        check_floats(query, key, value)
-        kind = query.device.type
+    def _step(self, call: Call) -> tuple[Tensor, State]:
+        """One token of a stream; by default as any other call."""
+        out, after = self._attend(call)
+        assert after is not None
+        return out, after
+
+    def _stream_refusal(self, what: str) -> ValueError | None:
+        """Why it cannot stream, where ``what`` asks for it; None where it can."""
+        return self._cannot_stream(what)
+
+    def _misfit(self, call: Call, state: State) -> str | None:
+        """Why a call cannot go on from its state; None where it can."""
+        raise TypeError(f"{type(self).__name__} does not say which states it goes on from.")
+
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
+        """Everything that the checks of a step look at, so that a stream is checked once; () to check every time."""
+        return ()
+
+    def _resolve_scale(self, scale: float | None) -> float:
+        """The scale of a call, from the one that it was given."""
+        return self.scale if scale is None else check_scale(scale)
+
+    def _accept(self, call: Call) -> Call:
+        """Check queries, keys, values and masks; under autocast they take its dtype, as torch's own attention does."""
+        check_floats(call.query, call.key, call.value)
+        kind = call.query.device.type
         if autocasts(kind):
             dtype = torch.get_autocast_dtype(kind)
-            query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
-        check_inputs(query, key, value, head_dim=self.head_dim, num_heads=self.num_heads)
-        if key_mask is not None:
-            check_mask(key_mask, key)
-        return query, key, value
+            query, key, value = (
+                x if x.dtype == torch.float64 else x.to(dtype) for x in (call.query, call.key, call.value)
+            )
+            call = replace(call, query=query, key=key, value=value)
+        check_inputs(call.query, call.key, call.value, head_dim=self.head_dim, num_heads=self.num_heads)
+        if call.key_mask is not None:
+            check_mask(call.key_mask, call.key)
+        if call.query_mask is not None:
+            check_mask(call.query_mask, call.query, "query")
+        return call
 
-    @staticmethod
-    def _real_queries(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
-        """The queries that landmarks may come from, (B, L); None means all. The one place that knows the default."""
-        if query_mask is not None:
-            check_mask(query_mask, query, "query")
-            return query_mask
-        return key_mask if query.shape[2] == key.shape[2] else None
+    def _normalizes_itself(self, call: Call) -> bool:
+        """Whether `_attend` divides the queries and keys of this call by their norm, without copies of them."""
+        return False
 
-    def _units(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys by their direction, where that is asked for, in the precision of the arithmetic."""
+    def _normalized(self, call: Call) -> Call:
+        """The call with queries and keys of length 1, where that is asked for."""
+        if not self.normalize_qk:
+            return call
+        query, key = self._normalize_qk(call.query, call.key, call.key_mask)
+        return replace(call, query=query, key=key, value=call.value.to(query.dtype))
+
+    def _normalize_qk(self, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys over their L2 norm, where that is asked for, in the precision of the arithmetic."""
         if not self.normalize_qk:
             return query, key
         if key_mask is not None:  # the gradient of a norm must not see what the mask hides
@@ -329,34 +347,39 @@ class AttentionCore(nn.Module):
         unit_q, unit_k = (F.normalize(x.to(compute_dtype(x.dtype)), dim=-1) for x in (query, key))
         return unit_q, unit_k
 
-    def _check_streaming(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        scale: float,
-        state: State | None,
-        biased: bool = False,
-    ) -> None:
-        raise self._cannot_stream("a state")
+    def _check_can_stream(self, call: Call, what: str) -> None:
+        """Raise a ValueError where the method has no state, or something else was given for one."""
+        problem = self._stream_refusal(what)
+        if problem is not None:
+            raise problem
+        if call.state is not None and not isinstance(call.state, State):
+            given = type(call.state).__name__
+            raise ValueError(f"state must be a kernelformer State, got {given}; start anew with state=None.")
 
-    def _check_gate(self, gate: Tensor | None, key: Tensor) -> None:
-        if gate is None:
+    def _check_stream(self, call: Call) -> None:
+        """Raise a ValueError where a call cannot be part of a stream, or not of that which its state comes from."""
+        check_stream(call.query, call.key, call.is_causal)
+        problem = None if call.state is None else self._misfit(call, call.state)
+        if problem is not None:
+            raise ValueError(f"{problem}; start anew with state=None.")
+
+    def _check_gate(self, call: Call) -> None:
+        if call.gate is None:
             return
         if not self.takes_gate:
-            given = f"one of shape {shape(gate)}" if isinstance(gate, Tensor) else repr(gate)
+            given = f"one of shape {shape(call.gate)}" if isinstance(call.gate, Tensor) else repr(call.gate)
             raise ValueError(f"{self.method!r} takes no gate, got {given}; use 'rfa-gate'.")
-        check_gate(gate, key, self.num_heads)
+        check_gate(call.gate, call.key, self.num_heads)
+
+    def _check_takes_bias(self, bias: Tensor) -> None:
+        if not self.takes_bias:
+            raise ValueError(
+                f"{self.method!r} takes no relative position bias, got bias of shape {shape(bias)}; use 'softmax', or "
+                f"a normalized method with a feature map such as 'nprf', or put positions into the inputs."
+            )
 
     def _cannot_stream(self, what: str) -> ValueError:
         return ValueError(
             f"{self.method!r} cannot stream, but {what} was asked for: its state would grow with the context. Use a "
             f"method with a feature map, such as 'favor+', or keep keys and values and call the core with all of them."
-        )
-
-    def _no_bias(self, what: str) -> ValueError:
-        return ValueError(
-            f"{self.method!r} takes no relative position bias, got {what}; use 'softmax', or a normalized method with "
-            f"a feature map such as 'nprf', or put positions into the inputs."
         )

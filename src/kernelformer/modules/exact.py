@@ -14,15 +14,15 @@ from kernelformer.attention.recurrent import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import flag
 from kernelformer.kernels import gaussian_kernel
-from kernelformer.modules.bias import biased_sdpa, of_nothing
-from kernelformer.modules.core import Call
+from kernelformer.modules.bias import biased_sdpa, empty_attention
+from kernelformer.modules.call import Call
 from kernelformer.modules.growing import GrowingCore
 
 
 class SoftmaxCore(GrowingCore):
     """Exact softmax attention, by torch's `scaled_dot_product_attention`.
 
-    out_i = sum_j exp(scale q_i . k_j) v_j / sum_j exp(scale q_i . k_j)          (performer Eq. 1)
+    out_i = sum_j exp(scale q_i . k_j) v_j / sum_j exp(scale q_i . k_j)          (Performer, Eq. 1)
     """
 
     takes_bias = True
@@ -37,22 +37,13 @@ class SoftmaxCore(GrowingCore):
             )
         repeat = call.query.shape[1] // call.key.shape[1]
         key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
-        return biased_sdpa(
-            call.query,
-            key,
-            value,
-            call.bias,
-            scale=call.scale,
-            is_causal=call.is_causal,
-            key_mask=call.key_mask,
-            dropout=call.dropout,
-        )
+        return biased_sdpa(replace(call, key=key, value=value))
 
 
 class GaussianCore(GrowingCore):
     """Exact Gaussian attention.
 
-        out_i = sum_j exp(-scale |q_i - k_j|^2 / 2) v_j          (skyformer Eq. 3)
+        out_i = sum_j exp(-scale |q_i - k_j|^2 / 2) v_j          (Skyformer, Eq. 3)
 
     Args:
         normalize: divide by the sum of the weights; the paper does not.
@@ -67,7 +58,7 @@ class GaussianCore(GrowingCore):
     def _exact(self, call: Call) -> Tensor:
         with no_autocast(call.query.device.type):
             if self.normalize:
-                return self._normalized(call)
+                return self._by_softmax(call)
             if not call.past:
                 return self._sums(call, slice(None), call.is_causal)
             # Without a division the past and the present just add up.
@@ -76,18 +67,19 @@ class GaussianCore(GrowingCore):
 
     @staticmethod
     def _sums(call: Call, keys: slice, is_causal: bool) -> Tensor:
-        query, key, value = call.query, call.key[:, :, keys], call.value[:, :, keys]
+        """Attend to some of the keys, without a division."""
+        key, value = call.key[:, :, keys], call.value[:, :, keys]
         key_mask = None if call.key_mask is None else call.key_mask[:, keys]
         if call.dropout:
-            return _dropped_sums(query, key, value, call.scale, key_mask, is_causal, call.dropout)
-        return gaussian_attention(query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
+            return _dropped_sums(replace(call, key=key, value=value, key_mask=key_mask, is_causal=is_causal))
+        return gaussian_attention(call.query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
 
     def _made_by(self, scale: float) -> MadeBy:
         return (*super()._made_by(scale), ("normalize", self.normalize))
 
     @staticmethod
-    def _normalized(call: Call) -> Tensor:
-        """By softmax attention with one more coordinate: -|q - k|^2 / 2 is q.k - |k|^2 / 2 up to what keys share."""
+    def _by_softmax(call: Call) -> Tensor:
+        """Attend by softmax with one more coordinate: -|q - k|^2 / 2 is q.k - |k|^2 / 2 up to what all keys share."""
         dtype, width = call.query.dtype, call.value.shape[-1]
         # The coordinate is a sum of squares, so it takes the precision of sums.
         query, key, value = (x.to(compute_dtype(dtype)) for x in (call.query, call.key, call.value))
@@ -101,27 +93,20 @@ class GaussianCore(GrowingCore):
         return sdpa(replace(call, query=query, key=key, value=value))[..., :width].to(dtype)
 
 
-def _dropped_sums(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    dropout: float,
-) -> Tensor:
+def _dropped_sums(call: Call) -> Tensor:
     """Gaussian attention by its whole matrix of weights, some of which are dropped."""
-    repeat = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+    query, key_mask = call.query, call.key_mask
+    repeat = query.shape[1] // call.key.shape[1]
+    key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
     visible = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
-    visible = visible.tril() if is_causal else visible
+    visible = visible.tril() if call.is_causal else visible
     if key_mask is not None:
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
         visible = visible & key_mask[:, None, None, :]
     dtype = compute_dtype(query.dtype)
-    weights = gaussian_kernel(*(scale**0.5 * x.to(dtype) for x in (query, key))).masked_fill(~visible, 0)
-    return (F.dropout(weights, dropout) @ value.to(dtype)).to(query.dtype)
+    weights = gaussian_kernel(*(call.scale**0.5 * x.to(dtype) for x in (query, key))).masked_fill(~visible, 0)
+    return (F.dropout(weights, call.dropout) @ value.to(dtype)).to(query.dtype)
 
 
 TILE = 512
@@ -132,7 +117,7 @@ def sdpa(call: Call) -> Tensor:
     query, key, value, scale = call.query, call.key, call.value, call.scale
     key_mask, length = call.key_mask, call.query.shape[2]
     if key.shape[2] == 0:
-        return of_nothing(query, key, value)
+        return empty_attention(query, key, value)
     grouped = query.shape[1] != key.shape[1]
     is_causal = call.is_causal and call.past + 1 < key.shape[2]  # else the first query sees every key
     if key_mask is None and not (is_causal and call.past):

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, step
-from kernelformer.attention.recurrent import Prepared
-from kernelformer.contract import compute_dtype, no_autocast, no_tangents, register
+from kernelformer.contract import compute_dtype, no_tangents, register
 from kernelformer.errors import flag
 from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.fourier import FourierSpec
 from kernelformer.feature_maps.rfa import GatedSpec, ScaledFourierMap
+from kernelformer.modules.call import Call
 from kernelformer.modules.checks import check_range
-from kernelformer.modules.core import Call
 from kernelformer.modules.kernel import KernelCore
 
 SEGMENT = 256  # tokens after which the log weights start again from 0: in float32 they lose digits as they grow
@@ -27,7 +26,8 @@ EDGE = 1e-6  # how near a gate comes to 0 and to 1
 class GatedCore(KernelCore):
     """Random feature attention whose state forgets.
 
-        S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T          z_t likewise, out_t = phi(q_t) S_t / phi(q_t) z_t
+        S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T          z_t = g_t z_{t-1} + (1 - g_t) phi(k_t)
+        out_t = phi(q_t) S_t / phi(q_t) z_t
 
     Gates come with the call, (B, H, L) in (0, 1), as `KernelAttention` computes them from its input; without them the
     core takes its own, ``sigmoid(w . k_t + b)``. They are kept 1e-6 away from 0 and 1. Causal only, always normalized.
@@ -99,67 +99,65 @@ class GatedCore(KernelCore):
         return ValueError(f"{self.method!r} is causal only, got {what}: a gate forgets what came before.")
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Causal only."""
+        """Why it cannot see the future; None for a causal call."""
         return None if causal else self._not_bidirectional("is_causal=False")
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """A context has no order to forget in."""
+        """Refuse: a context has no order to forget in."""
         raise self._not_bidirectional("a context")
 
-    def _attend(self, call: Call) -> tuple[Tensor, State | None]:
+    def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         dtype, work = call.query.dtype, compute_dtype(call.query.dtype)
-        with no_autocast(call.query.device.type):
-            streams = call.streams or call.state is not None
-            prepared = self._prepare(call.query, call.key, call.key_mask, call.scale, call.state, streams=streams)
-            key, value = self._per_map_head(call.key).to(work), self._per_map_head(call.value).to(work)
-            query = call.query.to(work)
-            if call.key_mask is not None:
-                key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
-            hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
-            gate = self._gates(key, call.gate, hidden)
-            no_tangents(gate=gate)
-            state = None if call.state is None else list(call.state.tensors)
-            outs, length = [], max(query.shape[2], key.shape[2])
-            for start in range(0, max(length, 1), SEGMENT):
-                part = slice(start, start + SEGMENT)
-                mask = None if call.key_mask is None else call.key_mask[:, part]
-                logs, past = self._logs(gate[:, :, part], None if hidden is None else hidden[:, :, part])
-                rows = query[:, :, part]
-                out, state = causal_attention(
-                    torch.cat([rows, rows.new_zeros(*rows.shape[:3], 1)], -1),
-                    torch.cat([key[:, :, part], logs.unsqueeze(-1)], -1),
-                    value[:, :, part],
-                    spec=self.gated_key,
-                    tensors=prepared.tensors,
-                    scale=call.scale,
-                    key_mask=mask,
-                    normalize=self.normalize,
-                    state=state,
-                )
-                outs.append(out)
-                if past.shape[2]:
-                    state = [state[0] + past[:, :, -1:].unsqueeze(-1), *state[1:]]
-            assert state is not None
-            after = self._state(state, call.state, call.key.shape[2], call.scale)
-            return torch.cat(outs, 2).to(dtype), after
+        key, value = self._per_map_head(call.key).to(work), self._per_map_head(call.value).to(work)
+        query = call.query.to(work)
+        if call.key_mask is not None:
+            key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
+        hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
+        gate = self._gates(key, call.gate, hidden)
+        no_tangents(gate=gate)
+        state = None if call.state is None else list(call.state.tensors)
+        outs, length = [], max(query.shape[2], key.shape[2])
+        for start in range(0, max(length, 1), SEGMENT):
+            part = slice(start, start + SEGMENT)
+            mask = None if call.key_mask is None else call.key_mask[:, part]
+            logs, past = self._logs(gate[:, :, part], None if hidden is None else hidden[:, :, part])
+            out, state = causal_attention(
+                _with_column(query[:, :, part], None),
+                _with_column(key[:, :, part], logs),
+                value[:, :, part],
+                spec=self.gated_key,
+                tensors=tensors,
+                scale=call.scale,
+                key_mask=mask,
+                normalize=self.normalize,
+                state=state,
+            )
+            outs.append(out)
+            if past.shape[2]:
+                state = [state[0] + past[:, :, -1:].unsqueeze(-1), *state[1:]]
+        return torch.cat(outs, 2).to(dtype), state
 
-    def _step(
-        self,
-        prepared: Prepared,
-        token: tuple[Tensor, Tensor, Tensor],
-        past: Sequence[Tensor],
-        scale: float,
-        key_mask: Tensor | None,
-        gate: Tensor | None,
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        query, key, value = token
-        hidden = None if key_mask is None else ~key_mask.unsqueeze(1)
+    def _step_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        key, value = self._per_map_head(call.key), self._per_map_head(call.value)
+        hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
         if hidden is not None:
             key = key.masked_fill(hidden.unsqueeze(-1), 0)
-        logs, left = self._logs(self._gates(key, gate, hidden), hidden)
-        query = torch.cat([query, query.new_zeros(*query.shape[:3], 1)], -1)
-        key = torch.cat([key, logs.unsqueeze(-1)], -1)
+        logs, left = self._logs(self._gates(key, call.gate, hidden), hidden)
         out, after = step(
-            self.gated_spec, prepared.tensors, query, key, value, past, scale=scale, key_mask=key_mask, normalize=True
+            self.gated_spec,
+            tensors,
+            _with_column(call.query, None),
+            _with_column(key, logs),
+            value,
+            self._before(call),
+            scale=call.scale,
+            key_mask=call.key_mask,
+            normalize=True,
         )
         return out, (after[0] + left.unsqueeze(-1), *after[1:])
+
+
+def _with_column(x: Tensor, logs: Tensor | None) -> Tensor:
+    """Tokens (B, H, L, D) with one more coordinate: log weights (B, H, L), or 0."""
+    column = x.new_zeros(*x.shape[:3], 1) if logs is None else logs.unsqueeze(-1)
+    return torch.cat([x, column], -1)

@@ -13,14 +13,15 @@ from kernelformer.attention import State
 from kernelformer.attention.recurrent import MadeBy
 from kernelformer.attention.relative.bias_view import Layout
 from kernelformer.errors import fraction, shape
-from kernelformer.modules.bias import Bias, check_step_bias
-from kernelformer.modules.checks import check_scale, check_step, check_stream, other_maker
-from kernelformer.modules.core import AttentionCore, Call
+from kernelformer.modules.call import Bias, Call
+from kernelformer.modules.checks import other_maker
+from kernelformer.modules.core import AttentionCore
 
 
 class GrowingCore(AttentionCore):
-    """What exact methods share: a state of all keys (B, G, S, D), values (B, G, S, E) and, once one was hidden, a mask.
+    """Base class of exact methods, which attend to every key.
 
+    Their state holds all keys (B, G, S, D), values (B, G, S, E) and, once one was hidden, a mask (B, S).
     Cost of a stream: O(S) time and memory per token.
 
     Args:
@@ -41,7 +42,7 @@ class GrowingCore(AttentionCore):
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         if self.attention_dropout and self.training:
             call = replace(call, dropout=self.attention_dropout)
-        if call.state is None and not call.streams:
+        if not call.in_stream:
             return self._exact(call), None
         joined = self._join(call)
         after = self._after(joined, call)
@@ -63,9 +64,10 @@ class GrowingCore(AttentionCore):
         bias = call.bias
         if bias is not None:
             bias = replace(bias, layout=Layout(call.query.shape[2], key.shape[2], state.length))
-        return replace(call, key=key, value=value, key_mask=mask, bias=bias, past=state.length, query_mask=None)
+        return replace(call, key=key, value=value, key_mask=mask, bias=bias, past=state.length)
 
     def _after(self, joined: Call, call: Call) -> State:
+        """The state with the keys of a call and those before them."""
         tensors = (joined.key, joined.value, *(() if joined.key_mask is None else (joined.key_mask,)))
         made_by = self._made_by(call.scale) if call.state is None else call.state.made_by
         return State(tensors, joined.key.shape[2], made_by)
@@ -78,82 +80,34 @@ class GrowingCore(AttentionCore):
     def _made_by(self, scale: float) -> MadeBy:
         return (("method", self.method), ("normalize_qk", self.normalize_qk), ("scale", scale))
 
-    def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        state: State | None = None,
-        *,
-        bias: Tensor | None = None,
-        slope: Tensor | None = None,
-        scale: float | None = None,
-        key_mask: Tensor | None = None,
-        gate: Tensor | None = None,
-    ) -> tuple[Tensor, State]:
-        """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts.
+    def _step(self, call: Call) -> tuple[Tensor, State]:
+        if call.bias is not None:
+            past = 0 if call.state is None else call.state.length
+            call = replace(call, bias=_over_past(call.bias, past))
+        return super()._step(call)
 
-        The state keeps every key: it grows with the context. A bias is (H, W + 1) over distances 0 to W, beyond which
-        it is constant, or falls by ``slope`` (H) per token.
-        """
-        self._check_gate(gate, key)
-        query, key, value = self._accept(query, key, value, key_mask)
-        check_step(query, key)
-        scale = self.scale if scale is None else check_scale(scale)
-        self._check_streaming(query, key, value, True, scale, state)
-        past = 0 if state is None else state.length
-        checked = None
-        if bias is not None:
-            if not self.takes_bias:
-                raise self._no_bias(f"bias of shape {shape(bias)}")
-            checked = Bias(self._spread(bias, slope, past), Layout(1, past + 1, past))
-        elif slope is not None:
-            raise ValueError("slope goes with a bias, and none was given.")
-        dtype = query.dtype
-        query, key = self._units(query, key, key_mask)
-        value = value.to(query.dtype)
-        call = Call(query, key, value, True, key_mask, scale, state, bias=checked, streams=True)
-        out, after = self._attend(call)
-        assert after is not None
-        return out.to(dtype), after
+    def _stream_refusal(self, what: str) -> ValueError | None:
+        return None
 
-    def _spread(self, table: Tensor, slope: Tensor | None, past: int) -> Tensor:
-        """A step's bias (H, W + 1) over distances 0 to W as one over j - i from -past to 0, (H, past + 1)."""
-        check_step_bias(table, slope, self.num_heads)
-        near = table[:, : past + 1]
-        far = past + 1 - near.shape[1]
-        near = F.pad(near, (0, far), mode="replicate") if far else near
-        if far and slope is not None:
-            beyond = torch.arange(1, far + 1, device=near.device, dtype=near.dtype)
-            near = torch.cat([near[:, :-far], near[:, -far:] - slope.to(near).unsqueeze(1) * beyond], 1)
-        return near.flip(1)
-
-    def _check_streaming(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        scale: float,
-        state: State | None,
-        biased: bool = False,
-    ) -> None:
-        check_stream(query, key, is_causal)
-        if state is not None:
-            problem = self._misfit(query, key, value, scale, state)
-            if problem:
-                raise ValueError(f"{problem}; start anew with state=None.")
-
-    def _misfit(self, query: Tensor, key: Tensor, value: Tensor, scale: float, state: State) -> str | None:
-        """Why a state cannot be gone on from, or None."""
-        if not isinstance(state, State):
-            return f"state must be a kernelformer State, got {type(state).__name__}"
-        problem = other_maker(dict(state.made_by), dict(self._made_by(scale)))
+    def _misfit(self, call: Call, state: State) -> str | None:
+        problem = other_maker(dict(state.made_by), dict(self._made_by(call.scale)))
         if problem:
             return problem
+        key, value = call.key, call.value
         kept, here = state.tensors[1], (key.shape[0], key.shape[1], state.length, value.shape[-1])
         if tuple(kept.shape) != here:
             return f"the state has shape {shape(kept)}, these inputs need {here}"
-        if kept.device != query.device or (kept.dtype != value.dtype and not self.normalize_qk):
-            return f"the state is {kept.dtype} on {kept.device}, these inputs need {value.dtype} on {query.device}"
+        if kept.device != key.device or (kept.dtype != value.dtype and not self.normalize_qk):
+            return f"the state is {kept.dtype} on {kept.device}, these inputs need {value.dtype} on {key.device}"
         return None
+
+
+def _over_past(bias: Bias, past: int) -> Bias:
+    """A step's bias over distances 0 to W as one over all keys: j - i from -past to 0, (H, past + 1)."""
+    near = bias.table[:, -(past + 1) :]
+    far = past + 1 - near.shape[1]
+    table = F.pad(near, (far, 0), mode="replicate") if far else near
+    if far and bias.slope is not None:
+        beyond = torch.arange(far, 0, -1, device=near.device, dtype=near.dtype)
+        table = torch.cat([table[:, :far] - bias.slope.to(near).unsqueeze(1) * beyond, near], 1)
+    return Bias(table, Layout(1, past + 1, past))

@@ -15,13 +15,19 @@ from kernelformer.attention.recurrent import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import flag, shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.checks import check_scale, check_step, check_stream, other_maker
-from kernelformer.modules.core import Call
-from kernelformer.modules.stream import BiasedCore
+from kernelformer.modules.biased import FADES, NEAR, BiasedAttention
+from kernelformer.modules.call import Call
+from kernelformer.modules.checks import other_maker
+from kernelformer.modules.core import AttentionCore
 
 
-class KernelCore(BiasedCore):
+class KernelCore(AttentionCore):
     """Linear-time attention through a feature map.
+
+        out_i = sum_j phi(q_i) . phi(k_j) v_j / sum_j phi(q_i) . phi(k_j)          (Performer, Eq. 4)
+
+    The core prepares the map's tensors for a call and makes the states. What attends with them is `_attend_plain` and
+    `_step_plain`, or a part that it owns, with the same arguments and results: `biased` where there is a bias.
 
     Args:
         feature_map: phi.
@@ -40,6 +46,8 @@ class KernelCore(BiasedCore):
         self.normalize = feature_map.normalized if normalize is None else flag("normalize", normalize)
         if feature_map.aligns and not self.normalize:
             raise ValueError("align=True moves the keys, which only normalization undoes; got normalize=False.")
+        # Landmarks have to be chosen among normalized tokens.
+        self.biased = BiasedAttention(feature_map, normalize_qk=self.normalize_qk and not feature_map.sees_sequence)
 
     @property
     def feature_dim(self) -> int:
@@ -47,8 +55,13 @@ class KernelCore(BiasedCore):
         return self.feature_map.feature_dim
 
     @property
+    def takes_bias(self) -> bool:  # type: ignore[override]
+        """Whether weights are divided by their sum again after a bias has multiplied them."""
+        return self.normalize
+
+    @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
-        """Landmarks come from all of them."""
+        """Whether landmarks come from all queries, so that one's output depends on the others."""
         return self.feature_map.sees_sequence
 
     def resample(self, draw: int | None = None) -> None:
@@ -56,46 +69,36 @@ class KernelCore(BiasedCore):
         self.feature_map.resample(draw)
 
     def covariances(self) -> Tensor:
-        """Covariance of the spectral distribution, (H, C, D, D) for C components (learned-kernels Tables 4, 9-12).
+        """Covariance of the spectral distribution, (H, C, D, D) for C components (KL-Transformer, Tables 4, 9-12).
 
         A mixture's own where the map has one; of the frequencies as a sample, C = 1, where it has none.
         """
         return self.feature_map.covariances()
 
     def eigenvalues(self) -> Tensor:
-        """Of the `covariances`, (H, C, D), ascending."""
+        """Eigenvalues of the `covariances`, (H, C, D), ascending."""
         with no_autocast(self.feature_map.seed.device.type):
             values: Tensor = torch.linalg.eigvalsh(self.covariances())
         return values
 
-    def _prepare(
-        self,
-        query: Tensor,
-        key: Tensor,
-        key_mask: Tensor | None,
-        scale: float,
-        state: State | None,
-        query_mask: Tensor | None = None,
-        *,
-        biased: bool = False,
-        streams: bool = True,
-    ) -> Prepared:
+    def _prepare(self, call: Call) -> Prepared:
         """The map's tensors: in a stream those of the call before where they are still right, else made anew.
 
         With a bias they are for keys that are repeated for every query head. With gradients they belong to a graph, and
         a compiled step cannot compare weights: both make them each time.
         """
         phi = self.feature_map
-        keeps = streams and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        keeps = call.in_stream and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        biased = call.bias is not None
         weights: list[Tensor] = []
         how: tuple[object, ...] = ()
         if keeps:
-            weights, place = phi.learned_weights(), (compute_dtype(query.dtype), query.device)
-            how = (*place, scale, biased, phi.seed_number, phi.draw_number, torch.is_inference_mode_enabled())
+            weights, kind = phi.learned_weights(), (compute_dtype(call.query.dtype), call.query.device)
+            how = (*kind, call.scale, biased, phi.seed_number, phi.draw_number, torch.is_inference_mode_enabled())
             kept = self._prepared  # read once: a stream in another thread may put its own here at any time
-            if state is not None and kept is not None and kept.made_from(weights, how):
+            if call.state is not None and kept is not None and kept.made_from(weights, how):
                 return kept
-        tensors = phi.prepare(query, key, key_mask, scale, query_mask)
+        tensors = phi.prepare(call.query, call.key, call.key_mask, call.scale, call.real_queries)
         tensors = phi.for_query_heads(tensors) if biased else tensors
         if not keeps:
             return Prepared(tuple(tensors))
@@ -108,80 +111,61 @@ class KernelCore(BiasedCore):
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
         with no_autocast(call.query.device.type):
-            query, key = phi.align(call.query, call.key, call.key_mask, call.query_mask)
-            inputs = (query, self._per_map_head(key), self._per_map_head(call.value))
-            how = {"biased": call.bias is not None, "streams": call.streams or call.state is not None}
-            prepared = self._prepare(query, key, call.key_mask, call.scale, call.state, call.query_mask, **how)
-            if call.bias is not None:
-                return self._attend_with_bias(replace(call, query=query, key=key), prepared)
-            common: dict[str, Any] = {
-                "spec": phi.spec_id,
-                "tensors": prepared.tensors,
-                "scale": call.scale,
-                "key_mask": call.key_mask,
-                "normalize": self.normalize,
-            }
-            if not call.is_causal:
-                return linear_attention(*inputs, **common), None
-            past = None if call.state is None else call.state.tensors
-            out, after = causal_attention(*inputs, **common, state=past)
-            return out, self._state(after, call.state, call.key.shape[2], call.scale)
+            if phi.aligns:
+                query, key = phi.align(call.query, call.key, call.key_mask, call.real_queries)
+                call = replace(call, query=query, key=key)
+            tensors = self._prepare(call).tensors
+            attend = self._attend_plain if call.bias is None else self.biased.attend
+            out, after = attend(call, tensors)
+            return out, self._state(after, call) if call.streams and after is not None else None
 
-    def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        state: State | None = None,
-        *,
-        bias: Tensor | None = None,
-        slope: Tensor | None = None,
-        scale: float | None = None,
-        key_mask: Tensor | None = None,
-        gate: Tensor | None = None,
-    ) -> tuple[Tensor, State]:
-        """One token: (B, H, 1, D), (B, G, 1, D), (B, G, 1, E) -> (B, H, 1, E) and the state after it; None starts.
+    def _step(self, call: Call) -> tuple[Tensor, State]:
+        dtype = compute_dtype(call.query.dtype)
+        if call.query.dtype != dtype:
+            query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
+            call = replace(call, query=query, key=key, value=value)
+        with no_autocast(call.query.device.type):
+            tensors = self._prepare(call).tensors
+            step_with = self._step_plain if call.bias is None else self.biased.step
+            out, after = step_with(call, tensors)
+        return out, self._state(after, call)
 
-        With a bias (H, W + 1) over distances 0 to W, beyond which it is constant (or falls by ``slope`` (H) per token),
-        the state holds the last W keys and values and the sums of all older ones. A state that was made without a
-        window keeps all keys: it grows with the context.
-        """
-        if bias is not None and not self.takes_bias:
-            raise self._no_bias(f"bias of shape {shape(bias)}")
-        if slope is not None and bias is None:
-            raise ValueError("slope goes with a bias, and none was given.")
-        if self.feature_map.sees_sequence:
-            raise self._not_causal("step")
-        scale = self.scale if scale is None else check_scale(scale)
-        fits = self._fits(query, key, value, scale) if key_mask is None and bias is None else ()
-        if not fits or not isinstance(state, State) or state.fits != fits:
-            query, key, value = self._accept(query, key, value, key_mask)
-            check_step(query, key)
-            self._check_streaming(query, key, value, True, scale, state, bias is not None)
-        self._check_gate(gate, key)
-        dtype, work_dtype = query.dtype, compute_dtype(query.dtype)
-        query, key = self._units(query, key, key_mask)
-        if dtype != work_dtype:
-            query, key, value = (x.to(work_dtype) for x in (query, key, value))
-        if bias is not None:
-            with no_autocast(query.device.type):
-                prepared = self._prepare(query, key, key_mask, scale, state, biased=True)
-                call = Call(query, key, value, True, key_mask, scale, state)
-                out, after_bias = self._step_with_bias(call, bias, slope, prepared)
-            return out.to(dtype), after_bias
-        key, value = self._per_map_head(key), self._per_map_head(value)
-        past = self._empty(key, value) if state is None else state.tensors
-        with no_autocast(query.device.type):
-            prepared = self._prepare(query, key, key_mask, scale, state)
-            out, after = self._step(prepared, (query, key, value), past, scale, key_mask, gate)
-        return out.to(dtype), self._state(after, state, 1, scale, fits)
+    def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
+        """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
+        inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
+        common: dict[str, Any] = {
+            "spec": self.feature_map.spec_id,
+            "tensors": tensors,
+            "scale": call.scale,
+            "key_mask": call.key_mask,
+            "normalize": self.normalize,
+        }
+        if not call.is_causal:
+            return linear_attention(*inputs, **common), None
+        return causal_attention(*inputs, **common, state=None if call.state is None else call.state.tensors)
+
+    def _step_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Attend with one token without a bias: (B, H, 1, E), and the tensors of the state after it."""
+        return step(
+            self.feature_map.spec,
+            tensors,
+            call.query,
+            self._per_map_head(call.key),
+            self._per_map_head(call.value),
+            self._before(call),
+            scale=call.scale,
+            key_mask=call.key_mask,
+            normalize=self.normalize,
+        )
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a whole context: sums of constant size, or all of it where landmarks see queries."""
         if self.feature_map.sees_sequence:
             return super().remember(key, value, key_mask=key_mask)
         query = key.new_zeros(key.shape[0], self.num_heads, *key.shape[2:])
-        state: State = self.forward(query, key, value, is_causal=True, key_mask=key_mask, return_state=True)[1]
+        result = self.forward(query, key, value, is_causal=True, key_mask=key_mask, return_state=True)
+        assert isinstance(result, tuple)
+        state = result[1]
         return replace(state, made_by=(*state.made_by, ("remembers", key.shape[2])))
 
     def _maker(self) -> MadeBy:
@@ -193,41 +177,24 @@ class KernelCore(BiasedCore):
             return super().recall(query, memory)
         self._check_memory(memory)
         sample = query[:, :1, :1]  # in place of keys, of which none are needed
-        query, _, _ = self._accept(query, sample, sample, None)
-        main = memory.tensors[1]
+        call = self._accept(Call(query=query, key=sample, value=sample, scale=self.scale, state=memory))
+        query, main = call.query, memory.tensors[1]
         if main.shape[0] != query.shape[0] or main.device != query.device:
             raise ValueError(
                 f"the memory has {main.shape[0]} samples on {main.device}, got {query.shape[0]} on {query.device}."
             )
-        dtype = query.dtype
-        query, _ = self._units(query.to(main.dtype), sample, None)
+        rows, _ = self._normalize_qk(query.to(main.dtype), sample, None)
         with no_autocast(query.device.type):
-            prepared = self._prepare(query, sample, None, self.scale, memory)
-            out = read(
-                self.feature_map.spec,
-                prepared.tensors,
-                query,
-                memory.tensors,
-                scale=self.scale,
-                normalize=self.normalize,
-            )
-        return out.to(dtype)
-
-    def _step(
-        self,
-        prepared: Prepared,
-        token: tuple[Tensor, Tensor, Tensor],
-        past: Sequence[Tensor],
-        scale: float,
-        key_mask: Tensor | None,
-        gate: Tensor | None,
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        spec, tensors = self.feature_map.spec, prepared.tensors
-        return step(spec, tensors, *token, past, scale=scale, key_mask=key_mask, normalize=self.normalize)
+            spec, tensors = self.feature_map.spec, self._prepare(replace(call, query=rows)).tensors
+            out = read(spec, tensors, rows, memory.tensors, scale=self.scale, normalize=self.normalize)
+        return out.to(query.dtype)
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Landmarks that see the whole sequence cannot be causal."""
+        """Why landmarks that see the whole sequence cannot be causal; None where the call can be made."""
         return self._not_causal("is_causal=True") if causal and self.feature_map.sees_sequence else None
+
+    def _stream_refusal(self, what: str) -> ValueError | None:
+        return self._not_causal(what) if self.feature_map.sees_sequence else None
 
     def _not_causal(self, what: str) -> ValueError:
         return ValueError(
@@ -244,17 +211,18 @@ class KernelCore(BiasedCore):
         kinds = (query.dtype, key.dtype, value.dtype, query.device, key.device, value.device)
         return (query.shape, key.shape, value.shape, *kinds, self._made_by(scale))
 
-    def _accept(
-        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super()._accept(query, key, value, key_mask)
-        maps = self.feature_map.num_key_heads
-        if maps % key.shape[1]:
+    def _normalizes_itself(self, call: Call) -> bool:
+        return call.bias is not None and not call.in_stream and self.biased.normalize_qk
+
+    def _accept(self, call: Call) -> Call:
+        call = super()._accept(call)
+        maps, heads = self.feature_map.num_key_heads, call.key.shape[1]
+        if maps % heads:
             raise ValueError(
-                f"this {self.method!r} core was built with num_key_heads={maps}, got keys of {key.shape[1]} heads "
-                f"(shape {shape(key)}); build it with num_key_heads={key.shape[1]}, or without for any number."
+                f"this {self.method!r} core was built with num_key_heads={maps}, got keys of {heads} heads "
+                f"(shape {shape(call.key)}); build it with num_key_heads={heads}, or without for any number."
             )
-        return query, key, value
+        return call
 
     def _key_heads(self, key: Tensor) -> int:
         """Heads of the state: those of the keys, or those of a map that differs from head to head."""
@@ -265,62 +233,45 @@ class KernelCore(BiasedCore):
         repeats = self._key_heads(x) // x.shape[1]
         return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
-    def _empty(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        lead = (key.shape[0], key.shape[1])
-        return tuple(engine_class(self.feature_map.spec).empty(lead, self.feature_dim, value.shape[-1], value))
+    def _before(self, call: Call) -> Sequence[Tensor]:
+        """The tensors of the state before a call; those of no tokens where it has none."""
+        if call.state is not None:
+            return call.state.tensors
+        lead = (call.key.shape[0], self._key_heads(call.key))
+        engine = engine_class(self.feature_map.spec)
+        return tuple(engine.empty(lead, self.feature_dim, call.value.shape[-1], call.value))
 
     def _made_by(self, scale: float) -> MadeBy:
         own = {"normalize": self.normalize, "normalize_qk": self.normalize_qk, "scale": scale}
         return (("method", self.method), *self.feature_map.identity.items(), *own.items())
 
-    def _state(
-        self,
-        tensors: Sequence[Tensor],
-        before: State | None,
-        count: int,
-        scale: float,
-        fits: tuple[object, ...] = (),
-    ) -> State:
-        made_by = self._made_by(scale) if before is None else before.made_by
-        return State(tuple(tensors), count + (before.length if before else 0), made_by, fits)
+    def _state(self, tensors: Sequence[Tensor], call: Call) -> State:
+        """The state after a call."""
+        before, count = call.state, call.key.shape[2]
+        if before is not None:
+            return State(tuple(tensors), before.length + count, before.made_by, call.fits)
+        made_by = self._made_by(call.scale) + (() if call.bias is None else self.biased.made_by(call))
+        return State(tuple(tensors), count, made_by, call.fits)
 
-    def _check_streaming(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        scale: float,
-        state: State | None,
-        biased: bool = False,
-    ) -> None:
-        check_stream(query, key, is_causal)
-        if state is not None:
-            problem = self._misfit(query, key, value, scale, state, biased)
-            if problem:
-                raise ValueError(f"{problem}; start anew with state=None.")
-
-    def _misfit(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, state: State, biased: bool
-    ) -> str | None:
-        """Why a state cannot be gone on from, or None."""
-        if not isinstance(state, State):
-            return f"state must be a kernelformer State, got {type(state).__name__}"
-        theirs, ours = dict(state.made_by), dict(self._made_by(scale))
-        if theirs["method"] == self.method and ("near keys" in theirs) != biased:
+    def _misfit(self, call: Call, state: State) -> str | None:
+        theirs, ours = dict(state.made_by), dict(self._made_by(call.scale))
+        biased = call.bias is not None
+        if theirs["method"] == self.method and (NEAR in theirs) != biased:
             made, here = ("without", "one") if biased else ("with", "none")
             return f"the state was made {made} a bias, this call has {here}"
-        for own in ("near keys", "fades"):
+        for own in (NEAR, FADES):
             theirs.pop(own, None)
         problem = other_maker(theirs, ours)
         if problem:
             return problem
-        main, phi, dtype = state.tensors[-2 if biased else 1], self.feature_map, compute_dtype(query.dtype)
-        shape_here = (key.shape[0], self._key_heads(key), phi.feature_dim, value.shape[-1])
         if biased:
-            shape_here = (key.shape[0], self.num_heads, main.shape[2], value.shape[-1])
-        if main.shape != shape_here:
-            return f"the state has shape {shape(main)}, these inputs need {shape_here}"
-        if main.dtype != dtype or main.device != query.device:
-            return f"the state is {main.dtype} on {main.device}, these inputs need {dtype} on {query.device}"
+            main, needed = self.biased.values_of(call, state)
+        else:
+            main = state.tensors[1]
+            needed = (call.key.shape[0], self._key_heads(call.key), self.feature_dim, call.value.shape[-1])
+        if main.shape != needed:
+            return f"the state has shape {shape(main)}, these inputs need {needed}"
+        dtype, device = compute_dtype(call.query.dtype), call.query.device
+        if main.dtype != dtype or main.device != device:
+            return f"the state is {main.dtype} on {main.device}, these inputs need {dtype} on {device}"
         return None

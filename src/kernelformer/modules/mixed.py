@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.modules.core import AttentionCore, Call
+from kernelformer.modules.call import Call
+from kernelformer.modules.core import AttentionCore
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -21,7 +22,7 @@ class PairState(State):
 
     @staticmethod
     def of(parts: tuple[State, State]) -> PairState:
-        """Of two states of one stream."""
+        """Join two states of one stream."""
         first, second = parts
         return PairState(first.tensors + second.tensors, first.length, first.made_by + second.made_by, parts=parts)
 
@@ -69,38 +70,41 @@ class MixedCore(AttentionCore):
 
     @property
     def cores(self) -> tuple[AttentionCore, AttentionCore]:
-        """Exact, linear."""
+        """The exact core and the linear one."""
         return self.exact, self.linear
 
     @property
     def feature_dim(self) -> int | None:
-        """Of the linear heads."""
+        """M, the width of phi in the linear heads; None if they have none."""
         return self.linear.feature_dim
 
     @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
-        """As the linear core does."""
+        """Whether one query's output depends on the others, as in the linear core."""
         return self.linear.mixes_queries
 
     def resample(self, draw: int | None = None) -> None:
-        """Of the linear heads."""
+        """Go to the next draw of the linear heads, or to number ``draw``."""
         self.linear.resample(draw)
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """What the linear core says."""
+        """Why the linear core cannot attend with this causality; None where it can."""
         return self.linear.refusal(causal)
 
-    def forward(self, *args: Any, scale: float | None = None, **options: Any) -> Any:
-        """Attend; see `AttentionCore.forward`."""
-        self._check_one_scale(scale)
-        return super().forward(*args, scale=scale, **options)
-
-    def _check_one_scale(self, scale: float | None) -> None:
+    def _resolve_scale(self, scale: float | None) -> float:
         if scale is not None and self.exact.scale != self.linear.scale:
             raise ValueError(
                 f"the heads have scales of their own, {self.exact.scale:g} and {self.linear.scale:g}, got one for all "
                 f"of them, {scale!r}; leave it out."
             )
+        return super()._resolve_scale(scale)
+
+    def _stream_refusal(self, what: str) -> ValueError | None:
+        return self.linear._stream_refusal(what)
+
+    def _misfit(self, call: Call, state: State) -> str | None:
+        """Each core checks its own part when it attends; here only what concerns the whole."""
+        return None if isinstance(state, PairState) else f"state must be one of this core's, got {type(state).__name__}"
 
     def _split(self, x: Tensor, which: int) -> Tensor:
         """The heads of one kind; of grouped keys, those that they look at, one for each query head."""
@@ -111,78 +115,56 @@ class MixedCore(AttentionCore):
         back: Tensor = self.back  # type: ignore[assignment]
         return torch.cat(list(parts), 1)[:, back]
 
+    def _parts(self, call: Call) -> list[tuple[AttentionCore, list[Tensor], State | None]]:
+        """Each core with its queries, keys and values, and its state."""
+        parts = []
+        for which, core in enumerate(self.cores):
+            state = call.state.parts[which] if isinstance(call.state, PairState) else None
+            parts.append((core, [self._split(x, which) for x in (call.query, call.key, call.value)], state))
+        return parts
+
+    def _common(self, call: Call) -> dict[str, Any]:
+        """What calls and steps of both cores take."""
+        return {"scale": None if call.scale == self.scale else call.scale, "key_mask": call.key_mask}
+
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
-        own: dict[str, Any] = {
-            "is_causal": call.is_causal,
-            "key_mask": call.key_mask,
-            "scale": None if call.scale == self.scale else call.scale,
-            "query_mask": call.query_mask,
-            "return_state": call.streams,
-        }
         outs: list[Tensor] = []
         states: list[State] = []
-        for which, core in enumerate(self.cores):
-            query, key, value = (self._split(x, which) for x in (call.query, call.key, call.value))
-            if call.state is not None:
-                assert isinstance(call.state, PairState)
-                own["state"] = call.state.parts[which]
-            found = core(query, key, value, **own, **self._bias(call, which))
-            if call.streams:
-                outs.append(found[0])
-                states.append(found[1])
-            else:
-                outs.append(found)
+        common = {**self._common(call), "is_causal": call.is_causal, "query_mask": call.real_queries}
+        for core, inputs, state in self._parts(call):
+            result = core(*inputs, state=state, return_state=call.streams, **common, **self._bias(call, core))
+            outs.append(result[0] if call.streams else result)
+            states += [result[1]] if call.streams else []
         return self._join(outs), PairState.of((states[0], states[1])) if states else None
 
-    def _bias(self, call: Call, which: int) -> dict[str, Any]:
-        """The bias of these heads, as a call takes it."""
-        bias = call.bias
-        if bias is None:
-            return {}
-        rows = self.heads[which]
-        return {
-            "bias": bias.table[rows],
-            "max_distance": bias.window,
-            "slope": None if bias.slope is None else bias.slope[rows],
-            "algorithm": bias.algorithm if which else None,
-            "num_prefix": bias.layout.prefix,
-        }
-
-    def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        state: State | None = None,
-        *,
-        bias: Tensor | None = None,
-        slope: Tensor | None = None,
-        scale: float | None = None,
-        key_mask: Tensor | None = None,
-        gate: Tensor | None = None,
-    ) -> tuple[Tensor, State]:
-        """One token; see `AttentionCore.step`."""
-        self._check_gate(gate, key)
-        self._check_one_scale(scale)
-        self._check_state(state)
-        outs, states = [], []
-        for which, core in enumerate(self.cores):
-            out, after = core.step(
-                self._split(query, which),
-                self._split(key, which),
-                self._split(value, which),
-                state.parts[which] if isinstance(state, PairState) else None,
-                bias=None if bias is None else bias[self.heads[which]],
-                slope=None if slope is None else slope[self.heads[which]],
-                scale=scale,
-                key_mask=key_mask,
-            )
+    def _step(self, call: Call) -> tuple[Tensor, State]:
+        outs: list[Tensor] = []
+        states: list[State] = []
+        for core, (query, key, value), state in self._parts(call):
+            bias = self._bias(call, core)
+            if bias:  # a step takes it over distances 0 to W, in rising order
+                bias = {"bias": bias["bias"].flip(1), "slope": bias["slope"]}
+            out, after = core.step(query, key, value, state, **self._common(call), **bias)
             outs.append(out)
             states.append(after)
         return self._join(outs), PairState.of((states[0], states[1]))
 
+    def _bias(self, call: Call, core: AttentionCore) -> dict[str, Any]:
+        """The bias of the heads of one core, as its `forward` takes it."""
+        bias = call.bias
+        if bias is None:
+            return {}
+        rows = self.heads[0 if core is self.exact else 1]
+        return {
+            "bias": bias.table[rows],
+            "max_distance": bias.window,
+            "slope": None if bias.slope is None else bias.slope[rows],
+            "algorithm": None if core is self.exact else bias.algorithm,
+            "num_prefix": bias.layout.prefix,
+        }
+
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """A memory of each kind."""
+        """What `recall` needs of a whole context, for each kind."""
         first, second = (
             core.remember(self._split(key, i), self._split(value, i), key_mask=key_mask)
             for i, core in enumerate(self.cores)
@@ -190,25 +172,7 @@ class MixedCore(AttentionCore):
         return PairState.of((first, second))
 
     def recall(self, query: Tensor, memory: State) -> Tensor:
-        """Attend to a remembered context."""
+        """Attend to a remembered context, without a bias: (B, H, L, D) -> (B, H, L, E)."""
         if not isinstance(memory, PairState):
             raise ValueError(f"recall needs what remember of this core returned, got {type(memory).__name__}.")
         return self._join([core.recall(self._split(query, i), memory.parts[i]) for i, core in enumerate(self.cores)])
-
-    def _check_streaming(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        scale: float,
-        state: State | None,
-        biased: bool = False,
-    ) -> None:
-        """Each core checks its own part when it attends; here only what concerns the whole."""
-        self._check_state(state)
-
-    @staticmethod
-    def _check_state(state: State | None) -> None:
-        if state is not None and not isinstance(state, PairState):
-            raise ValueError(f"state must be one of this core's, got {type(state).__name__}; start with state=None.")

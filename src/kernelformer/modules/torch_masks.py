@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.errors import shape
-from kernelformer.modules.checks import assert_values, looks
+from kernelformer.modules.checks import assert_values, can_read
 
 
 def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
@@ -56,7 +56,7 @@ def is_causal_mask(mask: Tensor | None, queries: int, keys: int, heads: int, hin
             f"{shape(mask)} does not; give the causal one, or none."
         )
         assert_values(causal, wrong)
-        if looks(mask) and not bool(causal):
+        if can_read(mask) and not bool(causal):
             raise ValueError(wrong)
         return True
     if not bool(hidden.any()):
@@ -89,6 +89,6 @@ def _hidden(mask: Tensor, name: str) -> Tensor:
         f"add them to logits that it never forms. Large negative numbers that hide are to be -inf."
     )
     assert_values(plain, wrong)
-    if looks(mask) and not bool(plain):
+    if can_read(mask) and not bool(plain):
         raise ValueError(wrong)
     return hidden

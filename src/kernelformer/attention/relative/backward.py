@@ -1,4 +1,4 @@
-"""The backward pass of `relative`, for one block of samples."""
+"""The backward pass of `direct`, for one block of samples."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 
 from kernelformer.attention.blocks import visible_pair
 from kernelformer.attention.relative.bias_view import Span
+from kernelformer.attention.relative.call import NO_WINDOW
 from kernelformer.attention.relative.rescue import AGAIN, RowGrads, rescue_backward
 from kernelformer.attention.relative.tiles import Keys, Queries
-from kernelformer.attention.relative.windows import NO_WINDOW, Block, Scan
+from kernelformer.attention.relative.windows import Block, Scan
 from kernelformer.attention.signed import GUARD
 
 
 @dataclass
 class _Chunk:
-    """Queries with what is asked of them."""
+    """A chunk of queries with the gradients of its sums."""
 
     span: Span
     q: Queries
-    unit: Tensor  # (N, C, 1)
+    row_scale: Tensor  # (N, C, 1): log of what the rows are divided by
     g_num: Tensor  # (N, C, E): gradient of the numerator
     g_den: Tensor  # (N, C, 1): of the denominator
     g_guard: Tensor | None  # (N, C, 1): of the guard's product of lengths
@@ -30,20 +31,25 @@ class _Chunk:
 
 
 class Backward:
-    """The backward pass of one block."""
+    """The backward pass of one block.
 
-    def __init__(
-        self, block: Block, grad: Tensor, out: Tensor, units: Tensor, inverses: Tensor, grads: Sequence[Tensor]
-    ) -> None:
+    Args:
+        block: the samples.
+        grad: (B, H, L, E), of the outputs.
+        outputs: of the forward pass: out (B, H, L, E), row_scale and 1 / denominator (B, H, L, 1).
+        grads: of queries, keys and values, to be added to.
+    """
+
+    def __init__(self, block: Block, grad: Tensor, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         self.block, self.call, self.work = block, block.call, block.call.work
-        self.grad, self.out, self.units, self.inverses = grad, out, units, inverses
+        self.grad, (self.out, self.row_scale, self.inverses) = grad, outputs
         self.dq, self.dk, self.dv = grads
 
     def chunk(self, span: Span) -> _Chunk:
-        """Queries with what is asked of them."""
+        """A chunk of queries with the gradients of its sums."""
         block = self.block
         g, out = block.take(self.grad, span), block.take(self.out, span)
-        unit, inverse = block.rows(self.units, span), block.rows(self.inverses, span)
+        row_scale, inverse = block.rows(self.row_scale, span), block.rows(self.inverses, span)
         q = block.queries(span)
         q.grad = torch.zeros_like(q.phi)
         lost = inverse == AGAIN
@@ -51,12 +57,12 @@ class Backward:
         g_num = g * inverse.abs()
         g_den = torch.linalg.vecdot(g_num, out).neg_().unsqueeze(2)
         if not block.tiles.guard:
-            return _Chunk(span, q, unit, g_num, g_den, None, lost.squeeze(2))
+            return _Chunk(span, q, row_scale, g_num, g_den, None, lost.squeeze(2))
         assert q.norms is not None
         q.norm_grad = torch.zeros_like(q.norms)
         guarded = inverse < 0
         g_guard = g_den.masked_fill(~guarded, 0) * GUARD
-        return _Chunk(span, q, unit, g_num, g_den.masked_fill(guarded, 0), g_guard, lost.squeeze(2))
+        return _Chunk(span, q, row_scale, g_num, g_den.masked_fill(guarded, 0), g_guard, lost.squeeze(2))
 
     def band(self, c: _Chunk) -> None:
         """Gradients between a chunk and the tiles near it."""
@@ -70,7 +76,7 @@ class Backward:
             tile.start()
             assert tile.grad is not None
             assert tile.dv is not None
-            left = block.tiles.left(c.q, tile.shift, c.unit)
+            left = block.tiles.left(c.q, tile.shift, c.row_scale)
             size = (*left.shape[:2], tile.phi.shape[2])
             weights = torch.bmm(left, tile.phi, out=take("weights", *size))
             bias.weigh(weights, c.span, key)
@@ -81,20 +87,20 @@ class Backward:
             bias.weigh(slopes, c.span, key)
             tile.grad.baddbmm_(left.transpose(1, 2), slopes)
             slope = torch.bmm(slopes, tile.phi.transpose(1, 2), out=take("slope", *left.shape))
-            block.tiles.add_left(c.q, left, slope, tile.shift, c.unit)
+            block.tiles.add_left(c.q, left, slope, tile.shift, c.row_scale)
             if c.g_guard is not None:
                 self._guard(c, c.g_guard, tile)
             if key not in block.cache:
                 self.flush(tile)
 
     def _guard(self, c: _Chunk, g_guard: Tensor, tile: Keys) -> None:
-        """Where the denominator is the product of lengths."""
+        """Gradients of rows whose denominator is the guard, a product of lengths."""
         assert c.q.norms is not None
         assert c.q.norm_grad is not None
         assert tile.norms is not None
         assert tile.norm_grad is not None
         bias = self.call.bias
-        size = (tile.shift - c.unit).exp_() * g_guard
+        size = (tile.shift - c.row_scale).exp_() * g_guard
         weights = (size * c.q.norms).repeat(1, 1, tile.norms.shape[2])
         bias.weigh(weights, c.span, tile.span)
         tile.norm_grad.add_(weights.sum(1, keepdim=True))
@@ -105,7 +111,7 @@ class Backward:
         """Gradients of queries that read sums of keys, and of the tail's bias."""
         sums = scan.sums
         assert scan.tail is not None
-        own = c.unit - scan.tail.rows(scan.distance(c.span, True), False)
+        own = c.row_scale - scan.tail.rows(scan.distance(c.span, True), False)
         left = self.block.tiles.left(c.q, sums.shift, own)
         slope = torch.bmm(c.g_num, sums.kv.transpose(1, 2), out=self.work.take("slope", *left.shape))
         slope.addcmul_(c.g_den, sums.ks.transpose(1, 2))
@@ -126,7 +132,7 @@ class Backward:
         """Sum up what a chunk of queries asks of the keys ahead of it."""
         assert scan.tail is not None
         c, sums = self.chunk(span), scan.sums
-        own = c.unit - scan.tail.rows(scan.distance(span, True), True)
+        own = c.row_scale - scan.tail.rows(scan.distance(span, True), True)
         new = sums.raise_to(self.block.tiles.top(c.q, own))
         left = self.block.tiles.left(c.q, -new, own)
         sums.kv.baddbmm_(left.transpose(1, 2), c.g_num)
@@ -158,21 +164,21 @@ class Backward:
             piece = target[self.block.block, :, tile.span[0] : tile.span[1]]
             piece.add_(part.view(piece.shape))
 
-    def run(self, state: Sequence[Tensor]) -> None:
-        """From left to right with the band, then from right to left for what is far on the other side."""
+    def run(self) -> None:
+        """Go from left to right with the band, then from right to left for what is far on the other side."""
         for side in (-1, 1):
             if side < 0 or self.call.window != NO_WINDOW:
-                self._queries(side, state)
+                self._queries(side)
                 self._keys(side)
 
-    def _queries(self, side: int, state: Sequence[Tensor]) -> None:
+    def _queries(self, side: int) -> None:
         """Gradients of queries from the sums behind them; on the first way, of the band too."""
         call, block = self.call, self.block
         scan = Scan(block, side, True, call.layout.offset)
         if side > 0 and scan.tail is None:
             return
-        if side < 0 and state:
-            scan.sums.load([x[block.block].flatten(0, 1) for x in state])
+        if side < 0 and call.state:
+            scan.sums.load([x[block.block].flatten(0, 1) for x in call.state])
         spans = call.bias.queries if side < 0 else list(reversed(call.bias.queries))
         for span in spans:
             c = self.chunk(span)
@@ -186,7 +192,7 @@ class Backward:
             if side < 0 and bool(c.lost.any()):
                 g, out = block.take(self.grad, span), block.take(self.out, span)
                 dq = dq.clone()  # its buffer is the map's, which is needed again
-                rescue_backward(block, span, c.lost, g, out, RowGrads(dq, self.dk, self.dv), state)
+                rescue_backward(block, span, c.lost, g, out, RowGrads(dq, self.dk, self.dv))
             block.put(self.dq, dq, span, add=side > 0)
         for tile in block.cache.values():
             self.flush(tile)

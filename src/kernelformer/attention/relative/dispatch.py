@@ -1,18 +1,17 @@
-"""Which algorithm attends with a relative bias: chosen by size and safety, or by name."""
+"""The choice of the algorithm that attends with a relative bias: by size and safety, or by name."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.blocks import all_finite
 from kernelformer.attention.relative.bias_view import Layout, constant_beyond
+from kernelformer.attention.relative.call import RelativeCall
 from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.attention.relative.fft import fft_attention, is_safe
-from kernelformer.contract import compute_dtype
 
 ALGORITHMS = ("direct", "fft", "windowed")
 # Time of a transformed number over that of a multiplication in a tile, measured; see `faster_by_fft`.
@@ -34,68 +33,41 @@ def find_window(bias: Tensor, layout: Layout, is_causal: bool = False) -> int | 
     return reach if 2 * reach < max(layout.L, layout.S) else None
 
 
-def biased_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    *,
-    features: int,
-    layout: Layout,
-    algorithm: str | None = None,
-    window: int | None = None,
-    slope: Tensor | None = None,
-    unit: bool = False,
-    **common: Any,
-) -> Tensor:
-    """Attend with a relative bias by the algorithm of that name, or by the best one; else as `relative_attention`.
+def biased_attention(call: RelativeCall, *, features: int, algorithm: str | None = None) -> Tensor:
+    """Attend with a relative bias by the algorithm of that name, or by the best one.
 
     Args:
+        call: the inputs, without a state.
         features: M.
-        layout: of the tokens.
         algorithm: ``direct``, ``fft``, ``windowed``, or None: `windowed` where the bias is known to be a straight line
             beyond a distance, or a constant by its values; else `fft` where it is faster and its rounding does not
             show; else `direct`. A transform would spread NaN and infinities to all rows: `direct` takes its place.
-        window: the distance beyond which the bias is a straight line, if known.
-        slope: (H), of that line.
-        unit: divide queries and keys by their L2 norm first.
-        common: spec, tensors, scale, key_mask, is_causal.
+
+    Returns:
+        (B, H, L, E).
     """
-    chosen = algorithm
-    if algorithm != "direct" and algorithm != "fft" and window is None:
-        window = find_window(bias, layout, common.get("is_causal", False))
+    layout, window, chosen = call.layout, call.window, algorithm
+    if algorithm not in ("direct", "fft") and window is None:
+        window = find_window(call.bias, layout, call.is_causal)
     if algorithm is None and window is None:
-        is_causal = common.get("is_causal", False)
-        looks = not torch.compiler.is_compiling() and not query.is_meta
-        if looks and faster_by_fft(features, value.shape[3], layout, is_causal):
-            near = _units(query, key, unit, common.get("key_mask"))
-            chosen = "fft" if is_safe(*near, bias, layout=layout, **common) else "direct"
-    some = layout.L and layout.S and query.shape[0]
-    if chosen == "fft" and some and _is_finite(query, key, value, common.get("key_mask")):
-        near = _units(query, key, unit, common.get("key_mask"))
-        return fft_attention(*near, value, bias, layout=layout, **common)
+        can_read = not torch.compiler.is_compiling() and not call.query.is_meta
+        if can_read and faster_by_fft(features, call.value.shape[3], layout, call.is_causal):
+            chosen = "fft" if is_safe(call) else "direct"
+    if chosen == "fft" and layout.L and layout.S and call.query.shape[0] and _is_finite(call):
+        return fft_attention(call)
     if chosen == "windowed" and window is None:
         window = max(layout.L, layout.S)
     if chosen in ("direct", "fft"):
-        window = slope = None
-    common |= {"window": window, "slope": slope, "layout": layout, "unit": unit}
-    return relative_attention(query, key, value, bias, **common)[0]
+        return relative_attention(replace(call, window=None, slope=None))[0]
+    return relative_attention(replace(call, window=window))[0]
 
 
-def _is_finite(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> bool:
+def _is_finite(call: RelativeCall) -> bool:
     """Whether a transform may be taken; a compiled graph cannot look."""
+    query, key, value = call.query, call.key, call.value
     if torch.compiler.is_compiling() or query.is_meta or all_finite(query, key, value):
         return True
-    if key_mask is None:
+    if call.key_mask is None:
         return False
-    hidden = ~key_mask[:, None, :, None]
+    hidden = ~call.key_mask[:, None, :, None]
     return all_finite(query, key.masked_fill(hidden, 0), value.masked_fill(hidden, 0))
-
-
-def _units(query: Tensor, key: Tensor, unit: bool, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    if not unit:
-        return query, key
-    if key_mask is not None:  # the gradient of a norm must not see what the mask hides
-        key = key.masked_fill(~key_mask[:, None, :, None], 0)
-    dtype = compute_dtype(query.dtype)
-    return F.normalize(query.to(dtype), dim=-1), F.normalize(key.to(dtype), dim=-1)

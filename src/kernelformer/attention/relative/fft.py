@@ -1,4 +1,4 @@
-"""Attention with a relative bias by fast Fourier transforms (kernelized-rpe Algorithm 1).
+"""Attention with a relative bias by fast Fourier transforms (NPRF with RPE, Algorithm 1).
 
     Y_m = T (phi_m(k) [v, 1])      T_ij = exp(b_{j-i})      out_i = sum_m phi_m(q_i) Y_mi[:E] / sum_m phi_m(q_i) Y_mi[E]
 
@@ -12,7 +12,6 @@ A transform's rounding is absolute: rows with small sums lose digits. `is_safe` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.relative.bias_view import Layout
+from kernelformer.attention.relative.call import RelativeCall
 from kernelformer.attention.signed import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, compute_dtype, lookup
 
@@ -76,11 +76,14 @@ class Places:
 
 
 def _features(
-    query: Tensor, key: Tensor, tensors: Sequence[Tensor], spec: str, scale: float, hidden: Tensor | None
+    query: Tensor, key: Tensor, call: RelativeCall, hidden: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Mapped queries (B, H, L, M) and keys (B, H, S, M), in units that normalization takes away, and the
-    guard's lengths."""
-    known = lookup(spec)
+    """Map queries (B, H, L, M) and keys (B, H, S, M), up to factors that normalization takes away.
+
+    Returns:
+        both, and their lengths (B, H, n) for the guard, or None where there is none.
+    """
+    known, tensors, scale = lookup(call.spec), call.tensors, call.scale
     if isinstance(known, PositiveSpec):
         lq = known.log_shares(query, tensors, scale, "query")
         lk = known.log_shares(key, tensors, scale, "key")
@@ -110,32 +113,21 @@ def _block(phi_q: Tensor, phi_k: Tensor, columns: Tensor, spectrum: Tensor, plac
     return (phi_q.unsqueeze(1) * y).sum(0)
 
 
-def fft_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    *,
-    spec: str,
-    tensors: Sequence[Tensor],
-    scale: float,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    layout: Layout | None = None,
-) -> Tensor:
-    """Attend with a relative bias by transforms; arguments as `relative.relative_attention`.
+def fft_attention(call: RelativeCall) -> Tensor:
+    """Attend with a relative bias by transforms: (B, H, L, E), zero where no key is visible; no window, no state.
 
     Cost: O(M (E + 1) n log n) time, n = L + S; memory of a few blocks of `BLOCK` numbers, and the mapped tokens.
     """
-    layout = layout or Layout(query.shape[2], key.shape[2])
+    layout, key_mask, is_causal = call.layout, call.key_mask, call.is_causal
+    query, key = call.normalized()
     dtype = compute_dtype(query.dtype)
-    work = [x.to(dtype) for x in (query, key, value)]
+    work = [x.to(dtype) for x in (query, key, call.value)]
     hidden = None
     if key_mask is not None:
         hidden = ~key_mask[:, None, :, None]
         work[1:] = [x.masked_fill(hidden, 0) for x in work[1:]]
-    phi_q, phi_k, size_q, size_k = _features(work[0], work[1], tensors, spec, scale, hidden)
-    table = bias.to(dtype)
+    phi_q, phi_k, size_q, size_k = _features(work[0], work[1], call, hidden)
+    table = call.bias.to(dtype)
     if is_causal:
         table = layout.hide_future(table)
     peak = table.detach().flatten(1).amax(1).clamp_min(0 if layout.prefix else EMPTY)
@@ -195,33 +187,21 @@ def _with_prefix(
 
 
 @torch.no_grad()
-def is_safe(
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor,
-    *,
-    spec: str,
-    tensors: Sequence[Tensor],
-    scale: float,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    layout: Layout | None = None,
-) -> bool:
+def is_safe(call: RelativeCall) -> bool:
     """Whether the rounding of a transform stays below `LIMIT` in every row, whatever the queries are.
 
     The error of a feature's sums is about ``eps |factors| |phi_m|``, in Euclidean norms. A row's own sum of it is no
     less than the smallest factor times the sum of what it sees. Signed maps can cancel, so they are never safe; nor is
     a bias that hides keys, since what a row sees is not known then.
     """
-    known = lookup(spec)
-    if not isinstance(known, PositiveSpec) or bool(bias.isneginf().any()):
+    known, layout, is_causal = lookup(call.spec), call.layout, call.is_causal
+    if not isinstance(known, PositiveSpec) or bool(call.bias.isneginf().any()):
         return False
-    layout = layout or Layout(query.shape[2], key.shape[2])
-    dtype = compute_dtype(query.dtype)
-    logs = known.log_shares(key.to(dtype), tensors, scale, "key")
-    if key_mask is not None:
-        logs = logs.masked_fill(~key_mask[:, None, :, None], -torch.inf)
-    table = bias.to(dtype)
+    dtype = compute_dtype(call.query.dtype)
+    logs = known.log_shares(call.normalized()[1].to(dtype), call.tensors, call.scale, "key")
+    if call.key_mask is not None:
+        logs = logs.masked_fill(~call.key_mask[:, None, :, None], -torch.inf)
+    table = call.bias.to(dtype)
     table = (layout.hide_future(table) if is_causal else table).flatten(1)
     spread = 0.5 * (2 * table).logsumexp(1) - table.masked_fill(table == -torch.inf, torch.inf).amin(1)  # (H)
     size = 0.5 * (2 * logs).logsumexp(2)  # (B, H, M)

@@ -1,12 +1,12 @@
-"""Rows of attention with a bias that their unit was too large for: done again, key by key, each in its own unit.
+"""Rows of attention with a bias that were divided by too large a number: done again, key by key, each by its own.
 
-A unit is that of the whole tile: a key that the row cannot see (a later one, or one that the bias hides) may dwarf all
-that it does see. Such rows are rare; here they cost O(S M) each.
+The scale of a row is that of the whole tile: a key that the row cannot see (a later one, or one that the bias hides)
+may dwarf all that it does see. Such rows are rare; here they cost O(S M) each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,26 +55,24 @@ def _lost_rows(lost: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield n, index
 
 
-def rescue(block: Block, span: Span, lost: Tensor, y: Tensor, inverse: Tensor, state: Sequence[Tensor]) -> None:
+def rescue(block: Block, span: Span, lost: Tensor, y: Tensor, inverse: Tensor) -> None:
     """Outputs of the rows ``lost`` (N, C), written into y (N, C, E); marks them in ``inverse`` (N, C, 1)."""
     if isinstance(block.tiles, SignedTiles):
-        out, seen = _signed(block, span, state)
+        out, seen = _signed(block, span)
         y.copy_(torch.where(lost.unsqueeze(2), out, y))
         inverse.masked_fill_((lost & seen).unsqueeze(2), AGAIN)
         return
     for n, index in _lost_rows(lost):
-        found = _positive(block, span, n, index, state)
-        if found is None:
+        rows = _positive(block, span, n, index)
+        if rows is None:
             y[n, index] = 0
             inverse[n, index] = 0
         else:
-            y[n, index] = found[2]
+            y[n, index] = rows[2]
             inverse[n, index] = AGAIN
 
 
-def _positive(
-    block: Block, span: Span, n: int, index: Tensor, state: Sequence[Tensor]
-) -> tuple[Tensor, list[_Weights], Tensor] | None:
+def _positive(block: Block, span: Span, n: int, index: Tensor) -> tuple[Tensor, list[_Weights], Tensor] | None:
     """Logarithms of the queries (l, M), the tiles with their shares, and the outputs; None if nothing is visible."""
     assert isinstance(block.tiles, PositiveTiles)
     call = block.call
@@ -94,8 +92,8 @@ def _positive(
         tiles.append(_Weights(key, k, v, hidden, scores, lk, size=size))
         logits.append(scores)
     values = [t.v[0] for t in tiles]
-    if state:
-        shift, kv, ks, _ = (z[block.block].flatten(0, 1)[n] for z in state)
+    if call.state:
+        shift, kv, ks, _ = (z[block.block].flatten(0, 1)[n] for z in call.state)
         tail = block.tail(-1)
         assert tail is not None
         distance = (call.positions(span, True) - call.layout.offset).to(lq)
@@ -112,9 +110,9 @@ def _positive(
     return lq, tiles, sum(a @ b for a, b in zip(shares, values, strict=True))  # type: ignore[return-value]
 
 
-def _signed(block: Block, span: Span, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Outputs of all rows of a chunk, each in the unit of what it sees, and which see anything (N, C)."""
-    rows = _SignedRows(block, span, state)
+def _signed(block: Block, span: Span) -> tuple[Tensor, Tensor]:
+    """Outputs of all rows of a chunk, each in the scale of what it sees, and which see anything (N, C)."""
+    rows = _SignedRows(block, span)
     num = torch.zeros_like(block.empty_rows(span).num)
     for w in rows.tiles:
         num += w.weights @ w.v
@@ -127,7 +125,7 @@ def _signed(block: Block, span: Span, state: Sequence[Tensor]) -> tuple[Tensor, 
 class _Before:
     """What a state adds to some queries."""
 
-    share: Tensor  # (N, C, 1): its unit over the row's
+    share: Tensor  # (N, C, 1): its scale over the row's
     kv: Tensor  # (N, M, E)
     ks: Tensor  # (N, M, 1)
 
@@ -135,12 +133,12 @@ class _Before:
 class _SignedRows:
     """A chunk against all tiles, weights divided by the denominator."""
 
-    def __init__(self, block: Block, span: Span, state: Sequence[Tensor]) -> None:
+    def __init__(self, block: Block, span: Span) -> None:
         assert isinstance(block.tiles, SignedTiles)
         call = block.call
         self.tiles: list[_Weights] = []
         self.q = block.queries(span)
-        unit = self.q.phi.new_full((*self.q.phi.shape[:2], 1), -torch.inf)
+        row_scale = self.q.phi.new_full((*self.q.phi.shape[:2], 1), -torch.inf)
         for key in call.bias.keys:
             if call.bias.sees(span, key):
                 tile = block.map_keys(key)
@@ -149,25 +147,25 @@ class _SignedRows:
                 if tile.hidden is not None:
                     factor = factor.masked_fill(tile.hidden.unsqueeze(2), -torch.inf)
                 logs = factor.transpose(1, 2) + call.bias.log_rows(span, key).repeat(block.count, 1, 1)
-                unit = torch.maximum(unit, logs.amax(2, keepdim=True))
+                row_scale = torch.maximum(row_scale, logs.amax(2, keepdim=True))
                 self.tiles.append(_Weights(key, tile.x, tile.v, tile.hidden, logs, tile.raw))
         self.before = far = None
-        if state:
-            shift, kv, ks, lengths = (z[block.block].flatten(0, 1) for z in state)
+        if call.state:
+            shift, kv, ks, lengths = (z[block.block].flatten(0, 1) for z in call.state)
             tail = block.tail(-1)
             assert tail is not None
-            distance = (call.positions(span, True) - call.layout.offset).to(unit)
+            distance = (call.positions(span, True) - call.layout.offset).to(row_scale)
             far = shift + tail.rows(distance, False) + block.per_head(call.bias.peak)
-            unit = torch.maximum(unit, far.masked_fill(shift < EMPTY / 2, -torch.inf))
-        self.seen = unit > -torch.inf
-        unit = unit.masked_fill(~self.seen, 0)
-        den, ns = torch.zeros_like(unit), torch.zeros_like(unit)
+            row_scale = torch.maximum(row_scale, far.masked_fill(shift < EMPTY / 2, -torch.inf))
+        self.seen = row_scale > -torch.inf
+        row_scale = row_scale.masked_fill(~self.seen, 0)
+        den, ns = torch.zeros_like(row_scale), torch.zeros_like(row_scale)
         if far is not None:
-            self.before = _Before((far - unit).exp_(), kv, ks)
+            self.before = _Before((far - row_scale).exp_(), kv, ks)
             den += self.before.share * (self.q.phi @ ks)
             ns += self.before.share * lengths
         for t in self.tiles:
-            t.extra = (t.weights - unit).exp_()  # factors of the pairs
+            t.extra = (t.weights - row_scale).exp_()  # factors of the pairs
             t.weights = (self.q.phi @ t.phi.transpose(1, 2)).mul_(t.extra)
             den += t.weights.sum(2, keepdim=True)
             if block.tiles.guard:
@@ -191,19 +189,17 @@ class RowGrads:
     dv: Tensor
 
 
-def rescue_backward(
-    block: Block, span: Span, lost: Tensor, g: Tensor, out: Tensor, grads: RowGrads, state: Sequence[Tensor]
-) -> None:
+def rescue_backward(block: Block, span: Span, lost: Tensor, g: Tensor, out: Tensor, grads: RowGrads) -> None:
     """Gradients of the rows ``lost`` (N, C), added to all others; g and out (N, C, E)."""
     if isinstance(block.tiles, SignedTiles):
-        _signed_backward(block, span, g.masked_fill(~lost.unsqueeze(2), 0), out, grads, state)
+        _signed_backward(block, span, g.masked_fill(~lost.unsqueeze(2), 0), out, grads)
         return
     assert isinstance(block.tiles, PositiveTiles)
     call = block.call
     for n, index in _lost_rows(lost):
-        found = _positive(block, span, n, index, state)
-        assert found is not None
-        lq, tiles, _ = found
+        rows = _positive(block, span, n, index)
+        assert rows is not None
+        lq, tiles, _ = rows
         one = block.tiles.chunks.at(n)
         mine = g[n, index]
         delta = torch.linalg.vecdot(mine, out[n, index]).unsqueeze(1)
@@ -226,8 +222,8 @@ def rescue_backward(
             whole = slopes.new_zeros(block.n, span[1] - span[0], at.stop - at.start)
             whole[n, index] = slopes
             call.bias.collect(whole, span, t.key)
-        if state:
-            shift, kv, ks, _ = (z[block.block].flatten(0, 1)[n] for z in state)
+        if call.state:
+            shift, kv, ks, _ = (z[block.block].flatten(0, 1)[n] for z in call.state)
             tail = block.tail(-1)
             assert tail is not None
             rest = 1 - sum(t.weights.sum(1, keepdim=True) for t in tiles)  # the share of what came before
@@ -239,11 +235,9 @@ def rescue_backward(
         grads.dq[n, index] += block.tiles.through(dx, x, size)[0]
 
 
-def _signed_backward(
-    block: Block, span: Span, g: Tensor, out: Tensor, grads: RowGrads, state: Sequence[Tensor]
-) -> None:
+def _signed_backward(block: Block, span: Span, g: Tensor, out: Tensor, grads: RowGrads) -> None:
     assert isinstance(block.tiles, SignedTiles)
-    call, rows = block.call, _SignedRows(block, span, state)
+    call, rows = block.call, _SignedRows(block, span)
     q = rows.q
     g_num = g * rows.inverse
     g_den = torch.linalg.vecdot(g_num, out).neg_().unsqueeze(2)

@@ -4,9 +4,9 @@ Between a chunk of queries and a tile of keys the weights are a product of two s
 
     phi(q_i) . phi(k_j)  =  exp(r_i) left_i . phi_j          left (N, Cq, M), phi (N, M, Ck)
 
-where ``phi`` is in units of the tile (``shift``, per feature for positive maps, per tile for signed ones) and ``r`` is
-the unit of the row: it is no less than anything the row sees, so ``left`` and ``phi`` stay below 1 for positive maps.
-Normalization takes ``exp(r)`` away, and with it the gradients of all units.
+where ``phi`` is divided by exp(``shift``), per feature for positive maps, per tile for signed ones, and ``r`` is the
+``row_scale``: it is no less than anything the row sees, so ``left`` and ``phi`` stay below 1 for positive maps.
+Normalization takes ``exp(r)`` away, and with it the gradients of all these scales.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Tiles(ABC):
 
     guard = False
 
-    def __init__(self, work: Workspace, unit: bool) -> None:
-        self.work, self.unit = work, unit
+    def __init__(self, work: Workspace, normalize_qk: bool) -> None:
+        self.work, self.normalize_qk = work, normalize_qk
 
     def directions(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows (N, C, D) as the map sees them, and what they were divided by; with `unit`, their L2 norm."""
-        if not self.unit:
+        """Rows (N, C, D) as the map sees them, and what they were divided by; with ``normalize_qk``, their L2 norm."""
+        if not self.normalize_qk:
             return x, None
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(TINY)
         return x / size, size
@@ -94,22 +94,22 @@ class Tiles(ABC):
 
     @abstractmethod
     def base(self, queries: Queries, top: Tensor) -> tuple[Tensor, Tensor]:
-        """``left`` for what is in units of ``top``, and the unit r (N, Cq, 1) of rows that see nothing beyond it."""
+        """``left`` for what is in units of ``top``, and the row_scale (N, Cq, 1) of rows that see nothing beyond it."""
 
     def at(self, base: Tensor, shift: Tensor, top: Tensor) -> Tensor:
         """``left`` for what is in units of ``shift``, from that of ``top``, (N, Cq, M)."""
         return torch.mul(base, (shift - top).exp_(), out=self.work.take("left", *base.shape))
 
     @abstractmethod
-    def left(self, queries: Queries, shift: Tensor, unit: Tensor) -> Tensor:
+    def left(self, queries: Queries, shift: Tensor, row_scale: Tensor) -> Tensor:
         """``left`` for what is in units of ``shift``, (N, Cq, M)."""
 
     @abstractmethod
-    def top(self, queries: Queries, unit: Tensor) -> Tensor:
+    def top(self, queries: Queries, row_scale: Tensor) -> Tensor:
         """The largest ``phi(q_i) / exp(r_i)`` of the rows, as a shift: log, (N, 1, M) or (N, 1, 1)."""
 
     @abstractmethod
-    def add_left(self, queries: Queries, left: Tensor, slope: Tensor, shift: Tensor, unit: Tensor) -> None:
+    def add_left(self, queries: Queries, left: Tensor, slope: Tensor, shift: Tensor, row_scale: Tensor) -> None:
         """Add the gradient of ``left`` (N, Cq, M; may be overwritten) to the queries'."""
 
     @abstractmethod
@@ -121,15 +121,15 @@ class Tiles(ABC):
         """Gradient at x, (N, C, D)."""
 
     def empty_shift(self, rows: int, features: int, like: Tensor) -> Tensor:
-        """The unit of nothing."""
+        """The shift of sums over no keys."""
         return like.new_full((rows, 1, features), EMPTY)
 
 
 class PositiveTiles(Tiles):
     """By logarithms, with a shift per feature."""
 
-    def __init__(self, chunks: PositiveChunks, work: Workspace, unit: bool) -> None:
-        super().__init__(work, unit)
+    def __init__(self, chunks: PositiveChunks, work: Workspace, normalize_qk: bool) -> None:
+        super().__init__(work, normalize_qk)
         self.chunks = chunks
 
     def keys(self, span: Span, x: Tensor, v: Tensor, hidden: Tensor | None, features: int) -> Keys:
@@ -150,18 +150,20 @@ class PositiveTiles(Tiles):
     def base(self, queries: Queries, top: Tensor) -> tuple[Tensor, Tensor]:
         """``r = max_m (l_m(q_i) + top_m)``."""
         logs = torch.add(queries.phi, top, out=self.work.take("base", *queries.phi.shape))
-        unit = logs.amax(2, keepdim=True)
-        return logs.sub_(unit).exp_(), unit
+        row_scale = logs.amax(2, keepdim=True)
+        return logs.sub_(row_scale).exp_(), row_scale
 
-    def left(self, queries: Queries, shift: Tensor, unit: Tensor) -> Tensor:
+    def left(self, queries: Queries, shift: Tensor, row_scale: Tensor) -> Tensor:
         """``exp(l(q) + shift - r)``."""
-        return torch.add(queries.phi, shift, out=self.work.take("left", *queries.phi.shape)).sub_(unit).exp_()
+        return torch.add(queries.phi, shift, out=self.work.take("left", *queries.phi.shape)).sub_(row_scale).exp_()
 
-    def top(self, queries: Queries, unit: Tensor) -> Tensor:
+    def top(self, queries: Queries, row_scale: Tensor) -> Tensor:
         """``max_i (l_m(q_i) - r_i)``."""
-        return torch.sub(queries.phi, unit, out=self.work.take("unit", *queries.phi.shape)).amax(1, keepdim=True)
+        return torch.sub(queries.phi, row_scale, out=self.work.take("row_scale", *queries.phi.shape)).amax(
+            1, keepdim=True
+        )
 
-    def add_left(self, queries: Queries, left: Tensor, slope: Tensor, shift: Tensor, unit: Tensor) -> None:
+    def add_left(self, queries: Queries, left: Tensor, slope: Tensor, shift: Tensor, row_scale: Tensor) -> None:
         """The gradient of a logarithm is that of the value times the value."""
         assert queries.grad is not None
         queries.grad.addcmul_(slope, left)
@@ -183,9 +185,9 @@ class SignedTiles(Tiles):
     """By values, with one shift per tile for the keys' log factors, and the guard's sums of lengths."""
 
     def __init__(
-        self, chunks: SignedChunks, work: Workspace, unit: bool, nonnegative: bool, length: float | None
+        self, chunks: SignedChunks, work: Workspace, normalize_qk: bool, nonnegative: bool, length: float | None
     ) -> None:
-        super().__init__(work, unit)
+        super().__init__(work, normalize_qk)
         self.chunks, self.guard, self.length = chunks, not nonnegative, length
 
     def empty_shift(self, rows: int, features: int, like: Tensor) -> Tensor:
@@ -227,28 +229,28 @@ class SignedTiles(Tiles):
         return Queries(x, phi, size, self.lengths(phi) if self.guard else None)
 
     def base(self, queries: Queries, top: Tensor) -> tuple[Tensor, Tensor]:
-        """The unit is the shift itself."""
+        """The row_scale is the shift itself."""
         return queries.phi, top.expand(-1, queries.phi.shape[1], -1).contiguous()
 
-    def left(self, queries: Queries, shift: Tensor, unit: Tensor) -> Tensor:
+    def left(self, queries: Queries, shift: Tensor, row_scale: Tensor) -> Tensor:
         """``phi(q) exp(shift - r)``."""
-        return torch.mul(queries.phi, (shift - unit).exp_(), out=self.work.take("left", *queries.phi.shape))
+        return torch.mul(queries.phi, (shift - row_scale).exp_(), out=self.work.take("left", *queries.phi.shape))
 
-    def top(self, queries: Queries, unit: Tensor) -> Tensor:
+    def top(self, queries: Queries, row_scale: Tensor) -> Tensor:
         """``max_i -r_i``."""
-        return -unit.amin(1, keepdim=True)
+        return -row_scale.amin(1, keepdim=True)
 
-    def add_left(self, queries: Queries, left: Tensor, slope: Tensor, shift: Tensor, unit: Tensor) -> None:
+    def add_left(self, queries: Queries, left: Tensor, slope: Tensor, shift: Tensor, row_scale: Tensor) -> None:
         """A factor per row."""
         assert queries.grad is not None
-        queries.grad.addcmul_(slope, (shift - unit).exp_())
+        queries.grad.addcmul_(slope, (shift - row_scale).exp_())
 
     def pull_queries(self, queries: Queries) -> Tensor:
         """With the guard's share along the feature vector, unless its length is constant."""
         assert queries.grad is not None
         if queries.norm_grad is not None and self.length is None:
             assert queries.norms is not None
-            queries.grad.addcmul_(queries.norm_grad, _unit(queries.phi, queries.norms))
+            queries.grad.addcmul_(queries.norm_grad, _direction(queries.phi, queries.norms))
         out = self.work.take("dxq", *queries.x.shape)
         grad = self.chunks.pull(queries.x, "query", queries.phi, queries.grad, None, out)
         return self.through(grad, queries.x, queries.size)
@@ -269,7 +271,7 @@ class SignedTiles(Tiles):
             if self.length is None:
                 along = keys.norm_grad.transpose(1, 2)
                 size = 1.0 if keys.factor is None else (keys.factor - keys.shift).exp_()
-                grad.add_(along * size * _unit(keys.raw, self.lengths(keys.raw)))
+                grad.add_(along * size * _direction(keys.raw, self.lengths(keys.raw)))
         if keys.hidden is not None:
             grad.masked_fill_(keys.hidden.unsqueeze(2), 0)
         out = self.work.take("dxk", *keys.x.shape)
@@ -280,17 +282,17 @@ def _across(norms: Tensor | None) -> Tensor | None:
     return None if norms is None else norms.transpose(1, 2)
 
 
-def _unit(phi: Tensor, norm: Tensor) -> Tensor:
+def _direction(phi: Tensor, norm: Tensor) -> Tensor:
     return phi / norm.clamp_min(torch.finfo(phi.dtype).tiny)
 
 
 def make_tiles(
-    spec: Spec, tensors: Sequence[Tensor], scale: float, learn: bool, work: Workspace, unit: bool
+    spec: Spec, tensors: Sequence[Tensor], scale: float, learn: bool, work: Workspace, normalize_qk: bool
 ) -> tuple[Tiles, PositiveChunks | SignedChunks]:
     """Bind a spec to the rows of a block, normalized; also the bound map, whose `tensor_grads` can be asked."""
     if isinstance(spec, PositiveSpec):
         positive = spec.bind(tensors, scale, True, learn)
-        return PositiveTiles(positive, work, unit), positive
+        return PositiveTiles(positive, work, normalize_qk), positive
     assert isinstance(spec, SignedSpec)
     signed = spec.bind(tensors, scale, True, learn)
-    return SignedTiles(signed, work, unit, spec.nonnegative, spec.length(True)), signed
+    return SignedTiles(signed, work, normalize_qk, spec.nonnegative, spec.length(True)), signed

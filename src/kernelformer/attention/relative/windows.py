@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kernelformer.attention.blocks import BUFFER, spans, spread, visible_pair
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.relative.bias_view import CHUNK, Layout, Span, Toeplitz
+from kernelformer.attention.relative.bias_view import CHUNK, Span, Toeplitz
+from kernelformer.attention.relative.call import NO_WINDOW, RelativeCall
 from kernelformer.attention.relative.tiles import Keys, Queries, Tiles, make_tiles
 from kernelformer.contract import Workspace, compute_dtype, lookup
 
 CACHE = 1 << 23  # numbers of mapped keys that are kept for the next chunk of queries: 32 MiB in float32
-NO_WINDOW = -1
-MARGIN = 4.0  # sums may be e^-4 of their unit, which costs no digits
+MARGIN = 4.0  # sums may be e^-4 of exp(shift), which costs no digits
 
 
 class Sums:
@@ -36,14 +36,14 @@ class Sums:
         self.some = False  # whether anything was added
 
     def copy(self) -> Sums:
-        """The same, on its own."""
+        """A copy whose sums can be changed."""
         other = copy(self)  # the shift is never changed in place
         other.kv, other.ks, other.ns = (x.clone() for x in (self.kv, self.ks, self.ns))
         return other
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The whole state."""
+        """The four tensors of a state: shift, kv, ks and ns."""
         return [self.shift, self.kv, self.ks, self.ns]
 
     def load(self, tensors: Sequence[Tensor]) -> None:
@@ -57,7 +57,7 @@ class Sums:
             self.shift = self.shift - decay
 
     def raise_to(self, shift: Tensor) -> Tensor:
-        """Make the unit at least ``shift``; returns it. It is raised by more than that, so as to be raised seldom."""
+        """Make the sums' shift at least ``shift``; returns it. It is raised by more, so as to be raised seldom."""
         if not bool((shift > self.shift).any()):
             return self.shift
         new = torch.where(shift > self.shift, shift + MARGIN, self.shift)
@@ -123,11 +123,11 @@ class Rows:
 class Block:
     """Some samples of one call: their tiles, tails and chunks."""
 
-    def __init__(self, call: Call, first: int, last: int, learn: bool) -> None:
+    def __init__(self, call: TiledCall, first: int, last: int, learn: bool) -> None:
         self.call, self.block, self.count = call, slice(first, last), last - first
         self.n = self.count * call.heads
         bound = spread(call.tensors, self.block, self.count, call.heads)
-        self.tiles, self.map = make_tiles(call.spec, bound, call.scale, learn, call.work, call.unit)
+        self.tiles, self.map = make_tiles(call.spec, bound, call.scale, learn, call.work, call.normalize_qk)
         self.cache: dict[Span, Keys] = {}
         self.room = max(1, CACHE // max(1, self.n * call.features * call.chunk))
 
@@ -140,11 +140,11 @@ class Block:
         return x.repeat(self.count).view(-1, 1, 1)
 
     def queries(self, span: Span) -> Queries:
-        """A chunk, in reverse order."""
+        """Map a chunk of queries, in reverse order."""
         return self.tiles.queries(self.rows(self.call.query, span).flip(1), self.call.features)
 
     def map_keys(self, span: Span) -> Keys:
-        """A tile, mapped anew."""
+        """Map a tile of keys."""
         call = self.call
         hidden = None
         if call.key_mask is not None:
@@ -154,7 +154,7 @@ class Block:
         return self.tiles.keys(span, *pair, hidden, call.features)
 
     def keys(self, span: Span) -> Keys:
-        """A tile, kept for later where there is room."""
+        """A mapped tile, kept for later where there is room."""
         if span not in self.cache:
             tile = self.map_keys(span)
             if len(self.cache) >= self.room:
@@ -163,7 +163,7 @@ class Block:
         return self.cache[span]
 
     def tail(self, side: int) -> Tail | None:
-        """Of the keys before (-1) or after (1) a query."""
+        """The tail of the keys before (-1) or after (1) a query; None where there is no window."""
         call = self.call
         if call.window == NO_WINDOW or (side > 0 and call.bias.is_causal) or not call.bias.logs.shape[1]:
             return None
@@ -174,7 +174,7 @@ class Block:
         return Tail(value, slope, call.window, entry)
 
     def empty_rows(self, span: Span) -> Rows:
-        """Sums of nothing for a chunk of queries."""
+        """Empty sums for a chunk of queries."""
         size, like = (self.n, span[1] - span[0]), self.call.like
         ns = like.new_zeros(*size, 1) if self.tiles.guard else None
         return Rows(like.new_zeros(*size, self.call.value.shape[3]), like.new_zeros(*size, 1), ns)
@@ -189,60 +189,51 @@ class Block:
             piece.copy_(rows)
 
     def take(self, source: Tensor, span: Span) -> Tensor:
-        """The inverse of `put`."""
+        """Read rows (N, C, X), in reverse order, from (B, H, T, X): the inverse of `put`."""
         return self.rows(source, span).flip(1)
 
-    def note(self, target: Tensor, rows: Tensor, span: Span) -> None:
-        """Write rows that `rows` will read again, as they are."""
+    def write_rows(self, target: Tensor, rows: Tensor, span: Span) -> None:
+        """Write rows (N, C, X) into (B, H, T, X) in the order that they have; `rows` reads them."""
         piece = target[self.block, :, span[0] : span[1]]
         piece.copy_(rows.view(piece.shape))
 
     def sums(self) -> Sums:
-        """Of nothing."""
+        """Running sums over no keys."""
         return Sums(self.tiles, self.n, self.call.features, self.call.value.shape[3], self.call.like)
 
 
-class Call:
-    """One call's tensors and settings."""
+class TiledCall:
+    """One call with what its tiles share: sizes, buffers, and the view of the bias.
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        tensors: list[Tensor],
-        bias: Tensor,
-        slope: Tensor | None,
-        spec: str,
-        scale: float,
-        is_causal: bool,
-        window: int,
-        layout: Sequence[int],
-        unit: bool,
-        learn_bias: bool = False,
-    ) -> None:
-        self.query, self.key, self.value, self.key_mask, self.tensors = query, key, value, key_mask, tensors
-        self.slope, self.spec, self.scale, self.window, self.unit = slope, lookup(spec), scale, window, unit
+    Args:
+        inputs: the call.
+        learn_bias: collect the gradient of the bias.
+    """
+
+    def __init__(self, inputs: RelativeCall, learn_bias: bool = False) -> None:
+        self.inputs, query = inputs, inputs.query
+        self.query, self.key, self.value, self.key_mask = query, inputs.key, inputs.value, inputs.key_mask
+        self.tensors, self.slope, self.scale, self.state = inputs.tensors, inputs.slope, inputs.scale, inputs.state
+        self.spec, self.layout, self.normalize_qk = lookup(inputs.spec), inputs.layout, inputs.normalize_qk
+        self.window = NO_WINDOW if inputs.window is None else inputs.window
         self.heads = query.shape[1]
-        self.features = self.spec.feature_dim(tensors, query.shape[3])
+        self.features = self.spec.feature_dim(inputs.tensors, query.shape[3])
         self.dtype = compute_dtype(query.dtype)
         self.work = Workspace(self.dtype, query.device)
         self.like = query.new_empty(0, dtype=self.dtype)
-        self.layout = Layout(*layout)
         self.chunk = CHUNK
-        if window != NO_WINDOW:  # few heads make small matrices, which want longer chunks
-            self.chunk = min(CHUNK, max(128 if query.shape[0] * self.heads > 3 else CHUNK, -(-window // 64) * 64))
-        self.bias = Toeplitz(bias.to(self.dtype), self.layout, self.chunk, is_causal, learn_bias)
+        if self.window != NO_WINDOW:  # few heads make small matrices, which want longer chunks
+            self.chunk = min(CHUNK, max(128 if query.shape[0] * self.heads > 3 else CHUNK, -(-self.window // 64) * 64))
+        self.bias = Toeplitz(inputs.bias.to(self.dtype), self.layout, self.chunk, inputs.is_causal, learn_bias)
 
     def blocks(self, learn: bool = False) -> list[Block]:
-        """As many samples together as fill a buffer."""
+        """Blocks of as many samples as fill a buffer."""
         longest = min(self.chunk, max(self.layout.L, self.layout.S, 1))
         samples = max(1, min(self.query.shape[0], BUFFER // (self.heads * longest * max(longest, self.features))))
         return [Block(self, first, last, learn) for first, last in spans(self.query.shape[0], samples)]
 
     def positions(self, span: Span, queries: bool) -> Tensor:
-        """Of the tokens of a span; queries in reverse order."""
+        """Positions of the tokens of a span; queries in reverse order."""
         if queries:
             ahead = self.layout.offset
             return torch.arange(ahead + span[1] - 1, ahead + span[0] - 1, -1, device=self.like.device)
@@ -299,7 +290,7 @@ class Scan:
         return other
 
     def distance(self, span: Span, queries: bool) -> Tensor:
-        """Of the tokens of a span from the edge."""
+        """Distances of the tokens of a span from the edge."""
         return (self.block.call.positions(span, queries) - self.edge).abs().to(self.sums.kv.dtype)
 
     def highest(self, span: Span) -> Tensor:
