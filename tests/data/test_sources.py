@@ -10,15 +10,10 @@ import numpy as np
 import pytest
 
 from kernelformer.data import sources
-from kernelformer.data.sources import (
-    Source,
-    divide,
-    label_value,
-    number_value,
-    read_texts,
-    spread,
-    text_value,
-)
+from kernelformer.data.readers import read_texts
+from kernelformer.data.sources import Source
+from kernelformer.data.splits import divide, uniform
+from kernelformer.data.values import label_value, number_value, text_value
 from sampling import SIGMAS
 
 FIELDS = {"text": text_value, "label": label_value(2)}
@@ -158,7 +153,7 @@ def test_shares_are_kept_and_neighbours_are_independent():
         assert abs(len(found[split]) - share * count) < SIGMAS * (share * (1 - share) * count) ** 0.5
     both = np.isin(found["test"] + 1, found["test"]).mean()
     assert abs(both - 0.2) < SIGMAS * (0.2 * 0.8 / len(found["test"])) ** 0.5
-    assert np.unique(spread(np.arange(count), 0)).size == count
+    assert np.unique(uniform(np.arange(count), 0)).size == count
 
 
 def test_a_file_is_read_once_for_both_of_its_splits(tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def test_enwik8_has_the_usual_splits(tmp_path):
     with path.open("wb") as out:
         out.truncate(100_000_000)
     task = make_task("bytes", data=path)
-    texts = [task.split(name).text for name in SPLITS]
+    texts = [task.split(name).tokens for name in SPLITS]
     assert [len(text) for text in texts] == [90_000_000, 5_000_000, 5_000_000]
     assert not any(text.flags.owndata for text in texts)  # mapped, not copied
     assert len(task.split("test")) == 5_000_000 // 512
@@ -83,34 +83,34 @@ def test_training_samples_depend_on_seed_and_index_alone(file):
     for index, item in zip([7, 3, 99], batch, strict=True):
         assert torch.equal(item["input_ids"], more[index]["input_ids"])
         assert torch.equal(item["labels"], item["input_ids"])
-    assert some.places(np.arange(100)).tolist() == more.places(np.arange(10**6))[:100].tolist()
-    assert some.places(np.arange(100)).tolist() != other.places(np.arange(100)).tolist()
+    assert some.starts(np.arange(100)).tolist() == more.starts(np.arange(10**6))[:100].tolist()
+    assert some.starts(np.arange(100)).tolist() != other.starts(np.arange(100)).tolist()
 
 
 def test_training_windows_are_spread_uniformly_and_independently(file):
     train = make_task("bytes", data=file, length=500, validation_share=0.0, test_share=0.0).split("train")
     count = 200_000
-    places = train.places(np.arange(count))
+    places = train.starts(np.arange(count))
     assert places.min() == 0
     assert places.max() == 9500
     cells = np.bincount(places * 50 // 9501, minlength=50)
     spread = math.sqrt(count / 50 * (1 - 1 / 50))
     assert (np.abs(cells - count / 50) < SIGMAS * spread).all()
     other = make_task("bytes", data=file, length=500, validation_share=0.0, test_share=0.0, seed=1).split("train")
-    for neighbours in (places[1:], other.places(np.arange(count - 1))):
+    for neighbours in (places[1:], other.starts(np.arange(count - 1))):
         assert abs(np.corrcoef(places[:-1], neighbours)[0, 1]) < SIGMAS / math.sqrt(count)
 
 
 def test_a_folder_is_split_by_file(folder):
     task = make_task("bytes", data=folder, length=40, validation_share=0.2, test_share=0.2)
-    whose = {name: task.split(name).text for name in SPLITS}
+    whose = {name: task.split(name).tokens for name in SPLITS}
     owners = [set(np.unique(text)) for text in whose.values()]
     assert sorted(x for some in owners for x in some) == list(range(1, 61))  # each is in one split, and whole
     assert sum(len(text) for text in whose.values()) == 60 * 40
     assert min(len(some) for some in owners) >= 3
     (folder / "part0" / "new.txt").write_bytes(b"\xff" * 40)
     for name, some in zip(SPLITS, owners, strict=True):
-        assert set(np.unique(task.split(name).text)) - {255} == some  # nobody moved
+        assert set(np.unique(task.split(name).tokens)) - {255} == some  # nobody moved
     for item in task.split("validation"):
         assert len(item["input_ids"].unique()) == 1
 
@@ -118,25 +118,25 @@ def test_a_folder_is_split_by_file(folder):
 def test_a_pattern_chooses_files(folder):
     options = {"data": folder, "length": 10, "validation_share": 0.0, "test_share": 0.0}
     train = make_task("bytes", pattern="part1/*.txt", **options).split("train")
-    assert np.array_equal(train.text, np.repeat(sorted(range(2, 60, 3), key=lambda i: str(i - 1)), 40))
+    assert np.array_equal(train.tokens, np.repeat(sorted(range(2, 60, 3), key=lambda i: str(i - 1)), 40))
     (folder / "picture.png").write_bytes(b"\x89PNG\0")
     with pytest.raises(ValueError, match=r"picture\.png is not text.*leave it out by pattern, which is '\*\*/\*'"):
         make_task("bytes", **options).split("train")
-    assert len(make_task("bytes", pattern="**/*.txt", **options).split("train").text) == 60 * 40
+    assert len(make_task("bytes", pattern="**/*.txt", **options).split("train").tokens) == 60 * 40
 
 
 def test_the_default_is_the_standard_library_without_its_tests():
     task = make_task("bytes", length=128, validation_samples=20)
-    names = task._files()
+    names = task.files.files()
     assert {"abc.py", "json/decoder.py"} <= set(names)
     assert names == sorted(names)
     assert all(name.endswith(".py") for name in names)
     assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
-    counts = [sum(task._split_of(name) == split for name in names) for split in SPLITS]
+    counts = [sum(task.files.split_of(name) == split for name in names) for split in SPLITS]
     expected = 0.05 * len(names)
     assert all(abs(count - expected) < SIGMAS * math.sqrt(0.95 * expected) for count in counts[1:])
     assert len(task.split("validation")) == 20
-    text = bytes(task.split("validation").text)
+    text = bytes(task.split("validation").tokens)
     assert b"def " in text
     assert b"import " in text
 
@@ -274,11 +274,11 @@ def test_the_texts_of_a_column_are_modelled_without_the_syntax_of_the_table(tmp_
     path = table(tmp_path, kind)
     task = make_task("bytes", data=path, column="text", length=8, validation_share=0.0, test_share=0.5)
     whole = "".join(f"{x}\n" for x in TEXTS * 40).encode()
-    assert task.split("test").text.tobytes() == whole[len(whole) // 2 :]
+    assert task.split("test").tokens.tobytes() == whole[len(whole) // 2 :]
     assert task.remarks() == []
     assert f"with {len(whole)} bytes" in task.fingerprint()
     raw = make_task("bytes", data=path, length=8, test_share=0.5)
-    assert raw.split("test").text.tobytes() in path.read_bytes()
+    assert raw.split("test").tokens.tobytes() in path.read_bytes()
     (remark,) = raw.remarks()
     assert remark == f"{path.name} is modelled as it stands, with its syntax; task.column=NAME takes texts of its rows"
 
@@ -288,7 +288,7 @@ def test_files_of_a_folder_have_columns_too(tmp_path):
     for name in ("train", "validation"):
         table(tmp_path, ".csv").rename(tmp_path / "data" / f"{name}.csv")
     task = make_task("bytes", data=tmp_path / "data", column="text", length=8)
-    assert task.split("validation").text.tobytes() == "".join(f"{x}\n" for x in TEXTS * 40).encode()
+    assert task.split("validation").tokens.tobytes() == "".join(f"{x}\n" for x in TEXTS * 40).encode()
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):

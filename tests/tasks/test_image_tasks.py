@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from kernelformer.data import image_cache as decoding
 from kernelformer.data import npz
-from kernelformer.data.sources import divide
+from kernelformer.data.splits import divide
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
 from kernelformer.training import Run, train
@@ -201,7 +201,7 @@ def test_a_view_is_a_function_of_seed_and_index(data):
     written(data, train=30)
     options = {"data": data, "augment": "flip", "validation_share": 0.0, **SMALL}
     task, again = make_task("images", **options), make_task("images", **options)
-    assert task.views == 10
+    assert len(task.split("train")) == 10 * 30
     whole = shown(task)
     torch.manual_seed(3)
     for i in (299, 0, 17):
@@ -642,7 +642,7 @@ def test_decoded_images_are_kept_and_used_again(data, tmp_path, monkeypatch):
     cache = tmp_path / "xdg" / "kernelformer"
     assert sorted(x.suffix for x in cache.iterdir()) == [".json", ".npy"]
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "look", lambda *_: pytest.fail("decoded again"))
+        patch.setattr(decoding, "inspect_image", lambda *_: pytest.fail("decoded again"))
         assert np.array_equal(shown(make_task("images", **options)), images)
     path = data / "train" / "a" / "001.png"
     Image.fromarray(255 - pictures(12)[1]).save(path)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernelformer.tasks import listops, make_task
+from kernelformer.data import listops
+from kernelformer.data.listops import TOKENS, Rules, generate
+from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.listops import TOKENS, Rules, generate
 from sampling import SIGMAS
 
 TINY = {"train_samples": 300, "validation_samples": 50, "test_samples": 40, "min_length": 10, "max_length": 80}
@@ -177,7 +178,7 @@ def test_splits_have_their_sizes_share_nothing_and_the_test_stays():
 def test_a_fingerprint_is_about_the_way_samples_are_made(monkeypatch):
     before = make_task("listops").fingerprint()
     assert make_task("listops", **TINY, seed=3).fingerprint() == before
-    monkeypatch.setattr(listops, "_FORMAT", 2)
+    monkeypatch.setattr(listops, "FORMAT", 2)
     assert make_task("listops").fingerprint() != before
 
 

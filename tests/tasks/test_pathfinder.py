@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from kernelformer.data import pathfinder
 from kernelformer.data.dashed_paths import Drawings, Rules
-from kernelformer.tasks import make_task, pathfinder
+from kernelformer.data.pathfinder import generate
+from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.pathfinder import generate
 from sampling import SIGMAS
 
 SMALL = {"size": 16, "dashes": 5, "distractors": 1, "distractor_dashes": 2, "marker_radius": 1.25}
@@ -181,8 +182,8 @@ def test_a_seed_means_the_same_images_and_fewer_are_the_first_of_more(small):
 
 def test_images_that_were_seen_are_left_out(small):
     seen = set()
-    first = pathfinder._fresh(Drawings(small.images[:20], small.labels[:20]), seen, 15)
-    again = pathfinder._fresh(Drawings(small.images[5:30], small.labels[5:30]), seen, 100)
+    first = pathfinder._unseen(Drawings(small.images[:20], small.labels[:20]), seen, 15)
+    again = pathfinder._unseen(Drawings(small.images[5:30], small.labels[5:30]), seen, 100)
     assert np.array_equal(first.images, small.images[:15])
     assert np.array_equal(again.images, small.images[15:30])
     assert np.array_equal(again.labels, small.labels[15:30])
@@ -282,7 +283,7 @@ def test_a_damaged_cache_file_is_named(tmp_path):
 def test_a_fingerprint_is_about_the_way_images_are_made(monkeypatch):
     before = make_task("pathfinder").fingerprint()
     assert make_task("pathfinder", **TINY, seed=3).fingerprint() == before
-    monkeypatch.setattr(pathfinder, "_FORMAT", 2)
+    monkeypatch.setattr(pathfinder, "FORMAT", 2)
     assert make_task("pathfinder").fingerprint() != before
 
 
@@ -310,7 +311,7 @@ def test_images_of_others_are_taken_as_they_are(tmp_path):
 
 
 def test_by_default_all_images_of_others_are_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(pathfinder, "SAMPLES", {"test": 2, "validation": 3, "train": 4})
+    monkeypatch.setattr("kernelformer.tasks.pathfinder.SAMPLES", {"test": 2, "validation": 3, "train": 4})
     write_data(tmp_path)
     task = make_task("pathfinder", data=tmp_path, size=16)
     assert [len(task.split(x)) for x in ("train", "validation", "test")] == [12, 12, 12]
@@ -319,7 +320,7 @@ def test_by_default_all_images_of_others_are_taken(tmp_path, monkeypatch):
 
 
 def test_long_range_arena_has_so_many_images():
-    assert make_task("pathfinder").samples == {"test": 20_000, "validation": 20_000, "train": 160_000}
+    assert make_task("pathfinder").counts == {"test": 20_000, "validation": 20_000, "train": 160_000}
 
 
 def test_options_of_the_drawing_are_refused_with_data(tmp_path):

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernelformer.data.protein_samples import BOS, CHOSEN, EOS, FIRST, MASK, MASKINGS, PAD, TOKENS
 from kernelformer.data.proteins import AMINO_ACIDS
-from kernelformer.data.sources import divide
+from kernelformer.data.splits import divide
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.proteins import BOS, CHOSEN, EOS, FIRST, MASK, MASKINGS, PAD, TOKENS
 from sampling import SIGMAS
 
 BOTH = ("proteins", "proteins-masked")

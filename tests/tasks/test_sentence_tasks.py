@@ -15,13 +15,15 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kernelformer.data import sources, tokenization
+from kernelformer.data.batching import IGNORED
+from kernelformer.data.sentences import fit_pairs
 from kernelformer.data.tokenization import BYTES, SPECIAL, Vocabulary, load_tokenizer, vocabulary
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.masked import IGNORED
+from kernelformer.tasks.glue import GLUE
 from kernelformer.tasks.metrics import f1, matthews, pearson, ranks, spearman
-from kernelformer.tasks.sentences import GLUE, Sentences, fit_pairs
+from kernelformer.tasks.sentences import Sentences
 from sampling import SIGMAS
 
 SYLLABLES = ["ka", "lo", "mi", "ne", "su", "ta", "Ri", "vo"]
@@ -458,7 +460,7 @@ def test_the_tasks_of_glue_are_there_by_name():
     assert set(GLUE) == {"cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"}
     for name, options in GLUE.items():
         task = make_task("sentences", **options)
-        assert task.source.place == f"hub:nyu-mll/glue:{name}"
+        assert task.source.location == f"hub:nyu-mll/glue:{name}"
         assert task.metric == options["glue"]
         labels = np.array([0.0, 1.0, 1.0])
         assert task.metric in task.score(Outcome(1.0, predictions=labels, labels=labels))
@@ -533,8 +535,7 @@ def shown(data, count):
     """Inputs, labels, and the tokens that are in the text, each (count, L)."""
     samples = data.__getitems__(range(count))
     ids, labels = (torch.stack([x[name] for x in samples]).numpy() for name in ("input_ids", "labels"))
-    places = data.windows.places(np.arange(count))
-    return ids, labels, np.stack([data.tokens[a : a + data.windows.length] for a in places]).astype(np.int64)
+    return ids, labels, data.windows.gather(np.arange(count))
 
 
 @pytest.mark.parametrize(("split", "share"), [("train", 0.15), ("train", 0.4), ("validation", 0.15)])

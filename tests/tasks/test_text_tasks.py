@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from kernelformer.data.text_halves import exchange_halves, halves
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.retrieval import exchanged, halves
 from sampling import SIGMAS
 
 TEXTS = ["Grün ist\nschön.", "no", "a" * 70, "b" * 300]
@@ -257,7 +257,7 @@ def test_halves_are_a_function_of_the_seed(corpus):
         return [x["labels"] for x in make_task("retrieval", data=corpus, pairs="halves", **options).split("train")]
 
     assert labels() == labels()
-    assert exchanged([5] * 40, 0).tolist() != exchanged([5] * 40, 1).tolist()
+    assert exchange_halves([5] * 40, 0).tolist() != exchange_halves([5] * 40, 1).tolist()
     limited = make_task("retrieval", data=corpus, pairs="halves", train_samples=100).split("train")
     assert len(limited) == 100
     assert abs(sum(x["labels"] for x in limited) - 50) <= 2
@@ -266,7 +266,7 @@ def test_halves_are_a_function_of_the_seed(corpus):
 @pytest.mark.parametrize("count", [4, 5, 6, 7, 8, 101])
 def test_an_exchange_is_mutual_and_leaves_half_alone(count):
     for seed in range(20):
-        whose = exchanged(list(range(count)), seed)
+        whose = exchange_halves(list(range(count)), seed)
         assert (whose[whose] == np.arange(count)).all()
         assert (np.abs(whose - np.arange(count)) <= 1).all()  # neighbours in length
         kept = int((whose == np.arange(count)).sum())
@@ -279,7 +279,7 @@ def test_lengths_of_halves_do_not_tell_the_label():
     rng = np.random.default_rng(0)
     found = [halves(" ".join("x" * int(n) for n in rng.integers(1, 9, rng.integers(20, 200)))) for _ in range(4000)]
     first, second = (np.array([len(x[side]) for x in found]) for side in (0, 1))
-    whose = exchanged(second.tolist(), 0)
+    whose = exchange_halves(second.tolist(), 0)
     together = whose == np.arange(4000)
     for cue in (first, second[whose], first - second[whose], np.abs(first - second[whose])):
         one, other = cue[together], cue[~together]

@@ -307,7 +307,7 @@ def make_model(task, attention, *, eos=0.0, seed=0, **settings):
 def plain_search(task, model, source):
     """Beam search by its definition: whole forward passes of one sentence, without a cache and without padding."""
     vocabulary, limit, beams = task.vocabulary(), min(2 * len(source) + 10, task.length), task.beams
-    never = sorted(set(range(task.size)) - {EOS, *vocabulary.ordinary().tolist()})
+    never = sorted(set(range(task.vocabulary_size)) - {EOS, *vocabulary.ordinary().tolist()})
     running, finished = [(0.0, [BOS])], []
     while len(finished) < beams and running:
         found = []

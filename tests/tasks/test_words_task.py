@@ -15,11 +15,11 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import TrainingArguments
 
 from kernelformer.data import tokenization
-from kernelformer.data.corpus import Corpus
 from kernelformer.data.tokenization import SPECIAL, Vocabulary, load_tokenizer
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.tasks import TASKS, make_task
 from kernelformer.tasks.base import Outcome
+from kernelformer.tasks.corpus import Corpus
 from kernelformer.tasks.words import Words
 from kernelformer.training import evaluate
 from kernelformer.training.evaluation import TaskTrainer
@@ -56,7 +56,7 @@ def test_training_windows_are_anywhere_and_others_side_by_side(tmp_path):
     task = words(tmp_path, samples=500)
     data, tokens = task.split("train"), task.tokens("train").astype(np.int64)
     assert len(data) == 500
-    places = data.places(np.arange(500))
+    places = data.starts(np.arange(500))
     assert len(np.unique(places)) > 450
     assert len(np.unique(places % 32)) == 32
     for i in (0, 7, 499):
@@ -321,12 +321,12 @@ def test_two_names_for_a_split_are_refused(tmp_path):
 def test_bytes_of_named_splits_are_told_apart_too(tmp_path):
     place = write(tmp_path / "named", train_1="abc", train_2="def", validation_1="ghi", test="jkl", notes="zzz")
     task = make_task("bytes", data=place, length=2)
-    assert [bytes(task.split(x).text) for x in ("train", "validation", "test")] == [b"abcdef", b"ghi", b"jkl"]
+    assert [bytes(task.split(x).tokens) for x in ("train", "validation", "test")] == [b"abcdef", b"ghi", b"jkl"]
     assert task.remarks() == [f"left out 1 of 5 files of {place}: splits are test.txt, train, validation"]
     (place / "validation" / "1.txt").unlink()
     (place / "train" / "2.txt").unlink()
     task = make_task("bytes", data=place, length=1 + 1, validation_share=0.67)
-    assert [bytes(task._text(x)) for x in ("train", "validation", "test")] == [b"a", b"bc", b"jkl"]
+    assert [bytes(task.files.text(x)) for x in ("train", "validation", "test")] == [b"a", b"bc", b"jkl"]
 
 
 @pytest.mark.parametrize("name", CORPORA)

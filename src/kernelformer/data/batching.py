@@ -1,8 +1,9 @@
-"""What data sets of all tasks have in common: a subset, checked numbers of samples, rows padded to a batch."""
+"""Samples and batches: a subset of samples, checked numbers of samples, rows padded to a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,23 +14,25 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernelformer.errors import positive_int
 
+Sample = dict[str, Any]  # what a model is given, by name
+IGNORED = -100  # label of what is not predicted
 Int64 = NDArray[np.int64]
 
 
 def check_limits(limits: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Split -> the value of its option ``..._samples``: at most so many, or None for all."""
+    """Check the options ``..._samples``, by split: at most so many samples, or None for all."""
     return {split: None if x is None else positive_int(f"{split}_samples", x) for split, x in limits.items()}
 
 
 def spread_evenly(size: int, count: int | None) -> Int64:
     """Numbers below ``size``, in order: all (None), or at most ``count``, number i being floor(i size / count)."""
     kept = size if count is None else min(count, size)
-    found: Int64 = np.arange(kept, dtype=np.int64) * size // max(kept, 1)
-    return found
+    numbers: Int64 = np.arange(kept, dtype=np.int64) * size // max(kept, 1)
+    return numbers
 
 
 def check_indices(indices: Sequence[int], count: int) -> Int64:
-    """As an array; IndexError outside of 0 to count - 1."""
+    """Numbers of samples as an array; IndexError outside of 0 to count - 1."""
     chosen = np.asarray(indices, dtype=np.int64)
     if chosen.size and not (chosen.min() >= 0 and chosen.max() < count):
         raise IndexError(f"samples are numbered from 0 to {count - 1}, got {list(indices)}.")
@@ -39,7 +42,7 @@ def check_indices(indices: Sequence[int], count: int) -> Int64:
 def padded(
     rows: Sequence[Tensor], *, multiple: int, longest: int, width: int | None = None, value: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """A batch of rows of different lengths.
+    """Pad rows of different lengths to a batch.
 
     Args:
         rows: B times (n_i) int64.

@@ -6,9 +6,7 @@ import hashlib
 import io
 import math
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -16,8 +14,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kernelformer.data.array_cache import writing
+from kernelformer.data.bad_rows import BadRows
 from kernelformer.data.local_files import check_regular
-from kernelformer.data.sources import Sieve
 from kernelformer.files import read_json, replacing, write_json
 
 if TYPE_CHECKING:
@@ -35,10 +34,10 @@ Int64 = NDArray[np.int64]
 
 
 def grey(images: Uint8) -> Uint8:
-    """0.299 R + 0.587 G + 0.114 B, rounded: (*, 3) -> (*, 1)."""
+    """Make colours grey, 0.299 R + 0.587 G + 0.114 B rounded: (*, 3) -> (*, 1)."""
     red, green, blue = np.moveaxis(images, -1, 0).astype(np.uint32)
-    found: Uint8 = ((299 * red + 587 * green + 114 * blue + 500) // 1000).astype(np.uint8)
-    return found[..., None]
+    intensity: Uint8 = ((299 * red + 587 * green + 114 * blue + 500) // 1000).astype(np.uint8)
+    return intensity[..., None]
 
 
 @dataclass(frozen=True)
@@ -60,18 +59,18 @@ class Form:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of an image as an array."""
+        """The shape of an image as an array."""
         return self.rows, self.columns, self.channels
 
     def faults(self, image: Image) -> list[str]:
         """In what an image differs, by its head alone."""
-        found = []
+        faults = []
         if image.size != (self.columns, self.rows):
-            found.append(f"it has {image.height} x {image.width} pixels, not {self.rows} x {self.columns}")
+            faults.append(f"it has {image.height} x {image.width} pixels, not {self.rows} x {self.columns}")
         if image.mode not in _COLOUR + (_GREY if self.channels == 1 else ()):
             wanted = "L or RGB" if self.channels == 1 else "RGB, as channels=3 says"
-            found.append(f"its mode is {image.mode}, not {wanted}")
-        return found
+            faults.append(f"its mode is {image.mode}, not {wanted}")
+        return faults
 
     def fatal(self, image: Image, faults: list[str]) -> str:
         """Why an image cannot be used; empty if it can."""
@@ -100,17 +99,17 @@ class Encoded(Protocol):
 
     @property
     def where(self) -> object:
-        """The place, for messages."""
+        """The folder, file or data set, for messages."""
 
     @property
     def key(self) -> str:
-        """Another one for other images."""
+        """A text that differs for other images."""
         ...
 
     def __len__(self) -> int: ...
 
-    def place(self, number: int) -> str:
-        """Of an image, for messages."""
+    def position(self, number: int) -> str:
+        """The file or number of an image, for messages."""
         ...
 
     def open(self, number: int) -> Image:
@@ -138,12 +137,12 @@ class Files:
 
     @property
     def key(self) -> str:
-        """Names, sizes and times."""
+        """A hash of names, sizes and times."""
         digest = hashlib.blake2b(str(self.where.resolve()).encode(errors="surrogateescape"))
         for name in self.names:
             try:
-                found = os.stat(self.where / name)
-                state = f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0"
+                stat = os.stat(self.where / name)
+                state = f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0"
             except OSError:  # a link to nowhere: a bad image
                 state = f"{name}\0missing\0"
             digest.update(state.encode(errors="surrogateescape"))
@@ -152,12 +151,12 @@ class Files:
     def __len__(self) -> int:
         return len(self.names)
 
-    def place(self, number: int) -> str:
-        """Its file."""
+    def position(self, number: int) -> str:
+        """The name of its file."""
         return self.names[number]
 
     def open(self, number: int) -> Image:
-        """By PIL."""
+        """Open an image by PIL."""
         return _opened(check_regular(self.where / self.names[number]))
 
 
@@ -165,25 +164,25 @@ class Rows:
     """Images of a split of a Hugging Face data set.
 
     Args:
-        where: the place, for messages.
-        found: the split, its images not decoded.
+        where: the data set, for messages.
+        dataset: the split, its images not decoded.
         column: of the images.
     """
 
-    def __init__(self, where: object, found: Any, column: str) -> None:
-        self.where, self.found, self.column = where, found, column
-        self.key = f"{where} {found._fingerprint}"
+    def __init__(self, where: object, dataset: Any, column: str) -> None:
+        self.where, self.dataset, self.column = where, dataset, column
+        self.key = f"{where} {dataset._fingerprint}"
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.dataset)
 
-    def place(self, number: int) -> str:
-        """Its row."""
+    def position(self, number: int) -> str:
+        """The number of its row."""
         return f"row {number}"
 
     def open(self, number: int) -> Image:
-        """By PIL."""
-        value = self.found[int(number)][self.column]
+        """Open an image by PIL."""
+        value = self.dataset[int(number)][self.column]
         if value is None:
             raise ValueError("the row has none")
         return _opened(io.BytesIO(value["bytes"]) if value["bytes"] is not None else value["path"])
@@ -199,18 +198,18 @@ class Frames:
 
     def __init__(self, path: Path, array: Uint8) -> None:
         self.where, self.array = path, array
-        found = path.stat()
-        self.key = f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
+        stat = path.stat()
+        self.key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
 
     def __len__(self) -> int:
         return len(self.array)
 
-    def place(self, number: int) -> str:
-        """Its number."""
+    def position(self, number: int) -> str:
+        """The number of the image."""
         return f"image {number}"
 
     def open(self, number: int) -> Image:
-        """Of one or three channels."""
+        """Make a PIL image of one or three channels."""
         from PIL.Image import fromarray
 
         frame = self.array[number]
@@ -218,7 +217,7 @@ class Frames:
 
 
 class OnDemand:
-    """Images that are decoded whenever they are asked for: `found[numbers]` is (B, rows, columns, channels)."""
+    """Images that are decoded whenever they are asked for: `images[numbers]` is (B, rows, columns, channels)."""
 
     def __init__(self, encoded: Encoded, form: Form) -> None:
         self.encoded, self.form = encoded, form
@@ -226,17 +225,17 @@ class OnDemand:
     def __getitem__(self, numbers: Int64) -> Uint8:
         out = np.empty((len(numbers), *self.form.shape), np.uint8)
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # PIL decodes without Python's lock
-            found = list(pool.map(self._fill, numbers.tolist(), out))
-        for number, fault in zip(numbers.tolist(), found, strict=True):
+            faults = list(pool.map(self._fill, numbers.tolist(), out))
+        for number, fault in zip(numbers.tolist(), faults, strict=True):
             if fault:
-                raise ValueError(f"{self.encoded.where}, {self.encoded.place(number)}: {fault}; mend or remove it.")
+                raise ValueError(f"{self.encoded.where}, {self.encoded.position(number)}: {fault}; mend or remove it.")
         return out
 
     def _fill(self, number: int, out: Uint8) -> str:
-        return look(self.encoded, number, self.form, out)[0]
+        return inspect_image(self.encoded, number, self.form, out)[0]
 
 
-def look(encoded: Encoded, number: int, form: Form, out: Uint8 | None) -> tuple[str, int]:
+def inspect_image(encoded: Encoded, number: int, form: Form, out: Uint8 | None) -> tuple[str, int]:
     """Decode an image, or read its head only.
 
     Args:
@@ -274,8 +273,8 @@ class Decoded:
     fitted: int
 
 
-def decode(encoded: Encoded, form: Form, cache: Path, sieve: Sieve) -> Decoded:
-    """Decode all images once, if that gives no more than `CACHED` bytes; else look at all heads, and decode on demand.
+def decode(encoded: Encoded, form: Form, cache: Path, bad_rows: BadRows) -> Decoded:
+    """Decode all images once, if that gives no more than `CACHED` bytes; else read all heads, and decode on demand.
 
     What was found is kept in the cache, by the names, sizes and times of the files: the next time is immediate.
 
@@ -283,46 +282,46 @@ def decode(encoded: Encoded, form: Form, cache: Path, sieve: Sieve) -> Decoded:
         encoded: images.
         form: what they have to be.
         cache: folder.
-        sieve: hears of the bad ones; where it raises, nothing is kept.
+        bad_rows: is told of the bad ones; where it raises, nothing is kept.
     """
     name = hashlib.sha256(f"{_FORMAT} {form} {encoded.key}".encode(errors="surrogateescape")).hexdigest()[:24]
-    notes, pixels = cache / f"images-{name}.json", cache / f"images-{name}.npy"
+    facts, pixels = cache / f"images-{name}.json", cache / f"images-{name}.npy"
     shape = (len(encoded), *form.shape)
     whole = math.prod(shape) <= CACHED
-    if not notes.exists() or (whole and not pixels.exists()):
+    if not facts.exists() or (whole and not pixels.exists()):
         with writing(pixels):
             if whole:
                 with replacing(pixels) as part, part.open("wb") as out:
                     head = {"descr": "|u1", "fortran_order": False, "shape": shape}
                     np.lib.format.write_array_header_1_0(out, head)
-                    record = _walk(encoded, form, sieve, out)
+                    record = _inspect_all(encoded, form, bad_rows, out)
             else:
-                record = _walk(encoded, form, sieve, None)
-            write_json(notes, record)  # last: it says that the pixels are whole
+                record = _inspect_all(encoded, form, bad_rows, None)
+            write_json(facts, record)  # last: it says that the pixels are whole
     try:
-        record = read_json(notes)
+        record = read_json(facts)
         bad, fitted = [(int(number), str(why)) for number, why in record["bad"]], int(record["fitted"])
-        found = mapped(pixels, shape) if whole else OnDemand(encoded, form)
+        images = mapped(pixels, shape) if whole else OnDemand(encoded, form)
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise ValueError(
-            f"the cache file {notes}, or the .npy file beside it, cannot be used ({problem}); delete both, and they "
+            f"the cache file {facts}, or the .npy file beside it, cannot be used ({problem}); delete both, and they "
             f"will be made again."
         ) from None
     for number, why in bad:
-        sieve.bad(encoded.place(number), why)
-    return Decoded(found, np.array([number for number, _ in bad], np.int64), fitted)
+        bad_rows.add(encoded.position(number), why)
+    return Decoded(images, np.array([number for number, _ in bad], np.int64), fitted)
 
 
-def _walk(encoded: Encoded, form: Form, sieve: Sieve, out: BinaryIO | None) -> dict[str, Any]:
-    """Look at all images, and write their pixels if there is where to; of a bad one anything."""
+def _inspect_all(encoded: Encoded, form: Form, bad_rows: BadRows, out: BinaryIO | None) -> dict[str, Any]:
+    """Inspect all images, and write their pixels if there is where to; of a bad one anything."""
     bad, fitted = [], 0
     pixels = None if out is None else np.zeros(form.shape, np.uint8)
     for number in range(len(encoded)):
-        fault, changes = look(encoded, number, form, pixels)
+        fault, changes = inspect_image(encoded, number, form, pixels)
         if fault:
             bad.append((number, fault))
-            if not sieve.skip:
-                sieve.bad(encoded.place(number), fault)
+            if not bad_rows.skip:
+                bad_rows.add(encoded.position(number), fault)
         elif changes:
             fitted += 1
         if out is not None and pixels is not None:
@@ -330,21 +329,9 @@ def _walk(encoded: Encoded, form: Form, sieve: Sieve, out: BinaryIO | None) -> d
     return {"bad": bad, "fitted": fitted}
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Make the folder of a cache file; a disk that is full or not to be written to is an error with a way out."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as problem:
-        raise ValueError(
-            f"{path} cannot be written: {problem.strerror}; give another folder as cache, or set XDG_CACHE_HOME."
-        ) from None
-
-
 def mapped(path: Path, shape: tuple[int, ...]) -> Uint8:
     """An array of the cache, without reading it."""
-    found = np.lib.format.open_memmap(path, mode="r")  # of objects it takes none
-    if found.shape != shape or found.dtype != np.uint8:
-        raise ValueError(f"it holds {found.dtype} {found.shape}, not uint8 {shape}")
-    return np.asarray(found)
+    array = np.lib.format.open_memmap(path, mode="r")  # of objects it takes none
+    if array.shape != shape or array.dtype != np.uint8:
+        raise ValueError(f"it holds {array.dtype} {array.shape}, not uint8 {shape}")
+    return np.asarray(array)

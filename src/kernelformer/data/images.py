@@ -14,22 +14,14 @@ import torch
 from torch.utils.data import Dataset
 
 from kernelformer.data import npz
-from kernelformer.data.batching import check_indices, check_limits, spread_evenly
+from kernelformer.data.array_cache import cache_folder
+from kernelformer.data.bad_rows import BadRows
+from kernelformer.data.batching import Sample, check_indices, check_limits, spread_evenly
 from kernelformer.data.image_cache import Encoded, Files, Form, Frames, Int64, Rows, Uint8, decode, grey
 from kernelformer.data.local_files import check_inside, check_regular, walk
-from kernelformer.data.sources import (
-    ALIASES,
-    Sieve,
-    check_shares,
-    divide,
-    find_place,
-    hub,
-    missing_data,
-    one_each,
-    wrong_columns,
-)
+from kernelformer.data.sources import find_location, hub, missing_data, wrong_columns
+from kernelformer.data.splits import ALIASES, SPLITS, check_one_per_split, check_shares, divide
 from kernelformer.errors import choice, flag, integer, positive_int
-from kernelformer.tasks.base import SPLITS, Sample, cache_folder
 
 HASHED = 1 << 30  # bytes of a folder of images that a fingerprint reads
 ENDINGS = (".png", ".jpg", ".jpeg")
@@ -70,8 +62,8 @@ class Album(Dataset[Sample]):
 
     def images(self, indices: Int64) -> Uint8:
         """(B, rows, columns, channels), by one gather."""
-        found: Uint8 = self.pixels[self.numbers[indices]]
-        return grey(found) if found.shape[-1] > self.channels else found
+        images: Uint8 = self.pixels[self.numbers[indices]]
+        return grey(images) if images.shape[-1] > self.channels else images
 
     def samples(self, images: Uint8, indices: Int64) -> list[Sample]:
         """Images, changed or not, with their labels."""
@@ -82,7 +74,7 @@ class Album(Dataset[Sample]):
         return [{"pixels": row, "labels": label} for row, label in zip(rows, labels, strict=True)]
 
 
-def guess(train: Album, other: Album) -> float:
+def most_frequent_accuracy(train: Album, other: Album) -> float:
     """Accuracy on another split of the class that training has most often."""
     assert train.labels is not None
     assert other.labels is not None
@@ -98,26 +90,26 @@ class Read(NamedTuple):
 
 
 class Pictures:
-    """Images by split, from one of these places.
+    """Images by split, from one of these locations.
 
     - A folder with ``train.npz``, ``validation.npz`` and ``test.npz``, each ``images`` uint8 (N, rows, columns,
       channels) or (N, rows, columns), and ``labels`` (N) integers; or one such file, which is divided by the shares.
     - A folder with ``train/CLASS/*.png`` (or jpg, jpeg; deeper is fine too), ``validation/`` and ``test/``; labels are
-      the places of the class in the sorted names of the training classes. Without labels the images of a split are
+      the positions of the class in the sorted names of the training classes. Without labels the images of a split are
       all that are anywhere in its folder, and a folder without splits is divided by the shares.
     - ``hub:NAME`` or ``hub:NAME:CONFIGURATION``: a Hugging Face data set with ``image`` (or ``img``) and ``label``.
 
-    Splits may have the other names of `sources.ALIASES`. Where there is no validation split, a share of the training
+    Splits may have the other names of `splits.ALIASES`. Where there is no validation split, a share of the training
     images is one, by a hash of (seed, number).
 
     Bad images (another size or mode, damaged, a label out of range) raise, or are left out and counted. Arrays of
     an npz are held in memory up to `npz.MEMORY` bytes, and beyond that unpacked once into the cache and mapped.
-    Images that have to be decoded are decoded once into the cache and mapped, up to `decoding.CACHED` bytes of pixels;
-    beyond that (ImageNet) at each use, after one look at the heads of all files, which finds the bad ones, except
-    those whose damage only shows when they are decoded.
+    Images that have to be decoded are decoded once into the cache and mapped, up to `image_cache.CACHED` bytes of
+    pixels; beyond that (ImageNet) at each use, after one reading of the heads of all files, which finds the bad ones,
+    except those whose damage only shows when they are decoded.
 
     Args:
-        data: the place; None is refused when it is read, not before.
+        data: the location; None is refused when it is read, not before.
         size: of the images, rows and columns.
         channels: 3, or 1 for grey; colour is made grey, 0.299 R + 0.587 G + 0.114 B rounded.
         classes: how many labels there are; None: labels are not wanted.
@@ -153,11 +145,11 @@ class Pictures:
         self.skip_bad = flag("skip_bad", skip_bad)
         self.shares = check_shares(validation_share, test_share)
         self.seed = integer("seed", seed, at_least=0)
-        self.cache = cache_folder() if cache is None else Path(str(cache)).expanduser()
+        self.cache = cache_folder(cache)
         named = "images" if classes is None else "images and labels"
         below = "" if classes is None else "CLASS/"
         self.layout = f"{named} in train.npz, or in train/{below}*.png, and the same for the other splits"
-        self.place = find_place(data, self.layout)
+        self.location = find_location(data, self.layout)
         self.remarks: list[str] = []  # about what was read so far
         self._read: dict[str, Read] = {}
         self._walked: dict[Path, tuple[list[str], list[str]]] = {}
@@ -171,28 +163,28 @@ class Pictures:
 
     def fingerprint(self) -> str:
         """A hash of names and all bytes (of a folder with more than `HASHED` bytes: of names and sizes)."""
-        if isinstance(self.place, str):
-            found = hub(self.place)
-            return f"{self.place}: " + ", ".join(f"{k} {len(v)} {v._fingerprint}" for k, v in sorted(found.items()))
+        if isinstance(self.location, str):
+            sets = sorted(hub(self.location).items())
+            return f"{self.location}: " + ", ".join(f"{name} {len(x)} {x._fingerprint}" for name, x in sets)
         paths: dict[str, Path] = {}
         for path in self._sets().values():
             inside = [path / x for x in self._names(path)[0]] if path.is_dir() else [path]
-            paths |= {os.path.relpath(x, self._found): x for x in inside}
+            paths |= {os.path.relpath(x, self._path): x for x in inside}
         folders = any(x.suffix != ".npz" for x in paths.values())
         return _hash(paths, HASHED if folders else sys.maxsize)
 
     @property
-    def _found(self) -> Path:
-        if self.place is None:
+    def _path(self) -> Path:
+        if self.location is None:
             raise missing_data(self.layout)
-        assert isinstance(self.place, Path)
-        return self.place
+        assert isinstance(self.location, Path)
+        return self.location
 
     def _sets(self) -> dict[str, Any]:
         """What there is to read, by the name of the split; of a whole that is to be divided the name is empty."""
-        if isinstance(self.place, str):
-            return dict(hub(self.place))
-        folder = self._found
+        if isinstance(self.location, str):
+            return dict(hub(self.location))
+        folder = self._path
         if not folder.is_dir():
             if folder.suffix != ".npz":
                 raise ValueError(f"{folder} must be a folder or end in .npz, got {folder.suffix or 'nothing'!r}.")
@@ -200,7 +192,7 @@ class Pictures:
         stems = {x for names in ALIASES.values() for x in names}
         there = sorted(folder.iterdir())
         fits = [x for x in there if (x.is_dir() and x.name in stems) or (x.suffix == ".npz" and x.stem in stems)]
-        one_each(folder, fits)
+        check_one_per_split(folder, fits)
         check_inside(folder, fits)
         sets = {x.stem: x for x in fits}
         if not sets and self.classes is None and self._names(folder)[0]:
@@ -220,7 +212,7 @@ class Pictures:
             name, shares = own["train"], {"validation": self.shares["validation"], "test": 0.0}
         if name is None:
             raise ValueError(
-                f"{self.place} has no {split} split, found {', '.join(sorted(sets))}; add one, or evaluate another."
+                f"{self.location} has no {split} split, found {', '.join(sorted(sets))}; add one, or evaluate another."
             )
         if name not in self._read:
             self._read[name] = self._all(sets[name])
@@ -228,35 +220,37 @@ class Pictures:
         numbers = good if shares is None else good[divide(len(good), shares, self.seed)[split]]
         if not len(numbers):
             share = "" if split == "train" else f", or give a larger {split}_share than {self.shares[split]}"
-            raise ValueError(f"the {split} split of {self.place} is empty: {len(good)} good images; add some{share}.")
+            raise ValueError(
+                f"the {split} split of {self.location} is empty: {len(good)} good images; add some{share}."
+            )
         numbers = numbers[spread_evenly(len(numbers), self.limits.get(split))]
         return Album(pixels, numbers, None if labels is None else labels[numbers], self.form.channels)
 
-    def _all(self, found: Any) -> Read:
-        if isinstance(self.place, str):
-            return self._of_hub(found)
-        return self._of_folder(found) if found.is_dir() else self._of_npz(found)
+    def _all(self, origin: Any) -> Read:
+        if isinstance(self.location, str):
+            return self._of_hub(origin)
+        return self._of_folder(origin) if origin.is_dir() else self._of_npz(origin)
 
     def _checked(self, where: object, labels: Int64 | None, *, pixels: Uint8 | None, encoded: Encoded) -> Read:
         """Images, decoded if there are no pixels yet, without the bad ones."""
-        sieve, count = Sieve(where, self.skip_bad), len(encoded)
-        good, found = np.ones(count, np.bool_), pixels
-        if found is None and count:
-            decoded = decode(encoded, self.form, self.cache, sieve)
-            found, good[decoded.bad] = decoded.pixels, False
+        bad_rows, count = BadRows(where, self.skip_bad), len(encoded)
+        good, images = np.ones(count, np.bool_), pixels
+        if images is None and count:
+            decoded = decode(encoded, self.form, self.cache, bad_rows)
+            images, good[decoded.bad] = decoded.pixels, False
             if decoded.fitted:
                 size = f"{self.form.rows} x {self.form.columns} and {self.form.channels} channels"
-                self._say(f"made {decoded.fitted:,} of {count:,} images of {where} fit: {size}")
+                self._remark(f"made {decoded.fitted:,} of {count:,} images of {where} fit: {size}")
         if labels is not None and self.classes is not None:
             for number in np.flatnonzero(good & ((labels < 0) | (labels >= self.classes))).tolist():
                 good[number] = False
                 reason = f"label must be an integer from 0 to {self.classes - 1}, got {labels[number]}"
-                sieve.bad(encoded.place(number), reason)
-        for remark in sieve.remarks(int(good.sum())):
-            self._say(remark)
-        return Read(found, labels, np.flatnonzero(good))
+                bad_rows.add(encoded.position(number), reason)
+        for remark in bad_rows.remarks(int(good.sum())):
+            self._remark(remark)
+        return Read(images, labels, np.flatnonzero(good))
 
-    def _say(self, remark: str) -> None:
+    def _remark(self, remark: str) -> None:
         if remark not in self.remarks:
             self.remarks.append(remark)
 
@@ -291,29 +285,29 @@ class Pictures:
         if others:
             ends = ", ".join(ENDINGS)
             what = f"no images ({ends})" if self.classes is None else f"no images ({ends}) in a folder of a class"
-            self._say(f"left out {len(others):,} files of {folder} that are {what}; the first: {others[0]}")
+            self._remark(f"left out {len(others):,} files of {folder} that are {what}; the first: {others[0]}")
         labels = None
         if self.classes is not None:
             known = {name: i for i, name in enumerate(self._class_names())}
-            found = [x.split("/", 1)[0] for x in names]
-            for name in dict.fromkeys(found):
+            classes = [x.split("/", 1)[0] for x in names]
+            for name in dict.fromkeys(classes):
                 if name not in known:
                     raise ValueError(f"{folder} has the class {name}, which training has not: {', '.join(known)}.")
-            labels = np.array([known[x] for x in found], np.int64)
+            labels = np.array([known[x] for x in classes], np.int64)
         return self._checked(folder, labels, pixels=None, encoded=Files(folder, names))
 
     def _class_names(self) -> list[str]:
         """Sorted names of the folders of the training split."""
-        train = next((self._found / x for x in ALIASES["train"] if (self._found / x).is_dir()), None)
+        train = next((self._path / x for x in ALIASES["train"] if (self._path / x).is_dir()), None)
         if train is None:
-            raise ValueError(f"{self._found} has no folder train, whose folders name the classes; add it.")
+            raise ValueError(f"{self._path} has no folder train, whose folders name the classes; add it.")
         names = list(dict.fromkeys(x.split("/", 1)[0] for x in self._names(train)[0]))
         if self.classes is not None and len(names) > self.classes:
             raise ValueError(
                 f"{train} has {len(names)} classes, got classes={self.classes}; give classes={len(names)}."
             )
         if len(names) != self.classes:
-            self._say(f"{train} has {len(names)} classes, the model {self.classes}")
+            self._remark(f"{train} has {len(names)} classes, the model {self.classes}")
         return names
 
     def _names(self, folder: Path) -> tuple[list[str], list[str]]:
@@ -322,36 +316,36 @@ class Pictures:
             return self._walked[folder]
         images: list[tuple[str, ...]] = []
         others: list[str] = []
-        for where, files in walk(folder, self._found):
+        for where, files in walk(folder, self._path):
             parts = where.relative_to(folder).parts
             for file in files:
                 if file.lower().endswith(ENDINGS) and (parts or self.classes is None):
                     images.append((*parts, file))
                 else:
                     others.append("/".join((*parts, file)))
-        check_inside(self._found, (folder.joinpath(*x) for x in images))
+        check_inside(self._path, (folder.joinpath(*x) for x in images))
         self._walked[folder] = ["/".join(x) for x in sorted(images)], sorted(others)
         return self._walked[folder]
 
-    def _of_hub(self, found: Any) -> Read:
+    def _of_hub(self, dataset: Any) -> Read:
         from datasets import Image
 
-        image = next((x for x in _IMAGE if x in found.column_names), None)
-        label = next((x for x in _LABEL if x in found.column_names), None)
+        image = next((x for x in _IMAGE if x in dataset.column_names), None)
+        label = next((x for x in _LABEL if x in dataset.column_names), None)
         wanted = {"image": image} if self.classes is None else {"image": image, "label": label}
         lacking = [x for x, column in wanted.items() if column is None]
         if lacking or image is None:
-            raise wrong_columns(self.place, lacking, found.column_names, " and ".join(wanted))
-        if not isinstance(found.features[image], Image):
-            raise ValueError(f"column {image} of {self.place} must hold images, got {found.features[image]}.")
+            raise wrong_columns(self.location, lacking, dataset.column_names, " and ".join(wanted))
+        if not isinstance(dataset.features[image], Image):
+            raise ValueError(f"column {image} of {self.location} must hold images, got {dataset.features[image]}.")
         labels = None
         if self.classes is not None:
-            values = list(found[label])
+            values = list(dataset[label])
             if not all(isinstance(x, int) for x in values):
                 odd = next(x for x in values if not isinstance(x, int))
-                raise ValueError(f"column {label} of {self.place} must hold integers, got {odd!r}.")
+                raise ValueError(f"column {label} of {self.location} must hold integers, got {odd!r}.")
             labels = np.array(values, np.int64)
-        rows = Rows(f"{self.place}, {found.split}", found.cast_column(image, Image(decode=False)), image)
+        rows = Rows(f"{self.location}, {dataset.split}", dataset.cast_column(image, Image(decode=False)), image)
         return self._checked(rows.where, labels, pixels=None, encoded=rows)
 
 

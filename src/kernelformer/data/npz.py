@@ -1,4 +1,4 @@
-"""Arrays of npz files, looked at before they are read, and mapped where they are large; nothing in a file is run."""
+"""Arrays of npz files, checked before they are read, and mapped where they are large; nothing in a file is run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kernelformer.data.image_cache import Uint8, mapped, writing
+from kernelformer.data.array_cache import writing
+from kernelformer.data.image_cache import Uint8, mapped
 from kernelformer.data.local_files import check_regular
 from kernelformer.data.readers import unreadable
 from kernelformer.files import replacing
@@ -24,7 +25,7 @@ MEMORY = 1 << 30  # bytes of an array that are held in memory
 
 
 class Head(NamedTuple):
-    """What an array is."""
+    """Shape and type of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -42,8 +43,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def heads(path: Path) -> dict[str, Head]:
-    """All arrays of a file by name, without their values."""
-    found = {}
+    """Shapes and types of all arrays of a file by name, without their values."""
+    arrays: dict[str, Head] = {}
     try:
         check_regular(path)
     except OSError as problem:
@@ -57,21 +58,21 @@ def heads(path: Path) -> dict[str, Head]:
                     shape, _, dtype = read(stream)
                     size = stream.tell() + math.prod(shape) * dtype.itemsize
                 name = info.filename.removesuffix(".npy")
-                found[name] = Head(shape, dtype)
+                arrays[name] = Head(shape, dtype)
                 # Before memory is asked for; objects, which are never read, have no size of their own.
                 if size != info.file_size and not dtype.hasobject:
-                    raise ValueError(f"{name} says {found[name]}, {size:,} bytes, but has {info.file_size:,}")
-    for name, head in found.items():
+                    raise ValueError(f"{name} says {arrays[name]}, {size:,} bytes, but has {info.file_size:,}")
+    for name, head in arrays.items():
         size = math.prod(head.shape) * head.dtype.itemsize
         check_limit("max_unpacked_bytes", size, f"{name} of {path} unpacks to {size:,} bytes")
-    return found
+    return arrays
 
 
 def array(path: Path, name: str) -> NDArray[Any]:
-    """One array, in memory."""
+    """Read one array into memory."""
     with _reading(path), np.load(path, allow_pickle=False) as file:
-        found: NDArray[Any] = file[name]
-    return found
+        values: NDArray[Any] = file[name]
+    return values
 
 
 def _blocks(path: Path, name: str) -> Iterator[bytes]:
@@ -91,22 +92,22 @@ def pixels(path: Path, name: str, head: Head, cache: Path) -> Uint8:
     """An array of uint8: in memory up to `MEMORY` bytes, beyond that unpacked into the cache, once, and mapped."""
     if np.prod(head.shape, dtype=np.float64) <= MEMORY:
         return array(path, name)
-    found = path.stat()
-    key = f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {name}"
-    place = cache / f"images-{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:24]}.npy"
-    if not place.exists():
+    stat = path.stat()
+    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {name}"
+    unpacked = cache / f"images-{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:24]}.npy"
+    if not unpacked.exists():
         size, free = math.prod(head.shape), _free(cache)
         if size > free:
             raise ValueError(
                 f"{name} of {path} unpacks to {size:,} bytes, and {cache} has room for {free:,}; make room, or give "
                 f"another folder as cache, or set XDG_CACHE_HOME."
             )
-        with writing(place), replacing(place) as part, part.open("wb") as out:
+        with writing(unpacked), replacing(unpacked) as part, part.open("wb") as out:
             for block in _blocks(path, name):
                 out.write(block)
     try:
-        return mapped(place, head.shape)
+        return mapped(unpacked, head.shape)
     except (OSError, ValueError) as problem:
         raise ValueError(
-            f"the cache file {place} cannot be used ({problem}); delete it, and it will be made again."
+            f"the cache file {unpacked} cannot be used ({problem}); delete it, and it will be made again."
         ) from None

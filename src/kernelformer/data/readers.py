@@ -25,8 +25,8 @@ def brief(value: object) -> str:
     return said if len(said) <= 60 else f"{said[:50]}... ({len(said):,} characters)"
 
 
-def said_names(columns: Iterable[object]) -> str:
-    """Names of columns for a message; those of a table without a head line are whole texts."""
+def short_names(columns: Iterable[object]) -> str:
+    """Names of columns for a message, long ones shortened; those of a table without a head line are whole texts."""
     return ", ".join(x if len(x) <= 40 else f"{x[:30]}..." for x in map(str, columns)) or "none"
 
 
@@ -65,7 +65,7 @@ def unreadable(path: Path, problem: OSError) -> NoReturn:
 
 
 def read_lines(path: Path, separator: str = "") -> Iterator[tuple[str, str | UnicodeDecodeError]]:
-    """Lines of a text file with their places, ``line 1`` and so on; blank ones are left out.
+    """Lines of a text file with their positions, ``line 1`` and so on; blank ones are left out.
 
     A line that is not UTF-8 comes as the error that says so; `not_utf8` words it.
 
@@ -92,7 +92,7 @@ def not_utf8(problem: UnicodeDecodeError) -> str:
 
 
 def read_file_rows(path: Path) -> Iterator[tuple[str, Row | str]]:
-    """Rows of a ``.jsonl``, ``.csv`` or ``.tsv`` file with their places; a bad one comes as the reason why it is."""
+    """Rows of a ``.jsonl``, ``.csv`` or ``.tsv`` file with their positions; a bad one comes as the reason why it is."""
     if path.suffix not in EXTENSIONS:
         raise ValueError(f"{path} must end in {', '.join(EXTENSIONS)}, got {path.suffix or 'nothing'!r}.")
     if path.suffix == ".jsonl":
@@ -101,39 +101,39 @@ def read_file_rows(path: Path) -> Iterator[tuple[str, Row | str]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Row | str]]:
-    for place, line in read_lines(path):
+    for position, line in read_lines(path):
         if not isinstance(line, str):
-            yield place, not_utf8(line)
+            yield position, not_utf8(line)
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as problem:
             reason = "too deep" if isinstance(problem, RecursionError) else getattr(problem, "msg", problem)
-            yield place, f"not JSON ({reason})"
+            yield position, f"not JSON ({reason})"
             continue
-        yield place, row if isinstance(row, dict) else f"not an object but {type(row).__name__}"
+        yield position, row if isinstance(row, dict) else f"not an object but {type(row).__name__}"
 
 
 def _table_rows(path: Path, lines: Iterator[tuple[str, list[str] | str]]) -> Iterator[tuple[str, Row | str]]:
     head: list[str] | None = None
-    for place, values in lines:
+    for position, values in lines:
         if head is None:
             if isinstance(values, str) or len(set(values)) < len(values):
-                reason = values if isinstance(values, str) else f"two columns have one name: {said_names(values)}"
-                raise ValueError(f"{path}, {place}: {reason}; the first line must name the columns.")
+                reason = values if isinstance(values, str) else f"two columns have one name: {short_names(values)}"
+                raise ValueError(f"{path}, {position}: {reason}; the first line must name the columns.")
             head = values
         elif isinstance(values, str):
-            yield place, values
+            yield position, values
         elif len(values) != len(head):
-            yield place, f"it has {len(values)} values, the head line has {len(head)}{separator_hint(head)}"
+            yield position, f"it has {len(values)} values, the head line has {len(head)}{separator_hint(head)}"
         else:
-            yield place, dict(zip(head, values, strict=True))
+            yield position, dict(zip(head, values, strict=True))
 
 
 def _tsv_values(path: Path) -> Iterator[tuple[str, list[str] | str]]:
     """Values between tabs; quotes are as any other character, so a row is a line."""
-    for place, line in read_lines(path, separator="\t"):
-        yield place, line.split("\t") if isinstance(line, str) else not_utf8(line)
+    for position, line in read_lines(path, separator="\t"):
+        yield position, line.split("\t") if isinstance(line, str) else not_utf8(line)
 
 
 def _csv_values(path: Path) -> Iterator[tuple[str, list[str] | str]]:
@@ -144,7 +144,7 @@ def _csv_values(path: Path) -> Iterator[tuple[str, list[str] | str]]:
             reader = csv.reader(lines, strict=True)
             while True:
                 first = reader.line_num + 1
-                place = f"line {first}"
+                position = f"line {first}"
                 try:
                     values = next(reader)
                     "".join(values).encode()
@@ -156,13 +156,13 @@ def _csv_values(path: Path) -> Iterator[tuple[str, list[str] | str]]:
                             f"{path}, line {_opened(path, first)}: the quote that opens here is never closed, so that "
                             f"no row after it can be told; close it, or quote the whole value, its own quotes twice."
                         ) from None
-                    yield place, f"not a row of a table ({problem})"
+                    yield position, f"not a row of a table ({problem})"
                     continue
                 except UnicodeEncodeError:
-                    yield place, "not UTF-8"
+                    yield position, "not UTF-8"
                     continue
                 if values:
-                    yield place, values
+                    yield position, values
     except OSError as problem:
         unreadable(path, problem)
 
@@ -182,13 +182,15 @@ def column_bytes(path: Path, column: str) -> bytes:
         column: with a text in every row.
     """
     texts = []
-    for place, row in read_file_rows(path):
+    for position, row in read_file_rows(path):
         if isinstance(row, str):
-            raise ValueError(f"{path}, {place}: {row}.")
+            raise ValueError(f"{path}, {position}: {row}.")
         if not isinstance(row.get(column), str):
             value = f"has {brief(row[column])}" if column in row else "is not there"
-            found = f"{said_names(row)}{separator_hint(row)}"
-            raise ValueError(f"{path}, {place}: column {column!r} must be a text and {value}, found columns {found}.")
+            there = f"{short_names(row)}{separator_hint(row)}"
+            raise ValueError(
+                f"{path}, {position}: column {column!r} must be a text and {value}, found columns {there}."
+            )
         texts.append(row[column] + "\n")
     return "".join(texts).encode()
 
@@ -202,7 +204,7 @@ def read_texts(path: Path, field: str = "text") -> Iterator[str]:
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give a .jsonl file with {field!r} in each line, or a .txt file.")
-    for place, row in _json_rows(path) if path.suffix == ".jsonl" else read_lines(path):
+    for position, row in _json_rows(path) if path.suffix == ".jsonl" else read_lines(path):
         if isinstance(row, UnicodeDecodeError):
             row = not_utf8(row)
         elif isinstance(row, str) and path.suffix != ".jsonl":
@@ -212,4 +214,4 @@ def read_texts(path: Path, field: str = "text") -> Iterator[str]:
             yield row[field]
             continue
         reason = row if isinstance(row, str) else f"no text in field {field!r}, found {sorted(row)}"
-        raise ValueError(f"{path}, {place}: {reason}.")
+        raise ValueError(f"{path}, {position}: {reason}.")

@@ -1,4 +1,4 @@
-"""Sentences and their translations: where pairs are read from, and as arrays of tokens."""
+"""Sentences and their translations: pairs read from files, and pairs as arrays of tokens."""
 
 from __future__ import annotations
 
@@ -13,40 +13,31 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from kernelformer.data.batching import check_indices
+from kernelformer.data.batching import Sample, check_indices
 from kernelformer.data.local_files import check_inside
-from kernelformer.data.sources import (
-    ALIASES,
-    EXTENSIONS,
-    Row,
-    Rows,
-    Source,
-    hash_files,
-    not_utf8,
-    read_bytes,
-    read_file_rows,
-    text_value,
-)
-from kernelformer.tasks.base import Sample
+from kernelformer.data.readers import EXTENSIONS, Row, hash_files, not_utf8, read_bytes, read_file_rows
+from kernelformer.data.sources import Rows, Source
+from kernelformer.data.splits import ALIASES
+from kernelformer.data.values import text_value
 
 NESTED = "translation"  # the column of the hub's data sets that holds a text for each language
 STEMS = frozenset(chain(*ALIASES.values()))
 
 
 def sentence(value: object) -> str:
-    """A text that is not empty, without blanks around it."""
+    """Check for a text that is not empty; gives it without blanks around it."""
     return text_value(value).strip()
 
 
 class Parallel(Source):
-    """Pairs of texts: all that a `Source` reads, and more.
+    """Pairs of texts from all locations that a `Source` reads, and from more.
 
     - In a folder, two plain files for a split, such as ``train.en`` and ``train.de``: line i of one is the translation
       of line i of the other. A line that is blank in both is skipped.
     - In files and data sets, a column ``translation`` with ``{"en": ..., "de": ...}``, as the hub has it.
 
     Args:
-        data: the place.
+        data: the location.
         source: name of the column, or ending of the files, of what is translated.
         target: the same for what it is translated to.
         options: of a `Source`.
@@ -62,16 +53,18 @@ class Parallel(Source):
         return self._plain() or super().files()
 
     def fingerprint(self) -> str:
-        """As of any source; of plain files both sides count."""
-        plain = self._plain() if isinstance(self.place, Path) and self.place.is_dir() else []
-        return hash_files([side for x in plain for side in (x, self._mate(x))]) if plain else super().fingerprint()
+        """The fingerprint of a source; of plain files both sides count."""
+        plain = self._plain() if isinstance(self.location, Path) and self.location.is_dir() else []
+        return (
+            hash_files([side for x in plain for side in (x, self._target_file(x))]) if plain else super().fingerprint()
+        )
 
-    def _mate(self, path: Path) -> Path:
+    def _target_file(self, path: Path) -> Path:
         return path.with_suffix(f".{self.target}")
 
     def _plain(self) -> list[Path]:
         """The source's side of all splits in plain files."""
-        there = [x for x in self.found.iterdir() if x.stem in STEMS]
+        there = [x for x in self.path.iterdir() if x.stem in STEMS]
         sides = [{x.stem for x in there if x.suffix == f".{side}"} for side in (self.source, self.target)]
         if not any(sides):
             return []
@@ -79,41 +72,41 @@ class Parallel(Source):
         if tables:
             stem = min(sides[0] | sides[1])
             raise ValueError(
-                f"the folder {self.found} has plain files, such as {stem}.{self.source}, and {', '.join(tables)}; "
+                f"the folder {self.path} has plain files, such as {stem}.{self.source}, and {', '.join(tables)}; "
                 f"keep one kind."
             )
         alone = sorted(sides[0] ^ sides[1])
         if alone:
             has, lacks = (self.source, self.target) if alone[0] in sides[0] else (self.target, self.source)
             raise ValueError(
-                f"the folder {self.found} has {alone[0]}.{has} but no {alone[0]}.{lacks}; the texts of a split are in "
+                f"the folder {self.path} has {alone[0]}.{has} but no {alone[0]}.{lacks}; the texts of a split are in "
                 f"two files, one for each language."
             )
-        plain = [self.found / f"{stem}.{self.source}" for stem in sorted(sides[0])]
-        check_inside(self.found, [side for x in plain for side in (x, self._mate(x))])
+        plain = [self.path / f"{stem}.{self.source}" for stem in sorted(sides[0])]
+        check_inside(self.path, [side for x in plain for side in (x, self._target_file(x))])
         return plain
 
     def _of_file(self, path: Path) -> Rows:
         if path.suffix not in EXTENSIONS and path.stem in STEMS and path.suffix == f".{self.source}":
-            return self._good(self._aligned(path), f"{path} and {self._mate(path).name}")
-        rows = ((place, row if isinstance(row, str) else self._flat(row)) for place, row in read_file_rows(path))
+            return self._good(self._aligned(path), f"{path} and {self._target_file(path).name}")
+        rows = ((position, row if isinstance(row, str) else self._flat(row)) for position, row in read_file_rows(path))
         return self._good(rows, path)
 
-    def _of_hub(self, found: Any) -> Rows:
-        if NESTED in found.column_names and not all(x in found.column_names for x in self.fields):
-            return self._good(((f"row {i}", self._flat(row)) for i, row in enumerate(found)), self.place)
-        return super()._of_hub(found)
+    def _of_hub(self, dataset: Any) -> Rows:
+        if NESTED in dataset.column_names and not all(x in dataset.column_names for x in self.fields):
+            return self._good(((f"row {i}", self._flat(row)) for i, row in enumerate(dataset)), self.location)
+        return super()._of_hub(dataset)
 
     def _flat(self, row: Row) -> Row:
         inner = row.get(NESTED)
         return inner if isinstance(inner, dict) and self.source not in row else row
 
     def _aligned(self, path: Path) -> Iterator[tuple[str, Row | str]]:
-        sides = [_lines(side) for side in (path, self._mate(path))]
+        sides = [_lines(side) for side in (path, self._target_file(path))]
         if len(sides[0]) != len(sides[1]):
             raise ValueError(
-                f"{path} has {len(sides[0]):,} lines and {self._mate(path)} has {len(sides[1]):,}; line i of one must "
-                f"be the translation of line i of the other."
+                f"{path} has {len(sides[0]):,} lines and {self._target_file(path)} has {len(sides[1]):,}; line i of "
+                f"one must be the translation of line i of the other."
             )
         for number, pair in enumerate(zip(*sides, strict=True), 1):
             try:
@@ -144,7 +137,7 @@ class Tokens(NamedTuple):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """(N) tokens of each."""
+        """(N) numbers of tokens."""
         return np.diff(self.offsets)
 
     def text(self, i: int) -> torch.Tensor:
@@ -152,15 +145,15 @@ class Tokens(NamedTuple):
         return torch.from_numpy(self.flat[self.offsets[i] : self.offsets[i + 1]].astype(np.int64))
 
     def ended(self, eos: int) -> Tokens:
-        """The same with a token at the end of each."""
+        """The same texts with a token at the end of each."""
         flat = np.insert(self.flat, self.offsets[1:], np.int32(eos))
         return Tokens(flat, self.offsets + np.arange(len(self.offsets)))
 
     def cut(self, length: int) -> Tokens:
-        """The first so many of each."""
-        place = np.arange(len(self.flat)) - np.repeat(self.offsets[:-1], self.lengths)
+        """The first so many tokens of each text."""
+        position = np.arange(len(self.flat)) - np.repeat(self.offsets[:-1], self.lengths)
         kept = np.minimum(self.lengths, length)
-        return Tokens(self.flat[place < length], np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)]))
+        return Tokens(self.flat[position < length], np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)]))
 
 
 class Pairs(Dataset[Sample]):

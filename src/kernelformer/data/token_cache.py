@@ -1,8 +1,7 @@
-"""Tokens of many texts, kept in files: to make them takes as long as some trainings."""
+"""Tokens of many texts, kept in files: making them takes as long as some trainings."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernelformer.tasks.base import load_arrays, save_arrays
+from kernelformer.data.array_cache import Arrays, cache_file, cached_arrays
 
 Int64 = NDArray[np.int64]
 Tokens = tuple[NDArray[Any], Int64]  # (T) uint16 or int32 of all texts, and (N + 1) offsets
 
 
-def kept_tokens(make: Callable[[], Tokens], *, size: int, cache: Path, record: str) -> Tokens:
+def cached_tokens(make: Callable[[], Tokens], *, size: int, cache: Path, record: str) -> Tokens:
     """Tokens from the cache, or made now and put there.
 
     Args:
@@ -25,17 +24,17 @@ def kept_tokens(make: Callable[[], Tokens], *, size: int, cache: Path, record: s
         cache: folder.
         record: all that they depend on.
     """
-    path = cache / f"tokens-{hashlib.sha256(record.encode()).hexdigest()[:16]}.npz"
-    if path.exists():
-        return load_arrays(path, record, lambda found: _checked(found["tokens"], found["offsets"], size))
-    tokens, offsets = make()
-    tokens = tokens.astype(np.uint16 if size <= 1 << 16 else np.int32)
-    save_arrays(path, record, {"tokens": tokens, "offsets": offsets})
-    return tokens, offsets
+
+    def arrays() -> Arrays:
+        tokens, offsets = make()
+        return {"tokens": tokens.astype(np.uint16 if size <= 1 << 16 else np.int32), "offsets": offsets}
+
+    path = cache_file(cache, "tokens", record)
+    return cached_arrays(path, record, make=arrays, read=lambda x: _checked(x["tokens"], x["offsets"], size))
 
 
 def _checked(tokens: NDArray[Any], offsets: Int64, size: int) -> Tokens:
-    """What a file holds, if it can be tokens of such a vocabulary."""
+    """Tokens and offsets, if they can be those of such a vocabulary."""
     if tokens.dtype not in (np.uint16, np.int32) or tokens.ndim != 1 or offsets.dtype != np.int64 or offsets.ndim != 1:
         raise ValueError(f"its arrays are {tokens.dtype} {tokens.shape} and {offsets.dtype} {offsets.shape}")
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():

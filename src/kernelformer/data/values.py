@@ -15,7 +15,7 @@ Check = Callable[[object], Any]  # a value of a row, as it is to be used; ValueE
 
 
 def text_value(value: object) -> str:
-    """A text that is not empty and can be written as UTF-8."""
+    """Check for a text that is not empty and can be written as UTF-8."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"must be a text that is not empty, got {brief(value)}")
     try:
@@ -25,6 +25,11 @@ def text_value(value: object) -> str:
             f"is not UTF-8: {value[problem.start]!r} at character {problem.start} is half of one"
         ) from None
     return value
+
+
+def optional_text(value: object) -> str:
+    """Check for a text; one of blanks alone becomes empty."""
+    return "" if isinstance(value, str) and not value.strip() else text_value(value)
 
 
 def label_names(labels: int | Sequence[str], at_least: int = 1) -> tuple[int, list[str]]:
@@ -38,7 +43,7 @@ def label_names(labels: int | Sequence[str], at_least: int = 1) -> tuple[int, li
 
 
 def label_value(labels: int | Sequence[str]) -> Check:
-    """A check for labels: one of these names, or an integer from 0 to their number - 1; gives the integer.
+    """Make a check for labels: one of these names, or an integer from 0 to their number - 1; gives the integer.
 
     A number may also be a text, as all values of tables are, or a float without a fraction. Where a name looks like a
     number, all labels are names: with ``["1", "2"]`` the label 1 is the first, 2 the second, and 0 is wrong.
@@ -49,21 +54,21 @@ def label_value(labels: int | Sequence[str]) -> Check:
     wanted = " or ".join(([f"one of {', '.join(names)}"] if names else []) + ([] if numerals else [numbers]))
 
     def check(value: object) -> int:
-        found = float(value) if isinstance(value, str) and _NUMERAL.fullmatch(value) else value
-        if isinstance(found, float) and found.is_integer():
-            found = int(found)
-        for name in (value, found):
+        label = float(value) if isinstance(value, str) and _NUMERAL.fullmatch(value) else value
+        if isinstance(label, float) and label.is_integer():
+            label = int(label)
+        for name in (value, label):
             if isinstance(name, str | int) and str(name) in names:
                 return names.index(str(name))
-        if numerals or isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < count:
+        if numerals or isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < count:
             raise ValueError(f"must be {wanted}, got {brief(value)}")
-        return found
+        return label
 
     return check
 
 
 def number_value(value: object) -> float:
-    """A finite number, also as text."""
+    """Check for a finite number, also as text."""
     try:
         return number("it", float(value) if isinstance(value, str) else value)
     except ValueError:

@@ -33,9 +33,9 @@ def _declared(name: str, task: str | None) -> Any:
     if not dot:
         return typing.get_type_hints(Run).get(name)
     if head == "task" and task is not None:
-        from kernelformer.tasks import TASKS
+        from kernelformer.tasks.catalogue import option_types
 
-        return typing.get_type_hints(TASKS[task].__init__).get(rest)
+        return option_types(task).get(rest)
     if head == "model":
         import inspect
 

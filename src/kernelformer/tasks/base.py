@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kernelformer.files import replacing
-
-SPLITS = ("train", "validation", "test")
-Sample = dict[str, Any]
-Data = TypeVar("Data")
+from kernelformer.data.batching import Sample
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What evaluation has seen of a split.
+    """Results of the evaluation of a model on a split.
 
     Args:
         loss: mean over all labels, in nats; of a regression the mean squared error.
@@ -45,8 +38,9 @@ class Task(ABC):
     """A data set with its splits, its batches and its metric.
 
     A constructor takes keyword options with plain values. It checks them, but reads or makes no data: that is done by
-    `split`. Sample i of a split depends on the options and on what `fingerprint` tells apart, so every method sees the
-    same samples in the same order.
+    `split`. The tasks of the library are dataclasses, whose fields are the options; those that tasks share are
+    inherited from `tasks.options`. Sample i of a split depends on the options and on what `fingerprint` tells apart, so
+    every method sees the same samples in the same order.
     """
 
     name: ClassVar[str]
@@ -88,8 +82,8 @@ class Task(ABC):
         """A batch: input_ids (B, L) int64, labels, and where it is padded attention_mask (B, L), 1 = real."""
 
     @abstractmethod
-    def score(self, found: Outcome) -> dict[str, float]:
-        """The metric by its name, and whatever else says something; without it where `judge` gives the metric."""
+    def score(self, outcome: Outcome) -> dict[str, float]:
+        """The metric by its name, and other scores; without the metric where `judge` gives it."""
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
         """Scores, by name, of what needs no model, such as guessing by frequency."""
@@ -102,45 +96,12 @@ class Task(ABC):
         """Take over what `save_extra` wrote, so that a saved model is never read with another vocabulary."""
 
 
-def cache_folder() -> Path:
-    """Where made data is kept: kernelformer in XDG_CACHE_HOME, or else in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kernelformer"
+class Classification(Task):
+    """A task with one class per sample, scored by the share of right answers."""
 
+    metric = "accuracy"
+    higher_is_better = True
 
-def save_arrays(path: Path, record: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write all or nothing: a killed process leaves no half file at this path, and two at once do no harm.
-
-    Args:
-        path: ``.npz``; its folder is made.
-        record: what the arrays depend on, to be compared when they are loaded.
-        arrays: by name.
-    """
-    everything: dict[str, Any] = {**arrays, "record": np.array(record)}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as part, part.open("wb") as out:
-            np.savez(out, **everything)
-    except OSError as problem:
-        raise ValueError(
-            f"{path} cannot be written: {problem.strerror}; give another folder as cache, or set XDG_CACHE_HOME."
-        ) from None
-
-
-def load_arrays(path: Path, record: str, make: Callable[[dict[str, NDArray[Any]]], Data]) -> Data:
-    """What ``make`` makes of saved arrays; nothing in the file is run.
-
-    Args:
-        path: as saved.
-        record: as saved.
-        make: data from arrays by name; it raises when they are not what they should be.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-        if str(arrays.pop("record")) != record:
-            raise ValueError("it was made with other options")
-        return make(arrays)
-    except Exception as problem:  # a damaged archive raises all kinds
-        raise ValueError(
-            f"the cache file {path} cannot be used ({problem}); delete it, and it will be made again."
-        ) from problem
+    def score(self, outcome: Outcome) -> dict[str, float]:
+        """Share of right answers."""
+        return {self.metric: outcome.right}

@@ -1,8 +1,10 @@
-"""Tasks by name."""
+"""All tasks by name, and their options."""
 
 from __future__ import annotations
 
 import inspect
+import typing
+from dataclasses import is_dataclass
 from typing import Any
 
 from kernelformer.errors import choice, unknown
@@ -50,12 +52,20 @@ def task_options(name: str) -> list[str]:
     return sorted(inspect.signature(make).parameters)
 
 
+def option_types(name: str) -> dict[str, Any]:
+    """The declared types of a task's options, by name."""
+    make = TASKS[choice("task", name, TASKS)]
+    # Inherited fields of a dataclass are declared in other modules, whose names its constructor does not know.
+    types = typing.get_type_hints(make if is_dataclass(make) else make.__init__)
+    return {option: types[option] for option in task_options(name) if option in types}
+
+
 def make_task(name: str, **options: Any) -> Task:
     """Make a task by its name.
 
     Args:
         name: of `TASKS`.
-        options: by task; `task_options` lists them, and the task's class explains them.
+        options: by task; `task_options` lists them, the task's class and `tasks.options` explain them.
 
     Raises:
         ValueError: unknown task or option, with the known ones.

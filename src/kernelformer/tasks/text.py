@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kernelformer.data.sources import Rows, Source, label_value
-from kernelformer.tasks.bytestrings import ByteTask, byte_value
+from kernelformer.data.byte_texts import byte_value
+from kernelformer.data.sources import Rows
+from kernelformer.data.values import Check, label_value
+from kernelformer.tasks.byte_task import ByteTask
 
 
+@dataclass(kw_only=True, eq=False)
 class Text(ByteTask):
     """Tell the class of a text from its bytes; with the reviews of IMDb this is Long Range Arena's Text.
 
@@ -19,63 +22,22 @@ class Text(ByteTask):
     - one such file, divided by the shares;
     - ``hub:NAME``, a data set of the Hugging Face hub, such as ``hub:stanfordnlp/imdb``.
 
-    Tokens: 0 is padding, byte b of the UTF-8 text is b + 1.
-
     Departure: batches are padded to their longest text, not to ``length``, unless pad_to says so. Samples keep their
     order, so 32 reviews of IMDb still make a batch of 3,800 positions, of which a third are real; with ``length=1024``
     83% are, and 47% of the reviews are cut.
 
-    Args:
-        data: the place; None is enough to build a model.
-        text: name of the column with texts.
-        label: name of the column with labels.
-        labels: how many there are, numbered from 0, or a list of their names.
-        length: bytes of a text; longer ones are cut at the end, and `remarks` says how many.
-        pad_to: length of every batch; None: the longest text's, rounded up to a multiple of 64, at most length.
-        train_samples: at most so many texts, spread evenly over the split; None: all.
-        validation_samples: the same for the validation.
-        test_samples: the same for the test.
-        validation_share: of the training rows where there is no validation split.
-        test_share: of the rows of a single file.
-        skip_bad: leave bad rows out, and say how many, instead of raising at the first.
-        seed: of the division by shares.
+    Options: see `ByteTask`.
     """
 
     name = "text"
     about = "class of a text from its bytes, as Long Range Arena's Text (IMDb); needs data"
     model = "classifier"
 
-    def __init__(
-        self,
-        *,
-        data: str | os.PathLike[str] | None = None,
-        text: str = "text",
-        label: str = "label",
-        labels: int | Sequence[str] = 2,
-        length: int = 4000,
-        pad_to: int | None = None,
-        train_samples: int | None = None,
-        validation_samples: int | None = None,
-        test_samples: int | None = None,
-        validation_share: float = 0.1,
-        test_share: float = 0.1,
-        skip_bad: bool = False,
-        seed: int = 0,
-    ) -> None:
-        if text == label:
-            raise ValueError(f"text and label must be two columns, got {text!r} for both.")
-        source = Source(
-            data,
-            {text: byte_value, label: label_value(labels)},
-            layout=f"{text!r} and {label!r}",
-            skip_bad=skip_bad,
-            validation_share=validation_share,
-            test_share=test_share,
-            seed=seed,
-        )
-        limits = {"train": train_samples, "validation": validation_samples, "test": test_samples}
-        super().__init__(source, labels=labels, length=length, pad_to=pad_to, limits=limits)
-        self.text, self.label = text, label
+    def columns(self) -> dict[str, Check]:
+        """A text and a label."""
+        if self.text == self.label:
+            raise ValueError(f"text and label must be two columns, got {self.text!r} for both.")
+        return {self.text: byte_value, self.label: label_value(self.labels)}
 
     def arrange(self, rows: Rows) -> tuple[list[list[bytes]], Sequence[int]]:
         """One text and its label a row."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import os
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kernelformer.data.batching import check_limits, padded, spread_evenly
+from kernelformer.data.batching import IGNORED, Sample, padded, spread_evenly
 from kernelformer.data.sentence_pairs import Pairs, Parallel, Tokens
-from kernelformer.data.sources import Rows, hash_files
-from kernelformer.data.tokenization import (
-    TOKENIZER,
-    Special,
-    Vocabulary,
-    load_tokenizer,
-    special,
-    tokenizer_file,
-    vocabulary,
-    vocabulary_size,
-)
+from kernelformer.data.sources import Rows
+from kernelformer.data.splits import SPLITS
+from kernelformer.data.tokenization import TOKENIZER, Special, Vocabulary, load_tokenizer
 from kernelformer.errors import choice, integer, number, positive_int
-from kernelformer.tasks.base import SPLITS, Outcome, Sample, Task, cache_folder
+from kernelformer.tasks.base import Outcome
+from kernelformer.tasks.corpus import perplexity
+from kernelformer.tasks.options import RowOptions
+from kernelformer.tasks.vocabulary_task import VocabularyTask
 
-VOCABULARY = 10_000
 _ROUND = 8  # batches have a multiple of this length, so that there are few different shapes
-_IGNORED = -100
 
 
-class Guide:
-    """What `generate` may write: no special tokens, and after so many tokens, a number for each sentence, the end.
+class AllowedTokens:
+    """Logits processor for `generate`: no special tokens, and after so many tokens, for each sentence, the end.
 
     The ends are each sentence's own, so that what else is in the batch changes no translation.
 
@@ -63,105 +55,72 @@ class Guide:
         return scores
 
 
-class Translation(Task):
+@dataclass(kw_only=True, eq=False)
+class Translation(VocabularyTask, RowOptions):
     """Translate sentences; scored by BLEU (sacrebleu, plain text) of what beam search writes.
 
     Data: a folder with ``train``, ``validation`` and ``test``, each ``.jsonl``, ``.csv`` or ``.tsv`` with two columns,
     or each two plain files such as ``train.en`` and ``train.de``, line by line; one such table, divided by shares; or
     ``hub:NAME:CONFIGURATION``. A column ``translation`` with ``{"en": ..., "de": ...}`` counts as two.
 
-    Both languages share one vocabulary, which is trained on the training split (kernelized-rpe Sec. 4.3: byte pair
+    Both languages share one vocabulary, which is trained on the training split (NPRF with RPE, Sec. 4.3: byte pair
     encoding, 10,000 tokens). A sample is the source's tokens and <eos>, with the target's tokens and <eos> for labels;
     the decoder starts with <bos>. Training pairs of more than ``length`` tokens on either side are left out. Others
     are never left out: the source is cut, and so are the labels, but BLEU compares with the whole reference.
 
     Each evaluation gives perplexity and accuracy, of tokens after the right ones. BLEU and chrF are made by `judge`, at
-    the end: a search with 5 beams and a length penalty of 1.2 (kernelized-rpe App. A.3: score / length^1.2), that ends
+    the end: a search with 5 beams and a length penalty of 1.2 (NPRF with RPE, App. A.3: score / length^1.2), that ends
     when as many translations as beams are finished, or else at 2 n + 10 tokens for a source of n.
 
     Departures: the paper's BLEU is of tokenized text; here texts are compared as they are, which gives other numbers.
 
     Args:
-        data: the place; a sample has the columns ``source`` and ``target``.
         source: column, or ending of plain files, of what is translated.
         target: the same for what it is translated to.
         length: tokens of a source, and of a target, with <eos>.
         vocab_size: at most so many tokens; None: 10,000, or what ``tokenizer`` has.
-        kind: of the vocabulary: "bpe", "wordpiece" or "bytes".
-        tokenizer: a ``tokenizer.json`` to be used instead, or a folder with one.
         lowercase: capital letters become small, and BLEU does not see them.
         beams: of the search; 1 takes the likeliest token each time.
         length_penalty: above 0; larger ones prefer longer translations.
         bleu_samples: translate at most so many, spread evenly over the split; None: all.
-        train_samples: at most so many pairs, spread evenly over the split; None: all. The vocabulary is theirs too.
-        validation_samples: the same for the validation.
-        test_samples: the same for the test.
-        skip_bad: leave bad rows out, and say how many, instead of raising at the first.
-        validation_share: of the training pairs where there is no validation split.
-        test_share: of the rows of one file.
-        seed: of the division.
-        cache: folder for the vocabulary once trained; None: kernelformer in XDG_CACHE_HOME, or else in ~/.cache.
+
+    Other options: see `VocabularyTask` and `tasks.options.RowOptions`; the vocabulary is that of ``train_samples``.
     """
+
+    source: str = "en"
+    target: str = "de"
+    length: int = 256
+    beams: int = 5
+    length_penalty: float = 1.2
+    bleu_samples: int | None = None
 
     name = "translation"
     about = "translate sentences of parallel text, given as --data; BLEU by beam search"
     model = "seq2seq"
     metric = "bleu"
     higher_is_better = True
+    trained_size = 10_000
 
-    def __init__(
-        self,
-        *,
-        data: str | os.PathLike[str] | None = None,
-        source: str = "en",
-        target: str = "de",
-        length: int = 256,
-        vocab_size: int | None = None,
-        kind: str = "bpe",
-        tokenizer: str | os.PathLike[str] | None = None,
-        lowercase: bool = False,
-        beams: int = 5,
-        length_penalty: float = 1.2,
-        bleu_samples: int | None = None,
-        train_samples: int | None = None,
-        validation_samples: int | None = None,
-        test_samples: int | None = None,
-        skip_bad: bool = False,
-        validation_share: float = 0.1,
-        test_share: float = 0.1,
-        seed: int = 0,
-        cache: str | os.PathLike[str] | None = None,
-    ) -> None:
-        for name, value in {"source": source, "target": target}.items():
+    def __post_init__(self) -> None:
+        for name, value in {"source": self.source, "target": self.target}.items():
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"{name} must be the name of a column, such as 'en', got {value!r}.")
-        if source == target:
-            raise ValueError(f"source and target must be different columns, got {source!r} for both.")
-        self.source, self.target = source, target
-        self.length = integer("length", length, at_least=2)  # a token and <eos>
-        place = None if tokenizer is None else os.fspath(tokenizer)
-        if vocab_size is None and place is None and kind != "bytes":
-            vocab_size = VOCABULARY
-        self.words: dict[str, Any] = {"tokenizer": place, "kind": kind, "lowercase": lowercase}
-        self.words["vocab_size"] = vocab_size
-        self.size = vocabulary_size(**self.words)
-        self.special = special(place)
-        self.beams, self.bleu_samples = positive_int("beams", beams), bleu_samples
-        self.length_penalty = number("length_penalty", length_penalty, above=0)
-        if bleu_samples is not None:
-            positive_int("bleu_samples", bleu_samples)
-        self.limits = check_limits({"train": train_samples, "validation": validation_samples, "test": test_samples})
-        shares = {"validation_share": validation_share, "test_share": test_share}
-        self.pairs = Parallel(data, source, target, skip_bad=skip_bad, seed=seed, **shares)
-        self.cache = cache_folder() if cache is None else Path(os.fspath(cache)).expanduser()
-        self._vocabulary: Vocabulary | None = None
+        if self.source == self.target:
+            raise ValueError(f"source and target must be different columns, got {self.source!r} for both.")
+        super().__post_init__()
+        integer("length", self.length, at_least=2)  # a token and <eos>
+        positive_int("beams", self.beams)
+        self.length_penalty = number("length_penalty", self.length_penalty, above=0)
+        if self.bleu_samples is not None:
+            positive_int("bleu_samples", self.bleu_samples)
+        self.pairs = Parallel(self.data, self.source, self.target, **self.reading)
         self._splits: dict[str, Pairs] = {}
         self._remarks: dict[str, str] = {}
 
     def settings(self) -> dict[str, Any]:
         """An encoder-decoder with one table of tokens, that starts with <bos> and ends with <eos>."""
         return {
-            "vocab_size": self.size,
+            "vocab_size": self.vocabulary_size,
             "max_position_embeddings": self.length,
             "pad_token_id": self.special.pad,
             "bos_token_id": self.special.bos,
@@ -171,37 +130,35 @@ class Translation(Task):
 
     def fingerprint(self) -> str:
         """Names and hash of all files, or what ``datasets`` calls the same rows; and of a user's vocabulary."""
-        place = self.words["tokenizer"]
-        return self.pairs.fingerprint() + ("" if place is None else f"; {hash_files([tokenizer_file(place)])}")
+        return self.with_tokenizer(self.pairs.fingerprint())
 
     def remarks(self) -> list[str]:
         """Bad rows, long pairs, and how BLEU was made, if it was."""
         return [*self.pairs.remarks, *self._remarks.values()]
 
-    def vocabulary(self) -> Vocabulary:
-        """Of both languages: that of a saved model after `load_extra`, else trained on the training split, or kept."""
-        if self._vocabulary is None:
-            sides = sorted([self.source, self.target])  # both directions have the same
-            division = [self.pairs.shares, self.pairs.seed, self.pairs.skip_bad, self.limits["train"]]
-            fixed = self.words["tokenizer"] is not None or self.words["kind"] == "bytes"
-            record = "" if fixed else json.dumps(["translation", sides, division, self.fingerprint()])
-            texts = (x for side in sides for x in self._rows("train")[side])
-            self._vocabulary = vocabulary(texts, **self.words, cache=self.cache, record=record)
-        return self._vocabulary
+    @property
+    def _sides(self) -> list[str]:
+        """Both columns, in an order that is the same for both directions, as their vocabulary is."""
+        return sorted([self.source, self.target])
 
-    def save_extra(self, folder: Path) -> None:
-        """Write the vocabulary into the folder of a saved model, which needs it to read and write."""
-        self.vocabulary().save(folder)
+    def train_texts(self) -> Iterator[str]:
+        """All sentences of the training split, in both languages."""
+        return (text for side in self._sides for text in self._rows("train")[side])
+
+    def texts_record(self) -> str:
+        """What the training texts depend on."""
+        division = [self.pairs.shares, self.pairs.seed, self.pairs.skip_bad, self.limits["train"]]
+        return json.dumps(["translation", self._sides, division, self.fingerprint()])
 
     def load_extra(self, folder: Path) -> None:
         """Use the vocabulary of a saved model; neither the training data nor the cache need be there."""
         if not (folder / TOKENIZER).is_file():
-            if self.words["kind"] == "bytes":  # which need no file
+            if self.kind == "bytes":  # which need no file
                 return
             raise ValueError(f"{folder} has no {TOKENIZER}, without which its model cannot be used; train it anew.")
-        found = load_tokenizer(str(folder))
-        self._vocabulary, self._splits = found, {}
-        self.special = Special(found.pad, found.bos, found.eos, found.mask, found.sep)
+        words = load_tokenizer(str(folder))
+        self._vocabulary, self._splits = words, {}
+        self.special = Special(words.pad, words.bos, words.eos, words.mask, words.sep)
 
     def split(self, name: str) -> Pairs:
         """Pairs as tokens; read and encoded once."""
@@ -212,12 +169,12 @@ class Translation(Task):
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """input_ids and attention_mask (B, S), labels (B, T) with -100 where there is none."""
         ids, labels = ([sample[name] for sample in samples] for name in ("input_ids", "labels"))
-        wanted, _ = padded(labels, multiple=_ROUND, longest=self.length, value=_IGNORED)
+        wanted, _ = padded(labels, multiple=_ROUND, longest=self.length, value=IGNORED)
         return {**self._batch(ids), "labels": wanted}
 
-    def score(self, found: Outcome) -> dict[str, float]:
-        """Of the next token, given the right ones before it; BLEU comes from `judge`."""
-        return {"perplexity": math.exp(found.loss) if found.loss < 700 else math.inf, "accuracy": found.right}
+    def score(self, outcome: Outcome) -> dict[str, float]:
+        """Perplexity and accuracy of the next token, given the right ones before it; BLEU comes from `judge`."""
+        return {"perplexity": perplexity(outcome.loss), "accuracy": outcome.right}
 
     def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
         """BLEU and chrF of what beam search writes, both from 0 to 100."""
@@ -226,7 +183,7 @@ class Translation(Task):
         return self._compared(written, [x["reference"] for x in samples])
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
-        """The source as if it were its translation: names and numbers are often right."""
+        """Scores of the source as if it were its translation: names and numbers are often right."""
         rows = self._rows(split)
         chosen = self._judged(rows[self.source])
         texts, wanted = ([rows[side][i] for i in chosen] for side in (self.source, self.target))
@@ -234,9 +191,9 @@ class Translation(Task):
 
     def encode(self, texts: Sequence[str]) -> tuple[list[Tensor], list[int]]:
         """Sources for `write`, and the numbers of those that had to be cut."""
-        found = self._tokens(texts)
-        sources = self._cut_sources(found)
-        return [sources.text(i) for i in range(len(texts))], np.flatnonzero(found.lengths > self.length).tolist()
+        tokens = self._tokens(texts)
+        sources = self._cut_sources(tokens)
+        return [sources.text(i) for i in range(len(texts))], np.flatnonzero(tokens.lengths > self.length).tolist()
 
     @torch.no_grad()
     def write(self, model: Any, sources: Sequence[Tensor], batch_size: int) -> list[str]:
@@ -268,7 +225,7 @@ class Translation(Task):
         batch = {name: x.to(model.device) for name, x in self._batch(sources).items()}
         limits = torch.tensor([min(2 * len(x) + 10, self.length) for x in sources], device=model.device)
         search = {"length_penalty": self.length_penalty, "early_stopping": True} if self.beams > 1 else {}
-        found = model.generate(
+        written = model.generate(
             **batch,
             max_new_tokens=int(limits.max()),
             num_beams=self.beams,
@@ -276,10 +233,10 @@ class Translation(Task):
             decoder_start_token_id=tokens.bos,
             eos_token_id=tokens.eos,
             pad_token_id=tokens.pad,
-            logits_processor=[Guide(limits, self.beams, tokens)],
+            logits_processor=[AllowedTokens(limits, self.beams, tokens)],
             **search,
         )
-        rows: list[list[int]] = found[:, 1:].tolist()
+        rows: list[list[int]] = written[:, 1:].tolist()
         return rows
 
     def _text(self, row: list[int]) -> str:
@@ -290,22 +247,22 @@ class Translation(Task):
     def _tokens(self, texts: Sequence[str]) -> Tokens:
         return Tokens(*self.vocabulary().encode_batch(texts)).ended(self.special.eos)
 
-    def _cut_sources(self, found: Tokens) -> Tokens:
-        """A source that was cut ends with <eos> too."""
-        cut = found.cut(self.length)
+    def _cut_sources(self, sources: Tokens) -> Tokens:
+        """Sources of at most ``length`` tokens; one that was cut ends with <eos> too."""
+        cut = sources.cut(self.length)
         cut.flat[cut.offsets[1:] - 1] = self.special.eos
         return cut
 
     def _rows(self, name: str) -> Rows:
-        """As many as are wanted."""
+        """Pairs of a split, as many as are wanted."""
         rows = self.pairs.rows(name)
         chosen = spread_evenly(len(rows[self.source]), self.limits[name]).tolist()
         return {side: [texts[i] for i in chosen] for side, texts in rows.items()}
 
     def _judged(self, data: Sized) -> list[int]:
-        """Numbers of those that are translated."""
-        found: list[int] = spread_evenly(len(data), self.bleu_samples).tolist()
-        return found
+        """Numbers of the samples that are translated."""
+        numbers: list[int] = spread_evenly(len(data), self.bleu_samples).tolist()
+        return numbers
 
     def _encoded(self, name: str) -> Pairs:
         rows = self._rows(name)
@@ -321,8 +278,8 @@ class Translation(Task):
             )
         if not len(chosen):
             raise ValueError(
-                f"all {len(long):,} training pairs of {self.pairs.place} have more than length={self.length} tokens, "
-                f"the shortest {lengths.min()}; give a larger length."
+                f"all {len(long):,} training pairs of {self.pairs.location} have more than length={self.length} "
+                f"tokens, the shortest {lengths.min()}; give a larger length."
             )
         return Pairs(self._cut_sources(source), target.cut(self.length), rows[self.target], chosen)
 
@@ -334,9 +291,9 @@ class Translation(Task):
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF
 
-        small = bool(self.words["lowercase"])
+        small = bool(self.lowercase)
         metrics = {"BLEU": BLEU(lowercase=small), "chrF": CHRF(lowercase=small)}
-        found = {name.lower(): float(x.corpus_score(written, [wanted]).score) for name, x in metrics.items()}
+        scores = {name.lower(): float(x.corpus_score(written, [wanted]).score) for name, x in metrics.items()}
         for name, metric in metrics.items():
             self._remarks[name] = f"{name} by sacrebleu of {len(wanted):,} sentences: {metric.get_signature()}"
-        return found
+        return scores

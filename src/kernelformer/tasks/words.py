@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from functools import cached_property
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernelformer.data.corpus import Corpus, exp
-from kernelformer.tasks.base import Outcome, Sample, load_arrays, save_arrays
-from kernelformer.tasks.bytes import Windows
+from kernelformer.data.array_cache import cache_file, cached_arrays
+from kernelformer.data.batching import Sample
+from kernelformer.data.windows import Windows
+from kernelformer.tasks.base import Outcome
+from kernelformer.tasks.corpus import Corpus, perplexity
 
 
 class Sizes(NamedTuple):
-    """How much text a split has.
+    """Amount of text of a split.
 
     Args:
         words: separated by white space, in the text as it was before it was tokenized.
@@ -29,13 +30,14 @@ class Sizes(NamedTuple):
     size: int
 
 
+@dataclass(kw_only=True, eq=False)
 class Words(Corpus):
     """Predict the next token; scored by perplexity, over the predicted tokens.
 
-    A window of n tokens predicts its last n - 1: none sees what is before it (kernelized-rpe, App. A.2).
+    A window of n tokens predicts its last n - 1: none sees what is before it (NPRF with RPE, App. A.2).
 
     A perplexity per token says little of another vocabulary's. Therefore also, of the whole split that is scored
-    (performer, App. A.1.1),
+    (Performer, App. A.1.1),
 
         word_perplexity = exp(loss * tokens / words)
         bits_per_byte = loss * tokens / bytes / ln 2
@@ -45,24 +47,23 @@ class Words(Corpus):
     fewer windows, the ratios never are. Where a vocabulary loses something (``lowercase``, "wordpiece"), both are of
     what is left, which is easier.
 
-    Data, and what it costs: see `data.corpus.Corpus`. Rows without text, such as the blank lines of WikiText-103
+    Data, and what it costs: see `tasks.corpus.Corpus`. Rows without text, such as the blank lines of WikiText-103
     (``hub:Salesforce/wikitext:wikitext-103-raw-v1``), are passed over.
 
     Departures: training windows are at random places instead of one after the other; PG-19's vocabulary is by byte
     pairs, the paper's by unigrams, unless ``tokenizer`` brings one. Perplexities of WikiText-103 are usually published
     for a vocabulary of whole words, in which the end of a line is one more.
 
-    Args: those of `Corpus`; ``length`` is at least 2.
+    Options: see `Corpus`; ``length`` is at least 2.
     """
 
     name = "words"
     about = "language modelling by sub-words; --data is a text file, a folder of .txt, rows with texts, or hub:NAME"
     model = "causal-lm"
-    shortest = 2  # one token alone predicts none
 
-    @cached_property
-    def _sizes(self) -> dict[str, Sizes]:
-        return {}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sizes: dict[str, Sizes] = {}
 
     def split(self, name: str) -> Windows:
         """Windows of the split's tokens."""
@@ -76,37 +77,38 @@ class Words(Corpus):
         ids = torch.stack([sample["input_ids"] for sample in samples])
         return {"input_ids": ids, "labels": ids}
 
-    def score(self, found: Outcome) -> dict[str, float]:
+    def score(self, outcome: Outcome) -> dict[str, float]:
         """Perplexity, accuracy, bits per token; per word and byte where the outcome says of which split it is."""
-        scores = super().score(found)
-        if not found.split:
+        scores = super().score(outcome)
+        if not outcome.split:
             return scores
-        total, sizes = found.loss * len(self.tokens(found.split)), self.sizes(found.split)
-        per_word = exp(total / sizes.words) if sizes.words else math.inf
+        total, sizes = outcome.loss * len(self.tokens(outcome.split)), self.sizes(outcome.split)
+        per_word = perplexity(total / sizes.words) if sizes.words else math.inf
         return {**scores, "word_perplexity": per_word, "bits_per_byte": total / sizes.size / math.log(2)}
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
-        """What comes of guessing by frequency in the training split, each token counted once more."""
+        """Scores of guessing by frequency in the training split, each token counted once more."""
         data, size = self.windows(split), self.vocabulary().size
         share = np.bincount(self.tokens("train"), minlength=size) + 1.0
         share /= share.sum()
         labels = np.zeros(size)
         for first in range(0, len(data), 256):
-            places = data.places(np.arange(first, min(first + 256, len(data))))
-            some = data.text[places[:, None] + np.arange(1, self.length)]
-            labels += np.bincount(some.ravel(), minlength=size)
+            predicted = data.gather(np.arange(first, min(first + 256, len(data))))[:, 1:]
+            labels += np.bincount(predicted.ravel(), minlength=size)
         labels /= labels.sum()
-        found = Outcome(-float(labels @ np.log(share)), float(labels[share.argmax()]), split=split)
-        return {"frequency of tokens": self.score(found)}
+        outcome = Outcome(-float(labels @ np.log(share)), float(labels[share.argmax()]), split=split)
+        return {"frequency of tokens": self.score(outcome)}
 
     def sizes(self, split: str) -> Sizes:
         """Words and bytes of a split; from the cache, or counted now."""
         if split not in self._sizes:
-            record = json.dumps([split, self.record()])
-            path = self.cache / f"sizes-{hashlib.sha256(record.encode()).hexdigest()[:16]}.npz"
-            if not path.exists():
-                save_arrays(path, record, {"sizes": np.array(self._counted(split), np.int64)})
-            self._sizes[split] = load_arrays(path, record, lambda found: Sizes(*map(int, found["sizes"])))
+            record = json.dumps([split, self.texts_record()])
+            self._sizes[split] = cached_arrays(
+                cache_file(self.cache_path, "sizes", record),
+                record,
+                make=lambda: {"sizes": np.array(self._counted(split), np.int64)},
+                read=lambda arrays: Sizes(*map(int, arrays["sizes"])),
+            )
         return self._sizes[split]
 
     def _counted(self, split: str) -> Sizes:
