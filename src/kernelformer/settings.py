@@ -131,6 +131,23 @@ def numbers(name: str, text: str) -> tuple[float, ...]:
         raise ValueError(f"{name} takes numbers separated by commas, got {text!r}; say 0.1,0.5.") from None
 
 
+def parse_layers(text: str) -> list[int | str]:
+    """Read ``0-3,5`` or patterns of names, between commas: numbers and patterns."""
+    layers: list[int | str] = []
+    for part in (x.strip() for x in text.split(",")):
+        limits = re.fullmatch(r"(\d+)-(\d+)", part)
+        if limits:
+            first, last = int(limits[1]), int(limits[2])
+            if last < first:
+                raise ValueError(f"layers {part!r} end before they begin; say {last}-{first}.")
+            layers += range(first, last + 1)
+        elif part:
+            layers.append(int(part) if re.fullmatch(r"-?\d+", part) else part)
+        else:
+            raise ValueError(f"layers are numbers, such as 0-3,5, or patterns of names, got {text!r}.")
+    return layers
+
+
 def plain(settings: Any) -> dict[str, Any]:
     """Settings as values that JSON can carry; of a path its last part: a record travels."""
     values = {}

@@ -19,12 +19,12 @@ import torch
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.cli.common import names
 from kernelformer.cli.training import _settings
 from kernelformer.pipelines import compare
 from kernelformer.pipelines import compare_worker as worker
 from kernelformer.pipelines.compare import make_plan
 from kernelformer.recipes.catalogue import RECIPES, change, find_recipe, recipe_name, recipes_of
+from kernelformer.settings import split_names as names
 from kernelformer.tasks import TASKS
 from kernelformer.training import TrainingError, train
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kernelformer.cli.aliases import renamed
-from kernelformer.cli.common import console, names, numbers, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, target, thread_count
 from kernelformer.environment import environment
 from kernelformer.errors import choice
 from kernelformer.files import write_json
+from kernelformer.settings import integers
+from kernelformer.settings import split_names as names
 
 if TYPE_CHECKING:
     from kernelformer.measure.benchmark import Row
@@ -39,7 +41,7 @@ def bench(
     max_distance: Annotated[int, typer.Option(min=1, help="distance beyond which such a bias is constant")] = 128,
     budget: Annotated[float, typer.Option(min=0.01, help="seconds per contender and case")] = 2.0,
     memory: Annotated[bool, typer.Option(help="measure peak memory too")] = True,
-    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    threads: Threads = None,
     out: Annotated[Path, typer.Option(help="folder for bench.json and bench.png")] = Path("out"),
 ) -> None:
     """Time and weigh methods against their peers, after checking each against its definition."""
@@ -59,7 +61,7 @@ def bench(
             contender(name)
         kinds = [choice("task", x, TASKS) for x in names(tasks)]
         heap_names = [choice("heap", x, bench_run.HEAPS) for x in names(heaps)]
-        sizes = numbers("--lengths", lengths)
+        sizes = integers("--lengths", lengths)
         shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "features": features}
         todo = list(bench_run.cases(sizes, kinds, backward, **shape, bias=kind_of_bias, window=max_distance))
         file = target(out / "bench.json")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import literal_text
-from kernelformer.cli.common import console, plain_errors, progress_bar, say, use_threads, write
+from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, use_threads, write
 from kernelformer.cli.resuming import goes_on
 from kernelformer.commands import typed
 
@@ -39,7 +39,7 @@ def convert(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="replace a converted model that is there")] = False,
     seed: Annotated[int, typer.Option(min=0, help="of draws and of the order of texts")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    threads: Threads = None,
 ) -> None:
     """Make a pretrained model linear: convert its attention, measure, distill, and write it as a folder."""
     use_threads(threads)
@@ -91,7 +91,7 @@ def continue_(
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="likeliest tokens to draw from")] = 50,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    threads: Threads = None,
 ) -> None:
     """Let a converted decoder go on with a text, in constant memory."""
     use_threads(threads)

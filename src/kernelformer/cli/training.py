@@ -16,9 +16,9 @@ import typer
 
 from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import (
+    Threads,
     console,
     errors,
-    names,
     plain_errors,
     progress_bar,
     say,
@@ -33,6 +33,7 @@ from kernelformer.formatting import human_bytes
 from kernelformer.recipes.catalogue import change, find_recipe, recipe_name
 from kernelformer.recipes.overrides import read_value
 from kernelformer.recipes.papers.base import CPU
+from kernelformer.settings import split_names
 from kernelformer.training.config import attention_settings
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ Sets = Annotated[
         "--set", help="any other setting: learning_rate=1e-3, model.hidden_size=64, task.validation_samples=32"
     ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="default: all cores")]
 PATHS = ("task.data", "task.test_file", "task.tokenizer", "task.cache", "start")
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 PROMPT = "def "  # of `generate`, and of the demo
@@ -97,7 +97,7 @@ def _absolute(place: str) -> str:
 
 def _sides(text: str) -> dict[str, Any]:
     """Attentions of one run; several separated by commas are a list."""
-    found = {name: names(x) for name, x in attention_settings(text).items() if x is not None}
+    found = {name: split_names(x) for name, x in attention_settings(text).items() if x is not None}
     return {name: some[0] if len(some) == 1 else some for name, some in found.items()}
 
 
@@ -233,7 +233,7 @@ def compare(
                 raise ValueError(f"compare takes several attentions, got --set {name}={settings[name]}; give {way}.")
         found = find_recipe(recipe)
         run = change(found.run(size or CPU), settings)
-        chosen = names(attention) if attention else found.attentions(size or CPU)
+        chosen = split_names(attention) if attention else found.attentions(size or CPU)
         about = {"recipe": recipe, "size": size or CPU, "source": found.source, "note": found.note}
         plan = make_plan(recipe, run, chosen, seeds or 1, folder, about)
         _compare(plan, resume, thread_count(threads), resume_command(folder, "compare"))

@@ -14,7 +14,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kernelformer.cli.aliases import renamed
-from kernelformer.cli.common import errors, plain_errors, say_unfinished, use_threads, write
+from kernelformer.cli.common import Threads, errors, plain_errors, say_unfinished, use_threads, write
 
 BLOCKS = 16  # batches that are read before they are translated: sentences of similar length go together
 
@@ -26,7 +26,7 @@ def translate(
     beams: Annotated[int | None, typer.Option(min=1, help="of the search; default: the run's")] = None,
     length_penalty: Annotated[float | None, typer.Option(help="above 0; default: the run's")] = None,
     batch: Annotated[int, typer.Option(min=1, help="sentences at once")] = 32,
-    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    threads: Threads = None,
 ) -> None:
     """Translate lines of text with a trained model, one line for each."""
     from kernelformer.pipelines.translate import load_translator

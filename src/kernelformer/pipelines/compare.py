@@ -2,123 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kernelformer.environment import environment
-from kernelformer.errors import positive_int
 from kernelformer.files import write_json
 from kernelformer.formatting import shortened
 from kernelformer.pipelines.compare_worker import ERROR, STOPPED
-from kernelformer.records import PLAN, RUN, SAMPLE, part, read_head, read_object, reading
+from kernelformer.records import RUN, SAMPLE, read_head
 from kernelformer.reports.comparison import Comparison, conditions_of, read_run
 from kernelformer.reports.comparison_page import write_report
 from kernelformer.subprocesses import started
 from kernelformer.tasks import make_task
-from kernelformer.training.config import Run, StoppedError, TrainingError, attention_settings
-from kernelformer.training.inspection import check_same
-from kernelformer.training.session import build_model
+from kernelformer.training.config import Run, StoppedError, TrainingError
+from kernelformer.training.plan import AGAIN, Plan, check, make_plan, read_plan
+
+__all__ = ["Plan", "carry_out", "check", "make_plan", "read_plan", "report"]
 
 REPORT = "report.html"
 FIGURES = "comparison.json"
-AGAIN = "the same call and resume=True"
 WORKER = ("-m", "kernelformer.pipelines.compare_worker")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The runs of a comparison, where they go, and what a reader should know of them.
-
-    Args:
-        title: of the report.
-        runs: all of one task.
-        folder: of everything.
-        about: more for the record, by name: "recipe", "source", "note".
-    """
-
-    title: str
-    runs: Sequence[Run]
-    folder: Path
-    about: Mapping[str, str] = field(default_factory=dict)
-
-    def place(self, run: Run) -> Path:
-        """The folder of one run: readable, and different for different attentions."""
-        plain = re.sub(r"[^A-Za-z0-9+=.,-]", "_", run.label)
-        if len(plain) > 80 or plain != run.label.replace(":", "_"):
-            plain = f"{plain[:70]}-{hashlib.sha256(run.label.encode()).hexdigest()[:8]}"
-        return self.folder / f"{plain}-seed{run.seed}"
-
-    def save(self, threads: int) -> None:
-        """Write it into its folder, where `read_plan` finds it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        runs = [run.as_json() for run in self.runs]
-        write_json(
-            self.folder / PLAN, {"title": self.title, "about": dict(self.about), "threads": threads, "runs": runs}
-        )
-
-
-def read_plan(folder: Path) -> tuple[Plan, int]:
-    """The comparison that a folder holds, finished or not, and its threads."""
-    record = read_object(folder / PLAN)
-    with reading(folder / PLAN):
-        runs = [Run.from_json(x) for x in part(record, "runs", list)]
-        threads = positive_int("threads", record.get("threads"))
-        return Plan(part(record, "title", str), runs, folder, part(record, "about", dict)), threads
-
-
-def make_plan(
-    title: str, run: Run, attentions: Sequence[str], seeds: int, folder: Path, about: Mapping[str, str] | None = None
-) -> Plan:
-    """Every attention with every seed, seed by seed, so that a stopped comparison has all attentions of a seed.
-
-    Args:
-        title: of the report.
-        run: the settings that all share.
-        attentions: specs; ``A > B`` gives an encoder-decoder A in its encoder and B in its decoder.
-        seeds: how many.
-        folder: of everything.
-    """
-    positive_int("seeds", seeds)
-    if len(set(attentions)) != len(attentions):
-        raise ValueError(f"attentions to compare must differ, got {', '.join(attentions)}.")
-    sides: dict[str, dict[str, Any]] = {x: attention_settings(x) for x in attentions}
-    runs = [replace(run, **sides[x], seed=run.seed + i) for i in range(seeds) for x in attentions]
-    return Plan(title, runs, folder, about or {})
-
-
-def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
-    """Find what cannot work before anything is trained: data, models without their numbers, folders.
-
-    Args:
-        plan: what to train.
-        resume: go on with what is in the folder.
-        again: how a user does that, for the error if it was not asked for.
-    """
-    there = [x for x in plan.runs if (plan.place(x) / RUN).exists()]
-    if there and not resume:
-        raise TrainingError(f"{plan.place(there[0])} is there already; go on with {again}, or take another folder.")
-    first = plan.runs[0]
-    task = make_task(first.task, **first.task_options)
-    for split in ("train", "validation"):
-        task.split(split)
-    with torch.device("meta"):
-        for run in plan.runs:
-            if run.seed == first.seed:
-                build_model(run, task)
-    data = task.fingerprint() if there else None
-    for run in there:
-        check_same(run, plan.place(run), data)
 
 
 def carry_out(

@@ -32,6 +32,7 @@ from kernelformer.pipelines.convert_texts import (
     hold_out_windows,
 )
 from kernelformer.reports.labels import SIZES
+from kernelformer.settings import parse_layers
 
 DEFAULT = "loglinear"
 FEATURES = 128
@@ -109,23 +110,6 @@ class Setting:
     def chosen(self) -> list[int | str] | None:
         """What ``layers`` says; None: all."""
         return parse_layers(self.layers) if self.layers else None
-
-
-def parse_layers(text: str) -> list[int | str]:
-    """``0-3,5`` or patterns of names, between commas: numbers and patterns."""
-    found: list[int | str] = []
-    for part in (x.strip() for x in text.split(",")):
-        limits = re.fullmatch(r"(\d+)-(\d+)", part)
-        if limits:
-            first, last = int(limits[1]), int(limits[2])
-            if last < first:
-                raise ValueError(f"layers {part!r} end before they begin; say {last}-{first}.")
-            found += range(first, last + 1)
-        elif part:
-            found.append(int(part) if re.fullmatch(r"-?\d+", part) else part)
-        else:
-            raise ValueError(f"layers are numbers, such as 0-3,5, or patterns of names, got {text!r}.")
-    return found
 
 
 @dataclass

@@ -13,7 +13,7 @@ STUDIES: dict[str, Study] = {
         Study(
             "conversion",
             "Which method converts a pretrained model best, as it is and after distillation",
-            "after Performer (2009.14794), Fig. 5, with all methods of this library",
+            "Performer (2009.14794), Fig. 5, for all methods of this library",
             settings.ConversionSettings,
             resumes=True,
         ),
@@ -23,7 +23,7 @@ STUDIES: dict[str, Study] = {
             "NPRF with RPE (2106.12566), Fig. 2",
             settings.NormalizedSettings,
             resumes=True,
-            writes=" and the models",
+            writes="the models",
         ),
         Study(
             "lengths",
@@ -38,6 +38,7 @@ STUDIES: dict[str, Study] = {
             "KL-Transformer (2110.08323), App. E, Fig. 6",
             settings.SparsitySettings,
             resumes=True,
+            writes="the runs",
         ),
         Study(
             "kernels",
@@ -67,7 +68,7 @@ STUDIES: dict[str, Study] = {
         Study(
             "tour",
             "Two minutes of figures: error by number of features, speed and memory by length, decoding by context",
-            "after Performer (2009.14794), Fig. 3 and 4",
+            "Performer (2009.14794), Fig. 3 and 4",
             settings.NoSettings,
         ),
     )

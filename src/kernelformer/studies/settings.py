@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernelformer.settings import Settings, integers, option
+from kernelformer.settings import Settings, integers, option, parse_layers
 
 ENCODER_BOUNDS = ("opt", "opt+qk")  # attention that returns V, and that with the gradients of Q and K
 ENCODER_ATTENTIONS = ("softmax", "favor+:num_features=256", *ENCODER_BOUNDS)
@@ -19,13 +19,13 @@ class NoSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SparsitySettings(Settings):
-    """Settings of `studies.sparsity`; the defaults are for a CPU, comments give the paper's."""
+    """Settings of `studies.sparsity`; all others are those of the recipe ``kl-sparsity``."""
 
     attention: tuple[str, ...] = option((), SPECS, former="methods")
     relevances: tuple[float, ...] = option((0.1, 0.5, 0.9), "probabilities that a position counts")
     seeds: int = option(1, "runs of each", least=1)
     steps: int = option(800, least=1)
-    length: int = option(48, least=4)  # 200
+    length: int = option(48, least=4)
     features: int = option(64, least=1)
 
 
@@ -119,7 +119,9 @@ class ConversionSettings(Settings):
     batch: int = option(4, "texts of a step", least=1)
     samples: int = option(128, "held-out texts", least=1)
     probe: int = option(0, "labelled texts for a linear probe; 0: none", least=0)
-    layers: str = option("", "0-3,5 or patterns of names; default: all")
+    layers: tuple[int | str, ...] | None = option(
+        None, "0-3,5 or patterns of names; default: all", parse=lambda _, text: tuple(parse_layers(text))
+    )
     task: str = option("auto", "auto, encoder, masked or causal")
     allow_pickle: bool = option(False, "read pickled weights", switch=True)
     save: Path | None = option(None, "folder that distilled models go to")
@@ -146,29 +148,3 @@ class LengthsSettings(Settings):
     memory: bool = option(True, "measure peak memory too")
     allow_pickle: bool = option(False, "read weights from a pickle, which can run code")
     rounds: int = 5  # passes of each, interleaved; at least so many
-
-
-# The names that `studies.positions` and `studies.sparsity` still use.
-POSITION_LENGTHS = PositionsSettings.lengths
-
-
-@dataclass(frozen=True)
-class SparsitySetting:
-    """One size of the study of sparsity; the defaults are for a CPU, comments give the paper's."""
-
-    length: int = 48  # 200
-    train: int = 16000  # 160,000
-    validation: int = 2000  # 40,000
-    batch: int = 32  # 400
-    steps: int = 800
-    lr: float = 1e-3  # 5e-6
-    kernel_lr: float = 1e-3
-    weight_decay: float = 0.1
-    beta2: float = 0.98
-    eps: float = 1e-9
-    num_features: int = 64
-    redraw_every: int = 100
-    check_every: int = 50
-    layers: int = 3
-    width: int = 64
-    heads: int = 4
