@@ -191,7 +191,7 @@ def test_a_failure_is_noted_and_shown(encoder, tmp_path, monkeypatch):
 
 def test_figures_of_another_model_are_not_mixed_in(encoder, decoder, tmp_path, here):
     study.run(setting(encoder, memory=False), tmp_path)
-    with pytest.raises(ValueError, match=r"holds figures of another model or place .*choose another --out"):
+    with pytest.raises(ValueError, match=r"holds figures of another model or machine .*choose another --out"):
         study.run(setting(decoder, memory=False), tmp_path)
     (tmp_path / study.KEPT).write_text('{"rows": 3}')
     with pytest.raises(ValueError, match="is not of this study"):

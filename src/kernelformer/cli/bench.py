@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import console, names, numbers, plain_errors, progress_bar, say, target, thread_count
 from kernelformer.environment import environment
-from kernelformer.errors import choice
 from kernelformer.files import write_json
+from kernelformer.measure.settings import BenchSettings
 
 if TYPE_CHECKING:
     from kernelformer.measure.benchmark import Row
-    from kernelformer.measure.case import Case
 
 
 @renamed(methods="attention", window="max_distance")
@@ -43,48 +42,42 @@ def bench(
     out: Annotated[Path, typer.Option(help="folder for bench.json and bench.png")] = Path("out"),
 ) -> None:
     """Time and weigh methods against their peers, after checking each against its definition."""
-    from kernelformer.measure import benchmark as bench_run
-    from kernelformer.measure.attention import BIASES, TASKS, contender, yardsticks
-    from kernelformer.reports import bench as show
+    from kernelformer.measure import benchmark, show
 
     with plain_errors():
-        chosen = names(attention)
-        kind_of_bias = None if choice("bias", bias, ("none", *BIASES)) == "none" else bias
-        backward = [choice("pass", x, ("forward", "train")) == "train" for x in names(passes)]
-        if peers == "auto":
-            chosen += yardsticks(bias=kind_of_bias is not None, backward=any(backward))
-        elif peers != "none":
-            chosen += names(peers)
-        for name in chosen:
-            contender(name)
-        kinds = [choice("task", x, TASKS) for x in names(tasks)]
-        heap_names = [choice("heap", x, bench_run.HEAPS) for x in names(heaps)]
-        sizes = numbers("--lengths", lengths)
-        shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "features": features}
-        todo = list(bench_run.cases(sizes, kinds, backward, **shape, bias=kind_of_bias, window=max_distance))
+        settings = BenchSettings(
+            lengths=tuple(numbers("--lengths", lengths)),
+            attention=tuple(names(attention)),
+            peers=tuple(names(peers)),
+            tasks=tuple(names(tasks)),
+            passes=tuple(names(passes)),
+            heaps=tuple(names(heaps)),
+            batch=batch,
+            heads=heads,
+            head_dim=head_dim,
+            features=features,
+            bias=bias,
+            max_distance=max_distance,
+            budget=budget,
+            memory=memory,
+        )
+        todo = len(list(benchmark.cases(settings)))
+        first = benchmark.contenders(settings)[0]
         file = target(out / "bench.json")
-        rows = _measure(todo, chosen, heaps=heap_names, threads=thread_count(threads), budget=budget, memory=memory)
-        _show(rows, chosen[0], heap_names)
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=todo)
+            rows = benchmark.run(
+                settings, thread_count(threads), lambda x: say(progress, bar, x), lambda: progress.advance(bar)
+            )
+        _show(rows, first, settings.heaps)
         write_json(file, {"environment": environment(thread_count(threads)), "rows": [row.as_json() for row in rows]})
         picture = file.with_suffix(".png")
-        show.plot(rows, picture, heap_names[0])
+        show.plot(rows, picture, settings.heaps[0])
         console.print(f"figures: {file}   picture: {picture}")
 
 
-def _measure(todo: Sequence[Case], chosen: Sequence[str], **settings: Any) -> list[Row]:
-    from kernelformer.measure.benchmark import run_case
-
-    rows: list[Row] = []
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=len(todo))
-        for case in todo:
-            rows += run_case(case, chosen, **settings, tell=lambda text: say(progress, bar, text))
-            progress.advance(bar)
-    return rows
-
-
 def _show(rows: Sequence[Row], first: str, heaps: Sequence[str]) -> None:
-    from kernelformer.reports import bench as show
+    from kernelformer.measure import show
 
     for table in show.tables(rows, first, heaps):
         console.print(table)

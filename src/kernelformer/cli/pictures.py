@@ -16,7 +16,6 @@ from kernelformer.cli.common import (
     progress_bar,
     say,
     target,
-    thread_count,
     use_threads,
 )
 from kernelformer.cli.resuming import goes_on
@@ -89,28 +88,30 @@ def lengths(
 ) -> None:
     """From which length on a converted model is faster and leaner than the original; goes on where it was stopped."""
     with plain_errors(goes_on):
-        from kernelformer.measure.lengths import Subject
         from kernelformer.studies import lengths as study
-        from kernelformer.studies import lengths_show as shown
+        from kernelformer.studies.settings import LengthsSettings
 
-        file = target(out / study.KEPT)
-        setting = study.Setting(
-            subject=Subject(str(model), task, random, allow_pickle, batch),
-            attentions=tuple(names(attention)),
+        use_threads(threads)
+        file = target(out / "lengths.json")
+        settings = LengthsSettings(
+            model=model,
+            attention=tuple(names(attention)),
             baselines=tuple(names(baselines)),
-            lengths=numbers("--lengths", lengths),
+            lengths=tuple(numbers("--lengths", lengths)),
+            task=task,
+            random=random,
             backward=backward,
             generate=generate,
-            threads=thread_count(threads),
+            batch=batch,
             budget=budget,
             limit=limit,
             memory=memory,
+            allow_pickle=allow_pickle,
         )
         with progress_bar() as progress:
-            bar = progress.add_task("", total=study.steps(setting))
-            found = study.run(setting, out, lambda x: say(progress, bar, x, advance=1))
-        for table in shown.tables(found):
+            bar = progress.add_task("", total=study.steps(settings))
+            result = study.run(settings, out, lambda x: say(progress, bar, x), lambda: progress.advance(bar))
+        for table in study.tables(result):
             console.print(table)
-        picture = file.with_suffix(".png")
-        shown.picture(found, picture)
-        console.print(f"figures: {file}   picture: {picture}")
+        study.picture(result, file.with_suffix(".png"))
+        console.print(f"figures: {file}   picture: {file.with_suffix('.png')}")

@@ -157,26 +157,30 @@ def encoder(
 ) -> None:
     """Speed and memory of whole encoders against SDPA and the upper bound (Performer, Fig. 3, 20)."""
     from kernelformer.studies import encoder as study
+    from kernelformer.studies.settings import EncoderSettings
 
+    use_threads(threads)
     with plain_errors():
         file = target(out / "encoder.json")
-        setting = study.Setting(
+        settings = EncoderSettings(
             sizes=tuple(names(sizes)),
-            lengths=numbers("--lengths", lengths) if lengths else None,
+            lengths=tuple(numbers("--lengths", lengths)) if lengths else None,
             layers=layers,
-            depths=() if depths in ("", "none") else numbers("--depths", depths),
-            deep_lengths=numbers("--deep-lengths", deep_lengths) if deep_lengths else None,
-            attentions=tuple(names(attention)),
-            threads=thread_count(threads),
+            depths=() if depths in ("", "none") else tuple(numbers("--depths", depths)),
+            deep_lengths=tuple(numbers("--deep-lengths", deep_lengths)) if deep_lengths else None,
+            attention=tuple(names(attention)),
             heap=heap,
             budget=budget,
             limit=limit,
             memory=memory,
         )
         with progress_bar() as progress:
-            bar = progress.add_task("", total=study.steps(setting))
-            found = study.run(setting, lambda x: say(progress, bar, x, advance=1), lambda x: _keep(x, file, threads))
-        _show(study, found, file, threads)
+            bar = progress.add_task("", total=study.steps(settings))
+            result = study.run(settings, out, lambda x: say(progress, bar, x), lambda: progress.advance(bar))
+        for table in study.tables(result):
+            console.print(table)
+        study.picture(result, file.with_suffix(".png"))
+        console.print(f"figures: {file}   picture: {file.with_suffix('.png')}")
 
 
 def _keep(found: Any, file: Path, threads: int | None) -> None:
