@@ -14,10 +14,9 @@ from kernelformer import formatting as units
 from kernelformer.cli import studies
 from kernelformer.cli.app import app
 from kernelformer.cli.common import fail, plain_errors, thread_count
+from kernelformer.measure import show
 from kernelformer.measure.attention import Case, Kernelformer, contender
-from kernelformer.measure.benchmark import HEAPS, Row, WorkerError, job, run_case
-from kernelformer.measure.worker import check, measure_time
-from kernelformer.reports import bench as show
+from kernelformer.measure.benchmark import HEAPS, Row, WorkerError, check, job, run_case
 from kernelformer.studies import STUDIES as REGISTRY
 from kernelformer.studies.settings import NoSettings
 from kernelformer.training.config import StoppedError, TrainingError, everywhere
@@ -65,22 +64,6 @@ def test_a_contender_that_is_off_its_definition_is_not_timed(monkeypatch):
     monkeypatch.setattr("kernelformer.measure.benchmark.job", wrong)
     (row,) = run_case(case, ["favor+"], heaps=["default"], threads=1, budget=0.02, memory=True)
     assert "off its definition by 5.0e-01" in row.note
-
-
-def test_repeats_are_interleaved_and_medians_taken(monkeypatch):
-    calls = []
-
-    class Fake:
-        def __init__(self, name):
-            self.name = name
-
-        def runner(self, case):
-            return lambda: calls.append(self.name)
-
-    monkeypatch.setattr("kernelformer.measure.worker.contender", Fake)
-    times = measure_time(Case("causal", 8), ["a", "b"], budget=1e-12)
-    assert times["a"]["calls"] >= 3
-    assert calls[:4] == ["a", "b", "a", "b"]
 
 
 @pytest.mark.parametrize("method", ["softmax", "gaussian", "favor+", "relu", "trigonometric", "elu", "sdpa"])

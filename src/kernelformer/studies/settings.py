@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernelformer.measure.settings import BOUNDS
 from kernelformer.settings import Settings, integers, option, parse_layers
 
-ENCODER_BOUNDS = ("opt", "opt+qk")  # attention that returns V, and that with the gradients of Q and K
-ENCODER_ATTENTIONS = ("softmax", "favor+:num_features=256", *ENCODER_BOUNDS)
+ENCODER_ATTENTIONS = ("softmax", "favor+:num_features=256", *BOUNDS)
 SPECS = "name or name:option=value, separated by commas"
 
 
