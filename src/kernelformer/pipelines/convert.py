@@ -18,10 +18,11 @@ from kernelformer.data.readers import hash_files
 from kernelformer.data.text_rows import TextsUsed
 from kernelformer.distill.checkpoint import Checkpoint, appearing, check_target
 from kernelformer.environment import environment
-from kernelformer.errors import integer, positive_int
+from kernelformer.errors import positive_int
 from kernelformer.files import write_json, write_text
 from kernelformer.hf.sentence_files import copy_sentence_files
 from kernelformer.modules.build import method_options, parse_method
+from kernelformer.pipelines.convert_settings import ConvertSettings
 from kernelformer.pipelines.convert_texts import (
     Batches,
     Evaluation,
@@ -34,59 +35,13 @@ from kernelformer.pipelines.convert_texts import (
 from kernelformer.reports.labels import SIZES
 from kernelformer.settings import parse_layers
 
-DEFAULT = "loglinear"
 FEATURES = 128
 STEPS = 300  # of attention transfer, where texts are given and nobody says
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How to convert.
-
-    Args:
-        attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest.
-        features: number of features, landmarks or the rank, whichever the method has; None: `FEATURES`.
-        layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
-        keep: so many attentions stay exact: those that the model's output needs most, see `choose_exact`.
-        keep_heads: so many heads with the largest errors, of all other attentions, stay exact.
-        distill: texts to learn from.
-        steps: of attention transfer; None: `STEPS` if there are texts and the method learns.
-        tune: steps with all weights after that.
-        text: texts to measure on; None: some of ``distill`` that are left out there, or random tokens.
-        length: tokens of a text; None: 256, or what the model has.
-        samples: texts to measure on; windows of ``length`` tokens of joined texts for causal models.
-        batch: texts, or windows, of a step.
-        task: see `load_source`.
-        allow_pickle: see `load_source`.
-        seed: of draws and of the order of texts.
-    """
-
-    attention: str = DEFAULT
-    features: int | None = None
-    layers: str = ""
-    keep: int = 0
-    keep_heads: int = 0
-    distill: Path | None = None
-    steps: int | None = None
-    tune: int = 0
-    text: Path | None = None
-    length: int | None = None
-    samples: int = 8
-    batch: int = 4
-    task: str = "auto"
-    allow_pickle: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("keep", "keep_heads", "tune"):
-            integer(name, getattr(self, name), at_least=0)
-        for name in ("samples", "batch"):
-            positive_int(name, getattr(self, name))
-        if self.distill is None and (self.steps or self.tune):
-            raise ValueError(
-                f"steps={self.steps or 0} and tune={self.tune} need texts to learn from; give them by --distill."
-            )
+class Setting(ConvertSettings):
+    """How to convert, with the method and the layers that the settings name."""
 
     def method(self) -> tuple[str, dict[str, Any]]:
         """The method and all its options."""
