@@ -50,15 +50,15 @@ def _write(translator: object, lines: BinaryIO, where: str, batch: int, block: i
     assert isinstance(translator, Translator)
     texts, count, seconds = _texts(lines, where), 0, 0.0
     while some := list(islice(texts, block)):
-        found = translate_texts(translator, some, batch_size=batch)
-        for text in found.texts:
+        translated = translate_texts(translator, some, batch_size=batch)
+        for text in translated.texts:
             write(text + "\n", keep="\n")
-        for i in found.cut:
+        for i in translated.cut:
             errors.print(
                 f"line {count + i + 1} has more than {translator.task.length - 1} tokens and was cut",
                 style="yellow",
             )
-        count, seconds = count + len(some), seconds + found.seconds
+        count, seconds = count + len(some), seconds + translated.seconds
     if count:
         errors.print(f"{count} lines in {seconds:.1f} s, {count / seconds:.1f} a second", style="dim")
 

@@ -24,22 +24,22 @@ from kernelformer.tasks import make_task
 from kernelformer.training.config import Run, StoppedError, TrainingError
 from kernelformer.training.plan import AGAIN, Plan, check, make_plan, read_plan
 
-__all__ = ["Plan", "carry_out", "check", "make_plan", "read_plan", "report"]
+__all__ = ["Plan", "check", "make_plan", "read_plan", "report", "run_comparison"]
 
 REPORT = "report.html"
 FIGURES = "comparison.json"
 WORKER = ("-m", "kernelformer.pipelines.compare_worker")
 
 
-def carry_out(
+def run_comparison(
     plan: Plan,
     *,
     resume: bool,
     threads: int,
     command: str,
     again: str = AGAIN,
-    tell: Callable[[str], None] = lambda _: None,
-    done: Callable[[], None] = lambda: None,
+    log: Callable[[str], None] = lambda _: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Comparison:
     """Train what is not trained yet, each run in a process of its own, and write the report.
 
@@ -49,27 +49,27 @@ def carry_out(
         threads: of each process.
         command: what the user typed, for the record.
         again: how to go on with a comparison that was stopped, for the message.
-        tell: hears one line at a time.
-        done: called after each run.
+        log: takes one line at a time.
+        progress: called after each run.
     """
     check(plan, resume, again)
     plan.save(threads)
-    _tell_conditions(plan, threads, tell)
+    _log_conditions(plan, threads, log)
     for run in plan.runs:
-        tell(_short(run))
-        _train(run, plan.place(run), threads, command, again, tell)
-        done()
+        log(_short(run))
+        _train(run, plan.folder_of(run), threads, command, again, log)
+        progress()
     return report(plan)
 
 
-def _tell_conditions(plan: Plan, threads: int, tell: Callable[[str], None]) -> None:
+def _log_conditions(plan: Plan, threads: int, log: Callable[[str], None]) -> None:
     """Say at once that speeds will not be comparable: a run that is there was made under other conditions."""
     now = conditions_of(environment(threads))
-    for place in (plan.place(x) for x in plan.runs if (plan.place(x) / RUN).exists()):
-        before = read_head(place)["environment"]
+    for folder in (plan.folder_of(x) for x in plan.runs if (plan.folder_of(x) / RUN).exists()):
+        before = read_head(folder)["environment"]
         other = [f"{key} {before[key]}, now {x}" for key, x in now.items() if key in before and before[key] != x]
         if other:
-            tell(f"{place} was made under other conditions ({'; '.join(other)}): speeds will not be compared")
+            log(f"{folder} was made under other conditions ({'; '.join(other)}): speeds will not be compared")
             return
 
 
@@ -81,7 +81,7 @@ def _short(run: Run) -> str:
     return f"{shortened(run.label)}, seed {run.seed}"
 
 
-def _train(run: Run, folder: Path, threads: int, command: str, again: str, tell: Callable[[str], None]) -> None:
+def _train(run: Run, folder: Path, threads: int, command: str, again: str, log: Callable[[str], None]) -> None:
     request = {"run": run.as_json(), "folder": str(folder), "command": command, "threads": threads}
     request["resume"] = (folder / RUN).exists()
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -93,11 +93,11 @@ def _train(run: Run, folder: Path, threads: int, command: str, again: str, tell:
                 assert worker.stdout is not None
                 try:
                     for line in worker.stdout:
-                        tell(f"{_short(run)}: {line.rstrip()}")
+                        log(f"{_short(run)}: {line.rstrip()}")
                 except KeyboardInterrupt:
                     worker.terminate()  # from a terminal it has heard Ctrl-C too; then this one changes nothing
                     for line in worker.stdout:
-                        tell(f"{_short(run)}: {line.rstrip()}")
+                        log(f"{_short(run)}: {line.rstrip()}")
                     raise
         except KeyboardInterrupt:
             raise StoppedError(f"stopped in {folder}; go on with {again}.") from None
@@ -116,7 +116,7 @@ def report(plan: Plan) -> Comparison:
     """Write the report of what is in the folders."""
     first = plan.runs[0]
     task = make_task(first.task, **first.task_options)
-    records = [replace(read_run(plan.place(run)), label=run.label) for run in plan.runs]
+    records = [replace(read_run(plan.folder_of(run)), label=run.label) for run in plan.runs]
     found = Comparison(plan.title, task.metric, task.higher_is_better, task.about, records)
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_report(found, plan.folder / REPORT, samples=_samples(plan))
@@ -148,7 +148,7 @@ def _samples(plan: Plan) -> dict[str, str]:
     """What the models of the first seed have written."""
     texts = {}
     for run in plan.runs:
-        file = plan.place(run) / SAMPLE
+        file = plan.folder_of(run) / SAMPLE
         if run.seed == plan.runs[0].seed and file.exists():
             texts[run.label] = file.read_bytes().decode(errors="replace")
     return {label: text for label, text in texts.items() if text}

@@ -177,7 +177,7 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
     check(plan, resume=True)
     result = Result(settings)
     for variant, training in zip(VARIANTS, plan.runs, strict=True):
-        model, seconds = _trained(variant.name, training, plan.place(training), log)
+        model, seconds = _trained(variant.name, training, plan.folder_of(training), log)
         progress()
         task = make_task(training.task, **training.task_options)
         one = Converted(variant.trained(settings), _bits(model, task), kernel_norms(model, _tokens(task)), seconds)

@@ -107,8 +107,8 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> list[
         names = [(method, seed) for method in methods for seed in seeds]
         for (method, seed), training in zip(names, plan.runs, strict=True):
             callback = _AccuracyLog(f"{method}, relevance {p:g}, seed {seed}", log)
-            result = train(training, plan.place(training), resume=True, quiet=True, callbacks=[callback])
-            points = [x for x in read_metrics(plan.place(training)) if "eval_accuracy" in x]
+            result = train(training, plan.folder_of(training), resume=True, quiet=True, callbacks=[callback])
+            points = [x for x in read_metrics(plan.folder_of(training)) if "eval_accuracy" in x]
             accuracy = [x["eval_accuracy"] for x in points]
             curves.append(Curve(method, p, seed, [x["step"] for x in points], accuracy, result.seconds))
             progress()

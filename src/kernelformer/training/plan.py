@@ -38,7 +38,7 @@ class Plan:
     folder: Path
     about: Mapping[str, str] = field(default_factory=dict)
 
-    def place(self, run: Run) -> Path:
+    def folder_of(self, run: Run) -> Path:
         """The folder of one run: readable, and different for different attentions."""
         plain = re.sub(r"[^A-Za-z0-9+=.,-]", "_", run.label)
         if len(plain) > 80 or plain != run.label.replace(":", "_"):
@@ -91,9 +91,11 @@ def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
         resume: go on with what is in the folder.
         again: how a user does that, for the error if it was not asked for.
     """
-    there = [x for x in plan.runs if (plan.place(x) / RUN).exists()]
-    if there and not resume:
-        raise TrainingError(f"{plan.place(there[0])} is there already; go on with {again}, or take another folder.")
+    started = [x for x in plan.runs if (plan.folder_of(x) / RUN).exists()]
+    if started and not resume:
+        raise TrainingError(
+            f"{plan.folder_of(started[0])} is there already; go on with {again}, or take another folder."
+        )
     first = plan.runs[0]
     task = make_task(first.task, **first.task_options)
     for split in ("train", "validation"):
@@ -102,6 +104,6 @@ def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
         for run in plan.runs:
             if run.seed == first.seed:
                 build_model(run, task)
-    data = task.fingerprint() if there else None
-    for run in there:
-        check_same(run, plan.place(run), data)
+    data = task.fingerprint() if started else None
+    for run in started:
+        check_same(run, plan.folder_of(run), data)
