@@ -35,6 +35,7 @@ ORDER = [
         "subprocesses",
         "commands",
         "limits",
+        "settings",
     },
 ]
 LEVEL = {name: index for index, names in enumerate(ORDER) for name in names}
@@ -47,6 +48,7 @@ WITHIN = {
     ("hashes", "files"),
     ("limits", "errors"),
     ("records", "files"),
+    ("settings", "errors"),
 }
 
 

@@ -14,10 +14,11 @@ from kernelformer import formatting as units
 from kernelformer.cli import studies
 from kernelformer.cli.app import app
 from kernelformer.cli.common import fail, plain_errors, thread_count
+from kernelformer.measure import show
 from kernelformer.measure.attention import Case, Kernelformer, contender
-from kernelformer.measure.benchmark import HEAPS, Row, WorkerError, job, run_case
-from kernelformer.measure.worker import check, measure_time
-from kernelformer.reports import bench as show
+from kernelformer.measure.benchmark import HEAPS, Row, WorkerError, check, job, run_case
+from kernelformer.studies import STUDIES as REGISTRY
+from kernelformer.studies.settings import NoSettings
 from kernelformer.training.config import StoppedError, TrainingError, everywhere
 
 SMALL = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02"]
@@ -65,22 +66,6 @@ def test_a_contender_that_is_off_its_definition_is_not_timed(monkeypatch):
     assert "off its definition by 5.0e-01" in row.note
 
 
-def test_repeats_are_interleaved_and_medians_taken(monkeypatch):
-    calls = []
-
-    class Fake:
-        def __init__(self, name):
-            self.name = name
-
-        def runner(self, case):
-            return lambda: calls.append(self.name)
-
-    monkeypatch.setattr("kernelformer.measure.worker.contender", Fake)
-    times = measure_time(Case("causal", 8), ["a", "b"], budget=1e-12)
-    assert times["a"]["calls"] >= 3
-    assert calls[:4] == ["a", "b", "a", "b"]
-
-
 @pytest.mark.parametrize("method", ["softmax", "gaussian", "favor+", "relu", "trigonometric", "elu", "sdpa"])
 @pytest.mark.parametrize("task", ["bidirectional", "causal"])
 def test_every_contender_of_ours_is_its_definition(method, task):
@@ -116,13 +101,13 @@ def test_bench_refuses_what_it_does_not_know(options, message):
 
 
 STUDIES = {
-    "sparsity": ([], "kernelformer.studies.sparsity.study"),
+    "sparsity": ([], "kernelformer.studies.sparsity.run"),
     "kernels": ([], "kernelformer.studies.kernels.run"),
     "approximation": (["--encoder", "x", "--text", "y"], "kernelformer.studies.approximation.run"),
     "positions": ([], "kernelformer.studies.positions.run"),
     "encoder": ([], "kernelformer.studies.encoder.run"),
     "overhead": ([], "kernelformer.studies.overhead.run"),
-    "tour": ([], "kernelformer.studies.tour.take_tour"),
+    "tour": ([], "kernelformer.studies.tour.run"),
     "normalized": ([], "kernelformer.studies.normalized.run"),
     "lengths": (["x"], "kernelformer.studies.lengths.run"),
     "conversion": (["x", "--text", "y", "--held-out", "z"], "kernelformer.studies.conversion.run"),
@@ -130,7 +115,9 @@ STUDIES = {
 
 
 def test_every_study_is_looked_at():
-    assert {command.callback.__name__ for command in studies.app.registered_commands} == STUDIES.keys()
+    assert (
+        {command.callback.__name__ for command in studies.app.registered_commands} == STUDIES.keys() == REGISTRY.keys()
+    )
 
 
 @pytest.mark.parametrize("name", [*STUDIES, "bench"])
@@ -205,12 +192,13 @@ def test_the_tour_measures_tells_and_draws(monkeypatch, tmp_path):
     monkeypatch.setattr(tour, "LENGTHS", (64,))
     monkeypatch.setattr(tour, "CONTEXTS", (32,))
     monkeypatch.setattr(tour, "sample_inputs", lambda *a, **k: [torch.randn(1, 2, 16, 8) for _ in range(3)])
-    told = []
-    found = tour.take_tour(told.append, 1)
-    assert len(told) == len(tour.MAPS) + 2
-    assert [len(x) for x in (found.lengths, found.contexts)] == [2, 2]
-    assert len(tour.tables(found)) == 3
-    tour.picture(found, tmp_path / "tour.png")
+    logged, study, settings = [], REGISTRY["tour"], NoSettings()
+    result = study.run(settings, tmp_path, logged.append)
+    assert len(logged) == study.steps(settings) == len(tour.MAPS) + 2
+    assert [len(x) for x in (result.lengths, result.contexts)] == [2, 2]
+    assert len(study.tables(result)) == 3
+    assert json.loads(study.save(settings, result, tmp_path).read_text())["state"] == result.state > 0
+    study.picture(result, tmp_path / "tour.png")
     assert (tmp_path / "tour.png").stat().st_size > 10_000
 
 

@@ -121,8 +121,8 @@ def test_registering_again_keeps_what_was_learned_and_draws_anew():
 def test_the_study_reads_layers_as_the_command_does(monkeypatch, tmp_path):
     seen = []
 
-    def stop(model, text, held_out, chosen, setting, *_, **__):
-        seen.append(setting.layers)
+    def stop(settings, *_):
+        seen.append(settings.layers)
         raise ValueError("enough")
 
     monkeypatch.setattr(conversion_study, "run", stop)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kernelformer.cli.app import app
 from kernelformer.measure import attention as contenders
 from kernelformer.measure.attention import Case, contender, yardsticks
-from kernelformer.measure.worker import measure_memory
+from kernelformer.measure.benchmark import measure_memory
 from kernelformer.modules import build_attention
 
 SIZES = {"heads": 2, "head_dim": 8, "features": 16, "window": 5}

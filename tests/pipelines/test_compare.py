@@ -19,12 +19,12 @@ import torch
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.cli.common import names
-from kernelformer.cli.training import _settings
 from kernelformer.pipelines import compare
 from kernelformer.pipelines import compare_worker as worker
 from kernelformer.pipelines.compare import make_plan
 from kernelformer.recipes.catalogue import RECIPES, change, find_recipe, recipe_name, recipes_of
+from kernelformer.recipes.overrides import read_settings
+from kernelformer.settings import split_names as names
 from kernelformer.tasks import TASKS
 from kernelformer.training import TrainingError, train
 
@@ -137,16 +137,16 @@ def test_runs_under_other_conditions_are_told_of_at_once_and_stand_in_the_figure
     folder = shutil.copytree(compared[0], tmp_path / "runs")
     plan, threads = compare.read_plan(folder)
     assert threads == 1
-    assert {plan.place(x) for x in plan.runs} == set(folders(folder))
+    assert {plan.folder_of(x) for x in plan.runs} == set(folders(folder))
     told = []
     compare._tell_conditions(plan, 1, told.append)
     assert told == []
     compare._tell_conditions(plan, 2, told.append)
-    first = plan.place(plan.runs[0])
+    first = plan.folder_of(plan.runs[0])
     assert told == [f"{first} was made under other conditions (threads 1, now 2): speeds will not be compared"]
     compare.report(plan)
     assert not any("conditions" in x for x in json.loads((folder / "comparison.json").read_text())["runs"])
-    file = plan.place(plan.runs[1]) / "run.json"
+    file = plan.folder_of(plan.runs[1]) / "run.json"
     record = json.loads(file.read_text())
     record["resumed"] = [{"step": 2, "environment": {**record["environment"], "threads": 2}}]
     file.write_text(json.dumps(record))
@@ -179,7 +179,7 @@ def test_a_comparison_does_not_go_on_with_other_data(compared, tmp_path):
 
 def test_a_folder_without_a_run_is_no_obstacle(tmp_path):
     plan = make_plan("x", replace(find_recipe("bytes").run(), attention="elu"), ["elu"], 1, tmp_path)
-    plan.place(plan.runs[0]).mkdir()
+    plan.folder_of(plan.runs[0]).mkdir()
     compare.check(plan, resume=False)
     with pytest.raises(ValueError, match="but causal=True was asked for"):
         compare.check(make_plan("x", find_recipe("bytes").run(), ["elu", "skyformer"], 2, tmp_path), resume=False)
@@ -187,7 +187,7 @@ def test_a_folder_without_a_run_is_no_obstacle(tmp_path):
 
 def small_run(steps=4, **more):
     sets = [x for x in SMALL if "=" in x]
-    run = change(find_recipe("bytes").run(), _settings(sets, data=TEXT, length=32, steps=steps, attention="elu"))
+    run = change(find_recipe("bytes").run(), read_settings(sets, data=TEXT, length=32, steps=steps, attention="elu"))
     return replace(run, **more)
 
 
@@ -347,7 +347,7 @@ def test_settings_of_a_recipe_change_by_name():
 
 def test_values_of_the_command_line_are_read_as_people_write_them():
     texts = ["a=true", "b=False", "c=none", "model.d=none", "model.e=None", "model.f=true", "g=1e-3", "h=[1, 2]", "i=x"]
-    found = _settings(texts, steps=None, length=3)
+    found = read_settings(texts, steps=None, length=3)
     assert found == {
         "a": True,
         "b": False,
@@ -394,7 +394,7 @@ def test_values_of_the_command_line_are_read_as_people_write_them():
     ],
 )
 def test_values_are_read_as_their_setting_is_declared(task, text, value):
-    (found,) = _settings([text], task).values()
+    (found,) = read_settings([text], task).values()
     assert found == value
     assert type(found) is type(value)
 
@@ -415,18 +415,18 @@ def test_a_tasks_name_runs_its_first_recipe(tmp_path):
 
 def test_data_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert _settings(None, data=Path("a/../b"))["task.data"] == str(tmp_path / "b")
-    assert _settings(["task.data=b"])["task.data"] == str(tmp_path / "b")
+    assert read_settings(None, data=Path("a/../b"))["task.data"] == str(tmp_path / "b")
+    assert read_settings(["task.data=b"])["task.data"] == str(tmp_path / "b")
 
 
 def test_other_places_are_found_from_anywhere_too_and_names_of_the_hub_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local").mkdir()
     names = ("task.test_file", "task.cache", "task.tokenizer", "start")
-    assert _settings([f"{x}=b" for x in names]) == dict.fromkeys(names, str(tmp_path / "b"))
+    assert read_settings([f"{x}=b" for x in names]) == dict.fromkeys(names, str(tmp_path / "b"))
     for local in ("hub:./local", "hub:local"):
-        assert _settings(None, data=local)["task.data"] == f"hub:{tmp_path / 'local'}"
-    assert _settings(None, data="hub:nyu-mll/glue:rte")["task.data"] == "hub:nyu-mll/glue:rte"
+        assert read_settings(None, data=local)["task.data"] == f"hub:{tmp_path / 'local'}"
+    assert read_settings(None, data="hub:nyu-mll/glue:rte")["task.data"] == "hub:nyu-mll/glue:rte"
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_places_of_runs_are_different_and_plain(tmp_path):
         "favor+:seed=" + "1" * 90,
     ]
     plan = make_plan("x", find_recipe("bytes").run(), specs, 2, tmp_path)
-    places = [plan.place(run).name for run in plan.runs]
+    places = [plan.folder_of(run).name for run in plan.runs]
     assert len(set(places)) == 10
     assert all(re.fullmatch(r"[A-Za-z0-9+=.,_-]{1,110}", x) for x in places)
     assert names("elu,nprf:relative=2d:grid=(2,3), favor+") == ["elu", "nprf:relative=2d:grid=(2,3)", "favor+"]

@@ -17,6 +17,7 @@ from kernelformer.data.sources import read_texts
 from kernelformer.hf.capture import attention_inputs
 from kernelformer.modules import build_attention
 from kernelformer.studies import approximation
+from kernelformer.studies.settings import ApproximationSettings
 
 transformers = pytest.importorskip("transformers")
 WORDS = [f"word{i}" for i in range(60)]
@@ -67,13 +68,14 @@ def test_captured_tensors_are_nobody_elses(encoder):
 
 
 def test_ridges_are_measured_at_the_longest_length_in_any_order(encoder, text):
-    found = []
-    for lengths in ([16, 24], [24, 16, 24]):
-        told = []
-        found.append(approximation.run(str(encoder), text, lengths, [4], 2, told.append))
-        assert len(told) == approximation.steps(lengths)
-    assert found[0].ridges == found[1].ridges
-    assert "24 tokens" in approximation.tables(found[1])[1].title
+    results = []
+    for lengths in ((16, 24), (24, 16, 24)):
+        settings = ApproximationSettings(encoder=str(encoder), text=text, lengths=lengths, features=(4,))
+        logged, steps = [], []
+        results.append(approximation.run(settings, text.parent, logged.append, lambda: steps.append(1)))  # noqa: B023
+        assert len(logged) == len(steps) == approximation.steps(settings)
+    assert results[0].ridges == results[1].ridges
+    assert "24 tokens" in approximation.tables(results[1])[1].title
 
 
 def test_the_study_measures_and_draws(encoder, text, tmp_path):

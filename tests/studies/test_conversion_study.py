@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.hf.load import load_source
+from kernelformer.studies import STUDIES
 from kernelformer.studies import conversion as study
-from kernelformer.studies import conversion_show as show
+from kernelformer.studies.conversion_quality import Quality, probe_accuracy
+from kernelformer.studies.settings import ConversionSettings
 
 WORDS = [f"w{i}" for i in range(40)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -24,7 +26,18 @@ SMALL = {
     "vocab_size": len(VOCABULARY),
     "max_position_embeddings": 32,
 }
-QUICK = study.Setting(length=16, batch=4, seconds=0.6, samples=12)
+QUICK = {"length": 16, "batch": 4, "seconds": 0.6, "samples": 12}
+
+
+def settings_of(model, files, methods=("softmax",), **options):
+    text, held_out = files
+    return ConversionSettings(
+        model=str(model), text=text, held_out=held_out, attention=tuple(methods), **{**QUICK, **options}
+    )
+
+
+def rows_of(model, files, methods, folder, log=lambda _: None, **options):
+    return STUDIES["conversion"].run(settings_of(model, files, methods, **options), folder, log).rows
 
 
 def write_model(folder, model):
@@ -56,9 +69,9 @@ def encoder(tmp_path):
 
 
 def test_methods_are_measured_before_and_after_and_not_twice(encoder, files, tmp_path):
-    out, told = tmp_path / "conversion.json", []
+    logged = []
     methods = ["loglinear:num_features=8", "elu", "softmax"]
-    rows = study.run(str(encoder), *files, methods, QUICK, out, tell=told.append, save=tmp_path / "saved")
+    rows = rows_of(encoder, files, methods, tmp_path, save=tmp_path / "saved")
     by_name = {x.method: x for x in rows}
     assert list(by_name) == ["original", *methods]
     assert by_name["original"].scores["original"]["cosine"] == pytest.approx(1, abs=1e-6)
@@ -69,53 +82,52 @@ def test_methods_are_measured_before_and_after_and_not_twice(encoder, files, tmp
     assert set(by_name["elu"].steps) == {"tune"}
     assert learned.scores["distilled"]["cosine"] > learned.scores["converted"]["cosine"]
     assert (tmp_path / "saved" / "elu" / "model.safetensors").is_file()
-    fresh = study.run(str(encoder), *files, ["elu"], QUICK, tmp_path / "fresh.json")
-    late = study.run(str(encoder), *files, [*methods, "favor+:num_features=8"], QUICK, out)[-1]
+    (tmp_path / "fresh").mkdir()
+    fresh = rows_of(encoder, files, ["elu"], tmp_path / "fresh")
+    late = rows_of(encoder, files, [*methods, "favor+:num_features=8"], tmp_path)[-1]
     assert fresh[1].scores["converted"] == by_name["elu"].scores["converted"]
     assert late.scores["converted"]["cosine"] < 0.999  # to the original, also where a run goes on
-    rows = study.run(str(encoder), *files, methods, QUICK, out)
-    told.clear()
-    again = study.run(str(encoder), *files, methods, QUICK, out, tell=told.append)
-    assert again == rows
-    assert not told
-    assert show.table(rows).row_count == 5
-    show.picture(rows, tmp_path / "conversion.png")
+    result = STUDIES["conversion"].run(settings_of(encoder, files, methods), tmp_path, logged.append)
+    assert result.rows[: len(rows)] == rows
+    assert not logged
+    (table,) = study.tables(result)
+    assert table.row_count == 5
+    study.picture(result, tmp_path / "conversion.png")
     assert (tmp_path / "conversion.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_figures_of_another_setting_are_not_mixed_in(encoder, files, tmp_path):
-    out = tmp_path / "conversion.json"
-    study.run(str(encoder), *files, [], QUICK, out)
-    with pytest.raises(ValueError, match="figures of another setting"):
-        study.run(str(encoder), *files, [], study.Setting(length=12, seconds=0.6), out)
+    rows_of(encoder, files, ["softmax"], tmp_path, seconds=0.0)
+    with pytest.raises(ValueError, match=r"conversion.json has figures of another setting"):
+        rows_of(encoder, files, ["softmax"], tmp_path, length=12)
 
 
 def test_a_method_that_cannot_is_a_row_with_the_reason(files, tmp_path):
     folder = write_model(
         tmp_path / "decoder", LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=1, eos_token_id=3))
     )
-    setting = study.Setting(length=16, batch=2, seconds=0.0, samples=8)
-    rows = study.run(str(folder), *files, ["skyformer:num_landmarks=4", "favor+:num_features=512"], setting,
-                     tmp_path / "x.json", task="causal")  # fmt: skip
-    original, cannot, near = rows
+    methods = ["skyformer:num_landmarks=4", "favor+:num_features=512"]
+    settings = settings_of(folder, files, methods, batch=2, seconds=0.0, samples=8, task="causal")
+    result = STUDIES["conversion"].run(settings, tmp_path)
+    original, cannot, near = result.rows
     assert "landmarks" in cannot.problem
     assert not cannot.scores
     # The perplexity by transformers' own loss.
     source = load_source(folder, task="causal")
-    judge = study.Judge(source, files[1], files[0], setting)
+    quality = Quality(source, settings)
     with torch.no_grad():
-        losses = [source.model(**x, labels=x["input_ids"]).loss for x in judge.batches]
+        losses = [source.model(**x, labels=x["input_ids"]).loss for x in quality.batches]
     assert original.scores["original"]["perplexity"] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
     assert near.scores["converted"]["perplexity"] == pytest.approx(original.scores["original"]["perplexity"], rel=0.5)
-    assert show.table(rows).row_count == 3
+    assert study.tables(result)[0].row_count == 3
 
 
 def test_masked_tokens_are_the_same_for_all_models(files, tmp_path):
     folder = write_model(tmp_path / "masked", BertForMaskedLM(BertConfig(**SMALL)))
     source = load_source(folder)
-    judge = study.Judge(source, files[1], files[0], study.Setting(length=16, batch=4, samples=40))
-    first = judge(source.model)
-    assert first == judge(source.model)
+    quality = Quality(source, settings_of(folder, files, samples=40))
+    first = quality(source.model)
+    assert first == quality(source.model)
     assert 0 <= first["accuracy"] <= 1
     assert first["perplexity"] > 1
 
@@ -124,19 +136,19 @@ def test_a_probe_learns_what_a_line_can_tell():
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(200, 6, generator=gen)
     y = (x[:, 0] + 2 * x[:, 3] > 0).long()
-    assert study.probe_accuracy((x[:150], y[:150]), (x[150:], y[150:])) > 0.95
+    assert probe_accuracy((x[:150], y[:150]), (x[150:], y[150:])) > 0.95
     shuffled = y[torch.randperm(200, generator=gen)]
-    assert study.probe_accuracy((x[:150], shuffled[:150]), (x[150:], shuffled[150:])) < 0.75
+    assert probe_accuracy((x[:150], shuffled[:150]), (x[150:], shuffled[150:])) < 0.75
 
 
 def test_a_probe_wants_labels(encoder, files, tmp_path):
-    setting = study.Setting(length=16, batch=4, seconds=0.0, samples=8, probe=20)
-    rows = study.run(str(encoder), *files, ["softmax"], setting, tmp_path / "a.json")
+    few = {"seconds": 0.0, "samples": 8, "probe": 20}
+    rows = rows_of(encoder, files, ["softmax"], tmp_path, **few)
     assert rows[0].scores["original"]["probe"] == rows[1].scores["converted"]["probe"] > 0.8
     plain = tmp_path / "plain.txt"
     plain.write_text("w1 w2\nw3 w4\n")
     with pytest.raises(ValueError, match="a probe needs 'text' and 'label'"):
-        study.run(str(encoder), plain, files[1], [], setting, tmp_path / "b.json")
+        rows_of(encoder, (plain, files[1]), ["softmax"], tmp_path / "other", **few)
 
 
 def test_features_are_filled_into_the_methods():

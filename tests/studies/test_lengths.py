@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
+from kernelformer.errors import WorkerError  # noqa: E402
 from kernelformer.hf import conversion  # noqa: E402
-from kernelformer.measure import lengths as worker  # noqa: E402
-from kernelformer.measure.benchmark import WorkerError  # noqa: E402
+from kernelformer.measure import lengths as measured  # noqa: E402
 from kernelformer.measure.lengths import Subject  # noqa: E402
 from kernelformer.studies import lengths as study  # noqa: E402
-from kernelformer.studies import lengths_show as shown  # noqa: E402
-from kernelformer.studies.lengths import Found, Row, Setting, crossover, predicted  # noqa: E402
+from kernelformer.studies.lengths_result import Result, Row, between, crossover, predicted  # noqa: E402
+from kernelformer.studies.settings import LengthsSettings  # noqa: E402
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
 SPEC = "favor+:num_features=8"
@@ -46,26 +46,26 @@ def here(monkeypatch):
     """Jobs are done in this process, which is faster, and listed."""
     done = []
 
-    def job(request):
-        done.append(request)
-        return json.loads(json.dumps(worker.do(json.loads(json.dumps(request)))))
+    def run(work, *, threads, allocator, **given):
+        done.append(given)
+        return json.loads(json.dumps(work(**json.loads(json.dumps(given)))))
 
-    monkeypatch.setattr(study, "job", job)
+    monkeypatch.setattr(study, "run_in_process", run)
     return done
 
 
-def setting(folder, **options):
-    given = {"attentions": [SPEC], "lengths": [16, 32], "budget": 0.01, "rounds": 1, **options}
-    return Setting(Subject(str(folder), random=True), **given)
+def settings(folder, **options):
+    given = {"attention": (SPEC,), "lengths": (16, 32), "budget": 0.01, "rounds": 1, **options}
+    return LengthsSettings(**{"model": folder, "random": True, **given})
 
 
 def test_a_table_of_positions_is_stretched_between_its_ends(encoder):
     model = transformers.BertModel.from_pretrained(encoder)
     before = model.embeddings.position_embeddings.weight.detach().clone()
-    same, nothing = worker.stretch(model, 20)
+    same, nothing = measured.stretch(model, 20)
     assert same is model
     assert nothing == []
-    longer, lines = worker.stretch(model, 39)
+    longer, lines = measured.stretch(model, 39)
     assert lines == ["embeddings.position_embeddings.weight: 20 rows stretched to 39"]
     after = longer.embeddings.position_embeddings.weight
     torch.testing.assert_close(after[::2], before)
@@ -88,8 +88,8 @@ def test_a_table_of_positions_is_stretched_between_its_ends(encoder):
 def test_positions_of_all_kinds_can_be_stretched(kind, options, room):
     config = getattr(transformers, f"{kind}Config")(**SMALL, **options)
     model = getattr(transformers, f"{kind}Model")(config).eval()
-    assert worker.room(model) == room
-    longer, lines = worker.stretch(model, 33)
+    assert measured.room(model) == room
+    longer, lines = measured.stretch(model, 33)
     assert len(lines) == (room is not None)
     assert longer(torch.full((1, 33), 7)).last_hidden_state.shape[1] == 33
 
@@ -105,7 +105,7 @@ def test_no_weight_is_read_from_its_file_during_a_pass(encoder):
 
 def test_contenders_share_their_weights_and_nothing_else(encoder):
     model, _ = Subject(str(encoder)).build(16)
-    other, eager = worker.contender(model, SPEC), worker.contender(model, "eager")
+    other, eager = measured.contender(model, SPEC), measured.contender(model, "eager")
     assert not hasattr(model, "conversion")
     assert model.config._attn_implementation == "sdpa"
     assert eager.config._attn_implementation == "eager"
@@ -140,85 +140,84 @@ def test_the_last_growth_goes_on():
 
 
 def test_what_would_take_too_long_is_not_run():
-    found = Found({}, rows=[Row("forward", 16, "sdpa", seconds=1.0, peak=1), Row("forward", 32, "sdpa", 4.0, peak=1)])
+    result = Result({}, rows=[Row("forward", 16, "sdpa", seconds=1.0, peak=1), Row("forward", 32, "sdpa", 4.0, peak=1)])
     row = Row("forward", 128, "sdpa")
-    assert found.refusal(row, 65) == ""
-    assert found.refusal(row, 63) == "about 64 s, and the limit is 63 s"
-    found.rows[0].peak, found.rows[1].peak = 2**40, 2**41
-    assert "needs about 8192 GiB" in found.refusal(row, 65)
+    assert result.refusal(row, 65) == ""
+    assert result.refusal(row, 63) == "about 64 s, and the limit is 63 s"
+    result.rows[0].peak, result.rows[1].peak = 2**40, 2**41
+    assert "needs about 8192 GiB" in result.refusal(row, 65)
 
 
 def test_a_stopped_study_goes_on_where_it_was(encoder, tmp_path, here, monkeypatch):
-    mine = setting(encoder, backward=True)
+    mine = settings(encoder, backward=True)
     whole, count = study.job, 0
 
-    def stopping(request):
+    def stopping(request, settings):
         nonlocal count
         count += 1
         if count == 6:
             raise KeyboardInterrupt
-        return whole(request)
+        return whole(request, settings)
 
     monkeypatch.setattr(study, "job", stopping)
     with pytest.raises(KeyboardInterrupt):
         study.run(mine, tmp_path)
-    told = []
-    found = study.run(mine, tmp_path, told.append)
+    logged, steps = [], []
+    result = study.run(mine, tmp_path, logged.append, lambda: steps.append(1))
     asked = [(x["what"], x["kind"], x["length"], tuple(x["names"])) for x in here]
-    assert len(asked) == len(set(asked)) == len(told) == study.steps(mine) == 16
-    assert all(x.seconds and x.peak is not None and not x.note for x in found.rows)
-    assert len(found.rows) == 2 * 2 * 3
-    more = study.run(setting(encoder, backward=True, attentions=[SPEC, "elu"]), tmp_path)
+    assert len(asked) == len(set(asked)) == len(logged) == len(steps) == study.steps(mine) == 16
+    assert all(x.seconds and x.peak is not None and not x.note for x in result.rows)
+    assert len(result.rows) == 2 * 2 * 3
+    more = study.run(settings(encoder, backward=True, attention=(SPEC, "elu")), tmp_path)
     assert {tuple(x["names"]) for x in here[16:]} == {("elu",)}
     assert len(more.rows) == 2 * 2 * 4
-    assert found.stretched == ["embeddings.position_embeddings.weight: 20 rows stretched to 32"]
+    assert result.stretched == ["embeddings.position_embeddings.weight: 20 rows stretched to 32"]
 
 
 def test_a_failure_is_noted_and_shown(encoder, tmp_path, monkeypatch):
-    def job(request):
+    def job(request, settings):
         if "eager" in request["names"] and request["length"] == 32 and request["what"] == "memory":
             raise WorkerError("the process ended with code -9")
         return {name: {"seconds": 1.0, "rounds": 1, "peak": 5} for name in request["names"]}
 
     monkeypatch.setattr(study, "job", job)
-    found = study.run(setting(encoder), tmp_path)
-    (row,) = [x for x in found.rows if x.note]
+    result = study.run(settings(encoder), tmp_path)
+    (row,) = [x for x in result.rows if x.note]
     assert (row.attention, row.length, row.seconds) == ("eager", 32, None)
-    table = shown.tables(found)[0]
+    table = study.tables(result)[0]
     assert "not run: eager, 32 tokens: the process ended with code -9" in table.caption
     assert "rows stretched to 32" in table.caption
 
 
 def test_figures_of_another_model_are_not_mixed_in(encoder, decoder, tmp_path, here):
-    study.run(setting(encoder, memory=False), tmp_path)
-    with pytest.raises(ValueError, match=r"holds figures of another model or place .*choose another --out"):
-        study.run(setting(decoder, memory=False), tmp_path)
-    (tmp_path / study.KEPT).write_text('{"rows": 3}')
+    study.run(settings(encoder, memory=False), tmp_path)
+    with pytest.raises(ValueError, match=r"holds figures of another model or machine .*choose another --out"):
+        study.run(settings(decoder, memory=False), tmp_path)
+    (tmp_path / "lengths.json").write_text('{"rows": 3}')
     with pytest.raises(ValueError, match="is not of this study"):
-        study.run(setting(encoder, memory=False), tmp_path)
+        study.run(settings(encoder, memory=False), tmp_path)
 
 
 def test_the_state_does_not_grow_while_a_cache_does(decoder, tmp_path, here, monkeypatch):
     monkeypatch.setattr(study, "FIRST_CONTEXT", 8)
-    mine = setting(decoder, generate=16, memory=False, lengths=[8], baselines=["sdpa"])
-    found = study.run(mine, tmp_path)
-    assert found.about["task"] == "causal"
-    cache, state = (found.curve(worker.TOKEN, name, "peak") for name in ("sdpa", SPEC))
+    mine = settings(decoder, generate=16, memory=False, lengths=(8,), baselines=("sdpa",))
+    result = study.run(mine, tmp_path)
+    assert result.about["task"] == "causal"
+    cache, state = (result.curve(measured.TOKEN, name, "peak") for name in ("sdpa", SPEC))
     assert cache == {8: 8 * 2 * 2 * 8 * 4, 16: 16 * 2 * 2 * 8 * 4}  # tokens, layers, keys and values, D, bytes
     assert state[8] == state[16] > 0
-    assert all(x.seconds for x in found.rows)
+    assert all(x.seconds for x in result.rows)
 
 
 def test_an_encoder_with_random_weights_can_be_run_as_a_decoder(encoder, tmp_path, here):
-    mine = Setting(Subject(str(encoder), "causal", random=True), [SPEC], ["sdpa"], [16], rounds=1, memory=False)
+    mine = settings(encoder, task="causal", baselines=("sdpa",), lengths=(16,), memory=False)
     assert study.run(mine, tmp_path).about["task"] == "causal"
 
 
 def test_a_process_of_its_own_weighs_a_pass(encoder):
     """Exact attention without fusion holds two matrices of weights at least: before the softmax and after it."""
-    request = {"what": "memory", "subject": vars(Subject(str(encoder))), "kind": "forward", "length": 1024}
-    request |= {"names": ["eager"], "threads": 1, "rounds": 1, "budget": 1.0}
-    peak = study.job(request)["eager"]["peak"]
+    request = {"what": "memory", "kind": "forward", "length": 1024, "names": ["eager"]}
+    peak = study.job(request, settings(encoder, random=False))["eager"]["peak"]
     matrix = 2 * 1024**2 * 4
     assert 1.5 * matrix < peak < 8 * matrix
 
@@ -240,29 +239,29 @@ def test_crossovers_are_ringed(tmp_path):
     about = {"model": "$m", "kind": "BertModel", "weights": "random", "task": "encoder"}
     rows = [Row("forward", n, "sdpa", n**2 / 1e6, peak=n**2) for n in (16, 32, 64)]
     rows += [Row("forward", n, "elu", 20 * n / 1e6, peak=20 * n) for n in (16, 32, 64)]
-    found = Found(about, ("sdpa",), rows)
-    (line,) = found.crossovers()
+    result = Result(about, ("sdpa",), rows)
+    (line,) = result.crossovers()
     assert line["seconds"] == pytest.approx(20)
-    assert shown.between(found.curve("forward", "elu", "peak"), 20) == pytest.approx(400)
-    shown.picture(found, tmp_path / "a.png")
+    assert between(result.curve("forward", "elu", "peak"), 20) == pytest.approx(400)
+    study.picture(result, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 20000
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": [0]}, "length must be an integer of at least 1, got 0"),
-        ({"lengths": []}, "lengths must name at least one"),
-        ({"attentions": ["elo"]}, "did you mean 'elu'?"),
-        ({"baselines": ["flash"]}, "unknown baseline 'flash'"),
+        ({"lengths": (0,)}, "lengths must be an integer of at least 1, got 0"),
+        ({"lengths": ()}, "lengths must name at least one"),
+        ({"attention": ("elo",)}, "did you mean 'elu'?"),
+        ({"baselines": ("flash",)}, "unknown baseline 'flash'"),
         ({"generate": 5}, "a context of at least 128 tokens, got 5"),
         ({"rounds": 1000}, "rounds must be at most 100, got 1000"),
-        ({"limit": 0}, "limit must be a finite number above 0"),
+        ({"limit": 0}, "limit must be .* at least 0.01, got 0"),
     ],
 )
 def test_a_wrong_setting_is_named(encoder, options, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        setting(encoder, **options)
+        study.steps(settings(encoder, **options))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""The study of kernelized-rpe's Fig. 2 on models of a second, and the change of a model's attention behind it."""
+"""The study of Fig. 2 of NPRF with RPE on models of a second, and the change of a model's attention behind it."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import shutil
@@ -14,15 +13,16 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 from kernelformer.cli.app import app
-from kernelformer.cli.converting_studies import normalized as command
 from kernelformer.models import (
     KernelformerConfig,
     KernelformerForCausalLM,
     KernelformerForConditionalGeneration,
     KernelformerForSequenceClassification,
 )
+from kernelformer.studies import STUDIES
 from kernelformer.studies import normalized as study
 from kernelformer.studies.normalized_models import kernel_norms, reattend
+from kernelformer.studies.settings import NormalizedSettings
 from kernelformer.training import StoppedError, TrainingError, session
 
 TINY = {"steps": 2, "length": 16, "layers": 1, "width": 8, "heads": 2, "batch": 2, "draws": 2, "samples": 4}
@@ -149,51 +149,53 @@ def test_norms_are_those_that_the_kernel_sees():
 
 
 def test_what_is_trained_is_not_trained_again(text, tmp_path, monkeypatch):
-    setting, folder = study.Setting(data=str(text), features=(4,), **TINY), tmp_path / "models"
-    first = study.run(setting, folder)
+    settings, folder = NormalizedSettings(data=text, features=(4,), **TINY), tmp_path / "out"
+    run = STUDIES["normalized"].run
+    first = run(settings, folder)
     assert list(first.models) == [x.name for x in study.VARIANTS]
-    shutil.rmtree(folder / "softmax-seed0")
+    shutil.rmtree(folder / "normalized" / "softmax-seed0")
     made, trainer = [], session.RunTrainer
     monkeypatch.setattr(
         session, "RunTrainer", lambda run, *rest, **more: made.append(run) or trainer(run, *rest, **more)
     )
     stages = []
-    again = study.run(setting, folder, done=lambda: stages.append(1))
+    again = run(settings, folder, progress=lambda: stages.append(1))
     assert [run.attention for run in made] == ["softmax"]
-    assert len(stages) == study.stages(setting)
+    assert len(stages) == study.steps(settings)
     for name, x in again.models.items():
         assert (x.before, x.norms, x.after) == (
             first.models[name].before,
             first.models[name].norms,
             first.models[name].after,
         )
-    more = study.run(study.Setting(data=str(text), features=(4, 2), **{**TINY, "draws": 3}), folder)
+    more = run(NormalizedSettings(data=text, features=(4, 2), **{**TINY, "draws": 3}), folder)
     assert len(made) == 1
     assert list(more.models["standard"].after) == [2, 4]
     assert more.models["standard"].after[4][:2] == first.models["standard"].after[4]
     with pytest.raises(TrainingError, match="other settings, there and here: steps 2 and 1"):
-        study.run(study.Setting(data=str(text), **{**TINY, "steps": 1}), folder)
+        run(NormalizedSettings(data=text, **{**TINY, "steps": 1}), folder)
     text.write_text(text.read_text().upper())
     with pytest.raises(TrainingError, match="a run on other data of task 'bytes'"):
-        study.run(setting, folder)
+        run(settings, folder)
 
 
 def test_a_stopped_study_goes_on_where_it_was(text, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "VARIANTS", study.VARIANTS[1:2])
-    setting = study.Setting(data=str(text), features=(4,), **{**TINY, "steps": 27})
+    settings = NormalizedSettings(data=text, features=(4,), **{**TINY, "steps": 27})
+    run = STUDIES["normalized"].run
 
-    def stop(told):
-        if told.startswith("standard, relative: step 25 of 27"):
+    def stop(text):
+        if text.startswith("standard, relative: step 25 of 27"):
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(StoppedError, match=r"the training of the standard, relative model; the same call goes on"):
-        study.run(setting, tmp_path / "models", stop)
-    heard = []
-    found = study.run(setting, tmp_path / "models", heard.append)
-    assert not any("step 25" in x for x in heard)
-    assert any("step 27 of 27" in x for x in heard)
-    whole = study.run(setting, tmp_path / "whole")
-    assert {name: x.after for name, x in found.models.items()} == {name: x.after for name, x in whole.models.items()}
+        run(settings, tmp_path / "models", stop)
+    logged = []
+    result = run(settings, tmp_path / "models", logged.append)
+    assert not any("step 25" in x for x in logged)
+    assert any("step 27 of 27" in x for x in logged)
+    whole = run(settings, tmp_path / "whole")
+    assert {name: x.after for name, x in result.models.items()} == {name: x.after for name, x in whole.models.items()}
 
 
 def test_the_study_measures_and_draws(text, tmp_path):
@@ -228,7 +230,7 @@ def test_a_model_that_diverges_is_named(text, tmp_path, monkeypatch):
 
     monkeypatch.setattr(study, "train", diverges)
     with pytest.raises(TrainingError, match=r"the standard model diverged at step 2 with lr=0.005; take a smaller one"):
-        study.run(study.Setting(data=str(text), **TINY), tmp_path)
+        STUDIES["normalized"].run(NormalizedSettings(data=text, **TINY), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_a_model_that_diverges_is_named(text, tmp_path, monkeypatch):
 )
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        study.Setting(**options)
+        study.check_settings(NormalizedSettings(**options))
 
 
 @pytest.mark.parametrize(
@@ -263,12 +265,3 @@ def test_wrong_input_of_the_command_is_said_before_anything_is_trained(text, tmp
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
-
-
-def test_the_command_and_the_study_have_the_same_defaults():
-    own = {name: x.default for name, x in inspect.signature(command).parameters.items()}
-    setting = study.Setting()
-    assert tuple(int(x) for x in own.pop("features").split(",")) == setting.features
-    assert {name: x for name, x in own.items() if name not in ("threads", "out")} == {
-        name: x for name, x in vars(setting).items() if name != "features"
-    }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 
 from kernelformer.modules import RelativePositions
-from kernelformer.studies import overhead
+from kernelformer.studies import STUDIES, overhead
+from kernelformer.studies.settings import OverheadSettings
 from kernelformer.training.config import Run
 from kernelformer.training.evaluation import load_run
 from kernelformer.training.session import train
@@ -27,17 +29,22 @@ def test_intervals_are_covered_once():
     assert overhead.covered([]) == 0
 
 
-def test_steps_are_timed_profiled_and_shown():
-    told = []
-    found = overhead.run(RUN, ["softmax", "elu"], told.append)
-    assert told == [x.attention for x in found] == ["softmax", "elu"]
-    for step in found:
+def test_steps_are_timed_profiled_and_shown(monkeypatch, tmp_path):
+    logged = []
+    monkeypatch.setattr(overhead, "find_recipe", lambda name: SimpleNamespace(run=lambda: RUN))
+    settings = OverheadSettings(attention=("softmax", "elu"))
+    result = STUDIES["overhead"].run(settings, tmp_path, logged.append)
+    assert logged == [x.attention for x in result] == ["softmax", "elu"]
+    for step in result:
         assert 0 < step.inside < step.profiled
         assert 0 < step.outside < 1
         assert step.seconds > 0
         assert step.operations > 100
-    assert overhead.table(found).row_count == 2
-    assert overhead.as_json(found)[0]["outside"] == found[0].outside
+    (table,) = overhead.tables(result)
+    assert table.row_count == 2
+    assert overhead.record(result)["steps"][0]["outside"] == result[0].outside
+    overhead.picture(result, tmp_path / "overhead.png")
+    assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_of_positions_have_their_own_learning_rate(tmp_path):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kernelformer.cli.app import app
 from kernelformer.modules import build_attention
 from kernelformer.studies import positions
-from kernelformer.studies.positions import Found, RowError, row_error, unit_vectors
+from kernelformer.studies.positions import Result, RowError, row_error, unit_vectors
 
 
 def test_the_error_of_a_row_is_the_sum_of_its_differences():
@@ -52,17 +52,17 @@ def test_errors_grow_with_the_norm_and_more_features_help_where_it_is_small():
 
 
 def test_the_table_and_the_picture(tmp_path):
-    found = Found(
+    result = Result(
         {(norm, m): RowError(norm / m, 0.01) for norm in (1.0, 2.0) for m in (4, 16)},
         {(label, n): n * 1e-6 for n in (64, 128) for label in positions.FORWARDS},
     )
-    errors, times = positions.tables(found)
+    errors, times = positions.tables(result)
     assert (errors.row_count, len(errors.columns)) == (2, 3)
     assert (times.row_count, len(times.columns)) == (2, 6)
-    positions.picture(found, tmp_path / "x.png")
+    positions.picture(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert found.as_json()["errors"][0] == [1.0, 4, 0.25, 0.01]
-    assert found.as_json()["seconds"][0] == ["fft, m = 16", 64, 6.4e-5]
+    assert positions.record(result)["errors"][0] == [1.0, 4, 0.25, 0.01]
+    assert positions.record(result)["seconds"][0] == ["fft, m = 16", 64, 6.4e-5]
 
 
 def test_calls_are_interleaved_and_the_first_is_not_counted(monkeypatch):

@@ -230,7 +230,7 @@ def test_encoder_and_decoder_may_have_attentions_of_their_own(tmp_path):
     assert (first.attention, first.decoder_attention) == ("softmax", "favor+:num_features=8")
     assert first.label == "softmax > favor+:num_features=8"
     assert (second.attention, second.decoder_attention, second.label) == ("elu", None, "elu")
-    assert len({plan.place(x) for x in plan.runs}) == 2
+    assert len({plan.folder_of(x) for x in plan.runs}) == 2
     config = build_model(first, make_task("translation")).config
     assert (config.encoder_specs, config.cross_specs) == (["softmax"], ["favor+:num_features=8"])
 

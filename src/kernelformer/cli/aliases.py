@@ -45,11 +45,11 @@ def renamed(**names: str) -> Callable[[Command], Command]:
             kind, info = get_args(hints[new])
             hints[old] = Annotated[kind | None, _hidden(info, _option(old))]
         run.__annotations__ = hints
-        found = [x.replace(annotation=hints[x.name]) for x in signature.parameters.values()]
-        found += [
+        parameters = [x.replace(annotation=hints[x.name]) for x in signature.parameters.values()]
+        parameters += [
             inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[x]) for x in names
         ]
-        run.__signature__ = signature.replace(parameters=found, return_annotation=None)  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
         return run  # type: ignore[return-value]
 
     return decorate
@@ -61,9 +61,9 @@ def _option(name: str) -> str:
 
 def _hidden(info: OptionInfo, name: str) -> OptionInfo:
     """The same option by another name: within `Annotated` the first of its names stands where a default would."""
-    found = copy.copy(info)
-    found.default, found.param_decls, found.hidden = name, (), True
-    return found
+    other = copy.copy(info)
+    other.default, other.param_decls, other.hidden = name, (), True
+    return other
 
 
 def literal_text(prompt: str | None, text: str | None) -> str | None:

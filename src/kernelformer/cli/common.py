@@ -1,14 +1,13 @@
-"""What all commands share: consoles, errors without a traceback, progress, lists of names, threads."""
+"""What all commands share: consoles, errors without a traceback, progress, threads."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TimeElapsedColumn
@@ -23,6 +22,12 @@ from kernelformer.training.config import StoppedError, TrainingError
 
 console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
 errors = VisibleConsole(stderr=True, soft_wrap=True)  # a path stays in one piece
+Threads = Annotated[int | None, typer.Option(min=1, help="default: all cores")]
+
+
+def starts_anew() -> str:
+    """What to say of a command that keeps nothing of what it has done before."""
+    return f"{typed()} starts anew"
 
 
 def fail(problem: Exception, code: int = 2) -> NoReturn:
@@ -47,7 +52,7 @@ def say_unfinished(folder: Path) -> None:
 
 
 @contextmanager
-def plain_errors(then: Callable[[], str] = lambda: f"{typed()} starts anew") -> Iterator[None]:
+def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
     """What users can change ends a command without a traceback; what was told to stop, as the shell expects it.
 
     Args:
@@ -85,27 +90,6 @@ def write(text: str, keep: str = "\n\t") -> None:
     """Write what a model has written to stdout: as it is into a file or a pipe, seen and not obeyed on a terminal."""
     sys.stdout.write(visible(text, keep) if sys.stdout.isatty() else text)
     sys.stdout.flush()
-
-
-def names(text: str) -> list[str]:
-    """Parts between commas; those within brackets belong to a value."""
-    return [x.strip() for x in re.split(r",(?![^(\[]*[)\]])", text)]
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Integers of at least 1 between commas."""
-    parts = names(text)
-    if not all(re.fullmatch(r"\+?0*[1-9]\d*", x) for x in parts):
-        raise ValueError(f"{option} takes integers of at least 1, separated by commas, got {text!r}; say 128,256.")
-    return tuple(int(x) for x in parts)
-
-
-def shares(option: str, text: str) -> tuple[float, ...]:
-    """Decimal numbers between commas."""
-    try:
-        return tuple(float(x) for x in names(text))
-    except ValueError:
-        raise ValueError(f"{option} takes numbers separated by commas, got {text!r}; say 0.1,0.5.") from None
 
 
 def target(path: Path) -> Path:

@@ -11,35 +11,22 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import literal_text
-from kernelformer.cli.common import console, plain_errors, progress_bar, say, use_threads, write
+from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, use_threads, write
+from kernelformer.cli.derive import takes
 from kernelformer.cli.resuming import goes_on
 from kernelformer.commands import typed
+from kernelformer.pipelines.convert_settings import ConvertSettings
 
 
+@takes(ConvertSettings)
 def convert(
+    settings: ConvertSettings,
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="folder of transformers, .gguf file, or name on the hub")
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="folder for the converted model")],
-    attention: Annotated[str, typer.Option(help="method, or method:option=value; default: loglinear")] = "",
-    features: Annotated[int | None, typer.Option(min=1, help="features, landmarks or rank; default: 128")] = None,
-    layers: Annotated[str, typer.Option(help="0-3,5 or patterns of names; default: all")] = "",
-    keep: Annotated[int, typer.Option(min=0, help="attentions that stay exact: those that the output needs most")] = 0,
-    keep_heads: Annotated[int, typer.Option(min=0, help="heads with the largest errors that stay exact")] = 0,
-    distill: Annotated[Path | None, typer.Option(help="texts to learn from: .jsonl with 'text', or one a line")] = None,
-    steps: Annotated[int | None, typer.Option(min=0, help="of attention transfer; default: 300 with --distill")] = None,
-    tune: Annotated[int, typer.Option(min=0, help="steps with all weights after that")] = 0,
-    text: Annotated[Path | None, typer.Option(help="texts to measure on; default: some of --distill")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="tokens of a text; default: 256")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="texts to measure on; causal: windows")] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="texts, or windows, at once")] = 4,
-    task: Annotated[str, typer.Option(help="auto, masked, causal, seq2seq or encoder")] = "auto",
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="read pickled weights of a trusted source")
-    ] = False,
     force: Annotated[bool, typer.Option("--force", help="replace a converted model that is there")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="of draws and of the order of texts")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    threads: Threads = None,
 ) -> None:
     """Make a pretrained model linear: convert its attention, measure, distill, and write it as a folder."""
     use_threads(threads)
@@ -47,31 +34,20 @@ def convert(
         from kernelformer.pipelines import convert as converting
         from kernelformer.reports import conversion as conversion_report
 
-        setting = converting.Setting(
-            attention=attention or converting.DEFAULT,
-            features=features,
-            layers=layers,
-            keep=keep,
-            keep_heads=keep_heads,
-            distill=distill,
-            steps=steps,
-            tune=tune,
-            text=text,
-            length=length,
-            samples=samples,
-            batch=batch,
-            task=task,
-            allow_pickle=allow_pickle,
-            seed=seed,
-        )
         with progress_bar() as progress:
             bar = progress.add_task("", total=None)
-            found = converting.run(source, target, setting, force=force, tell=lambda x: say(progress, bar, x))
-        for table in conversion_report.tables(found):
+            result = converting.run(
+                source,
+                target,
+                converting.Setting(**vars(settings)),
+                force=force,
+                tell=lambda x: say(progress, bar, x),
+            )
+        for table in conversion_report.tables(result):
             console.print(table)
-        for what, used in found.texts.items():
+        for what, used in result.texts.items():
             console.print(f"{what} {used}", highlight=False, markup=False)
-        for remark in found.remarks:
+        for remark in result.remarks:
             console.print(f"note: {remark}")
         console.print(f"model: {target}   figures: {target / 'report.json'}")
 
@@ -91,7 +67,7 @@ def continue_(
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="likeliest tokens to draw from")] = 50,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    threads: Threads = None,
 ) -> None:
     """Let a converted decoder go on with a text, in constant memory."""
     use_threads(threads)
@@ -104,12 +80,12 @@ def continue_(
         options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
         with progress_bar() as progress:
             bar = progress.add_task("writing", total=tokens)
-            found = write_on(folder, before, **options, tell=lambda _: progress.advance(bar))  # type: ignore[arg-type]
-        write(f"{before}{found.text}\n")
-        first, last = sorted(found.cache)[min(1, len(found.cache) - 1)], max(found.cache)
+            written = write_on(folder, before, **options, tell=lambda _: progress.advance(bar))  # type: ignore[arg-type]
+        write(f"{before}{written.text}\n")
+        first, last = sorted(written.cache)[min(1, len(written.cache) - 1)], max(written.cache)
         console.print(
-            f"{found.tokens} tokens, {found.tokens / found.seconds:.1f} a second; cache {found.cache[first]:,} bytes "
-            f"after {first} tokens and {found.cache[last]:,} after {last}"
-            + ("" if found.constant else " (exact attention keeps every key)"),
+            f"{written.tokens} tokens, {written.tokens / written.seconds:.1f} a second; "
+            f"cache {written.cache[first]:,} bytes after {first} tokens and {written.cache[last]:,} after {last}"
+            + ("" if written.constant else " (exact attention keeps every key)"),
             style="dim",
         )

@@ -1,4 +1,4 @@
-"""Pictures of what conversion does: attention matrices, and the cost over the length."""
+"""``kernelformer attention``: pictures of attention matrices."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import literal_text, picture_in, renamed
-from kernelformer.cli.common import (
-    console,
-    names,
-    numbers,
-    plain_errors,
-    progress_bar,
-    say,
-    target,
-    thread_count,
-    use_threads,
-)
-from kernelformer.cli.resuming import goes_on
+from kernelformer.cli.common import Threads, console, plain_errors, use_threads
+from kernelformer.settings import parse_layers
 
 
 @renamed(layer="layers", head="heads")
@@ -35,7 +25,7 @@ def attention(
     layers: Annotated[str, typer.Option(help="numbers from 0, as 0-3,5; default: a few")] = "",
     heads: Annotated[str, typer.Option(help="the same of heads; one layer and one head show the difference")] = "",
     allow_pickle: Annotated[bool, typer.Option(help="read weights from a pickle, which can run code")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    threads: Threads = None,
     out: Annotated[Path, typer.Option(help="folder for attention.png")] = Path("out"),
 ) -> None:
     """Attention matrices of a model and of its converted self, side by side (Performer, App. C.4)."""
@@ -45,7 +35,7 @@ def attention(
 
         file = picture_in(out, "attention.png")
         chosen = _selected("layers", layers), _selected("heads", heads)
-        found = pictures.run(
+        matrices = pictures.run(
             original,
             converted,
             attention=attention,
@@ -53,64 +43,14 @@ def attention(
             sequence=sequence,
             allow_pickle=allow_pickle,
         )
-        pictures.picture(found, file, *chosen)
-        console.print(pictures.table(found))
+        pictures.picture(matrices, file, *chosen)
+        console.print(pictures.table(matrices))
         console.print(f"picture: {file}")
 
 
 def _selected(what: str, text: str) -> list[int] | None:
     """Numbers from 0 and ranges of them, as `convert --layers` takes them; None: not given."""
-    from kernelformer.pipelines.convert import parse_layers
-
     chosen = [x for x in parse_layers(text) if isinstance(x, int) and x >= 0] if text else None
     if chosen is not None and len(chosen) < len(parse_layers(text)):
         raise ValueError(f"--{what} takes numbers from 0 and ranges, as 0-3,5, got {text!r}.")
     return chosen
-
-
-def lengths(
-    model: Annotated[Path, typer.Argument(help="folder of a pretrained model; --random needs its config.json alone")],
-    attention: Annotated[
-        str, typer.Option(help="what it is converted to, separated by commas")
-    ] = "loglinear:num_features=128,favor+:num_features=128",
-    baselines: Annotated[str, typer.Option(help="of the original: sdpa, eager")] = "sdpa,eager",
-    lengths: Annotated[str, typer.Option(help="tokens")] = "256,512,1024,2048,4096,8192",
-    task: Annotated[str, typer.Option(help="encoder or causal; auto: what the model is")] = "auto",
-    random: Annotated[bool, typer.Option("--random", help="draw the weights")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="measure forward + backward too")] = False,
-    generate: Annotated[int, typer.Option(min=0, help="the longest context to generate after; 0: none")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="sequences of a pass")] = 1,
-    budget: Annotated[float, typer.Option(min=0.01, help="seconds for each length and pass")] = 10.0,
-    limit: Annotated[float, typer.Option(min=0.01, help="seconds of one pass beyond which it is not run")] = 60.0,
-    memory: Annotated[bool, typer.Option(help="measure peak memory too")] = True,
-    allow_pickle: Annotated[bool, typer.Option(help="read weights from a pickle, which can run code")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
-    out: Annotated[Path, typer.Option(help="folder for lengths.json and lengths.png")] = Path("out"),
-) -> None:
-    """From which length on a converted model is faster and leaner than the original; goes on where it was stopped."""
-    with plain_errors(goes_on):
-        from kernelformer.measure.lengths import Subject
-        from kernelformer.studies import lengths as study
-        from kernelformer.studies import lengths_show as shown
-
-        file = target(out / study.KEPT)
-        setting = study.Setting(
-            subject=Subject(str(model), task, random, allow_pickle, batch),
-            attentions=tuple(names(attention)),
-            baselines=tuple(names(baselines)),
-            lengths=numbers("--lengths", lengths),
-            backward=backward,
-            generate=generate,
-            threads=thread_count(threads),
-            budget=budget,
-            limit=limit,
-            memory=memory,
-        )
-        with progress_bar() as progress:
-            bar = progress.add_task("", total=study.steps(setting))
-            found = study.run(setting, out, lambda x: say(progress, bar, x, advance=1))
-        for table in shown.tables(found):
-            console.print(table)
-        picture = file.with_suffix(".png")
-        shown.picture(found, picture)
-        console.print(f"figures: {file}   picture: {picture}")

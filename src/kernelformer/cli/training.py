@@ -5,10 +5,8 @@ What trains is imported by the command that needs it: transformers takes seconds
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +14,9 @@ import typer
 
 from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import (
+    Threads,
     console,
     errors,
-    names,
     plain_errors,
     progress_bar,
     say,
@@ -31,9 +29,9 @@ from kernelformer.cli.resuming import goes_on, next_command, refuse_options, sav
 from kernelformer.commands import resume_command, typed
 from kernelformer.formatting import human_bytes
 from kernelformer.recipes.catalogue import change, find_recipe, recipe_name
-from kernelformer.recipes.overrides import read_value
+from kernelformer.recipes.overrides import read_attention, read_settings
 from kernelformer.recipes.papers.base import CPU
-from kernelformer.training.config import attention_settings
+from kernelformer.settings import split_names
 
 if TYPE_CHECKING:
     from kernelformer.models import KernelformerForCausalLM
@@ -50,55 +48,9 @@ Sets = Annotated[
         "--set", help="any other setting: learning_rate=1e-3, model.hidden_size=64, task.validation_samples=32"
     ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="default: all cores")]
-PATHS = ("task.data", "task.test_file", "task.tokenizer", "task.cache", "start")
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 PROMPT = "def "  # of `generate`, and of the demo
 Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
-
-
-def _settings(sets: Sequence[str] | None, task: str | None = None, **options: Any) -> dict[str, Any]:
-    """By name: those of --set, and those that have options of their own; none twice.
-
-    Args:
-        sets: texts name=value.
-        task: of the run, which declares what its options are.
-        options: values of --steps, --seed, ... by these names; None: not given.
-    """
-    found: dict[str, Any] = {}
-    for text in sets or ():
-        name, sign, value = text.partition("=")
-        if not sign:
-            raise ValueError(f"--set takes name=value, got {text!r}.")
-        if name in found:
-            raise ValueError(f"{name} is set twice, to {found[name]!r} and {value!r}; give it once.")
-        found[name] = read_value(name, value, task)
-    for option, value in options.items():
-        name = f"task.{option}" if option in ("data", "length", "skip_bad") else option
-        if value is not None and name in found:
-            by = "attention" if option == "decoder_attention" else option  # which is said by A > B
-            raise ValueError(f"{name} is given by --{by} and by --set, {value} and {found[name]!r}; give it once.")
-        if value is not None:
-            found[name] = value
-    for name in PATHS:
-        if isinstance(found.get(name), str | Path):
-            found[name] = _absolute(str(found[name]))
-    return found
-
-
-def _absolute(place: str) -> str:
-    """A path that is found from wherever the run is looked at later; a name of the hub is none."""
-    from kernelformer.data.sources import HUB
-
-    hub, path = (HUB, place.removeprefix(HUB)) if place.startswith(HUB) else ("", place)
-    whole = os.path.abspath(os.path.expanduser(path))
-    return place if hub and not os.path.exists(whole) else hub + whole
-
-
-def _sides(text: str) -> dict[str, Any]:
-    """Attentions of one run; several separated by commas are a list."""
-    found = {name: names(x) for name, x in attention_settings(text).items() if x is not None}
-    return {name: some[0] if len(some) == 1 else some for name, some in found.items()}
 
 
 def _named(recipe: str) -> str:
@@ -144,16 +96,16 @@ def train(
 
     folder = out or Path("out") / recipe
     with plain_errors(lambda: next_command(folder)):
-        there = saved_folder(recipe, resume, "train")
-        if there is None:
+        saved = saved_folder(recipe, resume, "train")
+        if saved is None:
             recipe = _named(recipe)
             folder, run = out or Path("out") / recipe, find_recipe(recipe).run(size or CPU)
         else:
-            refuse_options(there, {"size": size, "out": out if out != there else None})
-            folder, (run, before) = there, saved_settings(there)
+            refuse_options(saved, {"size": size, "out": out if out != saved else None})
+            folder, (run, before) = saved, saved_settings(saved)
             threads = threads or before
         own = {"steps": steps, "seed": seed, "data": data, "length": length, "skip_bad": skip_bad or None}
-        settings = _settings(sets, run.task, **own, **(_sides(attention) if attention else {}))
+        settings = read_settings(sets, run.task, **own, **(read_attention(attention) if attention else {}))
         if attention:  # A alone is for the decoder too, whatever the recipe has there
             settings.setdefault("decoder_attention", None)
         use_threads(threads)
@@ -175,8 +127,8 @@ def evaluate(
     use_threads(threads)
     with plain_errors():
         some = TRAINING_SAMPLES if samples is None and split == "train" else samples
-        found = evaluate_model(folder, split=split, batch_size=batch, samples=some, tell=_remark)
-        for name, value in found.items():
+        scores = evaluate_model(folder, split=split, batch_size=batch, samples=some, tell=_remark)
+        for name, value in scores.items():
             console.print(f"{split} {name.replace('_', ' ')}: {value:.4f}")
         if some is not None:
             console.print(f"at most {some:,} samples, spread evenly over the split")
@@ -216,45 +168,45 @@ def compare(
 
     folder = out or Path("out") / recipe
     with plain_errors(lambda: next_command(folder, "compare")):
-        there = saved_folder(recipe, resume, "compare")
-        if there is not None:
+        saved = saved_folder(recipe, resume, "compare")
+        if saved is not None:
             given = {"attention": attention or None, "seeds": seeds, "data": data, "length": length, "size": size}
             given |= {"skip-bad": skip_bad or None, "set": " ".join(sets) if sets else None}
-            refuse_options(there, {**given, "out": out if out != there else None})
-            folder, (plan, before) = there, saved_plan(there, steps)
+            refuse_options(saved, {**given, "out": out if out != saved else None})
+            folder, (plan, before) = saved, saved_plan(saved, steps)
             _compare(plan, resume, threads or before, resume_command(folder, "compare"))
             return
         recipe = _named(recipe)
         folder = out or Path("out") / recipe
         own = {"steps": steps, "data": data, "length": length, "skip_bad": skip_bad or None}
-        settings = _settings(sets, find_recipe(recipe).task, **own)
+        settings = read_settings(sets, find_recipe(recipe).task, **own)
         for name, way in (("attention", "--attention"), ("decoder_attention", "--attention 'A > B'")):
             if name in settings:
                 raise ValueError(f"compare takes several attentions, got --set {name}={settings[name]}; give {way}.")
-        found = find_recipe(recipe)
-        run = change(found.run(size or CPU), settings)
-        chosen = names(attention) if attention else found.attentions(size or CPU)
-        about = {"recipe": recipe, "size": size or CPU, "source": found.source, "note": found.note}
+        origin = find_recipe(recipe)
+        run = change(origin.run(size or CPU), settings)
+        chosen = split_names(attention) if attention else origin.attentions(size or CPU)
+        about = {"recipe": recipe, "size": size or CPU, "source": origin.source, "note": origin.note}
         plan = make_plan(recipe, run, chosen, seeds or 1, folder, about)
         _compare(plan, resume, thread_count(threads), resume_command(folder, "compare"))
 
 
 def _compare(plan: Plan, resume: bool, threads: int, again: str) -> None:
-    from kernelformer.pipelines.compare import REPORT, carry_out
+    from kernelformer.pipelines.compare import REPORT, run_comparison
     from kernelformer.reports.comparison import table
 
     with progress_bar() as progress:
         bar = progress.add_task("", total=len(plan.runs))
-        found = carry_out(
+        comparison = run_comparison(
             plan,
             resume=resume,
             threads=threads,
             command=_command(),
             again=again,
-            tell=lambda text: say(progress, bar, text),
-            done=lambda: progress.advance(bar),
+            log=lambda text: say(progress, bar, text),
+            progress=lambda: progress.advance(bar),
         )
-    console.print(table(found))
+    console.print(table(comparison))
     console.print(f"report: {plan.folder / REPORT}")
 
 
@@ -318,7 +270,7 @@ def demo(
         )
         _compare(plan, True, thread_count(threads), typed())
         use_threads(threads)
-        _, model = load_run(plan.place(plan.runs[-1]))
+        _, model = load_run(plan.folder_of(plan.runs[-1]))
         assert isinstance(model, KernelformerForCausalLM)
         console.print(f"\nwritten by {plan.runs[-1].label}:\n", style="bold")
         _write(model, PROMPT, tokens=400)

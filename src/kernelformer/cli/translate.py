@@ -14,7 +14,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kernelformer.cli.aliases import renamed
-from kernelformer.cli.common import errors, plain_errors, say_unfinished, use_threads, write
+from kernelformer.cli.common import Threads, errors, plain_errors, say_unfinished, use_threads, write
 
 BLOCKS = 16  # batches that are read before they are translated: sentences of similar length go together
 
@@ -26,7 +26,7 @@ def translate(
     beams: Annotated[int | None, typer.Option(min=1, help="of the search; default: the run's")] = None,
     length_penalty: Annotated[float | None, typer.Option(help="above 0; default: the run's")] = None,
     batch: Annotated[int, typer.Option(min=1, help="sentences at once")] = 32,
-    threads: Annotated[int | None, typer.Option(min=1, help="default: all cores")] = None,
+    threads: Threads = None,
 ) -> None:
     """Translate lines of text with a trained model, one line for each."""
     from kernelformer.pipelines.translate import load_translator
@@ -50,15 +50,15 @@ def _write(translator: object, lines: BinaryIO, where: str, batch: int, block: i
     assert isinstance(translator, Translator)
     texts, count, seconds = _texts(lines, where), 0, 0.0
     while some := list(islice(texts, block)):
-        found = translate_texts(translator, some, batch_size=batch)
-        for text in found.texts:
+        translated = translate_texts(translator, some, batch_size=batch)
+        for text in translated.texts:
             write(text + "\n", keep="\n")
-        for i in found.cut:
+        for i in translated.cut:
             errors.print(
                 f"line {count + i + 1} has more than {translator.task.length - 1} tokens and was cut",
                 style="yellow",
             )
-        count, seconds = count + len(some), seconds + found.seconds
+        count, seconds = count + len(some), seconds + translated.seconds
     if count:
         errors.print(f"{count} lines in {seconds:.1f} s, {count / seconds:.1f} a second", style="dim")
 

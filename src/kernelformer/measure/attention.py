@@ -20,7 +20,8 @@ from kernelformer.attention.reference import log_kernel, positive_attention, sig
 from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import PositiveSpec, SignedSpec
 from kernelformer.errors import choice
-from kernelformer.measure.case import BIASES, SMALL, TASKS, Attention, Case, Contender, Task, too_large
+from kernelformer.measure.case import SMALL, Attention, Case, Contender
+from kernelformer.measure.harness import too_large
 from kernelformer.measure.peers import PEERS, AlgorithmOne, installed_peers
 from kernelformer.modules import (
     METHODS,
@@ -34,19 +35,7 @@ from kernelformer.modules import (
 from kernelformer.modules.baselines import BaselineCore
 from kernelformer.modules.gated import GatedCore
 
-__all__ = [
-    "BIASES",
-    "SMALL",
-    "TASKS",
-    "Case",
-    "Contender",
-    "Kernelformer",
-    "Sdpa",
-    "Task",
-    "contender",
-    "installed_peers",
-    "yardsticks",
-]
+__all__ = ["Case", "Contender", "Kernelformer", "Sdpa", "contender", "installed_peers", "yardsticks"]
 FILLED = 4096  # an unbounded table keeps all keys; more of them take too long to fill one by one
 
 

@@ -1,36 +1,26 @@
-"""The benchmark: which cases, in which processes, and what comes of them."""
+"""The benchmark of attention: every contender in every case, checked against its definition, timed and weighed."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kernelformer.environment import environment
+import torch
+
 from kernelformer.errors import WorkerError
-from kernelformer.measure.attention import Case, contender
-from kernelformer.subprocesses import finished
+from kernelformer.measure.attention import contender, yardsticks
+from kernelformer.measure.case import Case
+from kernelformer.measure.harness import Figures, Step, peak_memory, run_in_process, time_bursts
+from kernelformer.measure.settings import HEAPS, BenchSettings
 
-__all__ = ["HEAPS", "Row", "WorkerError", "cases", "environment", "job", "run_case"]
-
-# glibc gives large tensors back to the system at once, so every fresh one pays page faults. That is what users have by
-# default, but it flatters whoever allocates least; with these settings nothing is given back.
-HEAPS: dict[str, dict[str, str]] = {
-    "default": {},
-    "kept": {
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": "100000000000",
-        "MALLOC_TOP_PAD_": "1000000000",
-    },
-}
+__all__ = ["HEAPS", "Row", "WorkerError", "cases", "check", "contenders", "job", "measure", "run", "run_case"]
+TINY = 128  # tokens of the call after which libraries, threads and their buffers are there
 
 
 @dataclass
 class Row:
-    """One contender in one case."""
+    """The figures of one contender in one case."""
 
     case: Case
     name: str
@@ -38,23 +28,63 @@ class Row:
     seconds: dict[str, float] = field(default_factory=dict)  # by heap
     peak: int | None = None  # bytes beyond the inputs
     results: int | None = None  # of which outputs and gradients
-    note: str = ""
+    note: str = ""  # why it was not run
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the row as plain values."""
         return asdict(self)
 
 
-def job(kind: str, case: Case, names: Sequence[str], *, heap: str, threads: int, budget: float) -> dict[str, Any]:
-    """Run one job in a process of its own."""
-    request = {"kind": kind, "case": asdict(case), "names": list(names), "threads": threads, "budget": budget}
-    env = {**os.environ, **HEAPS[heap], "OMP_NUM_THREADS": str(threads)}
-    done = finished([sys.executable, "-m", "kernelformer.measure.worker"], json.dumps(request), env)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[-1]
-        raise WorkerError(f"{', '.join(names)} at {case.title}: {last}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+def contenders(settings: BenchSettings) -> list[str]:
+    """Return the names of all contenders, our own first; each is checked to be known."""
+    names = list(settings.attention)
+    if settings.peers == ("auto",):
+        names += yardsticks(bias=settings.bias != "none", backward="train" in settings.passes)
+    elif settings.peers != ("none",):
+        names += settings.peers
+    for name in names:
+        contender(name)
+    return names
+
+
+def cases(settings: BenchSettings) -> Iterator[Case]:
+    """Return all combinations of task, pass and length; decoding has no backward pass."""
+    for task in settings.tasks:
+        for backward in (x == "train" for x in settings.passes):
+            for length in settings.lengths if task != "decode" or not backward else ():
+                yield Case(
+                    task=task,  # type: ignore[arg-type]
+                    length=length,
+                    backward=backward,
+                    batch=settings.batch,
+                    heads=settings.heads,
+                    head_dim=settings.head_dim,
+                    features=settings.features,
+                    bias=None if settings.bias == "none" else settings.bias,
+                    window=settings.max_distance,
+                )
+
+
+def run(
+    settings: BenchSettings,
+    threads: int,
+    log: Callable[[str], None] = lambda _: None,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """Measure every contender in every case.
+
+    Args:
+        settings: what is measured.
+        threads: of torch in the measuring processes.
+        log: takes a sentence on what is being done.
+        progress: called after each of `cases`.
+    """
+    names, rows = contenders(settings), []
+    how = {"heaps": settings.heaps, "threads": threads, "budget": settings.budget, "memory": settings.memory}
+    for case in cases(settings):
+        rows += run_case(case, names, **how, log=log)  # type: ignore[arg-type]
+        progress()
+    return rows
 
 
 def run_case(
@@ -65,44 +95,86 @@ def run_case(
     threads: int,
     budget: float,
     memory: bool,
-    tell: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Check, time and weigh every contender that takes the case."""
-    rows = []
-    for name in names:
-        reason = contender(name).refuses(case)
-        rows.append(Row(case, name, note=reason or ""))
+    """Check, time and weigh every contender that takes the case.
+
+    Args:
+        case: what they compute.
+        names: of the contenders.
+        heaps: names of `HEAPS`; each is timed.
+        threads: of torch in the measuring processes.
+        budget: seconds for timing each contender.
+        memory: whether to measure peak memory, which decoding has none of.
+        log: takes a sentence on what is being done.
+    """
+    rows = [Row(case, name, note=contender(name).refuses(case) or "") for name in names]
     running = [row for row in rows if not row.note]
-    checked = Case(**{**asdict(case), "task": "causal"}) if case.task == "decode" else case
     if running:
-        tell(f"{case.title}: checking")
-        checks = job("check", checked, [x.name for x in running], heap="default", threads=threads, budget=budget)
+        log(f"{case.title}: checking")
+        checked = replace(case, task="causal") if case.task == "decode" else case
+        checks = job("check", checked, [row.name for row in running], heap="default", threads=threads, budget=budget)
         for row in running:
-            found = checks[row.name]
-            row.error = found.get("error")
+            figures = checks[row.name]
+            row.error = figures.get("error")
             if row.error is None:
-                row.note = found["problem"]
-            elif not row.error <= found["tolerance"]:
+                row.note = figures["problem"]
+            elif not row.error <= figures["tolerance"]:
                 row.note = f"off its definition by {row.error:.1e}: not timed"
     running = [row for row in running if not row.note]
     for heap in heaps if running else ():
-        tell(f"{case.title}: timing, heap {heap}")
+        log(f"{case.title}: timing, heap {heap}")
         times = job("time", case, [row.name for row in running], heap=heap, threads=threads, budget=budget)
         for row in running:
             row.seconds[heap] = times[row.name]["seconds"]
-    if memory and case.task != "decode":
-        for row in running:
-            tell(f"{case.title}: memory of {row.name}")
-            weight = job("memory", case, [row.name], heap="default", threads=threads, budget=budget)
-            row.peak, row.results = weight["peak"], weight["results"]
+    for row in running if memory and case.task != "decode" else ():
+        log(f"{case.title}: memory of {row.name}")
+        figures = job("memory", case, [row.name], heap="default", threads=threads, budget=budget)
+        row.peak, row.results = figures["peak"], figures["results"]
     return rows
 
 
-def cases(lengths: Sequence[int], tasks: Sequence[str], backward: Sequence[bool], **rest: Any) -> Iterator[Case]:
-    """All combinations, decoding forward only; ``rest`` are further fields of each case."""
-    for task in tasks:
-        for back in backward:
-            if task == "decode" and back:
-                continue
-            for length in lengths:
-                yield Case(task=task, length=length, backward=back, **rest)  # type: ignore[arg-type]
+def job(kind: str, case: Case, names: Sequence[str], *, heap: str, threads: int, budget: float) -> Figures:
+    """Run `measure` in a process of its own.
+
+    Raises:
+        WorkerError: it failed; with the contenders, the case and what the process said last.
+    """
+    request = {"kind": kind, "case": asdict(case), "names": list(names), "budget": budget}
+    try:
+        return run_in_process(measure, threads=threads, allocator=HEAPS[heap], **request)
+    except WorkerError as problem:
+        raise WorkerError(f"{', '.join(names)} at {case.title}: {problem}") from None
+
+
+def measure(kind: str, case: dict[str, Any], names: list[str], budget: float) -> Figures:
+    """Do what `job` asks for, in this process: ``check`` or ``time`` several contenders, or the ``memory`` of one."""
+    this = Case(**case)
+    if kind == "check":
+        return check(this, names)
+    if kind == "time":
+        return time_bursts({name: Step(contender(name).runner(this)) for name in names}, budget)
+    return measure_memory(this, names[0])
+
+
+def check(case: Case, names: Sequence[str]) -> dict[str, Figures]:
+    """Return each contender's error against its definition and its tolerance, or the problem that it had."""
+    checks: dict[str, Figures] = {}
+    for name in names:
+        try:
+            one = contender(name)
+            checks[name] = {"error": one.error(case), "tolerance": one.tolerance}
+        except Exception as problem:  # a peer may fail in any way, and the others should still run
+            checks[name] = {"problem": f"{type(problem).__name__}: {problem}"}
+    return checks
+
+
+def measure_memory(case: Case, name: str) -> Figures:
+    """Return the peak resident bytes of one call beyond what was there before it, and how many are its results."""
+    one = contender(name)
+    one.runner(replace(case, length=TINY))()
+    call, outputs = one.runner(case), []
+    peaks = peak_memory({name: Step(lambda: outputs.append(call()))})
+    result = outputs[0] if isinstance(outputs[0], tuple) else outputs
+    tensors = [x for x in result if isinstance(x, torch.Tensor)]
+    return {"peak": peaks[name], "results": sum(x.numel() * x.element_size() for x in tensors)}

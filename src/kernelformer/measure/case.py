@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.errors import choice, positive_int
+from kernelformer.measure.settings import BIASES, Task
 
-Task = Literal["bidirectional", "causal", "decode"]
 Attention = Callable[..., Tensor]  # of q, k, v, and of the bias where the case has one
 SMALL = 256  # length at which contenders are checked
-TASKS: tuple[Task, ...] = ("bidirectional", "causal", "decode")
-BIASES = ("full", "window")
 
 
 @dataclass(frozen=True)
@@ -164,9 +161,3 @@ class Contender(ABC):
             return out, *torch.autograd.grad(out, leaves, grad)
 
         return train
-
-
-def too_large(count: int) -> str | None:
-    """Why ``count`` bytes at once are no use here, or None: beyond the memory a figure would be that of the disk."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None if count < 0.7 * memory else f"needs about {count / 2**30:.0f} GiB"

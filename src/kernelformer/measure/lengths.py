@@ -1,33 +1,22 @@
-"""A process that runs a pretrained model and its converted selves: it is started anew for every point.
-
-python -m kernelformer.measure.lengths < job.json > result.json
-"""
+"""A pretrained model and its converted copies as contenders of a measurement over the length of the input."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import json
-import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernelformer.environment import peak, reset_peak
-from kernelformer.subprocesses import end_with_parent
+from kernelformer.measure.harness import Figures, Step, clean_model, peak_memory, run_pass, time_rounds
 
 BASELINES = ("sdpa", "eager")  # implementations of the original
-PASSES = ("forward", "forward + backward")
 TOKEN = "one token"
 TASKS = ("auto", "encoder", "causal")
-MOST_ROUNDS = 100
 TINY = 16  # tokens of the pass after which libraries, threads and their buffers are there
 CHUNK = 1024  # tokens of a context that go through the model at once
 SPARE = 128  # positions for tokens after a context: more than are ever timed
@@ -157,149 +146,66 @@ def contender(model: Any, name: str) -> Any:
 
 
 def step(model: Any, tokens: Tensor, kind: str) -> None:
-    """One of `PASSES`, without dropout; the loss is the mean of squares of the last vectors."""
-    training = kind == PASSES[1]
-    with torch.set_grad_enabled(training):
-        hidden = model(input_ids=tokens).last_hidden_state
-        if training:
-            hidden.square().mean().backward()
+    """Run one of `PASSES` of a model on tokens (B, L), without dropout."""
+    run_pass(lambda: model(input_ids=tokens).last_hidden_state, kind)
 
 
-@contextmanager
-def _tidy() -> Iterator[None]:
-    """Collect garbage between passes, never within one."""
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
-def _clean(model: Any) -> None:
-    model.zero_grad(set_to_none=True)
-    gc.collect()
-
-
-def interleaved(calls: Mapping[str, Callable[[], float]], rounds: int, budget: float) -> dict[str, dict[str, Any]]:
-    """Median seconds of each call, in rounds of one each after one that warms up.
+def measure(
+    what: str, subject: Mapping[str, Any], kind: str, length: int, names: Sequence[str], rounds: int, budget: float
+) -> dict[str, Figures]:
+    """Measure contenders in this process: {contender: figures}.
 
     Args:
-        calls: by name; each returns its seconds.
-        rounds: at least so many.
-        budget: seconds; while they last there are more rounds.
+        what: ``time``, or ``memory`` of one contender.
+        subject: fields of `Subject`.
+        kind: one of `PASSES`, or `TOKEN`.
+        length: tokens of a pass, or of the context.
+        names: of the contenders, see `contender`.
+        rounds: at least so many runs of each are timed.
+        budget: seconds for timing all of them.
     """
-    problems = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except (RuntimeError, MemoryError, ValueError) as problem:  # memory that is out, or what it cannot do
-            problems[name] = {"problem": str(problem).splitlines()[0]}
-    times: dict[str, list[float]] = {name: [] for name in calls if name not in problems}
-    begin = time.perf_counter()
-    for turn in range(max(rounds, MOST_ROUNDS) if times else 0):
-        if turn >= rounds and (time.perf_counter() - begin) * (turn + 1) / turn > budget:  # another one would not fit
-            break
-        for name, mine in times.items():
-            mine.append(calls[name]())
-    return {**problems, **{name: {"seconds": statistics.median(x), "rounds": len(x)} for name, x in times.items()}}
+    this = Subject(**subject)
+    if kind == TOKEN:
+        return measure_generation(this, length, names, rounds, budget)
+    model, _ = this.build(length)
+    tokens = this.tokens(model, length)
+    if what == "memory":
+        other = contender(model, names[0])
+        step(other, this.tokens(model, min(TINY, length)), kind)
+        clean_model(other)
+        return {name: {"peak": count} for name, count in peak_memory({names[0]: _step(other, tokens, kind)}).items()}
+    return time_rounds({name: _step(contender(model, name), tokens, kind) for name in names}, rounds, budget)
 
 
-def measure_time(
-    subject: Subject, length: int, names: Sequence[str], kind: str, rounds: int, budget: float
-) -> dict[str, Any]:
-    """Median seconds of a pass of each contender."""
-    model, _ = subject.build(length)
-    tokens = subject.tokens(model, length)
-
-    def timed(other: Any) -> Callable[[], float]:
-        def call() -> float:
-            start = time.perf_counter()
-            try:
-                step(other, tokens, kind)
-                return time.perf_counter() - start
-            finally:
-                _clean(other)
-
-        return call
-
-    calls = {name: timed(contender(model, name)) for name in names}
-    with _tidy():
-        return interleaved(calls, rounds, budget)
-
-
-def measure_memory(subject: Subject, length: int, name: str, kind: str) -> dict[str, Any]:
-    """Peak resident memory of one pass beyond what was there before it: the weights, not their gradients."""
-    model, _ = subject.build(length)
-    other = contender(model, name)
-    step(other, subject.tokens(model, min(TINY, length)), kind)
-    tokens = subject.tokens(model, length)
-    with _tidy():
-        _clean(other)
-        before = reset_peak()
-        step(other, tokens, kind)
-        return {name: {"peak": peak() - before}}
+def _step(model: Any, tokens: Tensor, kind: str) -> Step:
+    return Step(lambda: step(model, tokens, kind), lambda: clean_model(model))
 
 
 @torch.no_grad()
 def measure_generation(
     subject: Subject, context: int, names: Sequence[str], rounds: int, budget: float
-) -> dict[str, Any]:
-    """Median seconds of a token after a context, and the bytes of each contender's cache then."""
+) -> dict[str, Figures]:
+    """Return the median seconds of a token after a context, and the bytes of each contender's cache then."""
     from transformers import DynamicCache
 
     from kernelformer.hf import new_cache
 
     model, _ = subject.build(context + SPARE, head=True)
-    calls, sizes = dict[str, Callable[[], float]](), dict[str, int]()
-
-    def fed(other: Any, cache: Any) -> Callable[[Tensor], float]:
-        def feed(tokens: Tensor) -> float:
-            start = time.perf_counter()
-            other(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            return time.perf_counter() - start
-
-        return feed
-
+    tokens, one = subject.tokens(model, context), subject.tokens(model, 1, seed=1)
+    steps, sizes = dict[str, Step](), dict[str, int]()
     for name in names:
         other = contender(model, name)
         cache: Any = DynamicCache() if name in BASELINES else new_cache(other)
-        feed = fed(other, cache)
-        for part in subject.tokens(model, context).split(CHUNK, 1):
-            feed(part)
+        feed = partial(other, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for part in tokens.split(CHUNK, 1):
+            feed(input_ids=part)
         sizes[name] = cache_bytes(cache)
-        one = subject.tokens(model, 1, seed=1)
-        calls[name] = lambda feed=feed, one=one: feed(one)  # type: ignore[misc]
-    with _tidy():
-        found = interleaved(calls, rounds, budget)
-    return {name: {**x, "peak": sizes[name]} for name, x in found.items()}
+        steps[name] = Step(partial(feed, input_ids=one))
+    figures = time_rounds(steps, rounds, budget)
+    return {name: {**x, "peak": sizes[name]} for name, x in figures.items()}
 
 
 def cache_bytes(cache: Any) -> int:
-    """Of states, or of all keys and values."""
+    """Return the bytes of a cache: of its states, or of all keys and values."""
     own = getattr(cache, "nbytes", None)
     return own if own is not None else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
-
-
-def do(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Do one job: {contender: figures}."""
-    subject, length, names, kind = Subject(**job["subject"]), job["length"], job["names"], job["kind"]
-    if job["what"] == "memory":
-        return measure_memory(subject, length, names[0], kind)
-    timing = {"rounds": job["rounds"], "budget": job["budget"]}
-    if kind == TOKEN:
-        return measure_generation(subject, length, names, **timing)
-    return measure_time(subject, length, names, kind, **timing)
-
-
-def main() -> None:
-    """Read a job, write its result."""
-    end_with_parent()
-    job = json.load(sys.stdin)
-    torch.set_num_threads(job["threads"])
-    json.dump(do(job), sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.reference import positive_attention, visibility
-from kernelformer.measure.case import Attention, Case, Contender, too_large
+from kernelformer.measure.case import Attention, Case, Contender
+from kernelformer.measure.harness import too_large
 from kernelformer.modules import KernelCore, build_attention
 
 

@@ -6,7 +6,6 @@ import copy
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from kernelformer.data.readers import hash_files
 from kernelformer.data.texts import check_length, first_token, rows_for
 from kernelformer.distill.checkpoint import Checkpoint, appearing, check_target
 from kernelformer.environment import environment
-from kernelformer.errors import integer, positive_int
+from kernelformer.errors import positive_int
 from kernelformer.files import write_json, write_text
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.sentence_files import copy_sentence_files
 from kernelformer.modules import METHODS, method_options, parse_method
+from kernelformer.pipelines.convert_settings import ConvertSettings
 from kernelformer.pipelines.convert_texts import (
     Batches,
     Evaluation,
@@ -32,60 +32,15 @@ from kernelformer.pipelines.convert_texts import (
     hold_out_windows,
 )
 from kernelformer.reports.conversion_result import ConversionResult
+from kernelformer.settings import parse_layers
 
-DEFAULT = "loglinear"
 FEATURES = 128
 STEPS = 300  # of attention transfer, where texts are given and nobody says
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Settings of a conversion.
-
-    Args:
-        attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest.
-        features: number of features, landmarks or the rank, whichever the method has; None: `FEATURES`.
-        layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
-        keep: so many attentions stay exact: those that the model's output needs most, see `choose_exact`.
-        keep_heads: so many heads with the largest errors, of all other attentions, stay exact.
-        distill: texts to learn from.
-        steps: of attention transfer; None: `STEPS` if there are texts and the method learns.
-        tune: steps with all weights after that.
-        text: texts to measure on; None: some of ``distill`` that are left out there, or random tokens.
-        length: tokens of a text; None: 256, or what the model has.
-        samples: texts to measure on; windows of ``length`` tokens of joined texts for causal models.
-        batch: texts, or windows, of a step.
-        task: see `load_source`.
-        allow_pickle: see `load_source`.
-        seed: of draws and of the order of texts.
-    """
-
-    attention: str = DEFAULT
-    features: int | None = None
-    layers: str = ""
-    keep: int = 0
-    keep_heads: int = 0
-    distill: Path | None = None
-    steps: int | None = None
-    tune: int = 0
-    text: Path | None = None
-    length: int | None = None
-    samples: int = 8
-    batch: int = 4
-    task: str = "auto"
-    allow_pickle: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("keep", "keep_heads", "tune"):
-            integer(name, getattr(self, name), at_least=0)
-        for name in ("samples", "batch"):
-            positive_int(name, getattr(self, name))
-        if self.distill is None and (self.steps or self.tune):
-            raise ValueError(
-                f"steps={self.steps or 0} and tune={self.tune} need texts to learn from; give them by --distill."
-            )
+class Setting(ConvertSettings):
+    """Settings of a conversion, with the method and the layers that they name."""
 
     def method(self) -> tuple[str, dict[str, Any]]:
         """The method and all its options."""
@@ -107,23 +62,6 @@ class Setting:
     def chosen(self) -> list[int | str] | None:
         """Attentions that ``layers`` names; None for all."""
         return parse_layers(self.layers) if self.layers else None
-
-
-def parse_layers(text: str) -> list[int | str]:
-    """``0-3,5`` or patterns of names, between commas: numbers and patterns."""
-    result: list[int | str] = []
-    for part in (x.strip() for x in text.split(",")):
-        limits = re.fullmatch(r"(\d+)-(\d+)", part)
-        if limits:
-            first, last = int(limits[1]), int(limits[2])
-            if last < first:
-                raise ValueError(f"layers {part!r} end before they begin; say {last}-{first}.")
-            result += range(first, last + 1)
-        elif part:
-            result.append(int(part) if re.fullmatch(r"-?\d+", part) else part)
-        else:
-            raise ValueError(f"layers are numbers, such as 0-3,5, or patterns of names, got {text!r}.")
-    return result
 
 
 def run(

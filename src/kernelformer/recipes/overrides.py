@@ -1,4 +1,4 @@
-"""Values of ``--set name=value``, read as the setting is declared."""
+"""Settings of a run from the command line: ``--set name=value``, read as the setting is declared, and --attention."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from kernelformer.training.config import Run
+from kernelformer.settings import split_names
+from kernelformer.training.config import Run, attention_settings
 
 _NOTHING = object()  # a text that is no Python literal
 _QUOTES = ("'", '"')
+# Settings that are paths.
+PATHS = ("task.data", "task.test_file", "task.tokenizer", "task.cache", "start")
 
 
 def read_value(name: str, text: str, task: str | None = None) -> Any:
@@ -97,3 +101,47 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return _NOTHING
+
+
+def read_settings(sets: Sequence[str] | None, task: str | None = None, **options: Any) -> dict[str, Any]:
+    """Settings of a run by name: those of --set, and those that have options of their own; none twice.
+
+    Args:
+        sets: texts name=value.
+        task: of the run, which declares what its options are.
+        options: values of --steps, --seed, ... by these names; None: not given.
+    """
+    settings: dict[str, Any] = {}
+    for text in sets or ():
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise ValueError(f"--set takes name=value, got {text!r}.")
+        if name in settings:
+            raise ValueError(f"{name} is set twice, to {settings[name]!r} and {value!r}; give it once.")
+        settings[name] = read_value(name, value, task)
+    for option, value in options.items():
+        name = f"task.{option}" if option in ("data", "length", "skip_bad") else option
+        if value is not None and name in settings:
+            by = "attention" if option == "decoder_attention" else option  # which is said by A > B
+            raise ValueError(f"{name} is given by --{by} and by --set, {value} and {settings[name]!r}; give it once.")
+        if value is not None:
+            settings[name] = value
+    for name in PATHS:
+        if isinstance(settings.get(name), str | Path):
+            settings[name] = _absolute_path(str(settings[name]))
+    return settings
+
+
+def _absolute_path(text: str) -> str:
+    """The absolute path of a file or folder, so that a run finds it from anywhere; a name on the hub stays as it is."""
+    from kernelformer.data.sources import HUB
+
+    hub, path = (HUB, text.removeprefix(HUB)) if text.startswith(HUB) else ("", text)
+    whole = os.path.abspath(os.path.expanduser(path))
+    return text if hub and not os.path.exists(whole) else hub + whole
+
+
+def read_attention(text: str) -> dict[str, Any]:
+    """Settings of a run for ``A`` or ``A > B``; several attentions separated by commas are one for each block."""
+    sides = {name: split_names(x) for name, x in attention_settings(text).items() if x is not None}
+    return {name: specs[0] if len(specs) == 1 else specs for name, specs in sides.items()}

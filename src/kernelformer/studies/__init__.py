@@ -1,1 +1,76 @@
-"""Figures and tables of the papers, a file each."""
+"""Small studies of the papers, at a size for a CPU; `STUDIES` has them by name, without importing what measures."""
+
+from __future__ import annotations
+
+from kernelformer.studies import settings
+from kernelformer.studies.base import Study
+
+__all__ = ["STUDIES", "Study"]
+
+STUDIES: dict[str, Study] = {
+    x.name: x
+    for x in (
+        Study(
+            "conversion",
+            "Which method converts a pretrained model best, as it is and after distillation",
+            "Performer (2009.14794), Fig. 5, for all methods of this library",
+            settings.ConversionSettings,
+            resumes=True,
+        ),
+        Study(
+            "normalized",
+            "Standard and normalized models made linear without fine-tuning; trained models are kept",
+            "NPRF with RPE (2106.12566), Fig. 2",
+            settings.NormalizedSettings,
+            resumes=True,
+            writes="the models",
+        ),
+        Study(
+            "lengths",
+            "From which length on a converted model is faster and leaner than the original",
+            "",
+            settings.LengthsSettings,
+            resumes=True,
+        ),
+        Study(
+            "sparsity",
+            "Which kernels learn to ignore: learning curves on sums of relevant values",
+            "KL-Transformer (2110.08323), App. E, Fig. 6",
+            settings.SparsitySettings,
+            resumes=True,
+            writes="the runs",
+        ),
+        Study(
+            "kernels",
+            "Where learned kernels start, and what the smoothing of signed ones costs",
+            "",
+            settings.NoSettings,
+        ),
+        Study(
+            "approximation",
+            "Spectral error inside a real encoder, condition numbers and the statistical dimension",
+            "Skyformer (2111.00035), Fig. 1, Theorem 2 and App. F",
+            settings.ApproximationSettings,
+        ),
+        Study(
+            "positions",
+            "Errors over the norm of queries and keys, and the time of a forward with relative positions",
+            "NPRF with RPE (2106.12566), Fig. 1",
+            settings.PositionsSettings,
+        ),
+        Study(
+            "encoder",
+            "Speed and memory of whole encoders against SDPA and the upper bound",
+            "Performer (2009.14794), Fig. 3 and 20",
+            settings.EncoderSettings,
+            resumes=True,
+        ),
+        Study("overhead", "How much of a training step is outside of tensor operations", "", settings.OverheadSettings),
+        Study(
+            "tour",
+            "Two minutes of figures: error by number of features, speed and memory by length, decoding by context",
+            "Performer (2009.14794), Fig. 3 and 4",
+            settings.NoSettings,
+        ),
+    )
+}

@@ -1,4 +1,6 @@
-"""How well landmarks and features stand in for attention inside a real model (skyformer Fig. 1, Theorem 2, App. F).
+"""How well landmarks and features approximate attention inside a real model.
+
+Stands for Skyformer (2111.00035), Fig. 1, Theorem 2 and App. F.
 
 Queries, keys and values are those of every layer and head of an encoder on real text: as pretrained, and of a freshly
 initialized model of the same configuration.
@@ -6,7 +8,7 @@ initialized model of the same configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,9 @@ from kernelformer.data.sources import read_texts
 from kernelformer.hf.capture import attention_inputs
 from kernelformer.hf.load import load_source
 from kernelformer.modules import build_attention
+from kernelformer.studies.base import Log, Progress
+from kernelformer.studies.settings import ApproximationSettings as Settings
 
-LENGTHS = (128, 256, 512)
-FEATURES = (16, 32, 64, 128, 256)
 # Of softmax attention, as in the paper's figure; the option that counts features goes by another name in each.
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "skyformer": ("skyformer", "num_landmarks", {"kernel": "softmax"}),
@@ -43,7 +45,7 @@ Inputs = list[tuple[Tensor, Tensor, Tensor]]  # (B, H, L, D), one triple per lay
 
 @dataclass(frozen=True)
 class Spread:
-    """Over texts, layers and heads."""
+    """Mean, median and standard error over texts, layers and heads."""
 
     mean: float
     median: float
@@ -51,13 +53,13 @@ class Spread:
 
     @staticmethod
     def of(values: Tensor) -> Spread:
-        """Of any number of them."""
+        """The spread of any number of values."""
         x = values.flatten().double()
         return Spread(float(x.mean()), float(x.median()), float(x.std() / len(x) ** 0.5))
 
 
 @dataclass
-class Found:
+class Result:
     """What the study has measured, by model ("pretrained", "initialized") and length."""
 
     errors: dict[tuple[str, int, str, int], Spread] = field(default_factory=dict)  # method, features
@@ -65,13 +67,9 @@ class Found:
     conditions: dict[tuple[str, int, str, float], Spread] = field(default_factory=dict)  # kernel, share of spectrum
     dimensions: dict[tuple[str, int, float], Spread] = field(default_factory=dict)  # epsilon
 
-    def as_json(self) -> dict[str, list[Any]]:
-        """Plain values."""
-        return {name: [[*key, *vars(x).values()] for key, x in part.items()] for name, part in vars(self).items()}
-
 
 def load(encoder: str) -> tuple[Any, dict[str, Any]]:
-    """The tokenizer, and the encoder as pretrained and as initialized.
+    """Load the tokenizer, and the encoder as pretrained and as initialized.
 
     Args:
         encoder: a folder of transformers, or a name on the hub.
@@ -85,7 +83,7 @@ def load(encoder: str) -> tuple[Any, dict[str, Any]]:
 
 
 def long_texts(tokenizer: Any, path: Path, length: int, count: int) -> Tensor:
-    """The first ``count`` texts that fill ``length`` tokens, cut there, (count, length)."""
+    """Token ids of the first ``count`` texts that fill ``length`` tokens, cut there, (count, length)."""
     rows = []
     for text in read_texts(path):
         ids = tokenizer(text, truncation=True, max_length=length)["input_ids"]
@@ -116,49 +114,46 @@ def spectral_error(inputs: Inputs, exact: str, method: str, draws: int = 1, **op
     return Spread.of(torch.stack(errors))
 
 
-def steps(lengths: Sequence[int]) -> int:
-    """How often `run` tells what it does."""
-    return 2 * len(set(lengths)) * (len(METHODS) + 2) + 2 * len(LANDMARKS)
+def steps(settings: Settings) -> int:
+    """How often `run` calls ``progress``."""
+    return 2 * len(set(settings.lengths)) * (len(METHODS) + 2) + 2 * len(LANDMARKS)
 
 
 @torch.no_grad()
-def run(
-    encoder: str,
-    text: Path,
-    lengths: Sequence[int],
-    features: Sequence[int],
-    texts: int,
-    tell: Callable[[str], None],
-) -> Found:
-    """Measure everything; ``tell`` is called before each of `steps` steps. The ridges are measured at the longest."""
-    tokenizer, models = load(encoder)
-    tokens = {n: long_texts(tokenizer, text, n, texts) for n in sorted(set(lengths))}
-    found = Found()
+def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
+    """Measure errors, condition numbers and statistical dimensions; the ridges at the longest length."""
+    tokenizer, models = load(settings.encoder)
+    tokens = {n: long_texts(tokenizer, settings.text, n, settings.texts) for n in sorted(set(settings.lengths))}
+    result = Result()
     for name, model in models.items():
         for n, ids in tokens.items():
             inputs = attention_inputs(model, input_ids=ids)
             for label, (method, count, options) in METHODS.items():
-                tell(f"{name}, {n} tokens: {label}")
-                for m in features:
+                log(f"{name}, {n} tokens: {label}")
+                for m in settings.features:
                     size = {count: m, **({"max_length": n} if method == "linformer" else {})}
-                    found.errors[name, n, label, m] = spectral_error(inputs, "softmax", method, **size, **options)
-            tell(f"{name}, {n} tokens: condition numbers")
+                    result.errors[name, n, label, m] = spectral_error(inputs, "softmax", method, **size, **options)
+                progress()
+            log(f"{name}, {n} tokens: condition numbers")
             for kernel in ("softmax", "gaussian"):
                 values = torch.stack([score_spectrum(q, k, kernel) for q, k, _ in inputs])
                 for share in (0.5, 1.0):
-                    found.conditions[name, n, kernel, share] = Spread.of(condition_number(values, share))
-            tell(f"{name}, {n} tokens: statistical dimension")
+                    result.conditions[name, n, kernel, share] = Spread.of(condition_number(values, share))
+            progress()
+            log(f"{name}, {n} tokens: statistical dimension")
             dimension = torch.stack([statistical_dimension(q, k, EPSILONS) for q, k, _ in inputs])
             for epsilon, values in zip(EPSILONS, dimension.unbind(-1), strict=True):
-                found.dimensions[name, n, epsilon] = Spread.of(values)
+                result.dimensions[name, n, epsilon] = Spread.of(values)
+            progress()
         for landmarks in LANDMARKS:
-            tell(f"{name}: gaussian attention, {landmarks} landmarks")
+            log(f"{name}: gaussian attention, {landmarks} landmarks")
             for gamma in GAMMAS:
-                for m in features:
-                    found.ridges[name, landmarks, gamma, m] = spectral_error(
+                for m in settings.features:
+                    result.ridges[name, landmarks, gamma, m] = spectral_error(
                         inputs, "gaussian", "skyformer", num_landmarks=m, gamma=gamma, landmarks=landmarks
                     )
-    return found
+            progress()
+    return result
 
 
 def _grid(
@@ -174,12 +169,12 @@ def _grid(
     return out
 
 
-def tables(found: Found) -> list[Table]:
-    """For the terminal."""
-    features = sorted({m for *_, m in found.errors})
-    errors = dict.fromkeys((name, n, label) for name, n, label, _ in found.errors)
-    ridges = dict.fromkeys((name, landmarks, gamma) for name, landmarks, gamma, _ in found.ridges)
-    conditions = dict.fromkeys((name, n) for name, n, *_ in found.conditions)
+def tables(result: Result) -> list[Table]:
+    """Tables of errors, ridges, condition numbers and statistical dimensions."""
+    features = sorted({m for *_, m in result.errors})
+    errors = dict.fromkeys((name, n, label) for name, n, label, _ in result.errors)
+    ridges = dict.fromkeys((name, landmarks, gamma) for name, landmarks, gamma, _ in result.ridges)
+    conditions = dict.fromkeys((name, n) for name, n, *_ in result.conditions)
     both = [(kernel, share) for share in (1.0, 0.5) for kernel in ("softmax", "gaussian")]
     return [
         _grid(
@@ -189,7 +184,7 @@ def tables(found: Found) -> list[Table]:
             [
                 (
                     (name, str(n), label),
-                    [f"{x.mean:.2g} ({x.median:.2g})" for x in (found.errors[name, n, label, m] for m in features)],
+                    [f"{x.mean:.2g} ({x.median:.2g})" for x in (result.errors[name, n, label, m] for m in features)],
                 )
                 for name, n, label in errors
             ],
@@ -201,7 +196,7 @@ def tables(found: Found) -> list[Table]:
             [
                 (
                     (name, landmarks, f"{gamma:g}"),
-                    [f"{found.ridges[name, landmarks, gamma, m].mean:.3g}" for m in features],
+                    [f"{result.ridges[name, landmarks, gamma, m].mean:.3g}" for m in features],
                 )
                 for name, landmarks, gamma in ridges
             ],
@@ -211,7 +206,7 @@ def tables(found: Found) -> list[Table]:
             ("model", "tokens"),
             [f"{kernel}, {'all' if share == 1 else 'half'}" for kernel, share in both],
             [
-                ((name, str(n)), [f"{found.conditions[name, n, kernel, share].median:.1e}" for kernel, share in both])
+                ((name, str(n)), [f"{result.conditions[name, n, kernel, share].median:.1e}" for kernel, share in both])
                 for name, n in conditions
             ],
         ),
@@ -220,24 +215,29 @@ def tables(found: Found) -> list[Table]:
             ("model", "tokens"),
             [f"{x:g}" for x in EPSILONS],
             [
-                ((name, str(n)), [f"{found.dimensions[name, n, x].mean:.1f}" for x in EPSILONS])
+                ((name, str(n)), [f"{result.dimensions[name, n, x].mean:.1f}" for x in EPSILONS])
                 for name, n in conditions
             ],
         ),
     ]
 
 
-def picture(found: Found, path: Path) -> None:
-    """The paper's Fig. 1: one panel per model and length; below it d_stat over the ridge."""
+def record(result: Result) -> dict[str, Any]:
+    """Rows of each kind: what they are of, then mean, median and standard error."""
+    return {name: [[*key, *vars(x).values()] for key, x in part.items()] for name, part in vars(result).items()}
+
+
+def picture(result: Result, path: Path) -> None:
+    """Draw the paper's Fig. 1: one panel per model and length, and d_stat over the ridge beside them."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = list(dict.fromkeys((name, n) for name, n, *_ in found.errors))
+    panels = list(dict.fromkeys((name, n) for name, n, *_ in result.errors))
     models = list(dict.fromkeys(name for name, _ in panels))
     lengths = list(dict.fromkeys(n for _, n in panels))
-    features = sorted({m for *_, m in found.errors})
+    features = sorted({m for *_, m in result.errors})
     width = len(lengths) + 1
     figure, axes = plt.subplots(
         len(models), width, figsize=(3.6 * width, 3.4 * len(models)), squeeze=False, constrained_layout=True
@@ -245,7 +245,7 @@ def picture(found: Found, path: Path) -> None:
     for row, name in zip(axes, models, strict=True):
         for axis, n in zip(row, lengths, strict=False):
             for index, label in enumerate(METHODS):
-                curve = [found.errors[name, n, label, m] for m in features]
+                curve = [result.errors[name, n, label, m] for m in features]
                 axis.plot(features, [x.median for x in curve], marker="o", color=f"C{index}", label=label)
             axis.set_title(f"{name}, {n} tokens")
             axis.set_xlabel("features")
@@ -255,7 +255,7 @@ def picture(found: Found, path: Path) -> None:
         row[0].set_ylabel("median relative spectral error")
         for n in lengths:
             row[-1].plot(
-                EPSILONS, [found.dimensions[name, n, x].mean for x in EPSILONS], marker="o", label=f"{n} tokens"
+                EPSILONS, [result.dimensions[name, n, x].mean for x in EPSILONS], marker="o", label=f"{n} tokens"
             )
         row[-1].set_xscale("log")
         row[-1].set_yscale("log")

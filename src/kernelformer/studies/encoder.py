@@ -1,4 +1,4 @@
-"""How fast whole encoders are, and how near to the best that any attention allows (performer Fig. 3 and 20, App. E).
+"""How fast whole encoders are, and how near to the best that any attention allows (Performer (2009.14794), Fig. 3, 20).
 
 The paper's two encoders, forward and forward + backward, with exact softmax attention, with FAVOR+, and with attention
 that returns V ("X" or OPT in the paper): over the length, and over the number of layers.
@@ -6,33 +6,33 @@ that returns V ("X" or OPT in the paper): over the length, and over the number o
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
-from kernelformer.errors import choice, flag, number, positive_int
+from kernelformer.environment import environment
+from kernelformer.errors import choice
 from kernelformer.formatting import human_bytes, human_ratio, human_time, short_names
-from kernelformer.measure.benchmark import HEAPS, WorkerError
-from kernelformer.measure.case import too_large
-from kernelformer.measure.encoder import BOUNDS, PASSES, Case, build
+from kernelformer.measure import encoder as measured
+from kernelformer.measure.encoder import BOUNDS, Case, build
+from kernelformer.measure.harness import Figures, fill_rows, over_limit, run_in_process, too_large
+from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer.modules.spec import parse_attention
-from kernelformer.studies.settings import ENCODER_ATTENTIONS as ATTENTIONS
-from kernelformer.subprocesses import finished
+from kernelformer.settings import plain
+from kernelformer.studies.base import Log, Progress, read_record, write_record
+from kernelformer.studies.settings import EncoderSettings
 
+NAME = "encoder"
 EXACT = "softmax"
-# Whatever is larger than 64 KiB goes back to the system at once, so that resident memory is what is in use.
-WEIGHED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
 class Size:
-    """An encoder but for its layers, and the lengths that it is run at."""
+    """The dimensions of an encoder but for its layers, and the lengths that it is run at."""
 
     heads: int
     width: int
@@ -46,71 +46,34 @@ SIZES: dict[str, Size] = {
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is measured, and how.
+def check(settings: EncoderSettings) -> None:
+    """Raise ValueError for a size, an attention or a heap that is not known, before anything is measured."""
+    for name in settings.sizes:
+        choice("size", name, SIZES)
+    for spec in settings.attention:
+        if spec not in BOUNDS:
+            parse_attention(spec)
+    choice("heap", settings.heap, HEAPS)
+    for what in ("sizes", "attention"):
+        if not getattr(settings, what):
+            raise ValueError(f"{what} must name at least one, got {getattr(settings, what)!r}.")
 
-    Args:
-        sizes: names of `SIZES`.
-        lengths: tokens; None or none of them means each size's own.
-        layers: of the encoders that are run at all lengths.
-        depths: further numbers of layers; the paper goes to 20.
-        deep_lengths: tokens of those; None means the shortest and the middle one of the lengths.
-        attentions: specs, and names of `BOUNDS`.
-        threads: of the measuring processes.
-        heap: a name of `measure.benchmark.HEAPS`.
-        rounds: steps of each attention, interleaved; at least so many.
-        budget: seconds for each case and pass, while which there are more rounds.
-        limit: seconds; an attention is not run where a step would take longer.
-        memory: whether to weigh each attention too, in a process of its own.
-    """
 
-    sizes: Sequence[str] = tuple(SIZES)
-    lengths: Sequence[int] | None = None
-    layers: int = 6
-    depths: Sequence[int] = (12, 20)
-    deep_lengths: Sequence[int] | None = None
-    attentions: Sequence[str] = ATTENTIONS
-    threads: int = 1
-    heap: str = "default"
-    rounds: int = 5
-    budget: float = 20.0
-    limit: float = 60.0
-    memory: bool = True
-
-    def __post_init__(self) -> None:
-        for name in self.sizes:
-            choice("size", name, SIZES)
-        for what in ("layers", "threads", "rounds"):
-            positive_int(what, getattr(self, what))
-        for what, counts in (("length", self.lengths), ("depth", self.depths), ("deep length", self.deep_lengths)):
-            for count in counts or ():
-                positive_int(what, count)
-        for spec in self.attentions:
-            if spec not in BOUNDS:
-                parse_attention(spec)
-        choice("heap", self.heap, HEAPS)
-        flag("memory", self.memory)
-        for what in ("budget", "limit"):
-            number(what, getattr(self, what), above=0)
-        for what in ("sizes", "attentions"):
-            if not getattr(self, what):
-                raise ValueError(f"{what} must name at least one, got {getattr(self, what)!r}.")
-
-    def cases(self) -> Iterator[Case]:
-        """Short ones before long ones, which are predicted from them."""
-        for name in dict.fromkeys(self.sizes):
-            size = SIZES[name]
-            lengths = sorted(set(self.lengths or size.lengths))
-            deep = sorted(set(self.deep_lengths or (lengths[0], lengths[len(lengths) // 2]))) if self.depths else []
-            for layers in dict.fromkeys((self.layers, *sorted(self.depths))):
-                for length in sorted({*lengths, *deep}) if layers == self.layers else deep:
-                    yield Case(name, size.heads, size.width, size.feed_forward, layers, length)
+def cases(settings: EncoderSettings) -> Iterator[Case]:
+    """Return all encoders and lengths, short ones before long ones, which are predicted from them."""
+    for name in dict.fromkeys(settings.sizes):
+        size = SIZES[name]
+        lengths = sorted(set(settings.lengths or size.lengths))
+        middle = lengths[len(lengths) // 2]
+        deep = sorted(set(settings.deep_lengths or (lengths[0], middle))) if settings.depths else []
+        for layers in dict.fromkeys((settings.layers, *sorted(settings.depths))):
+            for length in sorted({*lengths, *deep}) if layers == settings.layers else deep:
+                yield Case(name, size.heads, size.width, size.feed_forward, layers, length)
 
 
 @dataclass
 class Row:
-    """One attention in one encoder, one pass."""
+    """The figures of one attention in one encoder, length and pass."""
 
     size: str
     layers: int
@@ -124,18 +87,14 @@ class Row:
 
 
 @dataclass
-class Found:
-    """What the study has measured."""
+class Result:
+    """The rows that the study has measured, and the heap that they were measured with."""
 
     rows: list[Row] = field(default_factory=list)
     heap: str = "default"
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"heap": self.heap, "rows": [asdict(row) for row in self.rows]}
-
     def seconds(self, like: Row, attention: str) -> float | None:
-        """What another attention takes in the same place."""
+        """Return what another attention takes in the same encoder, length and pass; None if that was not measured."""
         same = (like.size, like.layers, like.length, like.kind, attention)
         rows = (x for x in self.rows if (x.size, x.layers, x.length, x.kind, x.attention) == same)
         return next((x.seconds for x in rows), None)
@@ -148,78 +107,106 @@ class Found:
             if (x.size, x.kind, x.attention) == (row.size, row.kind, row.attention)
         ]
         times = [longer**2 * deeper * x.seconds for longer, deeper, x in smaller if x.seconds is not None]
-        if times and min(times) > limit:
-            return f"about {human_time(min(times))}, and the limit is {human_time(limit)}"
         peaks = [longer * deeper * x.peak for longer, deeper, x in smaller if x.peak is not None]
-        return too_large(int(min(peaks))) or "" if peaks else ""
+        return over_limit(min(times, default=None), limit) or too_large(min(peaks, default=0)) or ""
 
 
-def job(kind: str, case: Case, wanted: dict[str, list[str]], setting: Setting) -> dict[str, Any]:
-    """Run one job in a process of its own: {pass: {attention: figures}}."""
-    request = {"kind": kind, "case": asdict(case), "wanted": wanted, "threads": setting.threads}
-    request |= {"rounds": setting.rounds, "budget": setting.budget}
-    heap = WEIGHED if kind == "memory" else HEAPS[setting.heap]
-    env = {**os.environ, **heap, "OMP_NUM_THREADS": str(setting.threads)}
-    done = finished([sys.executable, "-m", "kernelformer.measure.encoder"], json.dumps(request), env)
-    if done.returncode:  # a system that runs out of memory leaves no last words
-        last = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1]
-        raise WorkerError(last)
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+def steps(settings: EncoderSettings) -> int:
+    """Return how many processes measure: for each case one of all attentions' times, and one of each one's memory."""
+    check(settings)
+    return len(list(cases(settings))) * _processes(settings)
+
+
+def run(
+    settings: EncoderSettings, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
+) -> Result:
+    """Measure everything; see `studies.base`.
+
+    Figures are written after each encoder and length. A study that was stopped goes on with the next one; one that was
+    finished starts anew.
+    """
+    check(settings)
+    for size in settings.sizes:  # what is wrong with an attention is said before the first hour has passed
+        for name in settings.attention:
+            build(Case(size, SIZES[size].heads, SIZES[size].width, 1, 1, 1), name)
+    result = Result(heap=settings.heap, rows=_unfinished(settings, folder))
+    done = {(row.size, row.layers, row.length) for row in result.rows}
+    names = list(dict.fromkeys(settings.attention))
+    for case in cases(settings):
+        if (case.size, case.layers, case.length) in done:
+            for _ in range(_processes(settings)):
+                progress()
+            continue
+        rows = [Row(case.size, case.layers, case.length, kind, name) for kind in PASSES for name in names]
+        for row in rows:
+            row.note = result.refusal(row, settings.limit)
+        for name in names if settings.memory else ():
+            log(f"{case.title}: memory of {name}")
+            _measure("memory", case, [row for row in rows if row.attention == name], settings)
+            progress()
+        log(f"{case.title}: timing")
+        _measure("time", case, rows, settings)
+        result.rows += rows
+        write_record(folder, NAME, settings, record(result))
+        progress()
     return result
 
 
-def steps(setting: Setting) -> int:
-    """How often `run` tells what it does."""
-    return len(list(setting.cases())) * (1 + setting.memory * len(set(setting.attentions)))
+def _processes(settings: EncoderSettings) -> int:
+    """How many processes measure one case."""
+    return 1 + settings.memory * len(set(settings.attention))
 
 
-def run(setting: Setting, tell: Callable[[str], None], keep: Callable[[Found], None] = lambda _: None) -> Found:
-    """Measure everything; ``tell`` is called before each of `steps` steps, ``keep`` after each encoder and length."""
-    names = list(dict.fromkeys(setting.attentions))
-    for size in setting.sizes:  # says what is wrong with a spec before the first hour has passed
-        for name in names:
-            build(Case(size, SIZES[size].heads, SIZES[size].width, 1, 1, 1), name)
-    found = Found(heap=setting.heap)
-    for case in setting.cases():
-        rows = [Row(case.size, case.layers, case.length, kind, name) for kind in PASSES for name in names]
-        for row in rows:
-            row.note = found.refusal(row, setting.limit)
-        for name in names if setting.memory else ():
-            tell(f"{case.title}: memory of {name}")
-            _measure("memory", case, [row for row in rows if row.attention == name], setting)
-        tell(f"{case.title}: timing")
-        _measure("time", case, rows, setting)
-        found.rows += rows
-        keep(found)
-    return found
+def _unfinished(settings: EncoderSettings, folder: Path) -> list[Row]:
+    """Rows of a study that was stopped: of the same settings and machine, and not of all cases."""
+    kept = read_record(folder, NAME) or {}
+    here = environment(torch.get_num_threads())
+    if kept.get("settings") != plain(settings) or {**kept["environment"], "date": here["date"]} != here:
+        return []
+    rows = [Row(**x) for x in kept["rows"]]
+    done = {(row.size, row.layers, row.length) for row in rows}
+    return rows if len(done) < len(list(cases(settings))) else []
 
 
-def _measure(kind: str, case: Case, rows: Sequence[Row], setting: Setting) -> None:
-    """Fill in the rows that are run; a failure is noted in all that shared the process."""
-    running = [row for row in rows if not row.note]
-    if not running:
-        return
-    wanted: dict[str, list[str]] = {row.kind: [] for row in running}
-    for row in running:
-        wanted[row.kind].append(row.attention)
-    try:
-        result = job(kind, case, wanted, setting)
-    except WorkerError as problem:
+def _measure(kind: str, case: Case, rows: Sequence[Row], settings: EncoderSettings) -> None:
+    """Fill in the rows that are run, by one process."""
+
+    def measure(running: list[Row]) -> list[Figures]:
+        wanted: dict[str, list[str]] = {row.kind: [] for row in running}
         for row in running:
-            row.note = str(problem)
-        return
-    for row in running:
-        for name, value in result[row.kind][row.attention].items():
-            setattr(row, "note" if name == "problem" else name, value)
+            wanted[row.kind].append(row.attention)
+        figures = job(kind, case, wanted, settings)
+        return [figures[row.kind][row.attention] for row in running]
+
+    fill_rows(rows, measure)
 
 
-def tables(found: Found) -> list[Table]:
-    """One for each size and pass, with ratios to softmax (above 1: faster than it) and to the bounds."""
-    kinds = dict.fromkeys((row.size, row.kind) for row in found.rows)
-    return [_table(found, [row for row in found.rows if (row.size, row.kind) == kind]) for kind in kinds]
+def job(kind: str, case: Case, wanted: dict[str, list[str]], settings: EncoderSettings) -> dict[str, Any]:
+    """Run `measure.encoder.measure` in a process of its own: {pass: {attention: figures}}."""
+    return run_in_process(
+        measured.measure,
+        threads=torch.get_num_threads(),
+        allocator=MEMORY_HEAP if kind == "memory" else HEAPS[settings.heap],
+        kind=kind,
+        case=asdict(case),
+        wanted=wanted,
+        rounds=settings.rounds,
+        budget=settings.budget,
+    )
 
 
-def _table(found: Found, rows: Sequence[Row]) -> Table:
+def record(result: Result) -> dict[str, Any]:
+    """Return the result as plain JSON."""
+    return {"heap": result.heap, "rows": [asdict(row) for row in result.rows]}
+
+
+def tables(result: Result) -> list[Table]:
+    """Return a table for each size and pass, with ratios to softmax (above 1: faster than it) and to the bounds."""
+    kinds = dict.fromkeys((row.size, row.kind) for row in result.rows)
+    return [_table(result, [row for row in result.rows if (row.size, row.kind) == kind]) for kind in kinds]
+
+
+def _table(result: Result, rows: Sequence[Row]) -> Table:
     names = {row.attention for row in rows}
     others = [name for name in (EXACT, *BOUNDS) if name in names]
     skipped = [f"{row.attention}, {row.layers} layers, {row.length} tokens: {row.note}" for row in rows if row.note]
@@ -241,7 +228,7 @@ def _table(found: Found, rows: Sequence[Row]) -> Table:
             str(row.length),
             short[row.attention],
             "not run" if row.seconds is None else human_time(row.seconds),
-            *(_ratio(row, name, found.seconds(row, name)) for name in others),
+            *(_ratio(row, name, result.seconds(row, name)) for name in others),
             human_bytes(row.peak),
             str(row.rounds or ""),
             end_section=after is None or (after.layers, after.length) != (row.layers, row.length),
@@ -250,14 +237,14 @@ def _table(found: Found, rows: Sequence[Row]) -> Table:
 
 
 def _ratio(row: Row, name: str, other: float | None) -> str:
-    """How much faster than softmax, or how much slower than a bound."""
+    """How much faster than softmax a row is, or how much slower than a bound."""
     if row.seconds is None or other is None or row.attention == name:
         return ""
     return human_ratio(other / row.seconds if name == EXACT else row.seconds / other)
 
 
 def _lines(rows: Sequence[Row], by: str) -> dict[str, list[tuple[int, float]]]:
-    """Milliseconds over a field, by attention."""
+    """Points of a field of the rows and milliseconds, by attention."""
     lines: dict[str, list[tuple[int, float]]] = {row.attention: [] for row in rows}
     for row in rows:
         if row.seconds is not None:
@@ -265,11 +252,11 @@ def _lines(rows: Sequence[Row], by: str) -> dict[str, list[tuple[int, float]]]:
     return {name: sorted(points) for name, points in lines.items() if points}
 
 
-def _panels(found: Found) -> list[list[tuple[str, str, list[Row]]]]:
-    """For each size: the passes over the length, and training over the layers; (title, field, rows) each."""
+def _panels(result: Result) -> list[list[tuple[str, str, list[Row]]]]:
+    """Panels for each size: the passes over the length, and training over the layers; (title, field, rows) each."""
     panels = []
-    for size in dict.fromkeys(row.size for row in found.rows):
-        mine = [row for row in found.rows if row.size == size]
+    for size in dict.fromkeys(row.size for row in result.rows):
+        mine = [row for row in result.rows if row.size == size]
         base = mine[0].layers
         line = [
             (f"{size}, {base} layers, {kind}", "length", [x for x in mine if x.kind == kind and x.layers == base])
@@ -283,15 +270,15 @@ def _panels(found: Found) -> list[list[tuple[str, str, list[Row]]]]:
     return panels
 
 
-def picture(found: Found, path: Path) -> None:
-    """The paper's Fig. 3 and 20: one row per size, a step's time over the length and over the layers."""
+def picture(result: Result, path: Path) -> None:
+    """Draw Performer's Fig. 3 and 20: one row per size, a step's time over the length and over the layers."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = _panels(found)
-    names = list(dict.fromkeys(row.attention for row in found.rows if row.attention not in BOUNDS))
+    panels = _panels(result)
+    names = list(dict.fromkeys(row.attention for row in result.rows if row.attention not in BOUNDS))
     style: dict[str, dict[str, Any]] = {name: {"color": f"C{index}"} for index, name in enumerate(names)}
     style |= {"opt": {"color": "k", "linestyle": "--"}, "opt+qk": {"color": "grey", "linestyle": "--"}}
     shape = (len(panels), max(map(len, panels)))

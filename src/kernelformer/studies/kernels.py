@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ from torch import Tensor
 from kernelformer.analysis.errors import Error, output_errors, sample_inputs
 from kernelformer.analysis.spectra import kernel_profile
 from kernelformer.modules import KernelCore, build_attention, method_options
+from kernelformer.studies.base import Log, Progress
+from kernelformer.studies.settings import NoSettings
 
 METHODS = ("gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf")
 DISTANCES = tuple(x / 4 for x in range(17))
 FEATURES = (32, 128, 512)
 NORMS = (0.5, 1.0, 1.5, 2.5)
 SMOOTHINGS: tuple[float | str, ...] = (0.0, "noise", 1.0)
-STEPS = len(METHODS) + len(NORMS) * len(SMOOTHINGS)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Profile:
 
 @dataclass
 class Kernels:
-    """What the study has found."""
+    """What the study has measured."""
 
     profiles: dict[str, Profile] = field(default_factory=dict)
     errors: dict[tuple[float, str], list[Error]] = field(default_factory=dict)  # by norm and smoothing
@@ -50,43 +50,50 @@ def profile(method: str, *, head_dim: int = 16, num_features: int = 256, seeds: 
     """The kernel of an untrained method around a point of norm 0.5, without the constant that smooths it."""
     smoothing = {"smoothing": 0.0} if "smoothing" in method_options(method) else {}
     point = torch.full((head_dim,), 0.5 / math.sqrt(head_dim))
-    found = []
+    profiles = []
     for seed in range(seeds):
         core = build_attention(
             method, head_dim=head_dim, num_heads=1, num_features=num_features, seed=seed, **smoothing
         )
         assert isinstance(core, KernelCore)
-        found.append(kernel_profile(core, DISTANCES, point=point)[0])
-    sample = torch.stack(found)
+        profiles.append(kernel_profile(core, DISTANCES, point=point)[0])
+    sample = torch.stack(profiles)
     gaussian = torch.exp(-0.5 * torch.tensor(DISTANCES).square())
     return Profile(sample.mean(0), sample.std(0) / math.sqrt(seeds), gaussian)
 
 
-def run(tell: Callable[[str], None]) -> Kernels:
-    """Measure everything; ``tell`` is called before each of `STEPS` steps."""
-    found = Kernels()
+def steps(settings: NoSettings) -> int:
+    """How often `run` calls ``progress``."""
+    return len(METHODS) + len(NORMS) * len(SMOOTHINGS)
+
+
+def run(settings: NoSettings, folder: Path, log: Log, progress: Progress) -> Kernels:
+    """Measure kernels before training, and errors by smoothing."""
+    result = Kernels()
     for method in METHODS:
-        tell(f"kernel of {method} before training")
-        found.profiles[method] = profile(method)
+        log(f"kernel of {method} before training")
+        result.profiles[method] = profile(method)
+        progress()
     for norm in NORMS:
         inputs = sample_inputs(512, 64, norm=norm, heads=4)
         exact = build_attention("gaussian", head_dim=64, num_heads=4, normalize=True)
         for smoothing in SMOOTHINGS:
-            tell(f"error with smoothing {smoothing} at norm {norm}")
+            log(f"error with smoothing {smoothing} at norm {norm}")
             options: dict[str, Any] = {"components": 1, "mean_std": 0.0, "smoothing": smoothing}
             errors = output_errors("gmm-rks", inputs, FEATURES, exact=exact, **options)
-            found.errors[norm, str(smoothing)] = errors
-    return found
+            result.errors[norm, str(smoothing)] = errors
+            progress()
+    return result
 
 
-def tables(found: Kernels) -> list[Table]:
-    """For the terminal."""
+def tables(result: Kernels) -> list[Table]:
+    """Tables of the kernels before training, and of errors by norm and smoothing."""
     start = Table(
         title="Kernel before training, head_dim 16, 256 frequencies: largest distance from the Gaussian kernel"
     )
     for name in ("method", "distance", "standard error there"):
         start.add_column(name, justify="left" if name == "method" else "right")
-    for method, p in found.profiles.items():
+    for method, p in result.profiles.items():
         at = int((p.mean - p.gaussian).abs().argmax())
         start.add_row(method, f"{p.distance:.4f}", f"{float(p.standard_error[at]):.4f}")
     errors = Table(title="gmm-rks (S = I, mu = 0): relative error against exact normalized Gaussian attention")
@@ -94,27 +101,41 @@ def tables(found: Kernels) -> list[Table]:
     errors.add_column("smoothing")
     for m in FEATURES:
         errors.add_column(f"m = {m}", justify="right")
-    for (norm, smoothing), row in found.errors.items():
+    for (norm, smoothing), row in result.errors.items():
         errors.add_row(f"{norm:g}", smoothing, *(f"{x.mean:.3f}" for x in row))
     return [start, errors]
 
 
-def picture(found: Kernels, path: Path) -> None:
-    """Kernels over distance, and errors over the number of features."""
+def record(result: Kernels) -> dict[str, Any]:
+    """Profiles by method, and rows of norm, smoothing, features, mean error and standard error."""
+    profiles = {
+        method: {"mean": x.mean.tolist(), "standard_error": x.standard_error.tolist()}
+        for method, x in result.profiles.items()
+    }
+    errors = [
+        [norm, smoothing, x.num_features, x.mean, x.standard_error]
+        for (norm, smoothing), row in result.errors.items()
+        for x in row
+    ]
+    return {"distances": list(DISTANCES), "profiles": profiles, "errors": errors}
+
+
+def picture(result: Kernels, path: Path) -> None:
+    """Draw kernels over distance, and errors over the number of features."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), constrained_layout=True)
-    for index, (method, p) in enumerate(found.profiles.items()):
+    for index, (method, p) in enumerate(result.profiles.items()):
         left.errorbar(DISTANCES, p.mean, yerr=p.standard_error, marker=".", color=f"C{index}", label=method)
-    left.plot(DISTANCES, next(iter(found.profiles.values())).gaussian, "k--", zorder=5, label="Gaussian kernel")
+    left.plot(DISTANCES, next(iter(result.profiles.values())).gaussian, "k--", zorder=5, label="Gaussian kernel")
     left.set_title("before training")
     left.set_xlabel("distance")
     left.set_ylabel("kernel")
     styles = dict(zip([str(x) for x in SMOOTHINGS], (":", "-", "--"), strict=True))
-    for (norm, smoothing), row in found.errors.items():
+    for (norm, smoothing), row in result.errors.items():
         color = f"C{NORMS.index(norm)}"
         right.plot(FEATURES, [x.mean for x in row], styles[smoothing], marker="o", color=color)
     for index, norm in enumerate(NORMS):

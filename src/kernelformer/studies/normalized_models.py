@@ -1,4 +1,4 @@
-"""A trained model with another attention in the place of its own, and what the kernel of a model is given."""
+"""Replace the attention of a trained model, and measure the norms that its kernels see."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def kernel_norms(model: nn.Module, tokens: Tensor) -> Norms:
     """
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def look(core: AttentionCore, given: tuple[Tensor, ...]) -> None:
+    def measure_norms(core: AttentionCore, given: tuple[Tensor, ...]) -> None:
         query, key = (F.normalize(x, dim=-1) if core.normalize_qk else x for x in given[:2])
         size = math.sqrt(core.scale)
         seen.append((size * query.norm(dim=-1).flatten(), size * key.norm(dim=-1).flatten()))
 
-    hooks = [x.register_forward_pre_hook(look) for x in model.modules() if isinstance(x, AttentionCore)]
+    hooks = [x.register_forward_pre_hook(measure_norms) for x in model.modules() if isinstance(x, AttentionCore)]
     try:
         model(input_ids=tokens)
     finally:

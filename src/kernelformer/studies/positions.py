@@ -1,4 +1,4 @@
-"""Why relative positions want unit vectors, and what they cost (kernelized-rpe Fig. 1).
+"""Why relative positions want unit vectors, and what they cost (NPRF with RPE, 2106.12566, Fig. 1).
 
 Fig. 1b: how far the rows of random positive features are from softmax's, over the norm of queries and keys. Fig. 1a:
 the time of a forward with a relative position bias, over the length.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from torch import Tensor
 from kernelformer.formatting import human_time
 from kernelformer.measure.attention import Case, contender
 from kernelformer.modules import build_attention
+from kernelformer.studies.base import Log, Progress
+from kernelformer.studies.settings import PositionsSettings as Settings
 
 NORMS = (0.5, 1.0, 2.0, 3.0, 4.0)
 FEATURES = (4, 16, 64, 256, 1024)
@@ -46,18 +47,11 @@ class RowError:
 
 
 @dataclass
-class Found:
+class Result:
     """What the study has measured."""
 
     errors: dict[tuple[float, int], RowError] = field(default_factory=dict)  # norm, features
     seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # forward, length
-
-    def as_json(self) -> dict[str, list[Any]]:
-        """Plain values."""
-        return {
-            "errors": [[*key, x.mean, x.standard_error] for key, x in self.errors.items()],
-            "seconds": [[*key, x] for key, x in self.seconds.items()],
-        }
 
 
 def unit_vectors(count: int, head_dim: int, seed: int) -> Tensor:
@@ -77,7 +71,7 @@ def row_error(
     draws: int = 16,
     draw: str = "iid",
 ) -> RowError:
-    """The error of attention rows at ``|q| = |k| = norm`` (kernelized-rpe Fig. 1b and Theorem 3).
+    """The error of attention rows at ``|q| = |k| = norm`` (NPRF with RPE, Fig. 1b and Theorem 3).
 
         |A - A^|_1      A_j = exp(q . k_j) / sum_l exp(q . k_l)      A^_j = phi(q) . phi(k_j) / sum_l phi(q) . phi(k_l)
 
@@ -107,7 +101,7 @@ def row_error(
 
 
 def forward_seconds(length: int, *, repeats: int = 5, window: int = 128) -> dict[str, float]:
-    """Medians over interleaved calls of each of `FORWARDS`: bidirectional, 1 head, D = 64 (kernelized-rpe Fig. 1a)."""
+    """Medians over interleaved calls of each of `FORWARDS`: bidirectional, 1 head, D = 64 (NPRF with RPE, Fig. 1a)."""
     runners = {}
     for label, (name, features, bias) in FORWARDS.items():
         case = Case("bidirectional", length, heads=1, features=features, bias=bias, window=window)
@@ -122,54 +116,64 @@ def forward_seconds(length: int, *, repeats: int = 5, window: int = 128) -> dict
     return {label: statistics.median(x) for label, x in times.items()}
 
 
-def steps(lengths: Sequence[int]) -> int:
-    """How often `run` tells what it does."""
-    return len(NORMS) + len(lengths)
+def steps(settings: Settings) -> int:
+    """How often `run` calls ``progress``."""
+    return len(NORMS) + len(settings.lengths)
 
 
-def run(lengths: Sequence[int], draws: int, repeats: int, tell: Callable[[str], None]) -> Found:
-    """Measure everything; ``tell`` is called before each of `steps` steps."""
-    found = Found()
+def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
+    """Measure errors over the norm, and times over the length."""
+    result = Result()
     for norm in NORMS:
-        tell(f"error of the rows at norm {norm:g}")
+        log(f"error of the rows at norm {norm:g}")
         for m in FEATURES:
-            found.errors[norm, m] = row_error(norm, m, draws=draws)
-    for length in lengths:
-        tell(f"forward of {length} tokens")
-        for label, seconds in forward_seconds(length, repeats=repeats).items():
-            found.seconds[label, length] = seconds
-    return found
+            result.errors[norm, m] = row_error(norm, m, draws=settings.draws)
+        progress()
+    for length in settings.lengths:
+        log(f"forward of {length} tokens")
+        for label, seconds in forward_seconds(length, repeats=settings.repeats).items():
+            result.seconds[label, length] = seconds
+        progress()
+    return result
 
 
-def tables(found: Found) -> list[Table]:
-    """For the terminal."""
-    norms, features = (list(dict.fromkeys(x)) for x in zip(*found.errors, strict=True))
+def tables(result: Result) -> list[Table]:
+    """Tables of errors by norm and features, and of times by length."""
+    norms, features = (list(dict.fromkeys(x)) for x in zip(*result.errors, strict=True))
     errors = Table(title=f"L1 error of attention rows against softmax, D = 64, {KEYS} keys (at most 2)")
     errors.add_column("|q| = |k|", justify="right")
     for m in features:
         errors.add_column(f"m = {m}", justify="right")
     for norm in norms:
-        errors.add_row(f"{norm:g}", *(f"{found.errors[norm, m].mean:.3f}" for m in features))
-    labels, lengths = (list(dict.fromkeys(x)) for x in zip(*found.seconds, strict=True))
+        errors.add_row(f"{norm:g}", *(f"{result.errors[norm, m].mean:.3f}" for m in features))
+    labels, lengths = (list(dict.fromkeys(x)) for x in zip(*result.seconds, strict=True))
     times = Table(title="Forward with a relative position bias, 1 head, D = 64")
     times.add_column("length", justify="right")
     for label in labels:
         times.add_column(label, justify="right")
     for length in lengths:
-        times.add_row(str(length), *(human_time(found.seconds[label, length]) for label in labels))
+        times.add_row(str(length), *(human_time(result.seconds[label, length]) for label in labels))
     return [errors, times]
 
 
-def picture(found: Found, path: Path) -> None:
-    """The paper's Fig. 1: time over the length, and error over the norm."""
+def record(result: Result) -> dict[str, Any]:
+    """Rows of norm, features, mean error and standard error, and of forward, length and seconds."""
+    return {
+        "errors": [[*key, x.mean, x.standard_error] for key, x in result.errors.items()],
+        "seconds": [[*key, x] for key, x in result.seconds.items()],
+    }
+
+
+def picture(result: Result, path: Path) -> None:
+    """Draw the paper's Fig. 1: time over the length, and error over the norm."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
-    for label in dict.fromkeys(label for label, _ in found.seconds):
-        points = [(n, x * 1e3) for (name, n), x in found.seconds.items() if name == label]
+    for label in dict.fromkeys(label for label, _ in result.seconds):
+        points = [(n, x * 1e3) for (name, n), x in result.seconds.items() if name == label]
         left.plot(*zip(*points, strict=True), "k--" if label == "softmax" else "-", marker="o", label=label)
     left.set_title("forward with a bias, 1 head, D = 64")
     left.set_xlabel("length")
@@ -177,8 +181,8 @@ def picture(found: Found, path: Path) -> None:
     left.set_xscale("log", base=2)
     left.set_yscale("log")
     left.xaxis.set_major_formatter("{x:.0f}")
-    for m in dict.fromkeys(m for _, m in found.errors):
-        line = [(norm, x) for (norm, count), x in found.errors.items() if count == m]
+    for m in dict.fromkeys(m for _, m in result.errors):
+        line = [(norm, x) for (norm, count), x in result.errors.items() if count == m]
         errors = {"yerr": [x.standard_error for _, x in line], "marker": "o", "label": f"m = {m}"}
         right.errorbar([norm for norm, _ in line], [x.mean for _, x in line], **errors)
     right.set_title(f"attention rows against softmax's, {KEYS} keys")

@@ -1,31 +1,150 @@
-"""Defaults of the studies that the command line shows: plain values, so that its help needs no torch."""
+"""Settings of the studies, which are also their options on the command line; nothing here needs torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-POSITION_LENGTHS = (1024, 2048, 4096, 8192, 16384)  # tokens; the paper goes to 40960
-ENCODER_BOUNDS = ("opt", "opt+qk")  # attention that returns V, and that with the gradients of Q and K
-ENCODER_ATTENTIONS = ("softmax", "favor+:num_features=256", *ENCODER_BOUNDS)
+from kernelformer.measure.settings import BOUNDS
+from kernelformer.settings import Settings, integers, option, parse_layers
+
+ENCODER_ATTENTIONS = ("softmax", "favor+:num_features=256", *BOUNDS)
+SPECS = "name or name:option=value, separated by commas"
 
 
-@dataclass(frozen=True)
-class SparsitySetting:
-    """One size of the study of sparsity; the defaults are for a CPU, comments give the paper's."""
+@dataclass(frozen=True, kw_only=True)
+class NoSettings(Settings):
+    """Settings of a study that has none."""
 
-    length: int = 48  # 200
-    train: int = 16000  # 160,000
-    validation: int = 2000  # 40,000
-    batch: int = 32  # 400
-    steps: int = 800
-    lr: float = 1e-3  # 5e-6
-    kernel_lr: float = 1e-3
-    weight_decay: float = 0.1
-    beta2: float = 0.98
-    eps: float = 1e-9
-    num_features: int = 64
-    redraw_every: int = 100
-    check_every: int = 50
-    layers: int = 3
-    width: int = 64
-    heads: int = 4
+
+@dataclass(frozen=True, kw_only=True)
+class SparsitySettings(Settings):
+    """Settings of `studies.sparsity`; all others are those of the recipe ``kl-sparsity``."""
+
+    attention: tuple[str, ...] = option((), SPECS, former="methods")
+    relevances: tuple[float, ...] = option((0.1, 0.5, 0.9), "probabilities that a position counts")
+    seeds: int = option(1, "runs of each", least=1)
+    steps: int = option(800, least=1)
+    length: int = option(48, least=4)
+    features: int = option(64, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApproximationSettings(Settings):
+    """Settings of `studies.approximation`."""
+
+    encoder: str = option(help="folder of transformers, or name on the hub", path=True)
+    text: Path = option(help=".jsonl with 'text' in each line, or .txt, one text a line")
+    lengths: tuple[int, ...] = option((128, 256, 512), "tokens", least=1)
+    features: tuple[int, ...] = option((16, 32, 64, 128, 256), "landmarks, features or rank", least=1)
+    texts: int = option(2, "of each length", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionsSettings(Settings):
+    """Settings of `studies.positions`."""
+
+    lengths: tuple[int, ...] = option((1024, 2048, 4096, 8192, 16384), "tokens; the paper goes to 40960", least=1)
+    draws: int = option(16, "of frequencies, queries and keys", least=2)
+    repeats: int = option(5, "timed calls of each forward", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings(Settings):
+    """Settings of `studies.encoder`."""
+
+    sizes: tuple[str, ...] = option(("regular", "small"), "of regular, small")
+    lengths: tuple[int, ...] | None = option(None, "tokens; default: each size's own", least=1)
+    layers: int = option(6, least=1)
+    depths: tuple[int, ...] = option(
+        (12, 20),
+        "further numbers of layers; 'none' for none",
+        least=1,
+        parse=lambda name, text: () if text in ("", "none") else integers(name, text),
+    )
+    deep_lengths: tuple[int, ...] | None = option(
+        None, "tokens for those; default: the shortest and the middle one", least=1
+    )
+    attention: tuple[str, ...] = option(ENCODER_ATTENTIONS, "specs separated by commas; opt, opt+qk are the bounds")
+    heap: str = option("default", "default or kept: the allocator's settings")
+    budget: float = option(20.0, "seconds per case and pass", least=0.01)
+    limit: float = option(60.0, "seconds of one pass beyond which it is not run", least=0.01)
+    memory: bool = option(True, "measure peak memory too")
+    rounds: int = 5  # steps of each attention, interleaved; at least so many
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverheadSettings(Settings):
+    """Settings of `studies.overhead`."""
+
+    recipe: str = option("demo", "a name of `kernelformer list`", argument=True)
+    attention: tuple[str, ...] = option((), "specs separated by commas; default: the recipe's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizedSettings(Settings):
+    """Settings of `studies.normalized`.
+
+    ``scale`` is that of normalized attention: the kernel sees vectors of length sqrt(scale), so that a larger one can
+    attend more sharply, and needs more features.
+    """
+
+    data: Path | None = option(None, "file or folder of text; default: Python's own sources")
+    steps: int = option(600, "of training, for each of four models", least=1)
+    length: int = option(256, "bytes of a sample", least=2)
+    layers: int = option(2, least=1)
+    width: int = option(128, least=1)
+    heads: int = option(4, least=1)
+    batch: int = option(8, "samples per step", least=1)
+    lr: float = option(5e-3, "the largest; ten times that for position tables")
+    scale: float = option(1.0, "of normalized attention; the paper's is 1")
+    features: tuple[int, ...] = option((16, 32, 64, 128, 256), "numbers of random features", least=1)
+    draws: int = option(5, "of the features", least=2)
+    draw: str = option("iid", "how they are drawn: iid as in the paper, orthogonal, ...")
+    samples: int = option(64, "validation windows", least=1)
+    seed: int = option(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionSettings(Settings):
+    """Settings of `studies.conversion`."""
+
+    model: str = option(help="folder of transformers, or name on the hub", argument=True, path=True)
+    text: Path = option(help="to distill on: .jsonl with 'text' in each line, or one text a line")
+    held_out: Path = option(help="to measure on, of the same form")
+    attention: tuple[str, ...] = option((), SPECS, former="methods")
+    features: int = option(128, "of each method, where --attention does not say", least=2)
+    seconds: float = option(300.0, "of distillation for each method", least=0)
+    length: int = option(256, "tokens of a text", least=2)
+    batch: int = option(4, "texts of a step", least=1)
+    samples: int = option(128, "held-out texts", least=1)
+    probe: int = option(0, "labelled texts for a linear probe; 0: none", least=0)
+    layers: tuple[int | str, ...] | None = option(
+        None, "0-3,5 or patterns of names; default: all", parse=lambda _, text: tuple(parse_layers(text))
+    )
+    task: str = option("auto", "auto, encoder, masked or causal")
+    allow_pickle: bool = option(False, "read pickled weights", switch=True)
+    save: Path | None = option(None, "folder that distilled models go to")
+    seed: int = option(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthsSettings(Settings):
+    """Settings of `studies.lengths`."""
+
+    model: Path = option(help="folder of a pretrained model; --random needs its config.json alone", argument=True)
+    attention: tuple[str, ...] = option(
+        ("loglinear:num_features=128", "favor+:num_features=128"), "what it is converted to, separated by commas"
+    )
+    baselines: tuple[str, ...] = option(("sdpa", "eager"), "of the original: sdpa, eager")
+    lengths: tuple[int, ...] = option((256, 512, 1024, 2048, 4096, 8192), "tokens", least=1)
+    task: str = option("auto", "encoder or causal; auto: what the model is")
+    random: bool = option(False, "draw the weights", switch=True)
+    backward: bool = option(False, "measure forward + backward too", switch=True)
+    generate: int = option(0, "the longest context to generate after; 0: none", least=0)
+    batch: int = option(1, "sequences of a pass", least=1)
+    budget: float = option(10.0, "seconds for each length and pass", least=0.01)
+    limit: float = option(60.0, "seconds of one pass beyond which it is not run", least=0.01)
+    memory: bool = option(True, "measure peak memory too")
+    allow_pickle: bool = option(False, "read weights from a pickle, which can run code")
+    rounds: int = 5  # passes of each, interleaved; at least so many

@@ -1,30 +1,29 @@
-"""Which kernels learn to ignore: the synthetic sparsity task at a size for a CPU (learned-kernels App. E, Fig. 6).
+"""Which kernels learn to ignore: the synthetic sparsity task at a size for a CPU (KL-Transformer, 2110.08323, Fig. 6).
 
-The model is the paper's: 3 layers of width 64, 4 heads of 16, learned positions, the answer read off position 0.
-Sequences are shorter, samples fewer and the learning rate larger, so that a run takes a minute instead of hours.
+Runs of the recipe ``kl-sparsity``, which says where its size differs from the paper's App. E, for each relevance. Here
+the validation split is looked at more often, for the curves. All seeds of a relevance have the same samples.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from rich.table import Table
-from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from kernelformer.files import read_json, write_text
 from kernelformer.formatting import short_names
-from kernelformer.modules import KernelAttention, method_options, parameter_groups, parse_method, redraw
-from kernelformer.modules.redraw import random_maps
-from kernelformer.studies.settings import SparsitySetting as Setting
-from kernelformer.tasks.sparsity import CLASSES, SparseSums, sparse_sums
+from kernelformer.modules import method_options, parse_method
+from kernelformer.recipes.catalogue import change, find_recipe
+from kernelformer.records import read_metrics
+from kernelformer.studies.base import Log, Progress
+from kernelformer.studies.settings import SparsitySettings as Settings
+from kernelformer.tasks.sparsity import CLASSES
+from kernelformer.training import Run, train
+from kernelformer.training.plan import Plan, check
 
 METHODS = (
     "softmax",
@@ -35,170 +34,89 @@ METHODS = (
     "fastfood-prf:learn=S",
     "fastfood-prf:learn=SGB",
 )
-RELEVANCES = (0.1, 0.5, 0.9)
+EVAL_EVERY = 50  # steps between two points of a curve
+RUNS = "sparsity"  # the folder of the runs
 
 
 @dataclass
 class Curve:
-    """How one method learned."""
+    """Validation accuracy of one method over the steps of its training."""
 
     method: str
     relevance: float
     seed: int
     steps: list[int] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)  # on the validation samples
+    accuracy: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
-    @property
-    def title(self) -> str:
-        """For progress."""
-        return f"{self.method}, relevance {self.relevance:g}, seed {self.seed}, step {self.steps[-1]}"
-
     def reached(self, accuracy: float) -> int | None:
-        """The first step at which it was seen, or None."""
+        """The first step with at least this accuracy, or None."""
         return next((s for s, a in zip(self.steps, self.accuracy, strict=True) if a >= accuracy), None)
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+
+class _AccuracyLog(TrainerCallback):
+    """Callback that logs the accuracy of every evaluation."""
+
+    def __init__(self, name: str, log: Log) -> None:
+        self.name, self.log = name, log
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        """Log the step and its accuracy."""
+        if "eval_accuracy" in logs:
+            self.log(f"{self.name}, step {state.global_step}: {100 * logs['eval_accuracy']:.1f}%")
 
 
-class Block(nn.Module):
-    """Pre-norm attention and feedforward."""
-
-    def __init__(self, width: int, heads: int, method: str, **options: Any) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.attention = KernelAttention(width, heads, method, **options)
-        self.feed = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, L, E) -> (B, L, E)."""
-        x = x + self.attention(self.norms[0](x))
-        out: Tensor = x + self.feed(self.norms[1](x))
-        return out
+def methods_of(settings: Settings) -> Sequence[str]:
+    """The specs that are asked for, or `METHODS`."""
+    return settings.attention or METHODS
 
 
-class Classifier(nn.Module):
-    """(B, L, 3) many-hot -> (B, 9) logits, read off position 0."""
-
-    def __init__(self, setting: Setting, method: str, seed: int = 0) -> None:
-        super().__init__()
-        name, options = parse_method(method)
-        if "num_features" in method_options(name):
-            options = {"num_features": setting.num_features, **options}
-        self.embed = nn.Linear(3, setting.width)
-        self.positions = nn.Parameter(0.02 * torch.randn(setting.length, setting.width))
-        seeds = [{"seed": 1000 * seed + i} if "seed" in method_options(name) else {} for i in range(setting.layers)]
-        self.blocks = nn.Sequential(*(Block(setting.width, setting.heads, name, **options, **s) for s in seeds))
-        self.norm = nn.LayerNorm(setting.width)
-        self.head = nn.Sequential(nn.Linear(setting.width, setting.width), nn.GELU(), nn.Linear(setting.width, CLASSES))
-
-    def forward(self, pairs: Tensor) -> Tensor:
-        """(B, L, 3) bool -> (B, 9)."""
-        x = self.blocks(self.embed(pairs.to(self.positions.dtype)) + self.positions)
-        out: Tensor = self.head(self.norm(x[:, 0]))
-        return out
+def steps(settings: Settings) -> int:
+    """How often `run` calls ``progress``."""
+    return len(methods_of(settings)) * len(settings.relevances) * settings.seeds
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, samples: SparseSums, batch: int = 500) -> float:
-    """Share of right answers; the model is left in training mode."""
-    model.eval()
-    parts = zip(samples.inputs.split(batch), samples.labels.split(batch), strict=True)
-    right = sum(int((model(x).argmax(-1) == y).sum()) for x, y in parts)
-    model.train()
-    return right / len(samples)
-
-
-def train(
-    method: str,
-    relevance: float,
-    setting: Setting,
-    *,
-    seed: int = 0,
-    tell: Callable[[Curve], None] = lambda _: None,
-) -> Curve:
-    """Train one model; same seed, same first weights, samples and order for every method."""
-    samples = sparse_sums(setting.train + setting.validation, relevance=relevance, length=setting.length, seed=seed)
-    training, validation = samples.split(setting.train)
-    torch.manual_seed(seed)
-    model = Classifier(setting, method, seed)
-    if random_maps(model):
-        redraw(model, every=setting.redraw_every)
-    groups = parameter_groups(model)
-    for group in groups:  # decay pulls a scale to zero, where a kernel sees nothing
-        if group["name"] == "kernel":
-            group |= {"lr": setting.kernel_lr, "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW(
-        groups, lr=setting.lr, betas=(0.9, setting.beta2), eps=setting.eps, weight_decay=setting.weight_decay
+def training_of(method: str, relevance: float, seed: int, settings: Settings) -> Run:
+    """The training run of one method at one relevance."""
+    name, options = parse_method(method)
+    if "num_features" in method_options(name) and "num_features" not in options:
+        method = f"{method}:num_features={settings.features}"
+    own = {"task.relevance": relevance, "task.length": settings.length, "steps": settings.steps}
+    return change(
+        find_recipe("kl-sparsity").run(), {**own, "attention": method, "seed": seed, "eval_every": EVAL_EVERY}
     )
-    warm = max(1, setting.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * step / setting.steps)),
-    )
-    order = torch.Generator().manual_seed(seed)
-    curve = Curve(method, relevance, seed)
-    start = time.perf_counter()
-    for step in range(1, setting.steps + 1):
-        index = torch.randint(len(training), (setting.batch,), generator=order)
-        loss = F.cross_entropy(model(training.inputs[index]), training.labels[index])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % setting.check_every == 0 or step == setting.steps:
-            curve.steps.append(step)
-            curve.accuracy.append(accuracy(model, validation))
-            curve.seconds = time.perf_counter() - start
-            tell(curve)
-    return curve
 
 
-def study(
-    methods: Sequence[str],
-    relevances: Sequence[float],
-    setting: Setting,
-    path: Path,
-    *,
-    seeds: Sequence[int] = (0,),
-    tell: Callable[[str], None] = lambda _: None,
-    done: Callable[[], None] = lambda: None,
-) -> list[Curve]:
-    """Train every method at every relevance; ``path`` keeps what is finished, and a second call goes on from there."""
-    for method in methods:
-        Classifier(setting, method)  # says what is wrong with it before the first hour has passed
-    kept = _read(path, setting)
+def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> list[Curve]:
+    """Train every method at every relevance; goes on with the runs in ``folder / "sparsity"``.
+
+    Raises:
+        StoppedError: Ctrl-C or SIGTERM in a training, which was saved.
+        TrainingError: the folder has runs of other settings.
+    """
+    methods, seeds = methods_of(settings), range(settings.seeds)
+    plans = {}
+    for p in settings.relevances:
+        runs = [training_of(method, p, seed, settings) for method in methods for seed in seeds]
+        plans[p] = Plan("sparsity", runs, folder / RUNS / f"relevance-{p:g}")
+        check(plans[p], resume=True)
     curves = []
-    for p in relevances:
-        for method in methods:
-            for seed in seeds:
-                key = (method, p, seed)
-                if key not in kept:
-                    kept[key] = train(
-                        method, p, setting, seed=seed, tell=lambda c: tell(f"{c.title}: {100 * c.accuracy[-1]:.1f}%")
-                    )
-                    record = {"setting": asdict(setting), "curves": [c.as_json() for c in kept.values()]}
-                    write_text(path, json.dumps(record) + "\n")
-                curves.append(kept[key])
-                done()
+    for p, plan in plans.items():
+        names = [(method, seed) for method in methods for seed in seeds]
+        for (method, seed), training in zip(names, plan.runs, strict=True):
+            callback = _AccuracyLog(f"{method}, relevance {p:g}, seed {seed}", log)
+            result = train(training, plan.folder_of(training), resume=True, quiet=True, callbacks=[callback])
+            points = [x for x in read_metrics(plan.folder_of(training)) if "eval_accuracy" in x]
+            accuracy = [x["eval_accuracy"] for x in points]
+            curves.append(Curve(method, p, seed, [x["step"] for x in points], accuracy, result.seconds))
+            progress()
     return curves
 
 
-def _read(path: Path, setting: Setting) -> dict[tuple[str, float, int], Curve]:
-    if not path.exists():
-        return {}
-    record = read_json(path)
-    if record["setting"] != asdict(setting):
-        other = {k: v for k, v in record["setting"].items() if asdict(setting).get(k) != v}
-        raise ValueError(f"{path} holds results of another setting ({other}); move it away, or choose another folder.")
-    return {(c["method"], c["relevance"], c["seed"]): Curve(**c) for c in record["curves"]}
-
-
-def table(curves: Sequence[Curve]) -> Table:
-    """Final accuracy and the step at which 80% were reached, by method and relevance."""
+def tables(curves: Sequence[Curve]) -> list[Table]:
+    """One table: final accuracy and the step that reached 80%, by method and relevance."""
     relevances = sorted({c.relevance for c in curves})
     out = Table(title="Sparse sums: accuracy at the end, and the step that reached 80%")
     out.add_column("method", no_wrap=True)
@@ -215,11 +133,16 @@ def table(curves: Sequence[Curve]) -> Table:
             when = f"{sum(known) / len(known):.0f}" if known and len(known) == len(steps) else "-"
             cells.append(f"{100 * sum(c.accuracy[-1] for c in some) / len(some):.1f}% ({when})" if some else "")
         out.add_row(short, *cells, f"{sum(c.seconds for c in mine) / len(mine):.0f}")
-    return out
+    return [out]
+
+
+def record(curves: Sequence[Curve]) -> dict[str, Any]:
+    """Every learning curve."""
+    return {"curves": [asdict(x) for x in curves]}
 
 
 def picture(curves: Sequence[Curve], path: Path) -> None:
-    """Learning curves, one panel per relevance."""
+    """Draw learning curves, one panel per relevance."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -235,8 +158,8 @@ def picture(curves: Sequence[Curve], path: Path) -> None:
             for c in mine:
                 axis.plot(c.steps, [100 * x for x in c.accuracy], color=f"C{index}", alpha=0.25 if len(mine) > 1 else 1)
             if len(mine) > 1:
-                mean = torch.tensor([c.accuracy for c in mine]).mean(0) * 100
-                axis.plot(mine[0].steps, mean.tolist(), color=f"C{index}")
+                mean = [100 * fmean(x) for x in zip(*(c.accuracy for c in mine), strict=True)]
+                axis.plot(mine[0].steps, mean, color=f"C{index}")
             axis.plot([], [], color=f"C{index}", label=method)
         axis.axhline(100 / CLASSES, color="grey", linestyle=":", linewidth=1)
         axis.set_title(f"relevance {p:g}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from kernelformer.analysis.errors import Error, output_errors, sample_inputs
@@ -14,6 +15,8 @@ from kernelformer.formatting import human_bytes, human_time
 from kernelformer.measure.attention import Case
 from kernelformer.measure.benchmark import Row, run_case
 from kernelformer.modules import build_attention
+from kernelformer.studies.base import Log, Progress
+from kernelformer.studies.settings import NoSettings
 
 FEATURES = (16, 32, 64, 128, 256, 512)
 LENGTHS = (1024, 4096, 16384)
@@ -24,12 +27,11 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "favor+hyperbolic": ("favor+hyperbolic", {}),
     "trigonometric": ("trigonometric", {}),
 }
-STEPS = len(MAPS) + len(LENGTHS) + len(CONTEXTS)
 
 
 @dataclass
 class Tour:
-    """What the tour has found."""
+    """What the tour has measured."""
 
     errors: dict[str, list[Error]] = field(default_factory=dict)
     lengths: list[Row] = field(default_factory=list)
@@ -37,46 +39,54 @@ class Tour:
     state: int = 0  # bytes that favor+ keeps between tokens
 
 
-def take_tour(tell: Callable[[str], None], threads: int) -> Tour:
-    """Measure everything; ``tell`` is called before each of `STEPS` steps."""
-    tour = Tour()
+def steps(settings: NoSettings) -> int:
+    """How often `run` calls ``progress``."""
+    return len(MAPS) + len(LENGTHS) + len(CONTEXTS)
+
+
+def run(settings: NoSettings, folder: Path, log: Log, progress: Progress) -> Tour:
+    """Measure errors, then speed and memory by length, then decoding by context."""
+    tour, threads = Tour(), torch.get_num_threads()
     inputs = sample_inputs(1024, 64, norm=1.5)
     for label, (method, options) in MAPS.items():
-        tell(f"error of {label}")
+        log(f"error of {label}")
         tour.errors[label] = output_errors(method, inputs, FEATURES, **options)
+        progress()
     names = ("favor+", "sdpa")
     for length in LENGTHS:
-        tell(f"speed and memory at length {length}")
+        log(f"speed and memory at length {length}")
         case = Case(task="bidirectional", length=length)
         tour.lengths += run_case(case, names, heaps=["default"], threads=threads, budget=0.5, memory=True)
+        progress()
     for context in CONTEXTS:
-        tell(f"one token after {context}")
+        log(f"one token after {context}")
         case = Case(task="decode", length=context)
         tour.contexts += run_case(case, names, heaps=["default"], threads=threads, budget=0.3, memory=False)
+        progress()
     tour.state = state_bytes(Case(task="decode", length=1))
     return tour
 
 
 def state_bytes(case: Case) -> int:
-    """What favor+ keeps between two tokens, whatever the context."""
+    """Bytes that favor+ keeps between two tokens, whatever the context."""
     core = build_attention("favor+", head_dim=case.head_dim, num_heads=case.heads, num_features=case.features)
     _, state = core.step(*case.inputs(1))
     return state.nbytes
 
 
 def cache_bytes(case: Case) -> int:
-    """What softmax attention keeps: all keys and values, in float32."""
+    """Bytes that softmax attention keeps: all keys and values, in float32."""
     return 2 * 4 * case.batch * case.heads * case.head_dim * case.length
 
 
 def tables(tour: Tour) -> list[Table]:
-    """For the terminal."""
+    """Tables of errors, of speed and memory, and of decoding."""
     errors = Table(title="Relative error against exact attention (|q| = |k| = 1.5)")
     errors.add_column("map")
     for count in FEATURES:
         errors.add_column(f"m = {count}", justify="right")
-    for label, found in tour.errors.items():
-        errors.add_row(label, *(f"{x.mean:.3f}" for x in found))
+    for label, row in tour.errors.items():
+        errors.add_row(label, *(f"{x.mean:.3f}" for x in row))
     speed = Table(title="Bidirectional forward, H = 8, D = 64, m = 256")
     for name in ("length", "favor+", "softmax", "faster by", "favor+ memory", "softmax memory"):
         speed.add_column(name, justify="right")
@@ -101,17 +111,27 @@ def _times(ours: Row, theirs: Row) -> list[str]:
     return [human_time(one), human_time(two), f"{two / one:.1f}x"]
 
 
+def record(tour: Tour) -> dict[str, Any]:
+    """Errors by map, rows of the benchmark by length and by context, and the bytes of a state."""
+    return {
+        "errors": {label: [asdict(x) for x in row] for label, row in tour.errors.items()},
+        "lengths": [x.as_json() for x in tour.lengths],
+        "contexts": [x.as_json() for x in tour.contexts],
+        "state": tour.state,
+    }
+
+
 def picture(tour: Tour, path: Path) -> None:
-    """The same as four panels."""
+    """Draw errors, speed, memory and decoding in four panels."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, ((errors, speed), (memory, decode)) = plt.subplots(2, 2, figsize=(10, 7.5), constrained_layout=True)
-    for label, found in tour.errors.items():
-        x = [e.num_features for e in found]
-        errors.errorbar(x, [e.mean for e in found], yerr=[e.standard_error for e in found], marker="o", label=label)
+    for label, row in tour.errors.items():
+        x = [e.num_features for e in row]
+        errors.errorbar(x, [e.mean for e in row], yerr=[e.standard_error for e in row], marker="o", label=label)
     errors.set_title("error against exact attention")
     errors.set_xlabel("frequencies m")
     errors.set_ylabel("relative error of the output")

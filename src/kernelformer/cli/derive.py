@@ -1,0 +1,80 @@
+"""Options of a command, made from the fields of its settings: help, default, bounds and parsing stand there once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from kernelformer.cli.aliases import renamed
+from kernelformer.cli.common import plain_errors
+from kernelformer.settings import Option, as_text, from_text, list_type, options
+
+Command = Callable[..., None]
+
+
+def takes(settings: type[Any]) -> Callable[[Command], Command]:
+    """Give a command the options of a settings dataclass.
+
+    The command's first parameter gets the settings; its other ones stay options of its own. Arguments come first, then
+    the options of the settings, those of the command last. Former names of options work too, see `renamed`.
+    """
+    hints = get_type_hints(settings)
+    fields = {each.name: each for each, _ in options(settings)}
+
+    def decorate(command: Command) -> Command:
+        _, *others = inspect.signature(command).parameters.values()
+        annotations = get_type_hints(command, include_extras=True)
+        own = [x.replace(annotation=annotations[x.name]) for x in others]
+
+        def run(**given: Any) -> None:
+            with plain_errors():
+                read = {name: _value(fields[name], hints[name], given.pop(name)) for name in fields}
+                chosen = settings(**read)
+            command(chosen, **given)
+
+        derived = [_parameter(each, how, hints[each.name]) for each, how in options(settings)]
+        own_names = {x.name for x in own}
+        parameters = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in (*derived, *own)]
+        parameters.sort(key=lambda x: (not _is_argument(x), x.name in own_names and not _is_argument(x)))
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {x.name: x.annotation for x in parameters}
+        run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        former = {how.former: each.name for each, how in options(settings) if how.former}
+        return renamed(**former)(run) if former else run
+
+    return decorate
+
+
+def _value(each: Field[Any], hint: Any, given: Any) -> Any:
+    return from_text(each, hint, given) if _is_text(each, hint) else given
+
+
+def _is_text(each: Field[Any], hint: Any) -> bool:
+    """Whether a field is given as a text that has to be parsed."""
+    how: Option = each.metadata["option"]
+    return list_type(hint) is not None or how.parse is not None
+
+
+def _parameter(each: Field[Any], how: Option, hint: Any) -> inspect.Parameter:
+    text = _is_text(each, hint)
+    kind = str if text else hint
+    bound = None if text else how.least
+    info: Any
+    if how.argument:
+        info = typer.Argument(help=how.help, metavar=how.shown)
+    elif how.switch:
+        info = typer.Option("--" + each.name.replace("_", "-"), help=how.help)
+    else:
+        info = typer.Option(help=how.help or None, min=bound)
+    default = inspect.Parameter.empty if each.default is MISSING else as_text(each.default) if text else each.default
+    return inspect.Parameter(
+        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    return any(isinstance(x, typer.models.ArgumentInfo) for x in parameter.annotation.__metadata__)

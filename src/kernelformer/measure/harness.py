@@ -1,0 +1,219 @@
+"""One process harness for time and memory, shared by the benchmark and the studies of speed.
+
+`run_in_process` calls a function in a fresh process with the allocator's settings in its environment. There `Step`s
+are measured: by `time_rounds` if they are long, by `time_bursts` if they may be short, and by `peak_memory`.
+`fill_rows` brings the figures of a process, or its failure, into the rows of a table.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from kernelformer.environment import peak, reset_peak
+from kernelformer.errors import WorkerError
+from kernelformer.formatting import human_time
+from kernelformer.measure.settings import HEAPS, MOST_ROUNDS, PASSES
+from kernelformer.subprocesses import finished
+
+Figures = dict[str, Any]  # of one contender: seconds and rounds, or peak, or the problem that it had
+
+
+def run_in_process(
+    work: Callable[..., Figures], *, threads: int, allocator: Mapping[str, str] = HEAPS["default"], **arguments: Any
+) -> Figures:
+    """Call a function in a fresh process and return its result.
+
+    Args:
+        work: a function at the top of a module, which takes and returns plain JSON values.
+        threads: of torch in that process.
+        allocator: environment variables of glibc's malloc, as in `HEAPS` and `MEMORY_HEAP`.
+        arguments: of the function.
+
+    Raises:
+        WorkerError: the process failed; with its last line of stderr, or with its code where it left none, as a process
+            that the system ends for want of memory.
+    """
+    job = {"module": work.__module__, "function": work.__name__, "threads": threads, "arguments": arguments}
+    env = {**os.environ, **allocator, "OMP_NUM_THREADS": str(threads)}
+    done = finished([sys.executable, "-m", "kernelformer.measure.worker"], json.dumps(job), env)
+    if done.returncode:
+        raise WorkerError((done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1])
+    result: Figures = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is measured: a call, and what is cleaned up after it, which no figure includes."""
+
+    run: Callable[[], Any]
+    clean: Callable[[], Any] = lambda: None
+
+    def seconds(self) -> float:
+        """Run once and return the time of it."""
+        start = time.perf_counter()
+        try:
+            self.run()
+            return time.perf_counter() - start
+        finally:
+            self.clean()
+
+
+def run_pass(forward: Callable[[], Tensor], kind: str) -> None:
+    """Run one of `PASSES` of a model, given the function that returns its last vectors.
+
+    The loss of the training pass is the mean of their squares.
+    """
+    training = kind == PASSES[1]
+    with torch.set_grad_enabled(training):
+        hidden = forward()
+        if training:
+            hidden.square().mean().backward()
+
+
+def clean_model(model: Any) -> None:
+    """Drop a model's gradients and what only cycles keep alive, which are not the next step's to carry."""
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage only where a step's `clean` asks for it, and never look at what was there before: libraries."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def time_rounds(steps: Mapping[str, Step], rounds: int, budget: float) -> dict[str, Figures]:
+    """Time long steps: median seconds of each, in rounds of one run each after one that warms up.
+
+    Args:
+        steps: by name.
+        rounds: at least so many.
+        budget: seconds for all steps together; while they last there are more rounds, up to `MOST_ROUNDS`.
+
+    Returns:
+        ``seconds`` and ``rounds`` of each step, or the ``problem`` of one that fails: the others are still timed.
+    """
+    problems: dict[str, Figures] = {}
+    with _no_collection():
+        for name, step in steps.items():
+            try:
+                step.seconds()
+            except (RuntimeError, MemoryError, ValueError) as problem:  # memory that is out, or what it cannot do
+                problems[name] = {"problem": str(problem).splitlines()[0]}
+        times: dict[str, list[float]] = {name: [] for name in steps if name not in problems}
+        begin = time.perf_counter()
+        for turn in range(max(rounds, MOST_ROUNDS) if times else 0):
+            if turn >= rounds and (time.perf_counter() - begin) * (turn + 1) / turn > budget:  # one more would not fit
+                break
+            for name, mine in times.items():
+                mine.append(steps[name].seconds())
+    return {**problems, **_medians(times)}
+
+
+def time_bursts(steps: Mapping[str, Step], budget: float) -> dict[str, Figures]:
+    """Time steps that may be short: median seconds of each, in 5 rounds of a burst of each; long ones in at least 3.
+
+    A short step is run in bursts, as a decoding loop runs it: alone between two long ones it would pay for refilling
+    the caches that they emptied.
+
+    Args:
+        steps: by name.
+        budget: seconds for each step.
+
+    Returns:
+        ``seconds`` and ``rounds``, the number of timed runs, of each step.
+    """
+    first = {name: step.seconds() for name, step in steps.items()}  # warms up
+    again = {name: step.seconds() if first[name] < budget else first[name] for name, step in steps.items()}
+    rounds = 5
+    bursts = {name: max(1, min(200, int(budget / rounds / max(again[name], 1e-9)))) for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        for name, step in steps.items():
+            if turn >= 3 and again[name] * turn > budget:
+                continue
+            if bursts[name] > 1:
+                step.seconds()
+            times[name] += [step.seconds() for _ in range(bursts[name])]
+    return _medians(times)
+
+
+def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, Figures]:
+    return {name: {"seconds": statistics.median(x), "rounds": len(x)} for name, x in times.items()}
+
+
+def peak_memory(steps: Mapping[str, Step]) -> dict[str, int]:
+    """Return the peak resident bytes of each step, beyond what was there before the first of them.
+
+    The caller has run something small before, so that libraries, threads and their buffers are there.
+    """
+    peaks = {}
+    with _no_collection():
+        before = reset_peak()
+        for name, step in steps.items():
+            step.run()
+            peaks[name] = peak() - before
+            step.clean()
+            reset_peak()  # whatever an allocator keeps of this step counts in the next one too: `before` stays
+    return peaks
+
+
+def too_large(count: float) -> str | None:
+    """Why ``count`` bytes at once are no use here, or None: beyond the memory a figure would be that of the disk."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None if count < 0.7 * memory else f"needs about {count / 2**30:.0f} GiB"
+
+
+def over_limit(seconds: float | None, limit: float) -> str | None:
+    """Why a step that is expected to take ``seconds`` is not run, or None; so where nothing is known of it."""
+    if seconds is None or seconds <= limit:
+        return None
+    return f"about {human_time(seconds)}, and the limit is {human_time(limit)}"
+
+
+class MeasuredRow(Protocol):
+    """A row of figures: ``seconds``, ``rounds`` and ``peak`` where measured, and why it was not run where not."""
+
+    note: str
+
+
+R = TypeVar("R", bound=MeasuredRow)
+
+
+def fill_rows(rows: Sequence[R], measure: Callable[[list[R]], Iterable[Figures]]) -> None:
+    """Measure the rows that have no note yet, in one process, and write the figures into them.
+
+    Args:
+        rows: of one process; a failure of it is noted in all that it should have measured.
+        measure: returns the figures of each row that it is given.
+    """
+    running = [row for row in rows if not row.note]
+    if not running:
+        return
+    try:
+        figures = list(measure(running))
+    except WorkerError as problem:
+        figures = [{"problem": str(problem)}] * len(running)
+    for row, mine in zip(running, figures, strict=True):
+        for name, value in mine.items():
+            setattr(row, "note" if name == "problem" else name, value)
