@@ -62,6 +62,7 @@ STUDIES: dict[str, Study] = {
             "Speed and memory of whole encoders against SDPA and the upper bound",
             "Performer (2009.14794), Fig. 3 and 20",
             settings.EncoderSettings,
+            resumes=True,
         ),
         Study("overhead", "How much of a training step is outside of tensor operations", "", settings.OverheadSettings),
         Study(
