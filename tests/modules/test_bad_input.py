@@ -92,8 +92,8 @@ def test_unknown_methods_and_options():
         kf.build_attention("favor", head_dim=8, num_heads=4)
     with raises(r"unknown option for method 'favor\+', 'num_feature'; did you mean 'num_features'\?"):
         kf.build_attention("favor+", head_dim=8, num_heads=4, num_feature=3)
-    with raises("unknown option for method 'softmax', 'num_features'"):
-        kf.build_attention("softmax", head_dim=8, num_heads=4, num_features=3)
+    with raises("unknown option for method 'softmax', 'num_landmarks'"):
+        kf.build_attention("softmax", head_dim=8, num_heads=4, num_landmarks=3)
     with raises("unknown option for method 'elu', 'activation'"):
         kf.build_attention("elu", head_dim=8, num_heads=4, activation="relu")
     with raises("unknown activation 'rely'; did you mean 'relu'"):
@@ -122,8 +122,8 @@ def test_scales_and_eps(core):
         core(q, k, v, scale="a")
     with raises("takes no eps, got 0.5; leave it out"):
         kf.build_attention("relu", head_dim=8, num_heads=4, activation="elu", eps=0.5)
-    with raises("projection=False draws nothing, got num_features=3; leave it out"):
-        kf.build_attention("relu", head_dim=8, num_heads=4, projection=False, num_features=3)
+    with raises("projection=False draws nothing, got draw='iid'; leave it out"):
+        kf.build_attention("relu", head_dim=8, num_heads=4, projection=False, draw="iid")
     with raises("seed must be an integer, got 1.5"):
         kf.build_attention("favor+", head_dim=8, num_heads=4, seed=1.5)
     with raises("draw must be an integer of at least 0, got 1.5"):
@@ -231,8 +231,8 @@ def test_layers():
         kf.KernelAttention(32, 4, num_kv_heads=3)
     with raises(r"takes no relative positions, got relative='1d'"):
         kf.KernelAttention(32, 4, "gaussian", relative="1d", max_distance=3)
-    with raises("unknown option for method 'softmax', 'num_features'"):
-        kf.KernelAttention(32, 4, "softmax", num_features=8)
+    with raises("unknown option for method 'softmax', 'num_landmarks'"):
+        kf.KernelAttention(32, 4, "softmax", num_landmarks=8)
     with raises("scheme='t5' is of relative positions, got relative=None; give relative='1d'"):
         kf.KernelAttention(32, 4, scheme="t5")
     with raises("but causal=True was asked for; use landmarks='learned'"):

@@ -58,15 +58,16 @@ def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str]
                 raise ValueError(
                     f"{method!r} with projection=False draws nothing, got {name}={options[name]!r}; leave it out."
                 )
-    if SIZE in options and (entry.size != SIZE or not draws):
-        size = positive_int(SIZE, resolved.pop(SIZE))
-        if entry.size is not None and entry.size != SIZE and entry.size in options:
+    size = entry.size if draws else None
+    if SIZE in options and size != SIZE:
+        count = positive_int(SIZE, resolved.pop(SIZE))
+        if size is not None and size in options:
             raise ValueError(
-                f"{SIZE}={size} and {entry.size}={options[entry.size]!r} are two names for the size of {method!r}; "
-                f"give one of them."
+                f"{SIZE}={count} and {size}={options[size]!r} are two names for the size of {method!r}; give one of "
+                f"them."
             )
-        if entry.size is not None and draws:
-            resolved[entry.size] = size
+        if size is not None:
+            resolved[size] = count
     if "seed" in options and ("seed" not in known or not draws):
         integer("seed", resolved.pop("seed"))
     return resolved
@@ -74,9 +75,9 @@ def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str]
 
 def applicable_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the options of several methods that this one takes, by its own names; its own name for a size wins."""
-    known = [*method_options(method), SIZE]
+    size, known = find_method(method).size, [*method_options(method), SIZE]
     chosen = {name: x for name, x in options.items() if name in known}
-    if find_method(method).size != SIZE and find_method(method).size in chosen:
+    if size != SIZE and size in chosen:
         chosen.pop(SIZE, None)
     return resolve_options(method, chosen)
 
