@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from test_compare import SMALL
 
 # A parent that waits for a worker as all measurements do; the worker says who it is and would sleep for a minute.
