@@ -82,7 +82,7 @@ class Rules:
 
     @cached_property
     def pitch(self) -> float:
-        """From dash to dash."""
+        """Distance from dash to dash."""
         return self.dash_length + self.gap
 
     @cached_property
@@ -108,12 +108,12 @@ class Rules:
 
     @cached_property
     def width(self) -> int:
-        """Cells of a row."""
+        """Number of cells of a row."""
         return self.shape[1]
 
     @cached_property
     def cells(self) -> int:
-        """Of an image."""
+        """Number of cells of an image, borders included."""
         return math.prod(self.shape)
 
     @cached_property
@@ -123,7 +123,7 @@ class Rules:
 
 
 class Drawings(NamedTuple):
-    """Samples.
+    """Images with their labels.
 
     Args:
         images: (N, rows, columns) uint8.
@@ -149,7 +149,7 @@ def _strokes(rules: Rules, at: Points, way: Points, half: float, radius: float) 
 
 
 def _free(rules: Rules, blocked: Bool, rows: Ints, at: Points, way: Points, half: float, radius: float) -> Bool:
-    """Of strokes in these drawings: would no ink fall on a blocked cell?"""
+    """Whether strokes in these drawings would put no ink on a blocked cell."""
     cells, distance = _strokes(rules, at, way, half, radius)
     cells += rows[:, None] * rules.cells
     hit = blocked.reshape(-1)[cells] & (distance <= (radius + 0.5 - _FAINT) ** 2)
@@ -157,7 +157,7 @@ def _free(rules: Rules, blocked: Bool, rows: Ints, at: Points, way: Points, half
 
 
 def _draw(rules: Rules, ink: Uint8, at: Points, way: Points, half: float, radius: float, grey: float) -> None:
-    """One stroke in each of the drawings (N, cells); grey falls to 0 over the pixel at its edge."""
+    """Draw one stroke in each of the drawings (N, cells); grey falls to 0 over the pixel at its edge."""
     cells, distance = _strokes(rules, at, way, half, radius)
     cover = np.clip(radius + 0.5 - np.sqrt(distance), 0, 1)
     cover[distance > (radius + 0.5 - _FAINT) ** 2] = 0
@@ -173,7 +173,7 @@ class Path(NamedTuple):
     ways: Points
 
     def taken(self, rows: Ints) -> Path:
-        """In some of the drawings."""
+        """The paths of some of the drawings."""
         return Path(self.spots[rows], self.ways[rows])
 
     def ends(self, rules: Rules) -> tuple[Points, Points]:
@@ -292,11 +292,11 @@ class _Sheets:
         _inner(rules, self.blocked)[:] = False
 
     def keep(self, kept: Ints) -> None:
-        """Go on with some of them."""
+        """Keep some of the drawings, and give up the others."""
         self.ink, self.blocked = self.ink[kept], self.blocked[kept]
 
     def grow(self, dashes: int, marked: bool) -> tuple[Ints, Path]:
-        """A path for each, not drawn yet; those without one are left out."""
+        """Grow a path for each drawing, not drawn yet; drawings without one are given up."""
         kept, path = _grow(self.rng, self.rules, self.blocked, dashes, marked)
         self.keep(kept)
         return kept, path
@@ -312,13 +312,13 @@ class _Sheets:
         self.blocked |= _around(rules, ink > 0)
 
     def discs(self, ink: Uint8, middles: Points) -> None:
-        """Two markers, (N, 2), in each of the drawings."""
+        """Draw two markers, (N, 2), in each of the drawings."""
         for end in (0, 1):
             _draw(self.rules, ink, middles[:, end], middles[:, end], 0, self.rules.marker_radius, 1)
 
 
 def _choose(rng: Generator, rules: Rules, ends: Points, inward: Points) -> tuple[Ints, Points, Uint8]:
-    """Labels, and which ends to mark.
+    """Choose labels, and which ends to mark.
 
     A drawing is kept if it has two ends of one path and two ends of different paths that look alike: about as far from
     each other and from the middle of the image, on paths that leave in similar directions and to the same or to
@@ -341,10 +341,10 @@ def _choose(rng: Generator, rules: Rules, ends: Points, inward: Points) -> tuple
     centre = rules.border * (1 + 1j) + (rules.columns - 1 + 1j * (rules.rows - 1)) / 2
     far[far < rules.apart] = np.nan  # like nothing else
     limits = _FAR * rules.dashes * rules.pitch, _OFF * min(rules.rows, rules.columns), _TOWARDS, 0
-    looks = far, np.abs((first + second) / 2 - centre), one.real + two.real, np.sign(one.imag * two.imag)
+    measures = far, np.abs((first + second) / 2 - centre), one.real + two.real, np.sign(one.imag * two.imag)
     fits = np.ones((len(ends), len(_ONE)), np.bool_)
-    for look, limit in zip(looks, limits, strict=True):
-        fits &= np.abs(look[:, _ONE] - look[:, _TWO]) <= limit
+    for measure, limit in zip(measures, limits, strict=True):
+        fits &= np.abs(measure[:, _ONE] - measure[:, _TWO]) <= limit
     kept = np.flatnonzero(fits.any(1))
     chosen = np.where(fits[kept], rng.random((len(kept), len(_ONE))), -1).argmax(1)
     labels = rng.integers(0, 2, len(kept), dtype=np.uint8)

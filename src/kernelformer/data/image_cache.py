@@ -276,7 +276,8 @@ class Decoded:
 def decode(encoded: Encoded, form: Form, cache: Path, bad_rows: BadRows) -> Decoded:
     """Decode all images once, if that gives no more than `CACHED` bytes; else read all heads, and decode on demand.
 
-    What was found is kept in the cache, by the names, sizes and times of the files: the next time is immediate.
+    Pixels and the numbers of bad images are kept in the cache, by the names, sizes and times of the files: the next
+    time is immediate.
 
     Args:
         encoded: images.

@@ -82,7 +82,13 @@ def most_frequent_accuracy(train: Album, other: Album) -> float:
 
 
 class Read(NamedTuple):
-    """A file, folder or split of the hub that was read: pixels and labels of all images, numbers of the good ones."""
+    """Images of a file, a folder or a split of the hub.
+
+    Args:
+        pixels: of all images, an array or what gives images by numbers.
+        labels: (N) of all images, or None.
+        good: numbers of those that can be used.
+    """
 
     pixels: Any
     labels: Int64 | None

@@ -19,7 +19,7 @@ from kernelformer.errors import flag
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY" + "BOUXZ"  # the standard ones, and those that the paper calls anomalous
 FASTA = (".fasta", ".fa", ".faa")
 SUFFIXES = (".txt", *FASTA, *EXTENSIONS)
-SAID = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+ALLOWED = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 _FOREIGN = re.compile(f"[^{AMINO_ACIDS}{AMINO_ACIDS.lower()}]")  # not IGNORECASE, to which the Kelvin sign is a K
 
 
@@ -77,7 +77,7 @@ class Sequences(Source):
         there = [x for x in everything if x.suffix in SUFFIXES and x.stem in stems]
         if not there:
             names = ", ".join(x.name for x in everything[:10]) or "nothing"
-            raise ValueError(f"{self.path} must hold train, validation and test as {SAID}, found {names}.")
+            raise ValueError(f"{self.path} must hold train, validation and test as {ALLOWED}, found {names}.")
         check_inside(self.path, there)
         return there
 
@@ -95,7 +95,7 @@ class Sequences(Source):
 
     def _of_file(self, path: Path) -> Rows:
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path} must end in {SAID}, got {path.suffix or 'nothing'!r}.")
+            raise ValueError(f"{path} must end in {ALLOWED}, got {path.suffix or 'nothing'!r}.")
         if path.suffix in EXTENSIONS:
             return super()._of_file(path)
         return self._good(_fasta(path, self.field) if path.suffix in FASTA else _plain(path, self.field), path)

@@ -20,9 +20,9 @@ Row = dict[str, Any]
 
 
 def brief(value: object) -> str:
-    """A value as a message can carry it: a whole document would hide the rest."""
-    said = repr(value)
-    return said if len(said) <= 60 else f"{said[:50]}... ({len(said):,} characters)"
+    """A value for a message, shortened: a whole document would hide the rest."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(text):,} characters)"
 
 
 def short_names(columns: Iterable[object]) -> str:

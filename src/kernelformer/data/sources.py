@@ -166,9 +166,9 @@ class Source:
         """The rows, if there are any."""
         if not _count(rows):
             share = f", or give a larger {split}_share than {self.shares[split]}" if of and split != "train" else ""
-            said = "".join(f" ({x})" for x in self.remarks)
+            remarks = "".join(f" ({x})" for x in self.remarks)
             raise ValueError(
-                f"the {split} split of {self.location} is empty: {of} good rows in all{said}; add rows{share}."
+                f"the {split} split of {self.location} is empty: {of} good rows in all{remarks}; add rows{share}."
             )
         return rows
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kernelformer.data.array_cache import writing
 from kernelformer.errors import choice, flag, integer
 from kernelformer.files import write_json, write_text
 from kernelformer.records import MODEL
@@ -59,7 +60,7 @@ class Special(NamedTuple):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Texts to tokens and back.
+    """A vocabulary, which turns texts into tokens and back.
 
     Args:
         tokenizer: of the library `tokenizers`; None: bytes.
@@ -88,8 +89,8 @@ class Vocabulary:
             return flat, _offsets([len(x) for x in raw])
         parts: list[Int32] = [np.empty(0, np.int32)]
         for some in _rounds(texts):
-            found = self.tokenizer.encode_batch_fast(some, add_special_tokens=False)
-            parts += [np.array(x.ids, np.int32) for x in found]
+            encodings = self.tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            parts += [np.array(x.ids, np.int32) for x in encodings]
         return np.concatenate(parts), _offsets([len(x) for x in parts[1:]])
 
     def encode(self, text: str) -> Int32:
@@ -98,11 +99,11 @@ class Vocabulary:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; special ones have none. Bytes that are not UTF-8 become U+FFFD."""
-        found = [int(x) for x in ids]
+        tokens = [int(x) for x in ids]
         if self.tokenizer is None:
-            plain = bytes(x - len(SPECIAL) for x in found if len(SPECIAL) <= x < BYTES)
+            plain = bytes(x - len(SPECIAL) for x in tokens if len(SPECIAL) <= x < BYTES)
             return plain.decode(errors="replace")
-        text: str = self.tokenizer.decode(found, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
     def ordinary(self) -> Int32:
@@ -118,6 +119,11 @@ class Vocabulary:
         """Write ``tokenizer.json``, which other libraries read too; bytes need none."""
         if self.tokenizer is not None:
             write_text(folder / TOKENIZER, self.tokenizer.to_str(pretty=True))
+
+    @property
+    def special(self) -> Special:
+        """The tokens with a meaning of their own."""
+        return Special(self.pad, self.bos, self.eos, self.mask, self.sep)
 
     def fingerprint(self) -> str:
         """Hash of all that tokens depend on, wherever the vocabulary came from."""
@@ -193,8 +199,7 @@ def special(tokenizer: str | None = None) -> Special:
     """The special tokens, which need no data: those of `SPECIAL`, or a user's."""
     if tokenizer is None:
         return Special()
-    found = load_tokenizer(tokenizer)
-    return Special(found.pad, found.bos, found.eos, found.mask, found.sep)
+    return load_tokenizer(tokenizer).special
 
 
 def make_tokenizer(
@@ -216,30 +221,30 @@ def make_tokenizer(
     whole = json.dumps(options, sort_keys=True)
     path = cache / f"vocabulary-{hashlib.sha256(whole.encode()).hexdigest()[:16]}.json"
     if path.exists():
-        text = _kept(path, whole)
+        text = _saved(path, whole)
     else:
         train = _byte_pairs if kind == "bpe" else _word_pieces
         text = train(texts, integer("vocab_size", vocab_size, at_least=BYTES), lowercase).to_str()
-        _keep(path, whole, text)
-    found = Tokenizer.from_str(text)
-    found.encode_special_tokens = True  # a text that says <eos> does not end there
-    return found
+        _save(path, whole, text)
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.encode_special_tokens = True  # a text that says <eos> does not end there
+    return tokenizer
 
 
-def load_tokenizer(place: str) -> Vocabulary:
+def load_tokenizer(location: str) -> Vocabulary:
     """A user's ``tokenizer.json``, or that of a folder; read again only when it has changed.
 
     Special tokens are found by their usual names: "[PAD]", "<pad>", "[CLS]", "<s>", "</s>" and so on. Where there is no
     token for the beginning, padding stands for it, as in T5; where none separates, the end does.
     """
-    path = tokenizer_file(place)
+    path = tokenizer_file(location)
     state = path.stat()
     return _load(path, state.st_mtime_ns, state.st_size)
 
 
-def tokenizer_file(place: str) -> Path:
-    """The file that is meant, for `sources.hash_files` too: it, or that of a folder or of a run's final model."""
-    path = Path(str(place)).expanduser()
+def tokenizer_file(location: str) -> Path:
+    """The file that is meant, for `readers.hash_files` too: it, or that of a folder or of a run's final model."""
+    path = Path(str(location)).expanduser()
     if path.is_dir():
         path = next((x for x in (path / TOKENIZER, path / MODEL / TOKENIZER) if x.is_file()), path / TOKENIZER)
     if not path.is_file():
@@ -252,20 +257,20 @@ def _load(path: Path, changed: int, size: int) -> Vocabulary:
     from tokenizers import Tokenizer
 
     try:
-        found = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as problem:  # the library raises plain Exceptions
         raise ValueError(f"{path} is not a tokenizer.json ({problem}); save it by Tokenizer.save.") from None
-    found.no_truncation()  # tasks cut, and say so
-    found.no_padding()
-    found.encode_special_tokens = True
-    tokens = found.get_vocab(with_added_tokens=True)
+    tokenizer.no_truncation()  # tasks cut, and say so
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    tokens = tokenizer.get_vocab(with_added_tokens=True)
     roles = {role: next((tokens[x] for x in names if x in tokens), None) for role, names in _USUAL.items()}
     pad, eos, bos, sep = roles["pad"], roles["eos"], roles["bos"], roles["sep"]
     if pad is None or eos is None:
         role = "pad" if pad is None else "eos"
         raise ValueError(f"{path} has no token for {role!r}; add one of {', '.join(_USUAL[role])} to it.")
     return Vocabulary(
-        found,
+        tokenizer,
         max(tokens.values()) + 1,
         pad=pad,
         bos=pad if bos is None else bos,
@@ -278,19 +283,19 @@ def _load(path: Path, changed: int, size: int) -> Vocabulary:
 def _byte_pairs(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    found = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     if lowercase:
-        found.normalizer = normalizers.Lowercase()
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    found.train_from_iterator(texts, trainer)
-    return found
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def _word_pieces(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokenizer:
@@ -324,31 +329,28 @@ def _word_pieces(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Toke
     merged = sorted(pairs.get_vocab().items(), key=lambda x: x[1])
     words = [x.removeprefix(_FIRST) if x.startswith(_FIRST) else f"##{x}" for x, _ in merged if x != _FIRST]
     pieces = dict.fromkeys([*SPECIAL, *alphabet, *(f"##{x}" for x in alphabet), *words])
-    found = Tokenizer(models.WordPiece({x: i for i, x in enumerate(pieces)}, unk_token=SPECIAL[UNK]))
-    found.normalizer = clean
-    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    found.decoder = decoders.WordPiece()
-    found.add_special_tokens(list(SPECIAL))
-    return found
+    tokenizer = Tokenizer(models.WordPiece({x: i for i, x in enumerate(pieces)}, unk_token=SPECIAL[UNK]))
+    tokenizer.normalizer = clean
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
 
 
-def _keep(path: Path, record: str, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+def _save(path: Path, record: str, text: str) -> None:
+    """Keep a trained tokenizer in the cache."""
+    with writing(path):
         write_json(path, {"record": record, "sha256": hashlib.sha256(text.encode()).hexdigest(), "tokenizer": text})
-    except OSError as problem:
-        raise ValueError(
-            f"{path} cannot be written: {problem.strerror}; give another folder as cache, or set XDG_CACHE_HOME."
-        ) from None
 
 
-def _kept(path: Path, record: str) -> str:
+def _saved(path: Path, record: str) -> str:
+    """The text of a tokenizer in the cache."""
     try:
-        found: Any = json.loads(path.read_bytes())
-        text: str = found["tokenizer"]
-        if found["record"] != record:
+        file: Any = json.loads(path.read_bytes())
+        text: str = file["tokenizer"]
+        if file["record"] != record:
             raise ValueError("it was made of other data or options")
-        if found["sha256"] != hashlib.sha256(text.encode()).hexdigest():
+        if file["sha256"] != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError("it was changed")
     except Exception as problem:  # a damaged file raises all kinds
         raise ValueError(
@@ -372,5 +374,5 @@ def _rounds(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _offsets(lengths: list[int]) -> Int64:
-    found: Int64 = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
-    return found
+    offsets: Int64 = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
+    return offsets

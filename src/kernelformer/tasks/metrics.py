@@ -1,4 +1,4 @@
-"""What answers are judged by: F1, and correlations of classes, numbers and ranks."""
+"""Metrics of answers: F1, and correlations of classes, numbers and ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def f1(predictions: NDArray[Any], labels: NDArray[Any]) -> float:
         predictions: (N) classes.
         labels: (N) classes.
     """
-    found, wanted = predictions == 1, labels == 1
-    ones = int(found.sum() + wanted.sum())
-    return 2 * int((found & wanted).sum()) / ones if ones else 0.0
+    predicted, wanted = predictions == 1, labels == 1
+    ones = int(predicted.sum() + wanted.sum())
+    return 2 * int((predicted & wanted).sum()) / ones if ones else 0.0
 
 
 def matthews(predictions: NDArray[Any], labels: NDArray[Any]) -> float:
@@ -68,13 +68,13 @@ def pearson(x: NDArray[Any], y: NDArray[Any]) -> float:
 
 
 def ranks(x: NDArray[Any]) -> Numbers:
-    """Places (N) of numbers in order, from 1; equal ones share the mean of theirs."""
+    """Ranks (N) of numbers in order, from 1; equal ones share the mean of theirs."""
     _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    found: Numbers = (last - (counts - 1) / 2)[which]
-    return found
+    shared: Numbers = (last - (counts - 1) / 2)[which]
+    return shared
 
 
 def spearman(x: NDArray[Any], y: NDArray[Any]) -> float:
-    """Correlation of ranks."""
+    """Correlation of the ranks of numbers (N): `pearson` of `ranks`."""
     return pearson(ranks(x), ranks(y))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kernelformer.data.array_cache import cache_folder
@@ -97,7 +96,7 @@ class ShareOptions:
 
 
 @dataclass(kw_only=True, eq=False)
-class CacheOption:
+class CacheOption(SampleOptions):
     """Where what takes long to make is kept.
 
     Args:
@@ -106,10 +105,9 @@ class CacheOption:
 
     cache: Location = None
 
-    @property
-    def cache_path(self) -> Path:
-        """The folder of the cache."""
-        return cache_folder(self.cache)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.cache_path = cache_folder(self.cache)
 
 
 @dataclass(kw_only=True, eq=False)

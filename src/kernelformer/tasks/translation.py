@@ -17,7 +17,7 @@ from kernelformer.data.batching import IGNORED, Sample, padded, spread_evenly
 from kernelformer.data.sentence_pairs import Pairs, Parallel, Tokens
 from kernelformer.data.sources import Rows
 from kernelformer.data.splits import SPLITS
-from kernelformer.data.tokenization import TOKENIZER, Special, Vocabulary, load_tokenizer
+from kernelformer.data.tokenization import TOKENIZER, Vocabulary, load_tokenizer
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.tasks.base import Outcome
 from kernelformer.tasks.corpus import perplexity
@@ -156,9 +156,8 @@ class Translation(VocabularyTask, RowOptions):
             if self.kind == "bytes":  # which need no file
                 return
             raise ValueError(f"{folder} has no {TOKENIZER}, without which its model cannot be used; train it anew.")
-        words = load_tokenizer(str(folder))
-        self._vocabulary, self._splits = words, {}
-        self.special = Special(words.pad, words.bos, words.eos, words.mask, words.sep)
+        self._vocabulary, self._splits = load_tokenizer(str(folder)), {}
+        self.special = self._vocabulary.special
 
     def split(self, name: str) -> Pairs:
         """Pairs as tokens; read and encoded once."""

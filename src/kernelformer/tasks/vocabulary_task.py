@@ -17,11 +17,11 @@ from kernelformer.data.tokenization import (
     vocabulary,
     vocabulary_size,
 )
-from kernelformer.tasks.options import CacheOption, Location, SampleOptions
+from kernelformer.tasks.options import CacheOption, Location
 
 
 @dataclass(kw_only=True, eq=False)
-class VocabularyTask(CacheOption, SampleOptions):
+class VocabularyTask(CacheOption):
     """A task whose vocabulary is trained on the training split, a user's own, or that of bytes.
 
     Args:
@@ -42,13 +42,13 @@ class VocabularyTask(CacheOption, SampleOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        place = None if self.tokenizer is None else str(self.tokenizer)
-        trained = place is None and self.kind != "bytes"
+        tokenizer = None if self.tokenizer is None else str(self.tokenizer)
+        trained = tokenizer is None and self.kind != "bytes"
         size = self.trained_size if self.vocab_size is None and trained else self.vocab_size
-        self.subwords: dict[str, Any] = {"tokenizer": place, "kind": self.kind}
+        self.subwords: dict[str, Any] = {"tokenizer": tokenizer, "kind": self.kind}
         self.subwords |= {"vocab_size": size, "lowercase": self.lowercase}
         self.vocabulary_size = vocabulary_size(**self.subwords)
-        self.special = special(place)
+        self.special = special(tokenizer)
         self._vocabulary: Vocabulary | None = None
 
     @abstractmethod
@@ -77,5 +77,5 @@ class VocabularyTask(CacheOption, SampleOptions):
 
     def with_tokenizer(self, fingerprint: str) -> str:
         """A fingerprint of texts, and of a user's vocabulary."""
-        place = self.subwords["tokenizer"]
-        return fingerprint + ("" if place is None else f"; {hash_files([tokenizer_file(place)])}")
+        tokenizer = self.subwords["tokenizer"]
+        return fingerprint + ("" if tokenizer is None else f"; {hash_files([tokenizer_file(tokenizer)])}")
