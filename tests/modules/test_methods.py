@@ -133,7 +133,9 @@ def test_maps_by_head_depend_on_the_options():
 
 
 def test_every_method_is_in_the_conformance_suite():
-    assert {method for method, _ in VARIANTS.values()} == METHODS.keys()
+    # Those that have no name are maps by their formula alone.
+    named = {method for method, _ in VARIANTS.values() if isinstance(method, str)}
+    assert named == METHODS.keys()
 
 
 @pytest.mark.skipif(not README.exists(), reason="an installed package has no README beside its tests")
