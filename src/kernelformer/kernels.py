@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def softmax_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """``SM(x, y) = exp(x . y)``: softmax attention before normalization (performer Eq. 6).
+    """``SM(x, y) = exp(x . y)``: softmax attention before normalization (Performer, Eq. 6).
 
     Args:
         x: (*, L, D).
@@ -23,7 +23,7 @@ def softmax_kernel(x: Tensor, y: Tensor) -> Tensor:
 
 
 def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """``exp(-|x - y|^2 / 2)`` (skyformer Eq. 3, performer Sec. 2.3). Shapes as `softmax_kernel`."""
+    """``exp(-|x - y|^2 / 2)`` (Skyformer, Eq. 3, Performer, Sec. 2.3). Shapes as `softmax_kernel`."""
     return torch.exp(-0.5 * squared_distance(x, y))
 
 
@@ -40,7 +40,7 @@ def _sums(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mse_positive(x: Tensor, y: Tensor, num_features: int) -> Tensor:
-    """Mean squared error of the positive estimator of the softmax kernel, independent draws (performer Lemma 2).
+    """Mean squared error of the positive estimator of the softmax kernel, independent draws (Performer, Lemma 2).
 
         MSE = exp(|x+y|^2) SM^2 (1 - exp(-|x+y|^2)) / m
 
@@ -73,7 +73,7 @@ def orthogonal_gain(x: Tensor, y: Tensor, num_features: int) -> Tensor:
 
         gain = (1 - 1/m) 2/(d+2) (SM - exp(-(|x|^2 + |y|^2) / 2))^2
 
-    performer Theorem 2 prints SM^2 instead of the square of the difference, which at x = -y would put the error below
+    Performer, Theorem 2 prints SM^2 instead of the square of the difference, which at x = -y would put the error below
     zero: the lemma behind it (at least two nonzero even powers) says nothing about the constant term of the series,
     which is the same for every draw. The form here holds by simulation, the printed one does not.
     """
@@ -83,7 +83,7 @@ def orthogonal_gain(x: Tensor, y: Tensor, num_features: int) -> Tensor:
 
 
 def mixture_fourier(x: Tensor, y: Tensor, mu: Tensor, S: Tensor) -> Tensor:
-    """The kernel whose spectral density is a Gaussian mixture (learned-kernels Eq. 4, real part).
+    """The kernel whose spectral density is a Gaussian mixture (KL-Transformer, Eq. 4, real part).
 
         K(x, y) = 1/C sum_c cos(mu_c . p) exp(-|S_c^T p|^2 / 2)        p = x - y
 
@@ -101,7 +101,7 @@ def mixture_fourier(x: Tensor, y: Tensor, mu: Tensor, S: Tensor) -> Tensor:
 
 
 def mixture_positive(x: Tensor, y: Tensor, mu: Tensor, S: Tensor) -> Tensor:
-    """What positive features with such frequencies estimate (learned-kernels Eq. 9). Arguments as `mixture_fourier`.
+    """What positive features with such frequencies estimate (KL-Transformer, Eq. 9). Arguments as `mixture_fourier`.
 
         K(x, y) = 1/C sum_c exp(mu_c . o + |S_c^T o|^2 / 2 - |x|^2 - |y|^2)        o = x + y
 
@@ -118,7 +118,7 @@ def mse_mixture_fourier(x: Tensor, y: Tensor, mu: Tensor, S: Tensor, num_feature
         MSE = 1/(C^2 m) sum_{c,c'} cov(cos(a_c . n + b_c), cos(a_c' . n + b_c'))        a_c = S_c^T p, b_c = mu_c . p
 
     For two components with mu_2 = -mu_1, S_2 = S_1 it is ``cos^2(mu . p) (1 - exp(-|S^T p|^2))^2 / (2m)``;
-    learned-kernels Theorem 3 states it for the sum of the two, four times as much. Arguments as `mixture_fourier`.
+    KL-Transformer, Theorem 3 states it for the sum of the two, four times as much. Arguments as `mixture_fourier`.
     """
     a, b = _components(x - y, mu, S)
     inner, apart = _pairs(a)
@@ -136,7 +136,7 @@ def mse_mixture_positive(x: Tensor, y: Tensor, mu: Tensor, S: Tensor, num_featur
 
         MSE = exp(-2(|x|^2 + |y|^2)) / (C^2 m) sum_{c,c'} cov(exp(a_c . n + b_c), exp(a_c' . n + b_c'))     o = x + y
 
-    with ``a_c = S_c^T o``, ``b_c = mu_c . o``. For C = 1 it is learned-kernels Theorem 3,
+    with ``a_c = S_c^T o``, ``b_c = mu_c . o``. For C = 1 it is KL-Transformer, Theorem 3,
     ``exp(-2(|x|^2 + |y|^2 - mu . o)) (exp(2|S^T o|^2) - exp(|S^T o|^2)) / m``, with the squares that are missing there.
     """
     a, b = _components(x + y, mu, S)

@@ -139,7 +139,7 @@ def test_the_overview_has_attentions_by_tasks_with_the_best_marked(tmp_path):
 
 
 def test_a_section_tells_what_was_done_and_how_far_it_is_from_the_paper(tmp_path):
-    head = {"source": "kernelized-rpe Table 2", "note": "a hundredth of the steps", "about": "reading proteins"}
+    head = {"source": "NPRF with RPE, Table 2", "note": "a hundredth of the steps", "about": "reading proteins"}
     head |= {"baselines": {"empirical": {"accuracy": 0.0992, "perplexity": 17.8}, "coin": 0.5}}
     write_results(tmp_path / "results", [compared(tmp_path, "proteins", TWO, **head)])
     _, page = shown(tmp_path / "results")

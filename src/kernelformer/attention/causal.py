@@ -1,4 +1,4 @@
-"""Causal attention at linear cost: quadratic inside a chunk, a state between chunks (performer Eq. 11).
+"""Causal attention at linear cost: quadratic inside a chunk, a state between chunks (Performer, Eq. 11).
 
 Chunks are worked on several at a time, as batched matrix products; only the recurrence of the state runs chunk by
 chunk.

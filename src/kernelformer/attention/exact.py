@@ -1,4 +1,4 @@
-"""Exact Gaussian attention in tiles: quadratic time, linear memory (skyformer Sec. 4.1).
+"""Exact Gaussian attention in tiles: quadratic time, linear memory (Skyformer, Sec. 4.1).
 
     out_i = sum_j exp(-scale |q_i - k_j|^2 / 2) v_j        over visible keys; unnormalized
 

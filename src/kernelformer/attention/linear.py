@@ -1,6 +1,6 @@
 """Bidirectional (and cross) attention at linear cost: one pass over the keys, one over the queries.
 
-    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)          (performer Eq. 4)
+    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)          (Performer, Eq. 4)
 
 Cost: O((L + S) M (D + E)) time; memory beyond inputs and outputs is a few buffers of `blocks.BUFFER` numbers and the
 state, whatever the length. The backward pass keeps the inputs, the output and the state, and maps every chunk again;

@@ -1,4 +1,4 @@
-"""Random frequencies ``omega`` (M, D), whose rows are, or stand for, draws from N(0, I_D) (performer Sec. 2.4, B.2).
+"""Random frequencies ``omega`` (M, D), whose rows are, or stand for, draws from N(0, I_D) (Performer, Sec. 2.4, B.2).
 
 A draw is a pure function of a `torch.Generator`; everything is computed in float64 on the CPU and rounded to float32 by
 the maps, so that one seed means the same numbers on every device and at every precision.
@@ -95,7 +95,7 @@ def draw_frequencies(
         num_features: M; more than D means several independent blocks.
         dim: D.
         gen: the source of randomness.
-        draw: ``iid`` Gaussian rows; ``orthogonal`` (exactly unbiased, lower variance: performer Theorem 2);
+        draw: ``iid`` Gaussian rows; ``orthogonal`` (exactly unbiased, lower variance: Performer, Theorem 2);
             ``spherical``, orthogonal rows of norm sqrt(D); ``hadamard`` and ``givens``, structured and nearly unbiased.
         norms: ``chi``, row norms drawn as those of Gaussian vectors; ``sqrt``, all sqrt(D). Default: chi for iid and
             orthogonal, else sqrt, which for ``hadamard`` with D not a power of two holds on average only. Fixed norms

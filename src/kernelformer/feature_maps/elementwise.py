@@ -1,4 +1,4 @@
-"""Generalized attention: an elementwise function of a projection, or of the input itself (performer Sec. 2.2, App. D).
+"""Generalized attention: an elementwise function of a projection, or of the input itself (Performer, Sec. 2.2, App. D).
 
 `exp` and `elu + 1` cannot be negative and can be tiny or huge, so they are positive maps in log space; the others are
 bounded below by eps or signed, and speak by their values.
@@ -197,7 +197,7 @@ class LogElementwiseChunks(PositiveChunks):
 class GeneralizedMap(FeatureMap):
     """Generalized attention.
 
-        phi(x) = (f(w_i . x) + eps) / sqrt(m)          (performer Sec. 2.2; f = relu and eps = 1e-3 in its App. A)
+        phi(x) = (f(w_i . x) + eps) / sqrt(m)          (Performer, Sec. 2.2; f = relu and eps = 1e-3 in its App. A)
 
     Args:
         activation: f: relu, exp, sigmoid, abs, gelu, cos, tanh, identity, or elu for elu(x) + 1 (which takes no eps).

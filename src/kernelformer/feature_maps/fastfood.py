@@ -1,4 +1,4 @@
-"""FastFood frequencies with learned diagonals (learned-kernels Eq. 6, 12)."""
+"""FastFood frequencies with learned diagonals (KL-Transformer, Eq. 6, 12)."""
 
 from __future__ import annotations
 

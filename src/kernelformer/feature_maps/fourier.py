@@ -1,4 +1,4 @@
-"""Trigonometric random features (performer Sec. 2.3; random kitchen sinks)."""
+"""Trigonometric random features (Performer, Sec. 2.3; random kitchen sinks)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class FourierChunks(SignedChunks):
 class TrigonometricMap(FeatureMap):
     """Trigonometric features: signed, unbiased, and of large variance where the kernel is small.
 
-        phi(x) = exp(|x|^2 / 2) / sqrt(m) [cos(w_i . x), sin(w_i . x)]     softmax kernel    (performer Eq. 5)
+        phi(x) = exp(|x|^2 / 2) / sqrt(m) [cos(w_i . x), sin(w_i . x)]     softmax kernel    (Performer, Eq. 5)
         phi(x) = 1 / sqrt(m) [cos(w_i . x), sin(w_i . x)]                  Gaussian kernel
 
     M = 2 num_features.

@@ -54,7 +54,7 @@ def fwht(x: Tensor) -> Tensor:
 
 
 def fastfood(x: Tensor, scale: Tensor, gauss: Tensor, signs: Tensor, permutation: Tensor) -> Tensor:
-    """``S H G P H B x / sqrt(d')`` block by block (learned-kernels Eq. 6, with sigma = 1).
+    """``S H G P H B x / sqrt(d')`` block by block (KL-Transformer, Eq. 6, with sigma = 1).
 
     Args:
         x: (..., D, C).

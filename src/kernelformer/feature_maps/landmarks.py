@@ -1,4 +1,4 @@
-"""Landmarks: which tokens they are, and the inverse of the kernel between them (skyformer Sec. 4.2, 4.4)."""
+"""Landmarks: which tokens they are, and the inverse of the kernel between them (Skyformer, Sec. 4.2, 4.4)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sharper(inverse: Tensor, product: Tensor) -> Tensor:
 
 
 def iterative_inverse(matrix: Tensor, rounds: int = 20, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
-    """The inverse of ``M + gamma I`` without division by matrices (skyformer Sec. 4.4).
+    """The inverse of ``M + gamma I`` without division by matrices (Skyformer, Sec. 4.4).
 
         V <- V/4 (13 I - A V (15 I - A V (7 I - A V)))      A = D^-1/2 (M + gamma I) D^-1/2, D = diag((M + gamma I) 1)
 

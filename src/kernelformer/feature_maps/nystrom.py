@@ -1,4 +1,4 @@
-"""Nystrom features: a kernel through its values at landmarks (skyformer Sec. 4).
+"""Nystrom features: a kernel through its values at landmarks (Skyformer, Sec. 4).
 
     K(x, y) ~ kappa(x, Z) (M + gamma I)^-1 kappa(Z, y)          M = kappa(Z, Z), kappa the Gaussian kernel    (Eq. 5, 6)
 
@@ -139,7 +139,7 @@ class NystromChunks(SignedChunks):
 class NystromMap(FeatureMap):
     """Skyformer's features of the Gaussian or the softmax kernel.
 
-        out = kappa(Q, Z) (M + gamma I)^-1 kappa(Z, K) V           (skyformer Eq. 5, 6)
+        out = kappa(Q, Z) (M + gamma I)^-1 kappa(Z, K) V           (Skyformer, Eq. 5, 6)
 
     Half of the landmarks come from the queries and half from the keys, real tokens only (`AttentionCore.forward` says
     which queries are). Without enough tokens all of them are landmarks, and the result is exact up to gamma. Not

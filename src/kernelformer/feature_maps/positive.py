@@ -1,4 +1,4 @@
-"""Positive random features of the softmax and Gaussian kernels (performer Sec. 2.3, Lemma 1, Theorem 1)."""
+"""Positive random features of the softmax and Gaussian kernels (Performer, Sec. 2.3, Lemma 1, Theorem 1)."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class ExponentialChunks(PositiveChunks):
 class PositiveMap(FeatureMap):
     """FAVOR+'s positive features.
 
-        phi(x) = exp(-|x|^2 / 2) / sqrt(m) [exp(w_i . x)]                     softmax kernel   (performer Eq. 7)
+        phi(x) = exp(-|x|^2 / 2) / sqrt(m) [exp(w_i . x)]                     softmax kernel   (Performer, Eq. 7)
         phi(x) = exp(-|x|^2) / sqrt(m) [exp(w_i . x)]                         Gaussian kernel
-        hyperbolic: [exp(w_i . x), exp(-w_i . x)] / sqrt(2m) instead of [exp(w_i . x)] / sqrt(m)   (performer Lemma 1)
+        hyperbolic: [exp(w_i . x), exp(-w_i . x)] / sqrt(2m) instead of [exp(w_i . x)] / sqrt(m)   (Performer, Lemma 1)
         regularized: w_i on the sphere of radius sqrt(d)                      SMREG, never above the softmax kernel
 
     Args:

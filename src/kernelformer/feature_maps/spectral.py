@@ -1,4 +1,4 @@
-"""Learned spectral kernels: maps whose frequencies follow from parameters and a noise draw (learned-kernels Sec. 2).
+"""Learned spectral kernels: maps whose frequencies follow from parameters and a noise draw (KL-Transformer, Sec. 2).
 
     RKS: phi(x) = 1/sqrt(M) [cos(w_i . x), sin(w_i . x)]            K = Fourier transform of the density of w   (Eq. 3)
     PRF: phi(x) = exp(-|x|^2) / sqrt(M) [exp(w_i . x)]              with w ~ N(0, I) the Gaussian kernel        (Eq. 9)
@@ -89,7 +89,7 @@ class SpectralMap(FeatureMap):
 class MixtureMap(SpectralMap):
     """A Gaussian mixture as spectral density, C components of weight 1/C.
 
-        w_{c,i} = S_c n_i + mu_c,      n_i ~ N(0, I) shared by the components           (learned-kernels Eq. 5, 10)
+        w_{c,i} = S_c n_i + mu_c,      n_i ~ N(0, I) shared by the components           (KL-Transformer, Eq. 5, 10)
 
     Covariances are S_c S_c^T (the paper writes Sigma_c n). It starts at S = I and small means: near the Gaussian
     kernel, and not exactly at it, for equal components would stay equal. C * num_features frequencies.
@@ -214,7 +214,7 @@ class Generator(nn.Module):
 class GenerativeMap(SpectralMap):
     """Frequencies by a neural network from noise.
 
-        w_i = g(n_i),      n_i ~ N(0, I)           (learned-kernels Eq. 8, 11)
+        w_i = g(n_i),      n_i ~ N(0, I)           (KL-Transformer, Eq. 8, 11)
 
     One generator for all heads of a layer. Its tanh keeps the entries of w below 1, so that the start is a smooth
     kernel but not the Gaussian one.

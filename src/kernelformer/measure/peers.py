@@ -155,7 +155,7 @@ class _Chunks(list[Tensor]):
 
 
 class AlgorithmOne(Contender):
-    """Algorithm 1 of kernelized-rpe as it is printed, with torch's own gradients.
+    """NPRF with RPE, Algorithm 1, as it is printed, with torch's own gradients.
 
         D_1 = C A_1    D_2 = C A_2    out_i = phi(q_i) D_1,i / phi(q_i) D_2,i          C_ij = exp(b_{j-i})
 

@@ -1,4 +1,4 @@
-"""Attention matrices of a pretrained model and of its converted self, for a sentence or a protein (performer C.4)."""
+"""Attention matrices of a pretrained model and of its converted self, for a sentence or a protein (Performer, C.4)."""
 
 from __future__ import annotations
 

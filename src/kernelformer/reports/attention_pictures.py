@@ -1,4 +1,4 @@
-"""Attention matrices of a model and of what it was converted to, side by side (performer C.4)."""
+"""Attention matrices of a model and of what it was converted to, side by side (Performer, C.4)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def total_variation(one: Tensor, other: Tensor) -> Tensor:
 def attention_pairs(original: Any, converted: Any, inputs: Mapping[str, Any]) -> list[Pair]:
     """The weights of every attention of two models, each at the queries and keys that it has there itself.
 
-        A = attention(Q, K, I)      unit vectors in place of the values      (performer C.4)
+        A = attention(Q, K, I)      unit vectors in place of the values      (Performer, C.4)
 
     Beyond the first layer queries and keys differ too: errors of earlier layers are in them, and whatever tuning
     changed.

@@ -98,7 +98,7 @@ def figures(result: ConversionResult) -> dict[str, list[float | None]]:
 
 
 def picture(result: ConversionResult, path: Path) -> None:
-    """Errors by layer: of each attention by itself, and of the hidden states as they add up (performer Fig. 14)."""
+    """Errors by layer: of each attention by itself, and of the hidden states as they add up (Performer, Fig. 14)."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -301,7 +301,7 @@ def _listed(scores: Mapping[str, float]) -> str:
 
 
 def _pairs(comparison: Comparison) -> str:
-    """Encoders by decoders (kernelized-rpe Table 3), where somebody has mixed them."""
+    """Encoders by decoders (NPRF with RPE, Table 3), where somebody has mixed them."""
     rows = {sides(row.label): row for row in comparison.summary()}
     if all(first == second for first, second in rows):
         return ""
@@ -337,7 +337,7 @@ def _figures(record: Recorded, places: Mapping[str, int], anchor: str) -> str:
 
 
 def _sizes(comparison: Comparison, places: Mapping[str, int], anchor: str) -> list[str]:
-    """The metric over the number of features (kernelized-rpe Fig. 3a), where labels differ in nothing else."""
+    """The metric over the number of features (NPRF with RPE, Fig. 3a), where labels differ in nothing else."""
     rows = {row.label: row for row in comparison.summary() if row.mean is not None}
     sizes = {base: {size: x for size, x in some.items() if x in rows} for base, some in series(rows).items()}
     lines = {
