@@ -168,7 +168,7 @@ def test_a_falling_rate_is_laid_out_anew_over_all_steps_and_that_is_said(tmp_pat
     run, longer = replace(RUN, schedule="linear"), replace(RUN, schedule="linear", steps=8)
     train(run, tmp_path / "x", quiet=True)
     told, rates = [], Rates()
-    train(longer, tmp_path / "x", resume=True, tell=told.append, callbacks=[rates])
+    train(longer, tmp_path / "x", resume=True, log=told.append, callbacks=[rates])
     rule = "8 steps instead of 4; from here on the learning rate is that of a run of 8 steps: the linear schedule is"
     assert any(x.startswith(rule) for x in told)
     train(longer, tmp_path / "whole", quiet=True)

@@ -132,7 +132,7 @@ def test_a_stopped_distillation_goes_on_where_it_was(model, text, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        converting.run(model, tmp_path / "d", setting, tell=stop)
+        converting.run(model, tmp_path / "d", setting, log=stop)
     assert [x.name for x in tmp_path.iterdir()] == ["d.partial"]
     kept = torch.load(tmp_path / "d.partial" / checkpoint.FILE, weights_only=True)
     assert len(kept["losses"]["transfer"]) == 5

@@ -261,7 +261,7 @@ def test_fine_tuning_follows_pre_training_as_its_note_says(first, second, tmp_pa
         options = few_samples(run.task, tmp_path / run.task, run.task_options) | {"length": 32}
         more = {"start": str(tmp_path / first), "task.tokenizer": str(tmp_path / first)} if name == second else {}
         task = {f"task.{x}": y for x, y in options.items()}
-        result = train(change(run, {**small, **task, **more}), tmp_path / name, tell=heard.append)
+        result = train(change(run, {**small, **task, **more}), tmp_path / name, log=heard.append)
         assert math.isfinite(result.loss)
     words = [(tmp_path / name / "model" / "tokenizer.json").read_text() for name in (first, second)]
     assert words[0] == words[1]

@@ -74,11 +74,11 @@ def _task():
 
 def test_numbers_are_learned_by_their_squared_error_and_a_task_has_the_last_word(tmp_path):
     heard = []
-    result = train(Run("sums", "elu", model=MODEL, **SHORT), tmp_path / "run", tell=heard.append)
+    result = train(Run("sums", "elu", model=MODEL, **SHORT), tmp_path / "run", log=heard.append)
     assert "2 of 14 rows were left out" in heard
     assert (tmp_path / "run" / "model" / "words.txt").read_text() == "a b"
     heard.clear()
-    found = evaluate(tmp_path / "run", batch_size=3, tell=heard.append)
+    found = evaluate(tmp_path / "run", batch_size=3, log=heard.append)
     assert heard == ["2 of 14 rows were left out"]
     assert found["told"] == pytest.approx(result.value, abs=1e-6)
     assert found["size"] == 3
@@ -110,7 +110,7 @@ def trained(tmp_path):
 def first_weights(folder, run):
     """Of a run with a learning rate that moves nothing."""
     heard = []
-    train(run, folder, tell=heard.append)
+    train(run, folder, log=heard.append)
     return load_file(folder / "model" / "model.safetensors"), [x for x in heard if x.startswith("starting from")]
 
 
@@ -270,10 +270,10 @@ def test_a_saved_model_is_read_with_its_own_vocabulary_whatever_became_of_the_da
     more = {} if task == "sentences" else {"validation_samples": 8}
     train(Run(task, "elu", model=MODEL, task_options=options | more, **SHORT), tmp_path / "run", quiet=True)
     heard = []
-    before = evaluate(tmp_path / "run", tell=heard.append)
+    before = evaluate(tmp_path / "run", log=heard.append)
     assert not any("not that of training" in x for x in heard)
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"text": "zz top " * 9, "label": 0}) for _ in rows))
-    assert evaluate(tmp_path / "run", tell=heard.append) == pytest.approx(before)
+    assert evaluate(tmp_path / "run", log=heard.append) == pytest.approx(before)
     told = [x for x in heard if x.startswith("the data is not that of training: train.jsonl, validation.jsonl: ")]
     assert len(told) == 1
     assert told[0].endswith("the validation split may hold rows that were trained on")

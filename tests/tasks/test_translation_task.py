@@ -440,7 +440,7 @@ MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 def finished(folder, tmp_path):
     options = {**TINY, "data": str(folder), "beams": 2, "lowercase": True}
     run = Run("translation", "elu", task_options=options, model=MODEL, steps=2, batch_size=4, learning_rate=1e-2)
-    result = train(run, tmp_path / "run", tell=lambda _: None)
+    result = train(run, tmp_path / "run", log=lambda _: None)
     assert result.metric == "bleu"
     assert 0 <= result.value <= 100
     assert {"chrf", "perplexity", "accuracy"} <= set(result.scores)

@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(stopped, fil
 def test_a_run_goes_back_to_the_checkpoint_before_a_damaged_one_and_says_so(stopped, runs):
     flip(stopped / "checkpoint-7" / "model.safetensors")
     told = []
-    train(tiny(keep=1), stopped, resume=True, tell=told.append)
+    train(tiny(keep=1), stopped, resume=True, log=told.append)
     assert "model.safetensors is damaged: its blake2b hash is" in told[0]
     assert told[1] == "going on from step 5"
     assert losses(stopped) == losses(runs / "finished")

@@ -159,10 +159,10 @@ def whole(tmp_path_factory):
 
 # What other processes do; they start together, for most of their time goes into imports.
 KILLED = """
-def tell(text):
+def log(text):
     if text.startswith("step 8/"):
         time.sleep(600)  # until somebody kills it, between two checkpoints
-train(tiny(), folder, tell=tell)
+train(tiny(), folder, log=log)
 """
 KILLED_SAVING = """
 save = RunTrainer._save_rng_state
@@ -172,11 +172,11 @@ RunTrainer._save_rng_state = die
 train(tiny(), folder, quiet=True)
 """
 FULL_DISK = """
-def tell(text):
+def log(text):
     if text.startswith("step 6/"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 try:
-    train(tiny(), folder, tell=tell)
+    train(tiny(), folder, log=log)
 except TrainingError as problem:
     print(problem)
 """
@@ -243,7 +243,7 @@ def test_the_final_model_loads_and_evaluates_to_the_same(whole):
 
 def test_a_run_says_where_it_writes_how_large_it_is_and_nothing_when_quiet(tmp_path, capfd):
     told = []
-    result = train(tiny(steps=2), tmp_path / "a", tell=told.append)
+    result = train(tiny(steps=2), tmp_path / "a", log=told.append)
     assert told[0] == f"writing to {tmp_path / 'a'}"
     assert told[1] == f"model: {result.parameters:,} parameters, attention {tiny().label}"
     assert [x.split(":")[0] for x in told[2:]] == ["step 2/2", "step 2/2", "finished"]
@@ -323,10 +323,10 @@ def test_a_finished_run_can_be_told_from_a_stopped_one(tmp_path, whole):
     with pytest.raises(TrainingError, match=r"no model/: the run is unfinished, saved at step 7 of 12; go on with"):
         evaluate(stopped)
     told = []
-    evaluate(whole, tell=told.append)
-    evaluate(whole / "model", tell=told.append)
+    evaluate(whole, log=told.append)
+    evaluate(whole / "model", log=told.append)
     assert told == []
-    evaluate(stopped / "checkpoint-7", tell=told.append)
+    evaluate(stopped / "checkpoint-7", log=told.append)
     assert told == [f"{stopped / 'checkpoint-7'} is a checkpoint after step 7 of 12, not the model of a finished run"]
     assert unfinished(whole / "checkpoint-12") is None  # the last one is the model
     shown = CliRunner().invoke(app, ["list", str(stopped)]).stdout
@@ -343,7 +343,7 @@ def test_a_run_that_was_made_longer_and_stopped_is_unfinished_though_it_has_a_mo
     record["run"]["steps"], record["finished"] = 20, False
     (folder / "run.json").write_text(json.dumps(record))
     told = []
-    evaluate(folder, tell=told.append)
+    evaluate(folder, log=told.append)
     assert told == ["this is the model after 12 steps; the run was made longer since, to 20, and is unfinished"]
     del record["finished"]  # as older versions wrote it
     (folder / "run.json").write_text(json.dumps(record))
@@ -430,7 +430,7 @@ def test_nothing_is_overwritten(tmp_path, whole):
 
 def test_a_finished_run_gives_its_result_again(whole):
     told = []
-    result = train(tiny(keep=1, log_every=7), whole, resume=True, tell=told.append)
+    result = train(tiny(keep=1, log_every=7), whole, resume=True, log=told.append)
     assert result == Result.from_json(json.loads((whole / "result.json").read_text()))
     assert len(told) == 1
 
@@ -454,7 +454,7 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path):
 
 def test_resuming_nothing_starts_from_the_beginning_and_says_so(tmp_path):
     told = []
-    train(tiny(steps=2), tmp_path, resume=True, tell=told.append)
+    train(tiny(steps=2), tmp_path, resume=True, log=told.append)
     assert told[0] == "there is no checkpoint yet: starting from step 0"
 
 
@@ -484,7 +484,7 @@ def test_a_run_that_diverges_ends_there_and_says_so(tmp_path):
     run = tiny(
         learning_rate=1e30, max_grad_norm=None, steps=200, log_every=100, save_every=1, keep=200, eval_every=1000
     )
-    result = train(run, tmp_path, tell=told.append)
+    result = train(run, tmp_path, log=told.append)
     assert result.diverged
     assert math.isnan(result.value)
     assert result.steps < 100  # seen when it was to be saved

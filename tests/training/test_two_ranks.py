@@ -92,7 +92,7 @@ def main(folder, how):
 
     RunTrainer.training_step = told
     try:
-        train(settings(), folder, resume=how == "resume", tell=lambda text: print(text, flush=True))
+        train(settings(), folder, resume=how == "resume", log=lambda text: print(text, flush=True))
     except StoppedError:
         os.write(1, b"stopped\n")  # in one piece: both processes say it, at the same time
 

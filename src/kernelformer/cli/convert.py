@@ -41,7 +41,7 @@ def convert(
                 target,
                 converting.Setting(**vars(settings)),
                 force=force,
-                tell=lambda x: say(progress, bar, x),
+                log=lambda x: say(progress, bar, x),
             )
         for table in conversion_report.tables(result):
             console.print(table)
@@ -80,7 +80,7 @@ def continue_(
         options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
         with progress_bar() as progress:
             bar = progress.add_task("writing", total=tokens)
-            written = write_on(folder, before, **options, tell=lambda _: progress.advance(bar))  # type: ignore[arg-type]
+            written = write_on(folder, before, **options, log=lambda _: progress.advance(bar))  # type: ignore[arg-type]
         write(f"{before}{written.text}\n")
         first, last = sorted(written.cache)[min(1, len(written.cache) - 1)], max(written.cache)
         console.print(

@@ -127,7 +127,7 @@ def evaluate(
     use_threads(threads)
     with plain_errors():
         some = TRAINING_SAMPLES if samples is None and split == "train" else samples
-        scores = evaluate_model(folder, split=split, batch_size=batch, samples=some, tell=_remark)
+        scores = evaluate_model(folder, split=split, batch_size=batch, samples=some, log=_remark)
         for name, value in scores.items():
             console.print(f"{split} {name.replace('_', ' ')}: {value:.4f}")
         if some is not None:

@@ -25,39 +25,22 @@ from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.gated import GatedCore
 from kernelformer.modules.kernel import KernelCore
+from kernelformer.modules.papers import (
+    KL_TRANSFORMER,
+    LINEAR_TRANSFORMER,
+    LINFORMER,
+    NPRF,
+    NYSTROMFORMER,
+    PERFORMER,
+    RFA,
+    SKYFORMER,
+    TRANSFORMER,
+    Paper,
+)
 
 Family = Literal["exact", "positive", "signed", "landmarks", "other"]
 Fact = bool | Mapping[str, Any]  # true, false, or true with these options
 QUADRATIC_COST = "L²"
-
-
-@dataclass(frozen=True)
-class Paper:
-    """Where a method was published.
-
-    Args:
-        name: as the library cites it.
-        arxiv: its number on arxiv.org.
-    """
-
-    name: str
-    arxiv: str
-
-    @property
-    def url(self) -> str:
-        """Its page on arxiv.org."""
-        return f"https://arxiv.org/abs/{self.arxiv}"
-
-
-TRANSFORMER = Paper("Transformer", "1706.03762")
-PERFORMER = Paper("Performer", "2009.14794")
-KL_TRANSFORMER = Paper("KL-Transformer", "2110.08323")
-SKYFORMER = Paper("Skyformer", "2111.00035")
-NPRF = Paper("NPRF with RPE", "2106.12566")
-LINEAR_TRANSFORMER = Paper("Linear Transformer", "2006.16236")
-NYSTROMFORMER = Paper("Nystromformer", "2102.03902")
-LINFORMER = Paper("Linformer", "2006.04768")
-RFA = Paper("RFA", "2103.02143")
 
 
 @dataclass(frozen=True, kw_only=True)

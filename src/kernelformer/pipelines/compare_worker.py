@@ -37,7 +37,7 @@ def main(request: str) -> int:
             folder,
             resume=asked["resume"],
             command=asked["command"],
-            tell=_tell,
+            log=_log,
         )
         if not result.diverged and issubclass(MODELS[TASKS[run.task].model], KernelformerForCausalLM):
             look(run, folder, result)
@@ -49,7 +49,7 @@ def main(request: str) -> int:
     return 0
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     """One line to whoever started this process; where nobody reads any more, the run still saves before it stops."""
     with suppress(BrokenPipeError):
         print(text, flush=True)

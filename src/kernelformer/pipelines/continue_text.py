@@ -45,7 +45,7 @@ def write_on(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
-    tell: Callable[[int], None] = lambda _: None,
+    log: Callable[[int], None] = lambda _: None,
 ) -> Continued:
     """Let a converted decoder go on with a text, by `generate`.
 
@@ -56,7 +56,7 @@ def write_on(
         temperature: 0 takes the likeliest token each time.
         top_k: likeliest tokens to draw from.
         seed: of the drawing.
-        tell: called with the number of tokens so far.
+        log: called with the number of tokens so far.
 
     Raises:
         ValueError: the folder is not of a converted decoder, or has no tokenizer.
@@ -75,7 +75,7 @@ def write_on(
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.shape[1] == 0:
         raise ValueError("the prompt has not one token; give a text to go on with.")
-    watch = _Watch(new_cache(model), tell)
+    watch = _Watch(new_cache(model), log)
     draws = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
     torch.manual_seed(seed)
     start = time.monotonic()
@@ -97,11 +97,11 @@ def write_on(
 class _Watch:
     """Asked by `generate` after each token whether to stop; never, but it looks at the cache."""
 
-    def __init__(self, cache: Any, tell: Callable[[int], None]) -> None:
-        self.cache, self.tell = cache, tell
+    def __init__(self, cache: Any, log: Callable[[int], None]) -> None:
+        self.cache, self.log = cache, log
         self.sizes: dict[int, int] = {}
 
     def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.sizes[self.cache.get_seq_length()] = self.cache.nbytes
-        self.tell(ids.shape[1])
+        self.log(ids.shape[1])
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)

@@ -36,7 +36,7 @@ from kernelformer.settings import parse_layers
 
 FEATURES = 128
 STEPS = 300  # of attention transfer, where texts are given and nobody says
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Setting(ConvertSettings):
@@ -65,7 +65,7 @@ class Setting(ConvertSettings):
 
 
 def run(
-    source: str | Path, target: Path, setting: Setting, *, force: bool = False, tell: Tell = lambda _: None
+    source: str | Path, target: Path, setting: Setting, *, force: bool = False, log: Log = lambda _: None
 ) -> ConversionResult:
     """Convert a model and write it: all of it or nothing; the original is never changed.
 
@@ -76,7 +76,7 @@ def run(
         target: folder for the model, its tokenizer, report.json, report.png and README.md.
         setting: how.
         force: replace a converted model that is there.
-        tell: called with what happens.
+        log: called with what happens.
     """
     from kernelformer.hf import conversion, convert
 
@@ -84,7 +84,7 @@ def run(
     method, options = setting.method()
     chosen = setting.chosen()
     texts = divide_texts(setting.distill, setting.text, setting.samples, setting.seed)
-    tell(f"reading {source}")
+    log(f"reading {source}")
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
     name = Path(source).resolve().name if Path(source).exists() else str(source)
     result = ConversionResult(setting, name, type(origin.model).__name__, check_length(origin, setting.length))
@@ -100,40 +100,40 @@ def run(
         rows = evaluation.used.texts if evaluation.used.windows is None else evaluation.used.windows
         if rows < setting.samples:
             result.remarks.append(f"{setting.samples} samples were asked for, and the texts to measure on make {rows}")
-    tell(f"converting to {method}")
+    log(f"converting to {method}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
     stages = _stages(student, setting) if texts.training else {}
     keeps = bool(setting.keep or setting.keep_heads)
-    _measure(result, "all converted" if keeps else "converted", origin, student, inputs, tell)
+    _measure(result, "all converted" if keeps else "converted", origin, student, inputs, log)
     if keeps:
-        _keep(student, origin, result, texts, evaluation, tell)
-        _measure(result, "converted", origin, student, inputs, tell)
+        _keep(student, origin, result, texts, evaluation, log)
+        _measure(result, "converted", origin, student, inputs, log)
     checkpoint = Checkpoint.of(target, _identity(source, setting, result), force)
     if stages:
-        _distill(student, origin, texts, stages, result, checkpoint, tell)
-        _measure(result, "distilled", origin, student, inputs, tell)
+        _distill(student, origin, texts, stages, result, checkpoint, log)
+        _measure(result, "distilled", origin, student, inputs, log)
     result.conversion = conversion(student).as_json()
-    tell(f"writing {target}")
+    log(f"writing {target}")
     _write(student, origin, target, result, inputs)
     checkpoint.remove()
     return result
 
 
-def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, tell: Tell) -> None:
+def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, log: Log) -> None:
     from kernelformer.distill.measure import measure
 
-    tell(f"measuring: {label}")
+    log(f"measuring: {label}")
     result.reports[label] = measure(origin.model, student, inputs)
 
 
 def _keep(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, tell: Tell
+    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, log: Log
 ) -> None:
     """Convert again, without the attentions that the output needs most and the heads that went wrong most."""
     from kernelformer.hf import conversion, convert, undo
 
     setting, replaced = result.setting, conversion(student).replaced
-    kept = _chosen(student, origin, result, texts, evaluation, tell) if setting.keep else []
+    kept = _chosen(student, origin, result, texts, evaluation, log) if setting.keep else []
     rest = [x for x in replaced if x not in kept]
     heads = result.reports["all converted"].worst_heads(setting.keep_heads, rest) if setting.keep_heads else {}
     undo(student)
@@ -143,7 +143,7 @@ def _keep(
 
 
 def _chosen(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, tell: Tell
+    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, log: Log
 ) -> list[str]:
     """The attentions that stay exact."""
     from kernelformer.distill.keep import choose_exact
@@ -157,7 +157,7 @@ def _chosen(
         result.texts["chosen on"] = used
 
     def told(changed: int, total: int) -> None:
-        tell(f"choosing what stays exact: change {changed} of {total}")
+        log(f"choosing what stays exact: change {changed} of {total}")
 
     return choose_exact(origin.model, student, rows, setting.keep, told)
 
@@ -200,7 +200,7 @@ def _distill(
     stages: dict[str, int],
     result: ConversionResult,
     checkpoint: Checkpoint,
-    tell: Tell,
+    log: Log,
 ) -> None:
     """Stage by stage, from where a checkpoint has left off."""
     from kernelformer.distill.train import Progress, quick_dtype, transfer, tune
@@ -226,7 +226,7 @@ def _distill(
             if not math.isfinite(loss):
                 raise ValueError(f"{stage} broke down: the loss of step {step} is {loss}; use another method.")
             if step % max(1, total // 20) == 0:
-                tell(f"{stage}: step {step} of {total}, loss {loss:.4g}")
+                log(f"{stage}: step {step} of {total}, loss {loss:.4g}")
             checkpoint.save(student, result.losses, own.state)
 
         try:

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from kernelformer.terminal import text_column
-from kernelformer.training.meter import Recorder, Tell
+from kernelformer.training.meter import Log, Recorder
 
 
 class LastDraw(TrainerCallback):
@@ -52,8 +52,8 @@ class Stop(TrainerCallback):
     Processes agree on the step, whichever of them was told.
     """
 
-    def __init__(self, tell: Tell) -> None:
-        self.tell = tell
+    def __init__(self, log: Log) -> None:
+        self.log = log
         self.asked = False
 
     @contextmanager
@@ -74,7 +74,7 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
         self.asked = True
         with suppress(RuntimeError):  # the signal may have come in the midst of a print
-            self.tell("stopping after this step, with a checkpoint; Ctrl-C once more stops at once")
+            self.log("stopping after this step, with a checkpoint; Ctrl-C once more stops at once")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save and stop, if any process was asked to; the last step is logged in any case."""

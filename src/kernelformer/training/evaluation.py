@@ -30,7 +30,7 @@ from kernelformer.tasks.base import Outcome
 from kernelformer.training.checkpoints import reason
 from kernelformer.training.config import Run, TrainingError
 from kernelformer.training.inspection import DAMAGE, check_run_folder, saved_run
-from kernelformer.training.meter import Tell, scores
+from kernelformer.training.meter import Log, scores
 from kernelformer.weight_headers import SizeError, check_shapes, saved_shapes, weight_files
 
 IGNORED = -100
@@ -184,7 +184,7 @@ def evaluate(
     split: str = "validation",
     batch_size: int = 32,
     samples: int | None = None,
-    tell: Tell | None = None,
+    log: Log | None = None,
 ) -> dict[str, float]:
     """Loss and metric of a model on a split.
 
@@ -194,8 +194,8 @@ def evaluate(
         split: "validation", "test" or "train".
         batch_size: samples per forward; it changes the speed, not the result.
         samples: at most so many, spread evenly over the split; None: all.
-        tell: hears a sentence each on what was left out of the data or cut, on data that is not that of the run, and on
-            a model that is not that of a finished run.
+        log: called with a sentence each on what was left out of the data or cut, on data that is not that of the run,
+            and on a model that is not that of a finished run.
 
     Returns:
         ``{"loss": ..., metric: ...}``.
@@ -206,7 +206,7 @@ def evaluate(
         positive_int("samples", samples)
     with silent_libraries(), tempfile.TemporaryDirectory() as nowhere:
         if not isinstance(model, nn.Module):
-            model, task = _open(Path(model), task, tell)
+            model, task = _open(Path(model), task, log)
         if task is None:
             raise ValueError("a model alone does not say what to evaluate it on, got task=None; give one.")
         args = TrainingArguments(
@@ -228,9 +228,9 @@ def evaluate(
             values |= judged(task, model, data, batch_size)
         finally:
             model.train(training)
-    if tell is not None:
+    if log is not None:
         for remark in task.remarks():
-            tell(remark)
+            log(remark)
     return {name.removeprefix("eval_"): value for name, value in scores(values).items()}
 
 
@@ -252,17 +252,17 @@ def _some(data: Dataset[Any], count: int | None) -> Dataset[Any]:
     return Subset(data, spread_evenly(size, count).tolist())
 
 
-def _compare_data(task: Task, before: str | None, tell: Tell) -> None:
+def _compare_data(task: Task, before: str | None, log: Log) -> None:
     """Say if the data of a run has changed; ``before`` is what ``run.json`` says of it, None in older ones."""
     now = task.fingerprint()
     if before not in (None, now):
-        tell(
+        log(
             f"the data is not that of training: {now}, in training {before}; the validation split may hold rows that "
             f"were trained on"
         )
 
 
-def _open(folder: Path, task: Task | None, tell: Tell | None = None) -> tuple[nn.Module, Task]:
+def _open(folder: Path, task: Task | None, log: Log | None = None) -> tuple[nn.Module, Task]:
     """A saved model, and the task that is given, or that of its run with what was saved beside the model."""
     home = folder if (folder / RUN).exists() else folder.parent  # of a run's model/
     if task is None:
@@ -271,11 +271,11 @@ def _open(folder: Path, task: Task | None, tell: Tell | None = None) -> tuple[nn
             raise ValueError(f"{folder} is not the folder of a run, got task=None; say on what to evaluate it.")
         run, head = saved_run(home)
         task = make_task(run.task, **run.task_options)
-        if tell is not None:
-            _compare_data(task, head.get("data"), tell)
+        if log is not None:
+            _compare_data(task, head.get("data"), log)
             remark = unfinished(folder)
             if remark is not None:
-                tell(remark)
+                log(remark)
         if (home / MODEL).is_dir():
             task.load_extra(home / MODEL)
     if (folder / RUN).exists():

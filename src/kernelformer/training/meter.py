@@ -18,7 +18,7 @@ from kernelformer.environment import peak, reset_peak
 from kernelformer.records import METRICS
 from kernelformer.training.checkpoints import finite, writing
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 NOT_SCORES = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")
 
 
@@ -108,12 +108,12 @@ class Recorder(TrainerCallback):
     Args:
         folder: of the run; None on processes that do not write.
         meter: its numbers go into every line.
-        tell: hears a sentence for every evaluation.
+        log: called with a sentence for every evaluation.
         each: whether for every line.
     """
 
-    def __init__(self, folder: Path | None, meter: Meter, tell: Tell, each: bool = True) -> None:
-        self.folder, self.meter, self.tell, self.each = folder, meter, tell, each
+    def __init__(self, folder: Path | None, meter: Meter, log: Log, each: bool = True) -> None:
+        self.folder, self.meter, self.log, self.each = folder, meter, log, each
         self.diverged = False
         self.evaluation: dict[str, float] = {}  # the last one
         self.rate = 0.0  # tokens per second, in the last interval
@@ -179,9 +179,9 @@ class Recorder(TrainerCallback):
         where = f"step {state.global_step}/{state.max_steps}"
         if "loss" not in values:
             told = ", ".join(f"{name.removeprefix('eval_')} {x:.4f}" for name, x in values.items())
-            self.tell(f"{where}: validation {told}")
+            self.log(f"{where}: validation {told}")
         elif self.each:
-            self.tell(f"{where}: loss {values['loss']:.4f}, {self.rate:,.0f} tokens/s")
+            self.log(f"{where}: loss {values['loss']:.4f}, {self.rate:,.0f} tokens/s")
 
 
 def scores(logs: dict[str, Any]) -> dict[str, float]:

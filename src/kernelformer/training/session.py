@@ -46,7 +46,7 @@ from kernelformer.training.config import Run, StoppedError, everywhere, extensio
 from kernelformer.training.evaluation import judged
 from kernelformer.training.first_weights import check_vocabulary, start_from, weights_hash
 from kernelformer.training.inspection import examine, saved_run
-from kernelformer.training.meter import Meter, Recorder, Tell
+from kernelformer.training.meter import Log, Meter, Recorder
 from kernelformer.training.trainer import RunTrainer, training_arguments
 
 
@@ -57,7 +57,7 @@ def train(
     resume: bool = False,
     command: str = "",
     quiet: bool = False,
-    tell: Tell | None = None,
+    log: Log | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Result:
     """Train a model, evaluate it, and leave everything in a folder.
@@ -79,7 +79,7 @@ def train(
             model and result stay until the new ones are there.
         command: what the user typed, for the record.
         quiet: no progress bar and no sentences.
-        tell: hears the sentences; default: they are printed.
+        log: called with the sentences; default: they are printed.
         callbacks: further ones for Hugging Face's trainer.
 
     Raises:
@@ -93,7 +93,7 @@ def train(
         args = training_arguments(run, folder)
         main = args.process_index == 0
         console = VisibleConsole(soft_wrap=True)  # a path stays in one piece
-        say = _voice(console, tell) if main and not quiet else _nothing
+        say = _voice(console, log) if main and not quiet else _nothing
         bar = main and not quiet and console.is_terminal
         data = functools.cache(lambda: make_task(run.task, **run.task_options).fingerprint())
         start = functools.cache(lambda: None if run.start is None else weights_hash(Path(run.start)))
@@ -135,7 +135,7 @@ def train(
         return main_does(main, folder, lambda: _finish(run, folder, task, trainer, remarks, say))
 
 
-def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None, say: Tell) -> None:
+def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None, say: Log) -> None:
     """All steps, or those up to a signal or a loss that is not finite."""
     if run.redraw is not None and random_maps(trainer.network):
         # Hung on the model itself: its forward is called once per micro-batch, whatever it is wrapped in.
@@ -174,8 +174,8 @@ def _nothing(text: str) -> None:
     pass
 
 
-def _voice(console: VisibleConsole, tell: Tell | None) -> Tell:
-    return tell if tell is not None else console.print
+def _voice(console: VisibleConsole, log: Log | None) -> Log:
+    return log if log is not None else console.print
 
 
 def _enter(
@@ -213,7 +213,7 @@ def _begin(
     write_json(folder / RUN, {**record, "finished": False})
 
 
-def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, remarks: list[str], say: Tell) -> Result:
+def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, remarks: list[str], say: Log) -> Result:
     recorder, meter = trainer.recorder, trainer.meter
     value, scores = math.nan, {}
     if not recorder.diverged:
