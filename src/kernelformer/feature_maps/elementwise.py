@@ -1,7 +1,7 @@
-"""Generalized attention: an elementwise function of a projection, or of the input itself (Performer, Sec. 2.2, App. D).
+"""Generalized attention: a pointwise function of a projection, or of the input itself (Performer, Sec. 2.2 and App. D).
 
 `exp` and `elu + 1` cannot be negative and can be tiny or huge, so they are positive maps in log space; the others are
-bounded below by eps or signed, and speak by their values.
+bounded below by eps or signed, and are maps by their values. All share one table and one way through a chunk.
 """
 
 from __future__ import annotations
@@ -22,13 +22,46 @@ from kernelformer.feature_maps.projection import Dense, Identity, Projection, Tr
 
 @dataclass(frozen=True)
 class Activation:
-    """f; f written into its argument; and a gradient multiplied in place by f', from z or from y + eps = f(z) + eps."""
+    """A pointwise function: y = f(z) + eps, or its logarithm.
 
-    f: Callable[[Tensor], Tensor]
-    f_: Callable[[Tensor], Tensor]
-    back_: Callable[[Tensor, Tensor, float], Tensor]  # gradient, z or y + eps, eps
+    Args:
+        value: y from z and eps, differentiable.
+        value_: the same, written into z where that is possible.
+        back: the gradient at z from that of y, which may be overwritten, from y, or z if it needs z, and from eps.
+        needs_z: whether the gradient cannot be told from y.
+        nonnegative: whether f cannot be negative.
+        log: whether y is the logarithm.
+    """
+
+    value: Callable[[Tensor, float], Tensor]
+    value_: Callable[[Tensor, float], Tensor]
+    back: Callable[[Tensor, Tensor, float], Tensor]
     needs_z: bool = False
     nonnegative: bool = False
+    log: bool = False
+
+
+def _by_value(
+    f: Callable[[Tensor], Tensor],
+    f_: Callable[[Tensor], Tensor],
+    back: Callable[[Tensor, Tensor, float], Tensor],
+    *,
+    needs_z: bool = False,
+    nonnegative: bool = False,
+) -> Activation:
+    """From f, and f written into its argument."""
+    return Activation(
+        lambda z, eps: f(z) + eps,
+        lambda z, eps: f_(z).add_(eps) if eps else f_(z),
+        back,
+        needs_z=needs_z,
+        nonnegative=nonnegative,
+    )
+
+
+def _by_log(value: Callable[[Tensor, float], Tensor], slope: Callable[[Tensor, float], Tensor]) -> Activation:
+    """From ``y = log(f(z) + eps)``, and its derivative in terms of y."""
+    return Activation(value, value, lambda g, y, eps: slope(y, eps).mul_(g), nonnegative=True, log=True)
 
 
 def _gelu_slope(z: Tensor) -> Tensor:
@@ -36,21 +69,32 @@ def _gelu_slope(z: Tensor) -> Tensor:
     return torch.addcmul(torch.special.ndtr(z), z, density)
 
 
+def _log_exp(z: Tensor, eps: float) -> Tensor:
+    return torch.logaddexp(z, z.new_full((), math.log(eps))) if eps else z
+
+
+def _log_elu(z: Tensor, _: float) -> Tensor:
+    # log(elu(z) + 1) = z below zero and log(1 + z) above: nothing is rounded to zero, in any dtype.
+    return z.clamp_max(0) + torch.log1p(z.clamp_min(0))
+
+
 ACTIVATIONS: dict[str, Activation] = {
-    "relu": Activation(torch.relu, torch.relu_, lambda g, y, eps: g.masked_fill_(y <= eps, 0), nonnegative=True),
-    "sigmoid": Activation(
+    "relu": _by_value(torch.relu, torch.relu_, lambda g, y, eps: g.masked_fill_(y <= eps, 0), nonnegative=True),
+    "exp": _by_log(_log_exp, lambda y, eps: -torch.expm1((math.log(eps) if eps else -math.inf) - y)),
+    "sigmoid": _by_value(
         torch.sigmoid, torch.sigmoid_, lambda g, y, eps: g.mul_(y - eps).mul_(1 + eps - y), nonnegative=True
     ),
-    "abs": Activation(torch.abs, torch.abs_, lambda g, z, _: g.mul_(z.sign()), needs_z=True, nonnegative=True),
-    "gelu": Activation(F.gelu, lambda z: z.copy_(F.gelu(z)), lambda g, z, _: g.mul_(_gelu_slope(z)), needs_z=True),
-    "cos": Activation(torch.cos, torch.cos_, lambda g, z, _: g.mul_(z.sin().neg_()), needs_z=True),
-    "tanh": Activation(torch.tanh, torch.tanh_, lambda g, y, eps: g.mul_(1 - (y - eps).square())),
-    "identity": Activation(torch.clone, lambda z: z, lambda g, y, eps: g),
+    "abs": _by_value(torch.abs, torch.abs_, lambda g, z, _: g.mul_(z.sign()), needs_z=True, nonnegative=True),
+    "gelu": _by_value(F.gelu, lambda z: z.copy_(F.gelu(z)), lambda g, z, _: g.mul_(_gelu_slope(z)), needs_z=True),
+    "cos": _by_value(torch.cos, torch.cos_, lambda g, z, _: g.mul_(z.sin().neg_()), needs_z=True),
+    "tanh": _by_value(torch.tanh, torch.tanh_, lambda g, y, eps: g.mul_(1 - (y - eps).square())),
+    "identity": _by_value(torch.clone, lambda z: z, lambda g, y, eps: g),
+    "elu": _by_log(_log_elu, lambda y, _: torch.exp(-y.clamp_min(0))),
 }
 
 
 @dataclass(frozen=True)
-class ElementwiseSpec(SignedSpec):
+class _Pointwise:
     """``phi_i(x) = (f(w_i . x) + eps) / sqrt(m)``; tensors: those of the transform x -> W x."""
 
     activation: str
@@ -59,102 +103,83 @@ class ElementwiseSpec(SignedSpec):
     transform: Transform
 
     @property
-    def nonnegative(self) -> bool:
-        """Whether neither f nor eps can be negative."""
-        return ACTIVATIONS[self.activation].nonnegative and self.eps >= 0
-
-    @property
-    def has_factor(self) -> bool:
-        """No exponentials, no factor."""
-        return False
+    def function(self) -> Activation:
+        """f, by its name."""
+        return ACTIVATIONS[self.activation]
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
         """One feature per frequency, or per coordinate."""
         return self.transform.width(tensors, head_dim)
 
+    def values(self, x: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
+        """``f(W x) + eps``, or its logarithm: the formula but for the amplitude."""
+        return self.function.value(self.transform.project(x, tensors, math.sqrt(scale)), self.eps)
+
+
+@dataclass(frozen=True)
+class ElementwiseSpec(_Pointwise, SignedSpec):
+    """A pointwise map by its values."""
+
+    @property
+    def nonnegative(self) -> bool:
+        """Whether neither f nor eps can be negative."""
+        return self.function.nonnegative and self.eps >= 0
+
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The formula as it stands."""
-        phi = ACTIVATIONS[self.activation].f(self.transform.project(x, tensors, math.sqrt(scale))) + self.eps
+        """The formula as it stands; the amplitude cancels under normalization and is left out there."""
+        phi = self.values(x, tensors, scale)
         return (phi if normalize else phi * self.amplitude), None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """In chunks; the amplitude cancels under normalization and is left out there."""
-        return ElementwiseChunks(
-            self, self.transform.bind(tensors, math.sqrt(scale), learn), 1.0 if normalize else self.amplitude
-        )
+        """The same in chunks."""
+        projection = self.transform.bind(tensors, math.sqrt(scale), learn)
+        return ElementwiseChunks(self, projection, 1.0 if normalize else self.amplitude)
 
 
 class ElementwiseChunks(SignedChunks):
     """`ElementwiseSpec` on chunks."""
 
     def __init__(self, spec: ElementwiseSpec, projection: Projection, amplitude: float) -> None:
-        self.f, self.eps = ACTIVATIONS[spec.activation], spec.eps
+        self.f, self.eps = spec.function, spec.eps
         self.projection, self.amplitude = projection, amplitude
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> None:
         """Projection, function and summand, all in the caller's buffer."""
-        self.f.f_(self.projection.rows(x, out))
-        if self.eps:
-            out.add_(self.eps)
+        self.f.value_(self.projection.rows(x, out), self.eps)
         if self.amplitude != 1:
             out.mul_(self.amplitude)
 
     def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Through f by its own value where that is enough, else by the projection computed again."""
-        if self.f.needs_z:
-            grad = self.f.back_(grad, self.projection.rows(x, torch.empty_like(phi)), self.eps).mul_(self.amplitude)
-        elif self.amplitude != 1:  # dividing it out would round an inactive feature to an active one
-            y = self.f.f_(self.projection.rows(x, torch.empty_like(phi)))
-            grad = self.f.back_(grad, y.add_(self.eps), self.eps).mul_(self.amplitude)
-        else:
-            grad = self.f.back_(grad, phi, self.eps)
-        return self.projection.pull_rows(x, grad, out)
+        known = phi
+        if self.f.needs_z or self.amplitude != 1:  # dividing it out would round an inactive feature to an active one
+            known = self.projection.rows(x, torch.empty_like(phi))
+            known = known if self.f.needs_z else self.f.value_(known, self.eps)
+        grad = self.f.back(grad, known, self.eps)
+        return self.projection.pull_rows(x, grad if self.amplitude == 1 else grad.mul_(self.amplitude), out)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of the transform's tensors."""
+        """Gradients of the transform's tensors."""
         return self.projection.tensor_grads()
 
 
-def _log_exp(z: Tensor, log_eps: float) -> Tensor:
-    return z if log_eps == -math.inf else torch.logaddexp(z, z.new_full((), log_eps))
-
-
-def _log_elu(z: Tensor) -> Tensor:
-    # log(elu(z) + 1) = z below zero and log(1 + z) above: nothing is rounded to zero, in any dtype.
-    return z.clamp_max(0) + torch.log1p(z.clamp_min(0))
-
-
 @dataclass(frozen=True)
-class LogElementwiseSpec(PositiveSpec):
-    """``phi_i(x) = (f(w_i . x) + eps) / sqrt(m)`` for f = exp, or elu(x) + 1 with eps = 0, in log space."""
+class LogElementwiseSpec(_Pointwise, PositiveSpec):
+    """A pointwise map in log space."""
 
-    activation: str
-    log_eps: float
-    constant: float
-    transform: Transform
-
-    def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """One feature per frequency, or per coordinate."""
-        return self.transform.width(tensors, head_dim)
-
-    def log_f(self, z: Tensor) -> Tensor:
-        """``log(f(z) + eps)``."""
-        return _log_elu(z) if self.activation == "elu" else _log_exp(z, self.log_eps)
-
-    def slope(self, log_f: Tensor) -> Tensor:
-        """The derivative of `log_f` at z, from its value there."""
-        if self.activation == "elu":
-            return torch.exp(-log_f.clamp_min(0))
-        return -torch.expm1(self.log_eps - log_f)
+    @property
+    def constant(self) -> float:
+        """The logarithm of the amplitude."""
+        return math.log(self.amplitude)
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The formula as it stands."""
-        return self.log_f(self.transform.project(x, tensors, math.sqrt(scale))) + self.constant
+        """The logarithm of the formula."""
+        return self.values(x, tensors, scale) + self.constant
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
-        """In chunks."""
+        """The same in chunks."""
         width = self.transform.width(tensors, tensors[0].shape[-1] if tensors else 0)
         return LogElementwiseChunks(self, self.transform.bind(tensors, math.sqrt(scale), learn), width)
 
@@ -165,21 +190,21 @@ class LogElementwiseChunks(PositiveChunks):
     def __init__(self, spec: LogElementwiseSpec, projection: Projection, width: int) -> None:
         self.spec, self.projection, self.width = spec, projection, width
 
-    def _log_f(self, x: Tensor) -> Tensor:
+    def _values(self, x: Tensor) -> Tensor:
         z = x.new_empty(*x.shape[:-1], self.width or x.shape[-1])
-        return self.spec.log_f(self.projection.rows(x, z))
+        return self.spec.function.value_(self.projection.rows(x, z), self.spec.eps)
 
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        return torch.add(self._log_f(x), shift + self.spec.constant, out=out)
+        return torch.add(self._values(x), shift + self.spec.constant, out=out)
 
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        return torch.add(self._log_f(x).transpose(1, 2), self.spec.constant, out=out)
+        return torch.add(self._values(x).transpose(1, 2), self.spec.constant, out=out)
 
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """The value of log f, computed again, tells its slope."""
-        return self.projection.pull_rows(x, self.spec.slope(self._log_f(x)).mul_(grad), out)
+        """The logarithm, computed again, tells its own slope."""
+        return self.projection.pull_rows(x, self.spec.function.back(grad, self._values(x), self.spec.eps), out)
 
     def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
@@ -190,7 +215,7 @@ class LogElementwiseChunks(PositiveChunks):
         return LogElementwiseChunks(self.spec, self.projection.at(row), self.width)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of the transform's tensors."""
+        """Gradients of the transform's tensors."""
         return self.projection.tensor_grads()
 
 
@@ -222,22 +247,17 @@ class GeneralizedMap(FeatureMap):
         per_head: bool = False,
         num_key_heads: int | None = None,
     ) -> None:
-        choice("activation", activation, (*ACTIVATIONS, "exp", "elu"))
+        choice("activation", activation, ACTIVATIONS)
         if flag("projection", projection):
             num_features = positive_int("num_features", num_features)
         if activation == "elu" and eps is not None:
             raise ValueError(f"elu(x) + 1 takes no eps, got {eps}; leave it out.")
         eps = 1e-3 if eps is None else number("eps", eps, at_least=0)
         width = num_features if projection else head_dim
+        kind = LogElementwiseSpec if ACTIVATIONS[activation].log else ElementwiseSpec
         transform: Transform = Dense() if projection else Identity()
-        spec: ElementwiseSpec | LogElementwiseSpec
-        if activation in ("exp", "elu"):
-            log_eps = math.log(eps) if activation == "exp" and eps > 0 else -math.inf
-            spec = LogElementwiseSpec(activation, log_eps, -0.5 * math.log(width), transform)
-        else:
-            spec = ElementwiseSpec(activation, eps, 1 / math.sqrt(width), transform)
         super().__init__(
-            spec,
+            kind(activation, eps, 1 / math.sqrt(width), transform),
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features if projection else 0,
