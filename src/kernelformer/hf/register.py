@@ -1,4 +1,4 @@
-"""Every method as an attention implementation of transformers."""
+"""Register every method as an attention implementation of transformers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kernelformer.modules.build import build_core, move_to_inputs
 from kernelformer.modules.options import applicable_options
 
 CONVERTED = "kernelformer"  # the implementation of converted models, whose modules have their cores
-SETTINGS = "registered_as"  # attribute of cores that were built on the way: for whom
+SETTINGS = "registered_as"  # attribute of a core that was built by a call: its method and options
 
 
 def kernel_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of a converted model: its module has a core."""
+    """Attend with the core that a module of a converted model has."""
     core = module._modules.get(CORE)
     if not isinstance(core, AttentionCore):
         raise ValueError(
@@ -45,7 +45,7 @@ class Registered:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As transformers calls it."""
+        """Attend as transformers calls an implementation, with the module's core or a new one."""
         core, settings = module._modules.get(CORE), self._options(module)
         if not isinstance(core, AttentionCore) or getattr(core, SETTINGS, None) != (self.method, settings):
             self._refuse_learned(module, core)
@@ -66,7 +66,7 @@ class Registered:
         return attend(core, module, query, key, value, attention_mask, **given)
 
     def _refuse_learned(self, module: nn.Module, core: nn.Module | None) -> None:
-        """What a core has learned must not be lost without a word; a draw can be."""
+        """Raise rather than replace a core that has learned something; a draw can be made again."""
         if core is not None and next(core.parameters(), None) is not None:
             raise ValueError(
                 f"{type(module).__name__} has a core of {getattr(core, 'method', '?')!r} with parameters, which "
@@ -90,7 +90,7 @@ def register(**options: Any) -> list[str]:
     windows, sinks, packed sequences) raises. Attention dropout is left out, with a warning (see `attend`). Calling it
     again changes the options, also of models that are there, unless their maps have parameters: those raise then.
 
-    A model that does not look at its ``attn_implementation`` goes on as it is, without a word: `convert` tells. What
+    A model that ignores its ``attn_implementation`` stays as it is, without a warning; `convert` raises for it. What
     maps learn is not read again by `from_pretrained`: `convert` saves and loads it.
 
     Args:
@@ -115,6 +115,6 @@ def register(**options: Any) -> list[str]:
 
 
 def register_converted() -> None:
-    """The implementation of converted models."""
+    """Register the implementation of converted models."""
     AttentionInterface.register(CONVERTED, kernel_attention)
     AttentionMaskInterface.register(CONVERTED, make_mask)
