@@ -524,7 +524,9 @@ def test_labels_tell_methods_sides_and_sizes():
 
 
 def test_quadratic_methods_are_those_that_the_library_calls_so():
-    assert [name for name, about in kf.list_methods().items() if "quadratic" in about] == [*labels.QUADRATIC]
+    assert [name for name, about in kf.list_methods().items() if "quadratic" in about] == ["softmax", "gaussian"]
+    assert [name for name in kf.list_methods() if labels.exact(name)] == ["softmax", "gaussian"]
+    assert not labels.exact("softmax:scale=1")
 
 
 def test_the_command_adds_several_and_says_what_it_did(tmp_path):

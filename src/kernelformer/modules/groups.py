@@ -1,4 +1,4 @@
-"""Parameters by what they are, for optimizers."""
+"""Groups of parameters for optimizers."""
 
 from __future__ import annotations
 

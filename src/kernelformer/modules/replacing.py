@@ -1,4 +1,4 @@
-"""Plain PyTorch models with another attention: every `torch.nn.MultiheadAttention` in them, in place."""
+"""Replace every `torch.nn.MultiheadAttention` of a plain PyTorch model, in place."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def restore_attention(model: nn.Module) -> list[str]:
     Returns:
         The names of those that were restored.
     """
-    found = [(name, x) for name, x in model.named_modules() if type(x) is MultiheadAttention]
-    if not found or not found[0][0]:
-        what = "is itself one: its restored() is" if found else "has none:"
+    replaced = [(name, x) for name, x in model.named_modules() if type(x) is MultiheadAttention]
+    if not replaced or not replaced[0][0]:
+        what = "is itself one: its restored() is" if replaced else "has none:"
         raise ValueError(f"{type(model).__name__} {what} a kf.MultiheadAttention that could be put back into a model.")
-    for _, module in found:
+    for _, module in replaced:
         swap(model, module, module.restored())
-    return [name for name, _ in found]
+    return [name for name, _ in replaced]
 
 
 def select(names: Sequence[str], layers: Sequence[int | str] | int | str | None) -> set[int]:
@@ -124,18 +124,18 @@ def dropout_left_out(model: nn.Module, attentions: dict[str, MultiheadAttention]
 
 
 def _attentions(model: nn.Module) -> list[tuple[str, nn.MultiheadAttention]]:
-    found = [(name, x) for name, x in model.named_modules() if isinstance(x, nn.MultiheadAttention)]
-    if not found:
+    attentions = [(name, x) for name, x in model.named_modules() if isinstance(x, nn.MultiheadAttention)]
+    if not attentions:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.MultiheadAttention; attentions of transformers are replaced by "
             f"kernelformer.hf.convert, others by hand, with kf.KernelAttention or kf.build_attention."
         )
-    if not found[0][0]:
+    if not attentions[0][0]:
         raise ValueError(
             f"the model is itself an attention, a {type(model).__name__}, and has no place in which it could be "
             f"replaced; build a kf.MultiheadAttention and load its state dict."
         )
-    return found
+    return attentions
 
 
 def _check_replaceable(name: str, module: nn.MultiheadAttention) -> None:
