@@ -173,7 +173,7 @@ def _ratio(result: Result, row: Row, what: str) -> str:
 
 
 def picture(result: Result, path: Path) -> None:
-    """Time and memory over the length, one row for each pass; crossovers with the first baseline are ringed."""
+    """Draw time and memory over the length, one row for each pass; crossovers with the first baseline are ringed."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
