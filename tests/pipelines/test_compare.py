@@ -139,9 +139,9 @@ def test_runs_under_other_conditions_are_told_of_at_once_and_stand_in_the_figure
     assert threads == 1
     assert {plan.folder_of(x) for x in plan.runs} == set(folders(folder))
     told = []
-    compare._tell_conditions(plan, 1, told.append)
+    compare._log_conditions(plan, 1, told.append)
     assert told == []
-    compare._tell_conditions(plan, 2, told.append)
+    compare._log_conditions(plan, 2, told.append)
     first = plan.folder_of(plan.runs[0])
     assert told == [f"{first} was made under other conditions (threads 1, now 2): speeds will not be compared"]
     compare.report(plan)
