@@ -11,7 +11,7 @@ import typer
 
 from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import plain_errors
-from kernelformer.settings import Option, as_text, from_text, list_type, options
+from kernelformer.settings import OPTION, Option, as_text, from_text, list_type, options
 
 Command = Callable[..., None]
 
@@ -37,9 +37,8 @@ def takes(settings: type[Any]) -> Callable[[Command], Command]:
             command(chosen, **given)
 
         derived = [_parameter(each, how, hints[each.name]) for each, how in options(settings)]
-        own_names = {x.name for x in own}
         parameters = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in (*derived, *own)]
-        parameters.sort(key=lambda x: (not _is_argument(x), x.name in own_names and not _is_argument(x)))
+        parameters.sort(key=_is_argument, reverse=True)
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {x.name: x.annotation for x in parameters}
         run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
@@ -55,7 +54,7 @@ def _value(each: Field[Any], hint: Any, given: Any) -> Any:
 
 def _is_text(each: Field[Any], hint: Any) -> bool:
     """Whether a field is given as a text that has to be parsed."""
-    how: Option = each.metadata["option"]
+    how: Option = each.metadata[OPTION]
     return list_type(hint) is not None or how.parse is not None
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kernelformer.data.batching import spread_evenly
 from kernelformer.errors import number
@@ -27,8 +26,9 @@ from kernelformer.settings import plain
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.normalized_models import Norms, kernel_norms, reattend
 from kernelformer.studies.settings import NormalizedSettings as Settings
+from kernelformer.studies.training import train_model
 from kernelformer.tasks import Task, make_task
-from kernelformer.training import Run, StoppedError, TrainingError, evaluate, load_run, train
+from kernelformer.training import Run, TrainingError, evaluate, load_run
 from kernelformer.training.plan import Plan, check
 
 METRIC = "bits_per_byte"
@@ -146,20 +146,6 @@ class Result:
     models: dict[str, Converted] = field(default_factory=dict)
 
 
-class _LossLog(TrainerCallback):
-    """Callback that logs the loss of every interval."""
-
-    def __init__(self, name: str, log: Log) -> None:
-        self.name, self.log = name, log
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        """Log the step and its loss."""
-        if "loss" in logs:
-            self.log(f"{self.name}: step {state.global_step} of {state.max_steps}, loss {logs['loss']:.3f}")
-
-
 def steps(settings: Settings) -> int:
     """How often `run` calls ``progress``."""
     return len(VARIANTS) * (1 + len(settings.features))
@@ -192,11 +178,7 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
 
 def _trained(name: str, training: Run, folder: Path, log: Log) -> tuple[Any, float]:
     """The model of a run, trained now or before, and the seconds that it took."""
-    log(f"{name}: training")
-    try:
-        result = train(training, folder, resume=True, quiet=True, callbacks=[_LossLog(name, log)])
-    except StoppedError:
-        raise StoppedError(f"stopped in the training of the {name} model; the same call goes on from there.") from None
+    result = train_model(training, folder, name, log)
     if result.diverged:
         raise TrainingError(
             f"the {name} model diverged at step {result.steps} with lr={training.learning_rate:g}; take a smaller one, "

@@ -6,6 +6,7 @@ the validation split is looked at more often, for the curves. All seeds of a rel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 from rich.table import Table
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from kernelformer.formatting import short_names
 from kernelformer.modules import method_options, parse_method
@@ -21,8 +21,9 @@ from kernelformer.recipes.catalogue import change, find_recipe
 from kernelformer.records import read_metrics
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import SparsitySettings as Settings
+from kernelformer.studies.training import train_model
 from kernelformer.tasks.sparsity import CLASSES
-from kernelformer.training import Run, train
+from kernelformer.training import Run
 from kernelformer.training.plan import Plan, check
 
 METHODS = (
@@ -35,6 +36,7 @@ METHODS = (
     "fastfood-prf:learn=SGB",
 )
 EVAL_EVERY = 50  # steps between two points of a curve
+ACCURACY = "eval_accuracy"  # as the trainer calls it
 RUNS = "sparsity"  # the folder of the runs
 
 
@@ -49,23 +51,14 @@ class Curve:
     accuracy: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
+    @property
+    def last(self) -> float:
+        """The accuracy at the end; NaN where training diverged before the first evaluation."""
+        return self.accuracy[-1] if self.accuracy else math.nan
+
     def reached(self, accuracy: float) -> int | None:
         """The first step with at least this accuracy, or None."""
         return next((s for s, a in zip(self.steps, self.accuracy, strict=True) if a >= accuracy), None)
-
-
-class _AccuracyLog(TrainerCallback):
-    """Callback that logs the accuracy of every evaluation."""
-
-    def __init__(self, name: str, log: Log) -> None:
-        self.name, self.log = name, log
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        """Log the step and its accuracy."""
-        if "eval_accuracy" in logs:
-            self.log(f"{self.name}, step {state.global_step}: {100 * logs['eval_accuracy']:.1f}%")
 
 
 def methods_of(settings: Settings) -> Sequence[str]:
@@ -106,10 +99,10 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> list[
     for p, plan in plans.items():
         names = [(method, seed) for method in methods for seed in seeds]
         for (method, seed), training in zip(names, plan.runs, strict=True):
-            callback = _AccuracyLog(f"{method}, relevance {p:g}, seed {seed}", log)
-            result = train(training, plan.folder_of(training), resume=True, quiet=True, callbacks=[callback])
-            points = [x for x in read_metrics(plan.folder_of(training)) if "eval_accuracy" in x]
-            accuracy = [x["eval_accuracy"] for x in points]
+            name, run_folder = f"{method}, relevance {p:g}, seed {seed}", plan.folder_of(training)
+            result = train_model(training, run_folder, name, log, ACCURACY)
+            points = [x for x in read_metrics(run_folder) if ACCURACY in x]
+            accuracy = [x[ACCURACY] for x in points]
             curves.append(Curve(method, p, seed, [x["step"] for x in points], accuracy, result.seconds))
             progress()
     return curves
@@ -131,7 +124,7 @@ def tables(curves: Sequence[Curve]) -> list[Table]:
             steps = [c.reached(0.8) for c in some]
             known = [s for s in steps if s is not None]
             when = f"{sum(known) / len(known):.0f}" if known and len(known) == len(steps) else "-"
-            cells.append(f"{100 * sum(c.accuracy[-1] for c in some) / len(some):.1f}% ({when})" if some else "")
+            cells.append(f"{100 * sum(c.last for c in some) / len(some):.1f}% ({when})" if some else "")
         out.add_row(short, *cells, f"{sum(c.seconds for c in mine) / len(mine):.0f}")
     return [out]
 
@@ -158,8 +151,8 @@ def picture(curves: Sequence[Curve], path: Path) -> None:
             for c in mine:
                 axis.plot(c.steps, [100 * x for x in c.accuracy], color=f"C{index}", alpha=0.25 if len(mine) > 1 else 1)
             if len(mine) > 1:
-                mean = [100 * fmean(x) for x in zip(*(c.accuracy for c in mine), strict=True)]
-                axis.plot(mine[0].steps, mean, color=f"C{index}")
+                mean = [100 * fmean(x) for x in zip(*(c.accuracy for c in mine), strict=False)]  # one may diverge
+                axis.plot(mine[0].steps[: len(mean)], mean, color=f"C{index}")
             axis.plot([], [], color=f"C{index}", label=method)
         axis.axhline(100 / CLASSES, color="grey", linestyle=":", linewidth=1)
         axis.set_title(f"relevance {p:g}")
