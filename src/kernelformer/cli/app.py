@@ -99,7 +99,7 @@ def list_(
 
 
 def _runs(folder: Path) -> None:
-    """How far a run is, or each run of a comparison."""
+    """Print how far a run is, or each run of a comparison."""
     folders = [x for x in (folder, *sorted(folder.iterdir())) if (x / RUN).is_file()]
     if not folders:
         raise ValueError(f"{folder} holds no run: neither it nor a folder in it has a {RUN}.")
@@ -109,7 +109,7 @@ def _runs(folder: Path) -> None:
 
 
 def _table(*columns: str) -> Table:
-    """A name is never broken: it is there to be copied."""
+    """Table whose first column, of names to copy, is never wrapped."""
     table = Table(*columns)
     table.columns[0].no_wrap = True
     return table
@@ -144,7 +144,7 @@ def _recipes() -> Table:
 
 
 def _recipe(recipe: Recipe, name: str) -> None:
-    """All settings of a recipe, its sizes side by side."""
+    """Print all settings of a recipe, its sizes side by side."""
     from kernelformer.recipes.listing import recipe_settings
 
     console.print(f"{recipe.about}\n{recipe.source}\n{recipe.note}".rstrip())
@@ -161,7 +161,7 @@ def _recipe(recipe: Recipe, name: str) -> None:
 
 
 def _method(name: str, about: str) -> None:
-    """The options of a method, and those that a model's attention has besides."""
+    """Print the options of a method, and those that a model's attention has besides."""
     from kernelformer.modules.options import describe_options, describe_positions
 
     console.print(f"{name}: {about}")

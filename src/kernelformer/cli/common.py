@@ -26,12 +26,12 @@ Threads = Annotated[int | None, typer.Option(min=1, help="default: all cores")]
 
 
 def starts_anew() -> str:
-    """What to say of a command that keeps nothing of what it has done before."""
+    """Sentence for Ctrl-C on a command that keeps nothing of its work."""
     return f"{typed()} starts anew"
 
 
 def fail(problem: Exception, code: int = 2) -> NoReturn:
-    """Say what is wrong, once if all processes know of it, and end."""
+    """Print an error, once if all processes have it, and end the command."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not getattr(problem, "everywhere", False):
         where = "error" if rank == "0" else f"error on process {rank}"
@@ -40,7 +40,7 @@ def fail(problem: Exception, code: int = 2) -> NoReturn:
 
 
 def warn(text: str) -> None:
-    """Say on stderr what works, but not as it should be asked for."""
+    """Print a warning on stderr."""
     errors.print(Text.assemble(("warning: ", "bold yellow"), visible(text, keep="\n")))
 
 
@@ -53,7 +53,7 @@ def say_unfinished(folder: Path) -> None:
 
 @contextmanager
 def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
-    """What users can change ends a command without a traceback; what was told to stop, as the shell expects it.
+    """Context in which errors that users can correct end a command without a traceback, and Ctrl-C with code 130.
 
     Args:
         then: says what to do after Ctrl-C.
@@ -74,26 +74,26 @@ def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
 
 
 def progress_bar() -> Progress:
-    """A bar that is gone when it is done."""
+    """Progress bar that disappears when it is done."""
     columns = (SpinnerColumn(), text_column("{task.description}"), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
 
 
 def say(progress: Progress, bar: TaskID, text: str, advance: int = 0) -> None:
-    """Next to the bar, or as a line of its own where there is no terminal to draw a bar on."""
+    """Show a text next to the progress bar, or as a line of its own where there is no terminal."""
     progress.update(bar, description=shortened(visible(text), max(40, console.width - 40)), advance=advance)
     if not console.is_terminal:
         console.print(text)
 
 
 def write(text: str, keep: str = "\n\t") -> None:
-    """Write what a model has written to stdout: as it is into a file or a pipe, seen and not obeyed on a terminal."""
+    """Write a model's text to stdout; on a terminal control characters are shown instead of obeyed."""
     sys.stdout.write(visible(text, keep) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def target(path: Path) -> Path:
-    """The path, after its folder was made: before an hour of measuring, not after it."""
+    """Make the folder of a path and check that it can be written, before an hour of measuring and not after it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written; give another --out.")
@@ -101,7 +101,7 @@ def target(path: Path) -> Path:
 
 
 def thread_count(threads: int | None) -> int:
-    """As asked for, else as OMP_NUM_THREADS says, else this process's share of the cores that it may use."""
+    """Number of threads: as asked for, else as OMP_NUM_THREADS says, else this process's share of the cores that it may use."""
     if threads is not None:
         return threads
     if os.environ.get("OMP_NUM_THREADS"):

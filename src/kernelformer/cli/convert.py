@@ -53,7 +53,7 @@ def convert(
 
 
 def _next(target: Path) -> str:
-    """What to say after Ctrl-C: a distillation that has learned something goes on."""
+    """Sentence for Ctrl-C on a conversion: a distillation that was saved continues."""
     from kernelformer.distill.checkpoint import Checkpoint
 
     return goes_on() if Checkpoint.place(target).exists() else f"{typed()} starts anew"

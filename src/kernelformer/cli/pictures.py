@@ -28,7 +28,7 @@ def attention(
     threads: Threads = None,
     out: Annotated[Path, typer.Option(help="folder for attention.png")] = Path("out"),
 ) -> None:
-    """Attention matrices of a model and of its converted self, side by side (Performer, App. C.4)."""
+    """Attention matrices of a model and of its converted copy, side by side (Performer, App. C.4)."""
     use_threads(threads)
     with plain_errors():
         from kernelformer.pipelines import attention as pictures

@@ -1,4 +1,4 @@
-"""Going on with what is in a folder, which then stands where a recipe could: ``kernelformer train out/x --resume``."""
+"""Resume what a folder holds, which is given in place of a recipe: ``kernelformer train out/x --resume``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FILES: dict[Command, tuple[str, str]] = {"train": (RUN, "run"), "compare": (PLAN
 
 
 def goes_on() -> str:
-    """What to say of a command that takes up what it has done before."""
+    """Sentence for Ctrl-C on a command that continues from what it has saved."""
     return f"{typed()} goes on from there"
 
 
 def next_command(folder: Path, command: Command = "train") -> str:
-    """What to say of a run or comparison in a folder: it goes on, where it has begun."""
+    """Sentence for Ctrl-C on a run or comparison: how to resume it, if it has begun."""
     begun = (folder / FILES[command][0]).is_file()
     return f"go on with {resume_command(folder, command)}" if begun else f"{typed()} starts anew"
 
@@ -65,7 +65,7 @@ def refuse_options(folder: Path, given: Mapping[str, Any]) -> None:
 
 
 def saved_settings(folder: Path) -> tuple[Run, int | None]:
-    """The run in a folder and its threads; what is given along and contradicts it training refuses."""
+    """The run in a folder and its threads; training refuses options that contradict it."""
     from kernelformer.training.inspection import saved_run
 
     run, head = saved_run(folder)

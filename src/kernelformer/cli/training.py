@@ -54,7 +54,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in th
 
 
 def _named(recipe: str) -> str:
-    """The recipe that a name means, said where it is another one."""
+    """The recipe that a name means; prints it where a task was named."""
     name = recipe_name(recipe)
     if name != recipe:
         console.print(f"task {recipe}: recipe {name}")

@@ -64,7 +64,7 @@ def _write(translator: object, lines: BinaryIO, where: str, batch: int, block: i
 
 
 def _texts(lines: BinaryIO, where: str) -> Iterator[str]:
-    """Blank ones too: line i of what is written belongs to line i of what was read."""
+    """Lines of a text, blank ones too: line i of what is written belongs to line i of what was read."""
     for number, line in enumerate(lines, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")

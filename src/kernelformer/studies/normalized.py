@@ -1,4 +1,4 @@
-"""Why queries and keys want unit length where attention is converted (NPRF with RPE, 2106.12566, Fig. 2).
+"""Why queries and keys need unit length where attention is converted (NPRF with RPE, 2106.12566, Fig. 2).
 
 Four causal language models over bytes are trained with exact softmax attention: standard and normalized, each without
 and with a relative position bias. Then the attention of each is computed by random features of its own kernel, without
@@ -50,11 +50,11 @@ class Variant:
         return f"softmax{own}{self._positions}"
 
     def converted(self, settings: Settings, features: int) -> str:
-        """Random features of the same kernel."""
+        """The attention that it is converted to: random features of the same kernel."""
         return f"{self.method(settings, features)}{self._positions}"
 
     def method(self, settings: Settings, features: int) -> str:
-        """The same without its positions."""
+        """The converted attention without its positions."""
         own = f"nprf:scale={settings.scale:g}" if self.normalized else "favor+"
         return f"{own}:num_features={features}:draw={settings.draw}"
 
@@ -121,15 +121,15 @@ class Converted:
     after: dict[int, list[float]] = field(default_factory=dict)  # by features, one for each draw
 
     def mean(self, features: int) -> float:
-        """Over the draws."""
+        """Mean bits per byte over the draws."""
         return statistics.fmean(self.after[features])
 
     def standard_error(self, features: int) -> float:
-        """Of that mean."""
+        """Standard error of that mean."""
         return statistics.stdev(self.after[features]) / math.sqrt(len(self.after[features]))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The figures of the model as plain values."""
         head = {"attention": self.attention, METRIC: self.before, "norms": asdict(self.norms), "seconds": self.seconds}
         after = [
             {"features": m, "mean": self.mean(m), "standard_error": self.standard_error(m), "draws": values}

@@ -23,7 +23,7 @@ CORE = ".core."  # what a method itself has: draws, and what a learned kernel ha
 
 
 def reattend(model: Model, attention: str | list[str], *, seed: int | None = None) -> Model:
-    """The same weights with another attention: what training with one kernel means to another way to compute it.
+    """Copy a model with the same weights and another attention.
 
     All weights go over, biases and tables of relative positions too; draws are new, except with the same attention and
     no ``seed``, which is a copy. Absolute positions stay what they are, also where ``positions="auto"`` would choose

@@ -27,7 +27,7 @@ OPERATORS = ("aten::", "kernelformer::")
 
 @dataclass(frozen=True)
 class Step:
-    """One attention's training step.
+    """Time of a training step of one attention.
 
     Args:
         attention: its spec.
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def own(self) -> float:
-        """The same without the profiler, as far as operations take as long with it as without."""
+        """Share of a step outside of operators without the profiler, as far as operations take as long with it as without."""
         return max(0.0, 1 - self.inside / self.seconds)
 
 

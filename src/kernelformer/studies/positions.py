@@ -1,4 +1,4 @@
-"""Why relative positions want unit vectors, and what they cost (NPRF with RPE, 2106.12566, Fig. 1).
+"""Why relative positions need unit vectors, and what they cost (NPRF with RPE, 2106.12566, Fig. 1).
 
 Fig. 1b: how far the rows of random positive features are from softmax's, over the norm of queries and keys. Fig. 1a:
 the time of a forward with a relative position bias, over the length.
@@ -55,7 +55,7 @@ class Result:
 
 
 def unit_vectors(count: int, head_dim: int, seed: int) -> Tensor:
-    """Uniform on the sphere, (1, 1, count, D)."""
+    """Random vectors, uniform on the unit sphere, (1, 1, count, D)."""
     gen = torch.Generator().manual_seed(seed)
     return F.normalize(torch.randn(1, 1, count, head_dim, generator=gen), dim=-1)
 
