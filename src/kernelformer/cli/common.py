@@ -101,7 +101,7 @@ def target(path: Path) -> Path:
 
 
 def thread_count(threads: int | None) -> int:
-    """Number of threads: as asked for, else as OMP_NUM_THREADS says, else this process's share of the cores that it may use."""
+    """Number of threads: as asked for, else as OMP_NUM_THREADS says, else this process's share of its cores."""
     if threads is not None:
         return threads
     if os.environ.get("OMP_NUM_THREADS"):

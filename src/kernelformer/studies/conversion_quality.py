@@ -36,7 +36,7 @@ class Quality:
             self.labelled = [_labelled(x, settings.probe, settings.seed) for x in (settings.text, settings.held_out)]
 
     def _batches(self, texts: Sequence[str], count: int) -> Iterator[dict[str, Tensor]]:
-        """Batches with each text once; of masked models again with other tokens hidden, where there are fewer than asked for."""
+        """Batches with each text once; of masked models again with other tokens hidden, if they are too few."""
         task, size = self.source.task, self.settings
         inputs_for(self.source, texts, size.length, size.batch, size.seed)  # checks the tokenizer
         if task == "causal":

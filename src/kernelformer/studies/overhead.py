@@ -50,7 +50,7 @@ class Step:
 
     @property
     def own(self) -> float:
-        """Share of a step outside of operators without the profiler, as far as operations take as long with it as without."""
+        """Share of a step outside of operators without the profiler, if operations take as long with it as without."""
         return max(0.0, 1 - self.inside / self.seconds)
 
 
