@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -11,7 +12,20 @@ import time
 from pathlib import Path
 
 import pytest
-from test_compare import SMALL
+
+# A small model of bytes that trains for long, on real text that every machine has.
+TRAINING = ["--data", argparse.__file__, "--length", "32", "--steps", "20000", "--threads", "1"]
+for setting in (
+    "model.hidden_size=16",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+    "batch_size=4",
+    "eval_every=2",
+    "log_every=1",
+    "task.validation_samples=4",
+    "task.test_samples=4",
+):
+    TRAINING += ["--set", setting]
 
 # A parent that waits for a worker as all measurements do; the worker says who it is and would sleep for a minute.
 PARENT = """
@@ -48,20 +62,19 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @linux
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_measuring_worker_ends_with_a_signal_to_its_parent_alone(number, tmp_path):
-    place = tmp_path / "pid"
-    with subprocess.Popen([sys.executable, "-c", PARENT, str(place)], stderr=subprocess.PIPE, text=True) as parent:
-        wait_for(lambda: place.exists() and place.read_text())
+    pid = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(pid)], stderr=subprocess.PIPE, text=True) as parent:
+        wait_for(lambda: pid.exists() and pid.read_text())
         parent.send_signal(number)
         assert "KeyboardInterrupt" in parent.communicate(timeout=20)[1]
-    wait_for(lambda: not runs(int(place.read_text())), 5)
+    wait_for(lambda: not runs(int(pid.read_text())), 5)
 
 
 @linux
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_comparison_that_is_ended_leaves_a_checkpoint_and_no_worker(number, tmp_path):
     folder = tmp_path / "out" / "elu-seed0"
-    options = ["compare", "bytes", "--attention", "elu", *SMALL, "--out", str(tmp_path / "out")]
-    options[options.index("--steps") + 1] = "20000"
+    options = ["compare", "bytes", "--attention", "elu", *TRAINING, "--out", str(tmp_path / "out")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "kernelformer", *options]
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:

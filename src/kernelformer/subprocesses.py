@@ -18,31 +18,31 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @contextmanager
-def started(order: Sequence[str], env: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A running process; SIGTERM to this one is passed on to it, and it has ended when the block has.
+def started(command: Sequence[str], env: Mapping[str, str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a process; SIGTERM to this one is passed on to it, and it has ended when the block has.
 
     Args:
-        order: program and arguments.
+        command: program and arguments.
         env: its environment.
         options: of `subprocess.Popen`; its streams carry text.
 
     Raises:
         KeyboardInterrupt: SIGTERM has come; at the end of the block, so that it can read what the process still says.
     """
-    asked = False
+    stopped = False
     worker: subprocess.Popen[str] | None = None
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal stopped
+        stopped = True
         if worker is not None:
             worker.terminate()
 
     main = threading.current_thread() is threading.main_thread()  # signals are the main thread's
     before = signal.signal(signal.SIGTERM, pass_on) if main else None
     try:
-        worker = subprocess.Popen(order, env={**env, PARENT: str(os.getpid())}, text=True, **options)
-        if asked:  # while it was being started
+        worker = subprocess.Popen(command, env={**env, PARENT: str(os.getpid())}, text=True, **options)
+        if stopped:  # while it was being started
             worker.terminate()
         with worker:
             try:
@@ -56,14 +56,14 @@ def started(order: Sequence[str], env: Mapping[str, str], **options: Any) -> Ite
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)
-    if asked:
+    if stopped:
         raise KeyboardInterrupt
 
 
-def finished(order: Sequence[str], text: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def finished(command: Sequence[str], text: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Start a process, give it a text and wait for it, as `subprocess.run` does; see `started`."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with started(order, env, **pipes) as worker:
+    with started(command, env, **pipes) as worker:
         out, errors = worker.communicate(text)
     return subprocess.CompletedProcess(worker.args, worker.returncode, out, errors)
 

@@ -22,9 +22,9 @@ OURS = ["nprf", "favor+", "softmax", "nprf:algorithm=direct", "nprf:algorithm=ff
 def explicit(bias, q, k, v, causal, phi=None):
     """sum_j w_ij v_j / sum_j w_ij with w_ij = exp(q.k / sqrt(D) + b_{j-i}), or phi(q).phi(k) exp(b_{j-i})."""
     length = q.shape[2]
-    place = torch.arange(length)
+    index = torch.arange(length)
     weights = torch.exp(q @ k.mT / q.shape[-1] ** 0.5) if phi is None else phi(q) @ phi(k).mT
-    weights = weights * bias[:, place - place[:, None] + length - 1].exp()
+    weights = weights * bias[:, index - index[:, None] + length - 1].exp()
     weights = weights.tril() if causal else weights
     return weights @ v / weights.sum(-1, keepdim=True)
 
@@ -104,8 +104,8 @@ def test_definitions_are_the_explicit_sum(name, task):
 @pytest.mark.parametrize("task", ["bidirectional", "causal"])
 def test_training_gives_the_gradient_of_the_bias_too(name, twin, bias, task):
     case = Case(task, 37, bias=bias, backward=True, **SIZES)
-    found = contender(name).runner(case)()
-    assert [x.shape for x in found] == [(1, 2, 37, 8)] * 4 + [(2, 73)]
+    result = contender(name).runner(case)()
+    assert [x.shape for x in result] == [(1, 2, 37, 8)] * 4 + [(2, 73)]
     if twin:
         want = contender(twin).runner(case)()
     else:
@@ -113,7 +113,7 @@ def test_training_gives_the_gradient_of_the_bias_too(name, twin, bias, task):
         out = explicit(leaves[3], *leaves[:3], case.causal)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
         want = (out, *torch.autograd.grad(out, leaves, grad.double()))
-    for index, (x, y) in enumerate(zip(found, want, strict=True)):
+    for index, (x, y) in enumerate(zip(result, want, strict=True)):
         x, y = x.detach().double(), y.detach().double()
         if index == 4 and bias == "window":  # a clipped entry may take the gradients of all that are clipped to it
             distance = torch.arange(-36, 37).clamp(-5, 5) + 5
@@ -123,9 +123,9 @@ def test_training_gives_the_gradient_of_the_bias_too(name, twin, bias, task):
 
 def test_sdpa_without_the_gradient_of_its_bias_gives_the_others():
     case = Case("causal", 37, bias="full", backward=True, **SIZES)
-    found, want = (contender(name).runner(case)() for name in ("sdpa-fixed", "sdpa"))
-    assert len(found) == 4
-    for x, y in zip(found, want[:4], strict=True):
+    result, want = (contender(name).runner(case)() for name in ("sdpa-fixed", "sdpa"))
+    assert len(result) == 4
+    for x, y in zip(result, want[:4], strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
@@ -239,16 +239,16 @@ def test_what_a_core_is_called_with(monkeypatch, name, bias, backward, more):
     case = Case("causal", 16, bias=bias, backward=backward, **SIZES)
     given = (*case.inputs(), case.bias_table()) if bias else case.inputs()
     contender(name).build(case)(*given)
-    (found,) = calls
-    assert found.pop("is_causal") is True
+    (result,) = calls
+    assert result.pop("is_causal") is True
     if bias:
-        assert torch.equal(found.pop("bias"), case.bias_table())
-    assert found == more
+        assert torch.equal(result.pop("bias"), case.bias_table())
+    assert result == more
 
 
 def test_memory_is_weighed_with_a_bias():
-    found = measure_memory(Case("causal", 64, bias="full", backward=True, **SIZES), "sdpa")
-    assert found["results"] == 4 * (4 * 2 * 64 * 8 + 2 * 127)
+    result = measure_memory(Case("causal", 64, bias="full", backward=True, **SIZES), "sdpa")
+    assert result["results"] == 4 * (4 * 2 * 64 * 8 + 2 * 127)
 
 
 def test_the_command_takes_a_bias(tmp_path):

@@ -1,1 +1,1 @@
-"""Speed and memory, against the peers."""
+"""Measurements of speed and memory: attention against its peers, whole encoders, and models over the length."""

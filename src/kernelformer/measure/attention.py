@@ -1,4 +1,4 @@
-"""Who runs in the benchmark: our methods, torch's own attention, and what others offer.
+"""Contenders of the benchmark: our methods, torch's own attention, and those of others (`measure.peers`).
 
 Every contender takes the same random queries, keys, values and bias, and is checked against its definition, in float64
 and with its own frequencies, before it is timed.
@@ -68,7 +68,7 @@ class Kernelformer(Contender):
         return build_attention(self.method, head_dim=case.head_dim, num_heads=case.heads, **options)
 
     def build(self, case: Case) -> Attention:
-        """The core itself; a trained bias within a window is promised to be one, since values cannot show it."""
+        """Return the core itself; a trained bias within a window is promised to be one, since values cannot show it."""
         self.core = core = self._core(case)
         more: dict[str, Any] = {"algorithm": self.algorithm} if self.algorithm else {}
         if case.bias == "window" and case.backward and self.algorithm in (None, "windowed"):
@@ -109,7 +109,7 @@ class Kernelformer(Contender):
         return signed_attention(phi_q, phi_k, v, visible, core.normalize, guard, (size_q, size_k))
 
     def runner(self, case: Case) -> Callable[[], Any]:
-        """Decoding: one step after another, whatever the context; a bias starts with its window full."""
+        """Return the call; in decoding it is one step after another, and a bias starts with its window full."""
         if case.task != "decode":
             return super().runner(case)
         self.build(case)
@@ -174,7 +174,7 @@ class Sdpa(Contender):
         return too_large(4 * matrix) if case.bias and case.backward else None  # the factor is measured
 
     def build(self, case: Case) -> Attention:
-        """The function itself; causal if there is a triangle to speak of."""
+        """Return the function itself; causal only with more than one token, since a single query sees all keys."""
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
             length = q.shape[2]
@@ -189,13 +189,13 @@ class Sdpa(Contender):
         return call
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The softmax of the explicit matrix."""
+        """Return the softmax of the explicit matrix."""
         visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
         scores = (q @ k.transpose(-1, -2)) / math.sqrt(case.head_dim)
         return _softmax(scores + case.bias_matrix(q.shape[2]), v, visible)
 
     def runner(self, case: Case) -> Callable[[], Any]:
-        """Decoding: one query against a cache of the context."""
+        """Return the call; in decoding it is one query against a cache of the context."""
         if case.task != "decode":
             return super().runner(case)
         call = self.build(case)
@@ -219,14 +219,14 @@ YARDSTICKS: dict[str, Callable[[str], Contender]] = {
 
 
 def yardsticks(*, bias: bool, backward: bool) -> list[str]:
-    """What a run is compared with unless told otherwise: torch, and what others offer for such cases."""
+    """Return what a run is compared with by default: torch, and what others offer for such cases."""
     if not bias:
         return ["sdpa", *installed_peers()]
     return ["sdpa", *(["sdpa-fixed"] if backward else []), "algorithm-1"]
 
 
 def contender(name: str) -> Contender:
-    """By name: a method of ours, with options or without (see `parse_method`), or what it is compared with.
+    """Return a contender by its name: a method of ours, as `parse_method` reads it, or what it is compared with.
 
     Those are ``sdpa``, with a bias also ``sdpa-fixed`` (which gives it no gradient) and ``algorithm-1``, and the peers.
     """

@@ -1,4 +1,4 @@
-"""One size of one task, the inputs that all contenders share, and what a contender is."""
+"""The cases of the benchmark with the inputs that all contenders share, and the base class of contenders."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ class Case:
 
     @property
     def positions(self) -> str:
-        """The bias in words, after a comma, or nothing."""
+        """Words on the bias, after a comma; empty if there is none."""
         words = {None: "", "full": ", bias over all distances", "window": f", bias within {self.window}"}
         return words[self.bias]
 
     @property
     def title(self) -> str:
-        """For tables."""
+        """Name of the case in tables and messages."""
         if self.task == "decode":
             return f"decode one token, context {self.length}{self.positions}"
         return f"{self.task} forward{' + backward' if self.backward else ''}, L = {self.length}{self.positions}"
 
     def inputs(self, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The same q, k, v (B, H, L, D) for every contender."""
+        """Return q, k, v (B, H, L, D), the same for every contender."""
         gen = torch.Generator().manual_seed(0)
         size = (self.batch, self.heads, length or self.length, self.head_dim)
         q, k, v = (torch.randn(size, generator=gen) for _ in range(3))
         return q, k, v
 
     def bias_table(self, length: int | None = None) -> Tensor:
-        """The same bias (H, 2L-1), uniform in [-1, 1], for every contender: entry t is that of distance t - (L-1).
+        """Return the bias (H, 2L-1), uniform in [-1, 1], the same for every contender.
 
-        A window's numbers are the same at every length.
+        Entry t is that of distance t - (L-1). A window's numbers are the same at every length.
         """
         if self.bias is None:
             raise ValueError(f"{self.title!r} has no bias; give the case bias='full' or bias='window'.")
@@ -80,7 +80,7 @@ class Case:
         return table[:, distance + reach]
 
     def past_bias(self) -> Tensor:
-        """What decoding takes of the bias, (H, W+1): entry d is that of a key d tokens ago, and beyond W the last one.
+        """Return the bias for decoding, (H, W+1): entry d is that of a key d tokens ago, and beyond W the last one.
 
         W is the window, or the whole context where every distance counts.
         """
@@ -88,15 +88,15 @@ class Case:
         return self.bias_table(reach + 1)[:, : reach + 1].flip(1)
 
     def bias_matrix(self, length: int) -> Tensor:
-        """The whole matrix ``b_{j-i}``, (H, L, L) in float64, for definitions; the number 0 if there is no bias."""
+        """Return the whole matrix ``b_{j-i}``, (H, L, L) in float64, for definitions; the number 0 without a bias."""
         if self.bias is None:
             return torch.zeros((), dtype=torch.float64)
-        place = torch.arange(length)
-        return self.bias_table(length).double()[:, place - place.unsqueeze(1) + length - 1]
+        index = torch.arange(length)
+        return self.bias_table(length).double()[:, index - index.unsqueeze(1) + length - 1]
 
 
 class Contender(ABC):
-    """One way to compute attention."""
+    """One way to compute attention, which is checked against its definition and timed."""
 
     tolerance = 1e-4
     layout: Literal["heads", "tokens"] = "heads"  # (B, H, L, D), or (B, L, H, D)
@@ -107,7 +107,7 @@ class Contender(ABC):
         self.name = name
 
     def refuses(self, case: Case) -> str | None:
-        """Why it cannot run a case, or None."""
+        """Return why it cannot run a case, or None if it can."""
         if case.bias is not None and not self.takes_bias:
             return "takes no relative position bias"
         return self._refuses(case)
@@ -117,14 +117,14 @@ class Contender(ABC):
 
     @abstractmethod
     def build(self, case: Case) -> Attention:
-        """The attention function, in its own layout; of q, k, v and, where the case has one, the bias (H, 2L-1)."""
+        """Build the attention function, in its own layout: of q, k, v and, if the case has one, the bias (H, 2L-1)."""
 
     @abstractmethod
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What the function last built should give, (B, H, L, D), from float64 inputs and the case's bias."""
+        """Return what the function last built should give, (B, H, L, D), from float64 inputs and the case's bias."""
 
     def error(self, case: Case) -> float:
-        """Worst relative error of a row at a small length, against the definition."""
+        """Return the worst relative error of an output row against the definition, at a small length."""
         q, k, v = case.inputs(SMALL)
         with torch.no_grad():
             got = self._heads(self.build(case)(*self._given(case, SMALL))).double()
@@ -132,7 +132,7 @@ class Contender(ABC):
         return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
 
     def _given(self, case: Case, length: int | None = None) -> list[Tensor]:
-        """What its function is called with: q, k, v in its layout, and the bias where there is one."""
+        """Arguments of its function: q, k, v in its layout, and the bias where there is one."""
         bias = [] if case.bias is None else [case.bias_table(length)]
         return [*(self._own(x) for x in case.inputs(length)), *bias]
 
@@ -143,7 +143,7 @@ class Contender(ABC):
         return x.transpose(1, 2) if self.layout == "tokens" else x
 
     def runner(self, case: Case) -> Callable[[], Any]:
-        """A call that does the case once, on inputs that are made here: the output, and in training all gradients."""
+        """Return a call that runs the case once, on inputs made here: the output, and in training all gradients."""
         call = self.build(case)
         given = self._given(case)
         if not case.backward:

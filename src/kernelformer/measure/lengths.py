@@ -24,10 +24,10 @@ SPARE = 128  # positions for tokens after a context: more than are ever timed
 
 @dataclass(frozen=True)
 class Subject:
-    """Which model.
+    """The pretrained model that is measured.
 
     Args:
-        folder: of transformers.
+        folder: of a transformers model.
         task: one of `TASKS`; ``auto``: what the model is. With random weights BERT and its kin can be ``causal``.
         random: whether its weights are drawn, and only its configuration is read.
         allow_pickle: whether weights may be read from a pickle.
@@ -41,7 +41,7 @@ class Subject:
     batch: int = 1
 
     def build(self, length: int, head: bool = False) -> tuple[Any, list[str]]:
-        """The model in evaluation mode with positions for ``length`` tokens, and what was stretched for that.
+        """Build the model in evaluation mode with positions for ``length`` tokens; return it and what was stretched.
 
         Args:
             length: tokens.
@@ -81,13 +81,13 @@ class Subject:
         return model if head else model.base_model
 
     def tokens(self, model: Any, length: int, seed: int = 0) -> Tensor:
-        """The same random tokens (B, L) for every attention."""
+        """Return random tokens (B, L), the same for every attention."""
         gen = torch.Generator().manual_seed(seed)
         return torch.randint(model.config.get_text_config().vocab_size, (self.batch, length), generator=gen)
 
 
 def room(model: Any) -> int | None:
-    """Tokens that a model's table of positions has rows for; None where it has no table, as rotary models."""
+    """Return how many tokens a model's table of positions has rows for; None without a table, as rotary models."""
     count = getattr(model.config, "max_position_embeddings", None)
     if count is None:
         return None
@@ -103,10 +103,10 @@ def room(model: Any) -> int | None:
 
 @torch.no_grad()
 def stretch(model: Any, length: int) -> tuple[Any, list[str]]:
-    """A model with positions for ``length`` tokens, for looking at its speed.
+    """Return a model with positions for ``length`` tokens, for measuring its speed.
 
-    Its tables of positions are stretched: between two rows the new ones lie on a line. What it says at places that it
-    never saw means nothing. A model with enough positions, or without a table, is returned as it is.
+    Its tables of positions are stretched: between two rows the new ones lie on a line. What it predicts at positions
+    that it was not trained on means nothing. A model with enough positions, or without a table, is returned as it is.
 
     Returns:
         The model, and a line for each table that was stretched.
@@ -131,9 +131,9 @@ def stretch(model: Any, length: int) -> tuple[Any, list[str]]:
 
 
 def contender(model: Any, name: str) -> Any:
-    """A copy that attends in another way: one of `BASELINES`, or converted to ``method:option=value``.
+    """Return a copy that attends in another way: one of `BASELINES`, or converted to ``method:option=value``.
 
-    All copies have the same weights in the same place; cores are their own.
+    All copies share the tensors of the weights; cores are their own.
     """
     from kernelformer.hf import convert
     from kernelformer.modules.build import parse_method

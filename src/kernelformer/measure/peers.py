@@ -1,4 +1,4 @@
-"""What others offer: the peers that are installed, and an algorithm as its paper prints it."""
+"""Contenders of others: the peers that are installed, and an algorithm as its paper prints it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernelformer.modules import KernelCore, build_attention
 
 
 def _positive_definition(omega: Tensor, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Positive features of frequencies omega (M, D), by definition."""
+    """Attention by positive features of the frequencies omega (M, D), by definition."""
     root = case.head_dim**-0.25
     logs = [x * root @ omega.T - 0.5 * (x * root).square().sum(-1, keepdim=True) for x in (q, k)]
     visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
@@ -29,7 +29,7 @@ def _positive_definition(omega: Tensor, case: Case, q: Tensor, k: Tensor, v: Ten
 
 
 class PerformerPytorch(Contender):
-    """performer-pytorch's FastAttention."""
+    """FastAttention of performer-pytorch."""
 
     tolerance = 1e-3
 
@@ -40,7 +40,7 @@ class PerformerPytorch(Contender):
         return super()._refuses(case)
 
     def build(self, case: Case) -> Attention:
-        """With as many frequencies as we draw."""
+        """Build it with as many frequencies as we draw."""
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from performer_pytorch.performer_pytorch import FastAttention
@@ -50,8 +50,9 @@ class PerformerPytorch(Contender):
         return module
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Its own estimator, from its own frequencies: 1e-4 is added to every feature, after one maximum for all keys,
-        and 1e-6 to every sum of the causal form.
+        """Return its own estimator, from its own frequencies.
+
+        1e-4 is added to every feature, after one maximum for all keys, and 1e-6 to every sum of the causal form.
 
         At these norms that is far from the estimator without it, so the plain definition would not recognize it.
         """
@@ -78,7 +79,7 @@ class FastTransformers(Contender):
         return None if case.task == "causal" else "has no kernel of its own for it"
 
     def build(self, case: Case) -> Attention:
-        """As many features as ours; half as many frequencies, since it uses each twice."""
+        """Build it with as many features as ours; half as many frequencies, since it uses each twice."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from fast_transformers.attention.causal_linear_attention import CausalLinearAttention
@@ -97,7 +98,7 @@ class FastTransformers(Contender):
         return call
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """From its own frequencies."""
+        """Return attention by definition, from its own frequencies."""
         omega = self.module.feature_map.omega.double().T
         return _positive_definition(torch.cat([omega, -omega]), case, q, k, v)
 
@@ -116,7 +117,7 @@ class NystromAttention(Contender):
         return None if case.task == "bidirectional" else "is not causal"
 
     def build(self, case: Case) -> Attention:
-        """The projections are replaced by what they would give."""
+        """Build the layer, its projections replaced by what they would give."""
         from nystrom_attention import NystromAttention as Peer
 
         width = case.heads * case.head_dim
@@ -132,7 +133,7 @@ class NystromAttention(Contender):
         return call
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Softmax through segment means, by its own iteration from one start value for all, and its convolution."""
+        """Return softmax through segment means, by its own iteration from one start for all, and its convolution."""
         q = q * case.head_dim**-0.5
         mean_q, mean_k = (x.unflatten(2, (self.landmarks, -1)).mean(3) for x in (q, k))
         a, m, c = ((x @ y.transpose(-1, -2)).softmax(-1) for x, y in ((q, mean_k), (mean_q, mean_k), (mean_q, k)))
@@ -150,12 +151,12 @@ class _Chunks(list[Tensor]):
     """Queries, keys and values where a layer expects one tensor of all three."""
 
     def chunk(self, count: int, dim: int) -> list[Tensor]:
-        """All three."""
+        """Return all three."""
         return self
 
 
 class AlgorithmOne(Contender):
-    """Algorithm 1 of kernelized-rpe as it is printed, with torch's own gradients.
+    """Algorithm 1 of NPRF with RPE (2106.12566) as it is printed, with torch's own gradients.
 
         D_1 = C A_1    D_2 = C A_2    out_i = phi(q_i) D_1,i / phi(q_i) D_2,i          C_ij = exp(b_{j-i})
 
@@ -179,7 +180,7 @@ class AlgorithmOne(Contender):
         return super()._refuses(case) or too_large((20 if case.backward else 7) * whole)
 
     def build(self, case: Case) -> Attention:
-        """As printed, for whole tensors."""
+        """Build it as printed, for whole tensors."""
         core = build_attention(
             "favor+", head_dim=case.head_dim, num_heads=case.heads, num_features=case.features, normalize_qk=True
         )
@@ -202,7 +203,7 @@ class AlgorithmOne(Contender):
         return call
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By the explicit matrix of phi(q_i) . phi(k_j) exp(b_{j-i})."""
+        """Return attention by the explicit matrix of phi(q_i) . phi(k_j) exp(b_{j-i})."""
         phi_q, phi_k = (torch.exp(F.normalize(x, dim=-1) @ self.omega.double().T) for x in (q, k))
         visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
         weights = phi_q @ phi_k.transpose(-1, -2) * case.bias_matrix(q.shape[2]).exp()
@@ -232,5 +233,5 @@ PEERS: dict[str, tuple[str, Callable[[str], Contender]]] = {
 
 
 def installed_peers() -> list[str]:
-    """The peers that can be imported here."""
+    """Return the names of the peers that can be imported here."""
     return [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]

@@ -1,4 +1,4 @@
-"""The benchmark's rows as a table and as a picture."""
+"""Tables and the picture of the benchmark's rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernelformer.measure.benchmark import Row
 
 
 def tables(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> list[Table]:
-    """One table per case, with ratios to our first method: above 1 means that ours is faster or leaner."""
+    """Return a table for each case, with ratios to our first method: above 1 means that ours is faster or leaner."""
     return [
         _table([row for row in rows if row.case == case], ours, heaps)
         for case in dict.fromkeys(row.case for row in rows)
@@ -50,7 +50,7 @@ def _table(rows: Sequence[Row], ours: str, heaps: Sequence[str]) -> Table:
 
 
 def plot(rows: Sequence[Row], path: Path, heap: str) -> None:
-    """Time against length, one panel per kind of case, a line per contender."""
+    """Draw time against length, one panel per kind of case, a line per contender."""
     import matplotlib as mpl
 
     mpl.use("Agg")
