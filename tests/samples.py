@@ -60,8 +60,8 @@ def few_samples(task: str, folder: Path, options: Mapping[str, Any]) -> dict[str
     if task == "sparsity":
         return made
     if task in ("bytes", "masked", "words"):
-        found = {"data": str(write_text(folder / "text.txt")), "length": 32, "validation_samples": 4}
-        return found if task == "bytes" else {**found, **cache, "vocab_size": 300}
+        given = {"data": str(write_text(folder / "text.txt")), "length": 32, "validation_samples": 4}
+        return given if task == "bytes" else {**given, **cache, "vocab_size": 300}
     if task in ("proteins", "proteins-masked"):
         return {"data": str(write_proteins(folder / "proteins.txt")), "length": 64}
     if task in ("grey", "images", "pixels"):

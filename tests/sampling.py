@@ -19,12 +19,12 @@ def estimates(make, x, y, count=2000):
     """K(x, y) by phi(x) . phi(y), one number per independent draw."""
     phi = make().double()
     points = torch.stack([x, y]).view(1, 1, 2, -1)
-    found = []
+    kernels = []
     for t in range(count):
         phi.resample(t)
         a, b = phi(points)[0, 0].detach()
-        found.append(float(a @ b))
-    return torch.tensor(found, dtype=torch.float64)
+        kernels.append(float(a @ b))
+    return torch.tensor(kernels, dtype=torch.float64)
 
 
 def within(sample, want):

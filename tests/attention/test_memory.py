@@ -12,8 +12,8 @@ MIB = 2**20
 
 def weigh(method: str, case: Case) -> tuple[float, float]:
     """(peak beyond the inputs, of which results) in MiB."""
-    found = job("memory", case, [method], heap="default", threads=2, budget=1.0)
-    return found["peak"] / MIB, found["results"] / MIB
+    figures = job("memory", case, [method], heap="default", threads=2, budget=1.0)
+    return figures["peak"] / MIB, figures["results"] / MIB
 
 
 @pytest.mark.parametrize("task", ["bidirectional", "causal"])

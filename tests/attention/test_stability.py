@@ -55,11 +55,11 @@ def test_gradients_at_large_norms_in_float32(method, is_causal):
     whole = copy.deepcopy(core).double()
     q, k, v = at_norm("mixed", length=300)
     g = torch.randn(v.shape, generator=torch.Generator().manual_seed(1))
-    found = []
+    slopes = []
     for model, dtype in ((core, torch.float32), (whole, torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        found.append(torch.autograd.grad(model(*leaves, is_causal=is_causal), leaves, g.to(dtype)))
-    for single, double in zip(*found, strict=True):
+        slopes.append(torch.autograd.grad(model(*leaves, is_causal=is_causal), leaves, g.to(dtype)))
+    for single, double in zip(*slopes, strict=True):
         assert float((single.double() - double).norm() / double.norm()) < 1e-4
 
 

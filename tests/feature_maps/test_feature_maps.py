@@ -94,8 +94,8 @@ def test_regularized_features_estimate_a_kernel_below_the_softmax_kernel():
 def test_the_error_falls_as_one_over_the_root_of_the_features(method):
     from kernelformer.analysis.errors import output_errors, sample_inputs
 
-    found = output_errors(method, sample_inputs(128, 8, norm=0.7), [32, 128, 512], draws=12, draw="iid")
-    for few, many in itertools.pairwise(found):
+    errors = output_errors(method, sample_inputs(128, 8, norm=0.7), [32, 128, 512], draws=12, draw="iid")
+    for few, many in itertools.pairwise(errors):
         ratio = few.mean / many.mean
         spread = ratio * math.hypot(few.standard_error / few.mean, many.standard_error / many.mean)
         assert abs(ratio - 2) < SIGMAS * spread + 0.05  # 0.05: the ratio estimator's own bias at 32 features

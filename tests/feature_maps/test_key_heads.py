@@ -63,9 +63,9 @@ def test_outputs_and_gradients_are_those_of_the_maps_written_out(name, is_causal
     close(out, want)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
     own, theirs = dict(core.named_parameters()), dict(whole.named_parameters())
-    found = torch.autograd.grad((out * weight).sum(), [*leaves, *own.values()], materialize_grads=True)
+    grads = torch.autograd.grad((out * weight).sum(), [*leaves, *own.values()], materialize_grads=True)
     wanted = torch.autograd.grad((want * weight).sum(), [*leaves, *theirs.values()], materialize_grads=True)
-    for x, y in zip(found, wanted, strict=True):  # a map that several heads share gets what each of them asks for
+    for x, y in zip(grads, wanted, strict=True):  # a map that several heads share gets what each of them asks for
         close(x, y if x.shape == y.shape else y.unflatten(0, (x.shape[0], -1)).sum(1))
 
 
@@ -98,8 +98,8 @@ def test_a_bias_is_each_query_heads_own(name, algorithm, small_blocks):
     options = {"bias": bias.requires_grad_(), "algorithm": algorithm}
     out, want = core(*leaves, **options), whole(*leaves, **options)
     close(out, want)
-    found, wanted = (torch.autograd.grad(x.square().sum(), [*leaves, bias]) for x in (out, want))
-    for x, y in zip(found, wanted, strict=True):
+    grads, wanted = (torch.autograd.grad(x.square().sum(), [*leaves, bias]) for x in (out, want))
+    for x, y in zip(grads, wanted, strict=True):
         close(x, y)
 
 

@@ -44,12 +44,12 @@ def test_the_spectral_error_falls_with_the_number_of_landmarks(landmarks):
     errors = []
     for s in (8, 32, 128, 400):
         core = skyformer(num_landmarks=s, gamma=1e-6, landmarks=landmarks)
-        found = []
+        ratios = []
         for draw in range(3 if core.feature_map.is_random else 1):
             core.resample(draw)
             gap = torch.linalg.matrix_norm(core.attention_matrix(q, k) - want, 2)
-            found.append(float((gap / torch.linalg.matrix_norm(want, 2)).mean()))
-        errors.append(sum(found) / len(found))
+            ratios.append(float((gap / torch.linalg.matrix_norm(want, 2)).mean()))
+        errors.append(sum(ratios) / len(ratios))
     assert errors[0] > errors[1] > errors[2] > errors[3]
     assert errors[3] < 1e-4
 
@@ -227,12 +227,12 @@ def test_alignment_needs_normalized_softmax_over_the_whole_sequence(options, mes
 def off(core, qkv) -> list[float]:
     """Relative errors of the output and the gradients in float32 against float64."""
     g = torch.randn(qkv[2].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    found = []
+    results = []
     for dtype in (torch.float64, torch.float32):
         leaves = [x.float().to(dtype).requires_grad_() for x in qkv]
         out = core(*leaves)
-        found.append([out, *torch.autograd.grad(out, leaves, g.to(dtype))])
-    return [float(((b - a).norm() / a.norm()).detach()) for a, b in zip(*found, strict=True)]
+        results.append([out, *torch.autograd.grad(out, leaves, g.to(dtype))])
+    return [float(((b - a).norm() / a.norm()).detach()) for a, b in zip(*results, strict=True)]
 
 
 @pytest.mark.parametrize("inverse", ["cholesky", "iterative"])

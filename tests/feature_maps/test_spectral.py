@@ -56,14 +56,14 @@ def test_fastfood_starts_as_an_unbiased_estimate_of_the_gaussian_kernel(features
     options = common(features, d, num_features=8, learn=learn, transform=transform)
     points = torch.stack([x, y]).view(1, 1, 2, -1)
     for draw in (0, 1):  # what is learned starts at draw 0; the rest may have gone on
-        found = []
+        products = []
         for seed in range(800):
             phi = FastFoodMap(**options, seed=seed).double()
             if draw:
                 phi.resample(draw)
             a, b = phi(points)[0, 0].detach()
-            found.append(float(a @ b))
-        within(torch.tensor(found, dtype=torch.float64), want)
+            products.append(float(a @ b))
+        within(torch.tensor(products, dtype=torch.float64), want)
 
 
 def test_rows_of_fastfood_are_gaussian():
@@ -189,17 +189,17 @@ def test_the_fast_transform_differentiates_and_refuses_other_lengths():
 @pytest.mark.parametrize("d", [6, 8, 40])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_rows_through_the_fast_transform_equal_the_matrix_multiplied_out(method, d, is_causal, small_blocks):
-    found = []
+    results = []
     for transform in ("dense", "fwht"):
         core = kf.build_attention(
             method, head_dim=d, num_heads=4, num_features=128, transform=transform, per_head=False
         ).double()
         leaves = inputs(19, G=2, D=d, grad=True, size=0.5)
         out, state = core(*leaves, is_causal=True, return_state=True) if is_causal else (core(*leaves), None)
-        found.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, *core.parameters()])])
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, *core.parameters()])])
         if state is not None:
-            found[-1].append(core.step(*inputs(1, G=2, D=d, seed=5), state)[0])
-    for a, b in zip(*found, strict=True):
+            results[-1].append(core.step(*inputs(1, G=2, D=d, seed=5), state)[0])
+    for a, b in zip(*results, strict=True):
         close(a, b)
 
 
@@ -488,10 +488,10 @@ def by_safetensors(core, folder):
 
 
 def by_dict(core, assign):
-    found = {name: x.clone() for name, x in core.state_dict().items()}
+    weights = {name: x.clone() for name, x in core.state_dict().items()}
     for name, _ in core.named_parameters():
-        found[name] *= 1.5
-    core.load_state_dict(found, assign=assign)
+        weights[name] *= 1.5
+    core.load_state_dict(weights, assign=assign)
 
 
 WRITES = {
@@ -522,9 +522,9 @@ def test_a_stream_goes_on_with_the_weights_of_now_however_they_were_written(meth
         assert core._prepared is not None
         before, _ = core.step(*one, state)
         WRITES[write](core, tmp_path)
-        found, after = core.step(*one, state)
-        assert torch.equal(found, copy.deepcopy(core).step(*one, state)[0])  # a copy makes its frequencies anew
-        assert (found - before).abs().max() > 1e-4
+        out, after = core.step(*one, state)
+        assert torch.equal(out, copy.deepcopy(core).step(*one, state)[0])  # a copy makes its frequencies anew
+        assert (out - before).abs().max() > 1e-4
         assert torch.equal(core.step(*one, after)[0], copy.deepcopy(core).step(*one, after)[0])
 
 
@@ -553,9 +553,9 @@ def test_a_stream_goes_on_with_the_draw_of_now_however_it_was_written(method, dt
         _, state = core.step(*one, state)
         before, _ = core.step(*one, state)
         DRAW_WRITES[write](core, name)
-        found, _ = core.step(*one, state)
-        assert torch.equal(found, copy.deepcopy(core).step(*one, state)[0])
-        assert (found - before).abs().max() > 1e-5
+        out, _ = core.step(*one, state)
+        assert torch.equal(out, copy.deepcopy(core).step(*one, state)[0])
+        assert (out - before).abs().max() > 1e-5
 
 
 @pytest.mark.parametrize("method", LEARNED)
@@ -563,14 +563,14 @@ def test_maps_are_built_on_the_meta_device_and_in_any_default_dtype(method):
     with torch.device("meta"):
         layer = kf.KernelAttention(32, 4, method, num_features=16)
     want = kf.KernelAttention(32, 4, method, num_features=16).core.state_dict()
-    found = layer.core.state_dict()
-    assert all(torch.equal(found[name], want[name]) for name in want)
+    weights = layer.core.state_dict()
+    assert all(torch.equal(weights[name], want[name]) for name in want)
     torch.set_default_dtype(torch.float64)
     try:
-        found = kf.build_attention(method, head_dim=8, num_heads=4, num_features=16).state_dict()
+        weights = kf.build_attention(method, head_dim=8, num_heads=4, num_features=16).state_dict()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(found[name], want[name]) for name in want)
+    assert all(torch.equal(weights[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize("method", ["favor+", "fastfood-prf"])
@@ -603,8 +603,8 @@ def test_inspection_keeps_its_precision_under_autocast():
     core = kf.build_attention("generative-prf", head_dim=8, num_heads=2, num_features=64)
     want = core.eigenvalues(), kernel_profile(core, [0.0, 1.0])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = core.eigenvalues(), kernel_profile(core, [0.0, 1.0])
-    for a, b in zip(found, want, strict=True):
+        got = core.eigenvalues(), kernel_profile(core, [0.0, 1.0])
+    for a, b in zip(got, want, strict=True):
         close(a, b)
 
 

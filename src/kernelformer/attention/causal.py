@@ -84,11 +84,11 @@ def _forward(
     work = Workspace(dtype, query.device)
     pieces = _Pieces(s, key_mask, work)
     out = empty_rows(query, s.E)
-    notes = query.new_zeros(s.B, s.H, s.L, dtype=dtype)
+    row_scales = query.new_zeros(s.B, s.H, s.L, dtype=dtype)
     end_state = [torch.empty_like(x) for x in state]
     kept = [x.new_empty(s.groups(pieces.samples) if keep else 0, *x.shape) for x in state]
     q5, k5, v5 = (grouped(x, s.G) for x in (query, key, value))
-    out5, notes5 = grouped(out, s.G), grouped(notes.unsqueeze(3), s.G)
+    out5, row_scales5 = grouped(out, s.G), grouped(row_scales.unsqueeze(3), s.G)
     for first, last in spans(s.B, pieces.samples):
         block, count = slice(first, last), last - first
         bound = spread(tensors, block, count, s.G, pieces.together)
@@ -100,9 +100,9 @@ def _forward(
                     whole[group, block] = part.view(whole[group, block].shape)
             hidden = pieces.hidden(block, count, start, end)
             xq, xk, v = (pieces.rows(n, x, block, start, end) for n, x in (("q", q5), ("k", k5), ("v", v5)))
-            y, note, rows = engine.causal(rows, xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
+            y, row_scale, rows = engine.causal(rows, xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
             pieces.put(out5, y, block, start, end)
-            pieces.put(notes5, note.unsqueeze(2), block, start, end)
+            pieces.put(row_scales5, row_scale.unsqueeze(2), block, start, end)
         for whole, part in zip(end_state, rows, strict=True):
             whole[block] = part.view(whole[block].shape)
         if s.L > s.S:
@@ -110,7 +110,7 @@ def _forward(
             for start, end in spans(s.L - s.S, s.chunk(count, s.H)):
                 at = slice(s.S + start, s.S + end)
                 put_rows(out5[block, :, :, at], tail.read(rows, rows_of(q5[block, :, :, at], "q", work)))
-    return out, notes, end_state, kept
+    return out, row_scales, end_state, kept
 
 
 @_forward.register_fake
@@ -146,7 +146,7 @@ def _backward(
     key_mask: Tensor | None,
     tensors: list[Tensor],
     out: Tensor,
-    notes: Tensor,
+    row_scales: Tensor,
     state: list[Tensor],
     end_state: list[Tensor],
     kept: list[Tensor],
@@ -165,7 +165,9 @@ def _backward(
         unseen[:, :, s.L :] = 0
     start_grads = [torch.empty_like(x) for x in state]
     totals = [torch.zeros_like(x) for x in tensors] if learn else []
-    q5, k5, v5, g5, out5, notes5 = (grouped(x, s.G) for x in (query, key, value, grad, out, notes.unsqueeze(3)))
+    q5, k5, v5, g5, out5, row_scales5 = (
+        grouped(x, s.G) for x in (query, key, value, grad, out, row_scales.unsqueeze(3))
+    )
     dq5, dk5, dv5 = (grouped(x, s.G) for x in (dq, dk, dv))
     for first, last in spans(s.B, pieces.samples):
         block, count = slice(first, last), last - first
@@ -184,11 +186,11 @@ def _backward(
         for group, (start, end) in reversed(list(enumerate(pieces.groups()))):
             rows = [x[group, block].flatten(0, 1) for x in kept]
             hidden = pieces.hidden(block, count, start, end)
-            named = {"q": q5, "k": k5, "v": v5, "g": g5, "o": out5, "note": notes5}
-            xq, xk, v, g, y, note = (pieces.rows(n, x, block, start, end) for n, x in named.items())
+            named = {"q": q5, "k": k5, "v": v5, "g": g5, "o": out5, "row_scale": row_scales5}
+            xq, xk, v, g, y, row_scale = (pieces.rows(n, x, block, start, end) for n, x in named.items())
             xk, v = visible_pair(xk, v, hidden)
             dx, dx_k, d_v, grads = engine.causal_backward(
-                rows, grads, xq, xk, v, hidden, pieces.mask, g, y, note.squeeze(2)
+                rows, grads, xq, xk, v, hidden, pieces.mask, g, y, row_scale.squeeze(2)
             )
             pieces.put(dq5, dx, block, start, end)
             for target, part in zip((dk5, dv5), visible_pair(dx_k, d_v, hidden), strict=True):
@@ -211,7 +213,7 @@ def _(
     key_mask: Tensor | None,
     tensors: list[Tensor],
     out: Tensor,
-    notes: Tensor,
+    row_scales: Tensor,
     state: list[Tensor],
     end_state: list[Tensor],
     kept: list[Tensor],
@@ -227,22 +229,23 @@ def _(
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     query, key, value, key_mask, tensors, state, ctx.spec, ctx.scale, ctx.normalize, _ = inputs
-    out, notes, end_state, kept = output
+    out, row_scales, end_state, kept = output
     ctx.set_materialize_grads(False)
     ctx.counts = (len(tensors), len(state))
     ctx.learn = any(x.requires_grad for x in tensors)
-    ctx.save_for_backward(query, key, value, key_mask, out, notes, *tensors, *state, *end_state, *kept)
+    ctx.save_for_backward(query, key, value, key_mask, out, row_scales, *tensors, *state, *end_state, *kept)
 
 
 def _grad(ctx: Any, grad: Tensor | None, _: Any, state_grads: list[Tensor | None], __: Any) -> tuple[Any, ...]:
-    query, key, value, key_mask, out, notes, *rest = ctx.saved_tensors
+    query, key, value, key_mask, out, row_scales, *rest = ctx.saved_tensors
     count, n = ctx.counts
     tensors, rest = rest[:count], rest[count:]
     state, end_state, kept = rest[:n], rest[n : 2 * n], rest[2 * n :]
     dq, dk, dv, start_grads, totals = _backward(
         torch.zeros_like(out) if grad is None else grad,
-        [torch.zeros_like(x) if g is None else g for g, x in zip(state_grads, end_state, strict=True)], query, key,
-        value, key_mask, tensors, out, notes, state, end_state, kept, ctx.spec, ctx.scale, ctx.normalize, ctx.learn,
+        [torch.zeros_like(x) if g is None else g for g, x in zip(state_grads, end_state, strict=True)],
+        query, key, value, key_mask, tensors, out, row_scales, state, end_state, kept,
+        ctx.spec, ctx.scale, ctx.normalize, ctx.learn,
     )  # fmt: skip
     return dq, dk, dv, None, totals if ctx.learn else [None] * count, start_grads, None, None, None, None
 

@@ -58,7 +58,7 @@ class Engine(ABC):
             mask: (R C, C) of ones and zeros, 1 = visible.
 
         Returns:
-            outputs (N c, R C, E); a note per row (N c, R C) that the backward pass wants; the state after the group.
+            outputs (N c, R C, E); a row scale (N c, R C), which the backward pass takes; the state after the group.
         """
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Engine(ABC):
         mask: Tensor,
         g: Tensor,
         out: Tensor,
-        note: Tensor,
+        row_scale: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Gradients at xq, xk and v of `causal`, and the state's before the group from those after it."""
 

@@ -186,8 +186,8 @@ class PositiveEngine(Engine):
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Past by the state, present by a small masked matrix.
 
-        The note is what ``weights`` must be multiplied with to give the row's true shares: 1 / seen, or the size of an
-        unnormalized row. 0 marks a row that sees no key, -1 one that was rescued.
+        The row scale is what ``weights`` must be multiplied with to give the row's true shares: 1 / seen, or the size
+        of an unnormalized row. 0 marks a row that sees no key, -1 one that was rescued.
         """
         t = self._group(state, xq, xk, v, hidden)
         scores = torch.bmm(t.weights, t.p, out=self.work.take("scores", *xq.shape[:2], xk.shape[1])).mul_(mask)
@@ -196,19 +196,19 @@ class PositiveEngine(Engine):
         seen = past.sum(2).add_(scores.sum(2))
         lost = seen < LOST
         if t.root is None:
-            note = seen.reciprocal_()
+            row_scale = seen.reciprocal_()
         else:
-            note = t.root.squeeze(2).square()
-            lost |= note.isinf()
+            row_scale = t.root.squeeze(2).square()
+            lost |= row_scale.isinf()
         if bool(lost.any()):
-            note.masked_fill_(lost, 0)
-            out.mul_(note.unsqueeze(2))
+            row_scale.masked_fill_(lost, 0)
+            out.mul_(row_scale.unsqueeze(2))
             for row, index in _rescued(lost & _visible(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
                 out[row, index] = (r.shares_before @ r.mean + r.shares.sum(1) @ v[row]) * r.root
-                note[row, index] = -1
-            return out, note, t.state
-        return out.mul_(note.unsqueeze(2)), note, t.state
+                row_scale[row, index] = -1
+            return out, row_scale, t.state
+        return out.mul_(row_scale.unsqueeze(2)), row_scale, t.state
 
     def causal_backward(
         self,
@@ -221,12 +221,12 @@ class PositiveEngine(Engine):
         mask: Tensor,
         g: Tensor,
         out: Tensor,
-        note: Tensor,
+        row_scale: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix."""
         take = self.work.take
         t = self._group(state, xq, xk, v, hidden)
-        weights = t.weights.mul_(note.clamp_min(0).unsqueeze(2))
+        weights = t.weights.mul_(row_scale.clamp_min(0).unsqueeze(2))
         score_size = (*xq.shape[:2], xk.shape[1])
         scores = torch.bmm(weights, t.p, out=take("scores", *score_size)).mul_(mask)
         kv_local = torch.bmm(weights.transpose(1, 2), g, out=take("kv_local", *t.kv.shape))
@@ -244,8 +244,8 @@ class PositiveEngine(Engine):
         dxq = self.chunks.pull_queries(xq, slope, take("dxq", *xq.shape))
 
         rescues = []
-        if bool((note < 0).any()):
-            for row, index in _rescued(note < 0, xk.shape[1]):
+        if bool((row_scale < 0).any()):
+            for row, index in _rescued(row_scale < 0, xk.shape[1]):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
                 rescues.append(
                     (row, index, r, _rescue_backward(r, g[row, index], out[row, index], v[row], self.normalize))

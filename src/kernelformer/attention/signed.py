@@ -265,7 +265,7 @@ class SignedEngine(Engine):
     def causal(
         self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Past by the state, present by a small masked matrix; the note is not needed."""
+        """Past by the state, present by a small masked matrix; a row scale is not needed."""
         t = self._group(state, xq, xk, v, hidden, mask)
         past = torch.bmm(t.phi_q, t.old[0], out=self.work.take("out", *xq.shape[:2], v.shape[2]))
         out = _times(past, t.share).baddbmm_(t.scores, v)
@@ -282,7 +282,7 @@ class SignedEngine(Engine):
         mask: Tensor,
         g: Tensor,
         out: Tensor,
-        note: Tensor,
+        row_scale: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix."""
         t = self._group(state, xq, xk, v, hidden, mask)

@@ -28,8 +28,9 @@ class FeatureMap(nn.Module):
     with the model: a resumed run continues the same draws, evaluation is deterministic, and a map of other settings
     refuses to be loaded into. Only `resample` changes them.
 
-    A subclass registers what it learns, if anything, and ends its constructor with `_start`. It overrides `_draws` if a
-    draw is more than frequencies, `frequencies` if those follow from parameters, and `_reset_learned`.
+    A map of your own is easiest made from its formula, see `FormulaMap`. A subclass of this class registers what it
+    learns, if anything, and ends its constructor with `_start`. It overrides `_draws` if a draw is more than
+    frequencies, `frequencies` if those follow from parameters, and `_reset_learned`.
 
     Args:
         spec: how the map acts on a chunk.
@@ -183,9 +184,9 @@ class FeatureMap(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        found = state_dict.get(f"{prefix}settings")
-        if isinstance(found, Tensor) and not found.is_meta:
-            problem = _other_settings(prefix, found, self.options)
+        saved = state_dict.get(f"{prefix}settings")
+        if isinstance(saved, Tensor) and not saved.is_meta:
+            problem = _other_settings(prefix, saved, self.options)
             if problem:
                 errors.append(problem)
                 for name in [x for x in state_dict if x.startswith(prefix)]:
@@ -334,17 +335,17 @@ def _encode(options: Mapping[str, object]) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(options), "utf-8"), dtype=torch.uint8).clone()
 
 
-def _other_settings(prefix: str, found: Tensor, ours: Mapping[str, object]) -> str | None:
+def _other_settings(prefix: str, saved: Tensor, ours: Mapping[str, object]) -> str | None:
     """What is wrong with the settings of a state dict, or None."""
     name = prefix.removesuffix(".") or "the map"
     try:
-        theirs = json.loads(bytes(found.to(torch.uint8).tolist()))
+        theirs = json.loads(bytes(saved.to(torch.uint8).tolist()))
     except (ValueError, RecursionError):
         return f"{name}: its saved settings cannot be read; save the model itself again, or load it without them."
-    ours = json.loads(json.dumps(ours))  # as they look after a journey
+    ours = json.loads(json.dumps(ours))  # as they are after saving and loading
     rows = [(x, theirs.get(x), ours.get(x)) for x in {**theirs, **ours} if theirs.get(x) != ours.get(x)]
     if not rows:
         return None
-    saved = ", ".join(f"{what}={a!r}" for what, a, _ in rows)
+    there = ", ".join(f"{what}={a!r}" for what, a, _ in rows)
     here = ", ".join(f"{what}={b!r}" for what, _, b in rows)
-    return f"{name} was saved with {saved}, this one has {here}; build it with the saved settings."
+    return f"{name} was saved with {there}, this one has {here}; build it with the saved settings."

@@ -66,8 +66,8 @@ def iterative_inverse(matrix: Tensor, rounds: int = 20, tolerance: float = 1e-10
 
 def factor(matrix: Tensor) -> Tensor:
     """The Cholesky factor L, ``L L^T = matrix``, (..., s, s); NaN for a matrix without one, which spares the others."""
-    found = torch.linalg.cholesky_ex(matrix)
-    lower: Tensor = found.L.masked_fill((found.info != 0)[..., None, None], torch.nan)
+    result = torch.linalg.cholesky_ex(matrix)
+    lower: Tensor = result.L.masked_fill((result.info != 0)[..., None, None], torch.nan)
     return lower
 
 
@@ -76,7 +76,7 @@ def inverse_root(matrix: Tensor, inverse: str) -> Tensor:
 
     Args:
         matrix: (..., s, s).
-        inverse: ``cholesky``, ``W = L^-T``; or ``iterative``, the factor of what `iterative_inverse` found.
+        inverse: ``cholesky``, ``W = L^-T``; or ``iterative``, the factor of what `iterative_inverse` gives.
     """
     if inverse == "iterative":
         return factor(iterative_inverse(matrix)[0])

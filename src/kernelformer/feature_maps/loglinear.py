@@ -90,7 +90,7 @@ class LogLinearChunks(PositiveChunks):
         return out
 
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """Likewise; what a key's features sum to goes off each."""
+        """The bias rides on the product; the features of a key are divided by their sum if they are to be units."""
         self.parts[1].columns(x, out, self.biases[1].unsqueeze(2))
         return out.sub_(out.logsumexp(1, keepdim=True)) if self.unit_keys else out
 

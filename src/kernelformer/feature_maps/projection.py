@@ -32,7 +32,7 @@ class Projection(ABC):
 
     @abstractmethod
     def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Gradient at x of `columns`, grad (N, M, C) -> out (N, C, D), likewise."""
+        """Gradient at x of `columns`, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` as well."""
 
     @abstractmethod
     def at(self, row: int) -> Projection:
@@ -111,7 +111,7 @@ class DenseProjection(Projection):
         return torch.bmm(x, weight, out=out) if shift is None else torch.baddbmm(shift, x, weight, out=out)
 
     def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Likewise."""
+        """The shift rides on the product as its summand."""
         x = x.transpose(1, 2)
         return torch.bmm(self.weight, x, out=out) if shift is None else torch.baddbmm(shift, self.weight, x, out=out)
 
@@ -174,15 +174,15 @@ class IdentityProjection(Projection):
         return out if shift is None else out.add_(shift)
 
     def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Likewise."""
+        """The factor alone, transposed."""
         return self.rows(x.transpose(1, 2), out, shift)
 
     def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Likewise."""
+        """The factor alone."""
         return torch.mul(grad, self.factor, out=out)
 
     def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Likewise."""
+        """The factor alone, transposed."""
         return torch.mul(grad.transpose(1, 2), self.factor, out=out)
 
     def at(self, row: int) -> Projection:

@@ -111,7 +111,7 @@ def frequencies(feature_map: FeatureMap, dtype: torch.dtype) -> Tensor:
     """The frequencies w from what a map keeps, (heads, M, D), as its paper writes them.
 
     gmm          w_{c,i} = S_c n_i + mu_c                                           (KL-Transformer, Eq. 5)
-    fastfood     V = 1 / (sigma sqrt(d)) S H G P H B                                (KL-Transformer, Eq. 7)
+    fastfood     V = 1 / (sigma sqrt(d)) S H G P H B                                (KL-Transformer, Eq. 6)
     generative   w_i = g(n_i)                                                       (KL-Transformer, Eq. 8)
     rfa          w_i = sigma * n_i
     """
