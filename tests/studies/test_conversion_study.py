@@ -82,7 +82,6 @@ def test_methods_are_measured_before_and_after_and_not_twice(encoder, files, tmp
     assert set(by_name["elu"].steps) == {"tune"}
     assert learned.scores["distilled"]["cosine"] > learned.scores["converted"]["cosine"]
     assert (tmp_path / "saved" / "elu" / "model.safetensors").is_file()
-    (tmp_path / "fresh").mkdir()
     fresh = rows_of(encoder, files, ["elu"], tmp_path / "fresh")
     late = rows_of(encoder, files, [*methods, "favor+:num_features=8"], tmp_path)[-1]
     assert fresh[1].scores["converted"] == by_name["elu"].scores["converted"]

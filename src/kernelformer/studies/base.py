@@ -124,6 +124,7 @@ def write_record(folder: Path, name: str, settings: Any, figures: dict[str, Any]
         "environment": environment(torch.get_num_threads()),
         "settings": plain(settings),
     }
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     write_json(path, {**head, **figures})
     return path
