@@ -15,6 +15,17 @@ def _threads():
     torch.set_num_threads(THREADS)
 
 
+@pytest.fixture(autouse=True)
+def _limits(monkeypatch):
+    """Bounds that a test sets, by `set_limit` or an option of the command, end with it."""
+    from kernelformer import limits
+
+    monkeypatch.setattr(limits, "_given", {})
+    for name in limits.LIMITS:
+        variable = limits.environment_variable(name)
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))  # so that its value comes back at the end
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Chunks of a few rows, so that short sequences cross all seams."""

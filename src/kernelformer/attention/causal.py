@@ -31,6 +31,7 @@ from kernelformer.attention.blocks import (
     tail_hidden,
     visible_pair,
 )
+from kernelformer.attention.engine import Chunks
 from kernelformer.attention.families import engine_class, make_engine
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
@@ -100,7 +101,8 @@ def _forward(
                     whole[group, block] = part.view(whole[group, block].shape)
             hidden = pieces.hidden(block, count, start, end)
             xq, xk, v = (pieces.rows(n, x, block, start, end) for n, x in (("q", q5), ("k", k5), ("v", v5)))
-            y, row_scale, rows = engine.causal(rows, xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
+            inputs = Chunks(xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
+            y, row_scale, rows = engine.causal(rows, inputs)
             pieces.put(out5, y, block, start, end)
             pieces.put(row_scales5, row_scale.unsqueeze(2), block, start, end)
         for whole, part in zip(end_state, rows, strict=True):
@@ -188,10 +190,8 @@ def _backward(
             hidden = pieces.hidden(block, count, start, end)
             named = {"q": q5, "k": k5, "v": v5, "g": g5, "o": out5, "row_scale": row_scales5}
             xq, xk, v, g, y, row_scale = (pieces.rows(n, x, block, start, end) for n, x in named.items())
-            xk, v = visible_pair(xk, v, hidden)
-            dx, dx_k, d_v, grads = engine.causal_backward(
-                rows, grads, xq, xk, v, hidden, pieces.mask, g, y, row_scale.squeeze(2)
-            )
+            inputs = Chunks(xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
+            dx, dx_k, d_v, grads = engine.causal_backward(rows, grads, inputs, g, y, row_scale.squeeze(2))
             pieces.put(dq5, dx, block, start, end)
             for target, part in zip((dk5, dv5), visible_pair(dx_k, d_v, hidden), strict=True):
                 pieces.put(target, part, block, start, end)

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from kernelformer.contract import Workspace
+
+
+class Chunks(NamedTuple):
+    """Inputs of c consecutive chunks for each of N rows, queries of R heads to each key head.
+
+    Args:
+        xq: (N c, R C, D) queries.
+        xk: (N c, C, D) keys; hidden ones are 0.
+        v: (N c, C, E) values; hidden ones are 0.
+        hidden: (N c, C) bool, or None.
+        mask: (R C, C) of ones and zeros, 1 = visible.
+    """
+
+    xq: Tensor
+    xk: Tensor
+    v: Tensor
+    hidden: Tensor | None
+    mask: Tensor
 
 
 class Engine(ABC):
@@ -44,18 +63,8 @@ class Engine(ABC):
         """Gradients at x and v of `absorb`; state and gradients are those after the last chunk."""
 
     @abstractmethod
-    def causal(
-        self, state: Sequence[Tensor], xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """A group of c consecutive chunks per row; the bound map has N c rows.
-
-        Args:
-            state: of N rows, before the group.
-            xq: (N c, R C, D).
-            xk: (N c, C, D).
-            v: (N c, C, E).
-            hidden: (N c, C) bool, or None.
-            mask: (R C, C) of ones and zeros, 1 = visible.
+    def causal(self, state: Sequence[Tensor], inputs: Chunks) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """A group of c consecutive chunks per row; the bound map has N c rows, the state before the group N.
 
         Returns:
             outputs (N c, R C, E); a row scale (N c, R C), which the backward pass takes; the state after the group.
@@ -63,17 +72,7 @@ class Engine(ABC):
 
     @abstractmethod
     def causal_backward(
-        self,
-        state: Sequence[Tensor],
-        grads: list[Tensor],
-        xq: Tensor,
-        xk: Tensor,
-        v: Tensor,
-        hidden: Tensor | None,
-        mask: Tensor,
-        g: Tensor,
-        out: Tensor,
-        row_scale: Tensor,
+        self, state: Sequence[Tensor], grads: list[Tensor], inputs: Chunks, g: Tensor, out: Tensor, row_scale: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Gradients at xq, xk and v of `causal`, and the state's before the group from those after it."""
 

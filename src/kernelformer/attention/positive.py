@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.attention.engine import Engine
+from kernelformer.attention.engine import Chunks, Engine
 from kernelformer.contract import PositiveChunks, Workspace
 
 EMPTY = -1e30  # log mass of no keys: vanishes against any real one, and differences of it stay finite
@@ -181,14 +181,13 @@ class PositiveEngine(Engine):
         weights, root = self._weights(after, xq)
         return _Group(p, weights, root, before, decay, kv, old, [log_mass, mean])
 
-    def causal(
-        self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def causal(self, state: Tensors, inputs: Chunks) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Past by the state, present by a small masked matrix.
 
         The row scale is what ``weights`` must be multiplied with to give the row's true shares: 1 / seen, or the size
         of an unnormalized row. 0 marks a row that sees no key, -1 one that was rescued.
         """
+        xq, xk, v, hidden, mask = inputs
         t = self._group(state, xq, xk, v, hidden)
         scores = torch.bmm(t.weights, t.p, out=self.work.take("scores", *xq.shape[:2], xk.shape[1])).mul_(mask)
         out = torch.bmm(t.weights, t.old, out=self.work.take("out", *xq.shape[:2], v.shape[2])).baddbmm_(scores, v)
@@ -211,20 +210,11 @@ class PositiveEngine(Engine):
         return out.mul_(row_scale.unsqueeze(2)), row_scale, t.state
 
     def causal_backward(
-        self,
-        state: Tensors,
-        grads: list[Tensor],
-        xq: Tensor,
-        xk: Tensor,
-        v: Tensor,
-        hidden: Tensor | None,
-        mask: Tensor,
-        g: Tensor,
-        out: Tensor,
-        row_scale: Tensor,
+        self, state: Tensors, grads: list[Tensor], inputs: Chunks, g: Tensor, out: Tensor, row_scale: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix."""
         take = self.work.take
+        xq, xk, v, hidden, mask = inputs
         t = self._group(state, xq, xk, v, hidden)
         weights = t.weights.mul_(row_scale.clamp_min(0).unsqueeze(2))
         score_size = (*xq.shape[:2], xk.shape[1])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.attention.engine import Engine
+from kernelformer.attention.engine import Chunks, Engine
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD as GUARD
 from kernelformer.contract import Role, SignedChunks, Workspace
@@ -220,8 +220,9 @@ class SignedEngine(Engine):
             log_grad = log_grad + norm_grad
         return self.chunks.pull(x, "key", phi, slope, log_grad, self.work.take("dxk", *x.shape))
 
-    def _group(self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor) -> _Group:
+    def _group(self, state: Tensors, inputs: Chunks) -> _Group:
         """Map a group of chunks, run the recurrence of the state over them, and take the chunks' own scores."""
+        xq, xk, v, hidden, mask = inputs
         rows, features, width = state[1].shape
         many, size = xk.shape[0], xk.shape[1]
         phi_k, factor = self._map(xk, "key", features, hidden)
@@ -262,30 +263,20 @@ class SignedEngine(Engine):
             phi_q, phi_k, norm_q, norm_k, norms, factor, visible, share, keys, decay, old, scores, row, [scale, *end]
         )
 
-    def causal(
-        self, state: Tensors, xq: Tensor, xk: Tensor, v: Tensor, hidden: Tensor | None, mask: Tensor
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def causal(self, state: Tensors, inputs: Chunks) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Past by the state, present by a small masked matrix; a row scale is not needed."""
-        t = self._group(state, xq, xk, v, hidden, mask)
+        xq, v = inputs.xq, inputs.v
+        t = self._group(state, inputs)
         past = torch.bmm(t.phi_q, t.old[0], out=self.work.take("out", *xq.shape[:2], v.shape[2]))
         out = _times(past, t.share).baddbmm_(t.scores, v)
         return out.mul_(t.rows.scale), out.new_zeros(out.shape[:2]), t.state
 
     def causal_backward(
-        self,
-        state: Tensors,
-        grads: list[Tensor],
-        xq: Tensor,
-        xk: Tensor,
-        v: Tensor,
-        hidden: Tensor | None,
-        mask: Tensor,
-        g: Tensor,
-        out: Tensor,
-        row_scale: Tensor,
+        self, state: Tensors, grads: list[Tensor], inputs: Chunks, g: Tensor, out: Tensor, row_scale: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix."""
-        t = self._group(state, xq, xk, v, hidden, mask)
+        xq, xk, v = inputs[:3]
+        t = self._group(state, inputs)
         g_num, g_den, g_guard = t.rows.split(g, out, self.normalize)
         slopes = torch.bmm(g_num, v.transpose(1, 2), out=self.work.take("products", *t.scores.shape))
         if g_den is not None:
@@ -324,7 +315,7 @@ class SignedEngine(Engine):
             norm_grad = (_times(later[2], t.keys) + norm_slope) * t.norm_k
         if unit_k is not None:
             slope.addcmul_(norm_slope, unit_k)
-        return dxq, self._pull_keys(xk, t.phi_k, slope, t.factor, norm_grad, hidden), dv, before
+        return dxq, self._pull_keys(xk, t.phi_k, slope, t.factor, norm_grad, inputs.hidden), dv, before
 
 
 @dataclass
