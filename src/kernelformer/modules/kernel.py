@@ -203,7 +203,6 @@ class KernelCore(AttentionCore):
         )
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
-        """Everything that the checks of a step look at, or nothing where they have to look each time."""
         if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in (query, key, value)):
             return ()
         if autocasts(query.device.type):

@@ -16,7 +16,7 @@ BAND = 64  # distances that ALiBi's attention meets key by key; beyond, sums fad
 
 
 class RelativePositions(nn.Module):
-    """A bias b per head over distances j - i, or over differences of rows and columns on a grid.
+    """Relative position bias: b per head over distances j - i, or over differences of rows and columns on a grid.
 
     One module may serve several layers: give it to each as ``relative=``.
 
@@ -36,7 +36,7 @@ class RelativePositions(nn.Module):
     Parameters: weight, (H, number of entries), starting at 0; none for alibi.
     """
 
-    place: Tensor
+    empty: Tensor
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RelativePositions(nn.Module):
         elif scheme == "alibi":
             if max_distance is not None:
                 raise ValueError(f"alibi falls for ever, got max_distance={max_distance}; leave it out.")
-            self.register_buffer("place", torch.empty(0), persistent=False)  # knows the device
+            self.register_buffer("empty", torch.empty(0), persistent=False)  # moves with the module: see `_device`
         elif scheme == "t5":
             self.max_distance = 128 if max_distance is None else max_distance
             if self.max_distance < num_buckets or num_buckets < 4 or num_buckets % 2:
@@ -90,12 +90,16 @@ class RelativePositions(nn.Module):
 
     @property
     def slopes(self) -> Tensor:
-        """ALiBi's, (H)."""
-        return alibi_slopes(self.num_heads).to(self.place.device)
+        """The slopes of ALiBi, (H)."""
+        return alibi_slopes(self.num_heads).to(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.empty.device if self.scheme == "alibi" else self.weight.device
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Zeros: attention starts without positions."""
+        """Set the table to zeros: attention starts without positions."""
         if self.scheme != "alibi":
             self.weight.zero_()
 
@@ -136,8 +140,7 @@ class RelativePositions(nn.Module):
                 )
             return {"bias": self.weight, "num_prefix": self.num_prefix}
         self._check(past + max(queries, keys))
-        place = self.place.device if self.scheme == "alibi" else self.weight.device
-        distance = torch.arange(max(past + queries + keys - 1, 0), device=place) - (past + queries - 1)
+        distance = torch.arange(max(past + queries + keys - 1, 0), device=self._device) - (past + queries - 1)
         return {"bias": self.entries(distance), **self._known()}
 
     def step(self, past: int) -> dict[str, Any]:
@@ -147,8 +150,7 @@ class RelativePositions(nn.Module):
         self._check(past + 1)
         known = self._known()
         window = known.pop("max_distance", self._reach if self.scheme == "table" else 0)
-        place = self.place.device if self.scheme == "alibi" else self.weight.device
-        return {"bias": self.entries(-torch.arange(window + 1, device=place)), **known}
+        return {"bias": self.entries(-torch.arange(window + 1, device=self._device)), **known}
 
     def _known(self) -> dict[str, Any]:
         if self.scheme == "alibi":

@@ -1,4 +1,4 @@
-"""New draws while training."""
+"""A schedule of new draws of the random features while training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def redraw(model: nn.Module, every: int = 1000) -> RemovableHandle:
 
     Args:
         model: the module whose forward is called in training: the one that was compiled or wrapped, where one was.
-        every: training forwards per draw (performer: about 1000; learned kernels: 100).
+        every: training forwards per draw (Performer: about 1000; KL-Transformer: 100).
 
     Returns:
         a handle; ``handle.remove()`` ends the schedule.
