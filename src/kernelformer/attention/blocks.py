@@ -87,7 +87,7 @@ def empty_rows(x: Tensor, width: int) -> Tensor:
 
 
 def grouped(x: Tensor, key_heads: int) -> Tensor:
-    """(B, H, L, X) -> (B, G, R, L, X), a view."""
+    """Query heads by their key head, (B, H, L, X) -> (B, G, R, L, X), a view."""
     groups: Tensor = x.unflatten(1, (key_heads, -1))
     return groups
 

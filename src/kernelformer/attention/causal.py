@@ -48,7 +48,7 @@ class _Pieces:
         self.mask = torch.ones(self.size, self.size, dtype=work.dtype, device=work.device).tril_().repeat(s.R, 1)
 
     def groups(self) -> list[tuple[int, int]]:
-        """(start, end) of every group."""
+        """The start and end of every group."""
         return list(spans(self.length, self.size * self.together))
 
     def rows(self, name: str, x: Tensor, block: slice, start: int, end: int) -> Tensor:

@@ -89,7 +89,7 @@ class Engine(ABC):
     @staticmethod
     @abstractmethod
     def zero_grads(state: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of nothing."""
+        """Gradients of a state, all zero."""
 
     @staticmethod
     @abstractmethod

@@ -74,7 +74,7 @@ class PositiveEngine(Engine):
 
     @staticmethod
     def state_shapes(features: int, width: int) -> list[tuple[int, int]]:
-        """log_mass and mean."""
+        """The shapes of log_mass and mean."""
         return [(features, 1), (features, width)]
 
     @staticmethod
@@ -84,7 +84,7 @@ class PositiveEngine(Engine):
 
     @staticmethod
     def zero_grads(state: Tensors) -> list[Tensor]:
-        """``[d_kv, d_mass]``."""
+        """Zeros for ``[d_kv, d_mass]``."""
         return [torch.zeros_like(state[1]), torch.zeros_like(state[0])]
 
     @staticmethod

@@ -89,7 +89,7 @@ class State:
 
     @property
     def batch(self) -> int:
-        """B."""
+        """The number of samples, B."""
         return self.tensors[0].shape[0]
 
     @property

@@ -78,7 +78,7 @@ class SignedEngine(Engine):
 
     @staticmethod
     def state_shapes(features: int, width: int) -> list[tuple[int, int]]:
-        """log_scale, kv, k_sum, norm_sum."""
+        """The shapes of log_scale, kv, k_sum and norm_sum."""
         return [(1, 1), (features, width), (features, 1), (1, 1)]
 
     @staticmethod
@@ -89,7 +89,7 @@ class SignedEngine(Engine):
 
     @staticmethod
     def zero_grads(state: Tensors) -> list[Tensor]:
-        """Of kv, k_sum and norm_sum."""
+        """Zeros for kv, k_sum and norm_sum."""
         return [torch.zeros_like(x) for x in state[1:]]
 
     @staticmethod
@@ -184,7 +184,7 @@ class SignedEngine(Engine):
     def absorb_backward(
         self, state: Tensors, grads: Tensors, x: Tensor, v: Tensor, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Sums' gradients at their terms."""
+        """The gradients of the sums, at each of their terms."""
         d_kv, d_k_sum, d_norm = grads
         phi, factor = self._map(x, "key", d_kv.shape[1], hidden)
         size = None if factor is None else (factor - state[0]).exp_()

@@ -30,11 +30,6 @@ class FourierSpec(SignedSpec):
     smoothing: float = 0.0
 
     @property
-    def nonnegative(self) -> bool:
-        """Cosines are signed."""
-        return False
-
-    @property
     def has_factor(self) -> bool:
         """``exp(|x|^2 / 2)`` of the softmax kernel overflows from |x| ~ 13, so it travels as a logarithm."""
         return self.row != 0
@@ -108,7 +103,7 @@ class FourierChunks(SignedChunks):
         return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.row)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of the transform's tensors."""
+        """Gradients of the transform's tensors."""
         return self.projection.tensor_grads()
 
 

@@ -82,19 +82,19 @@ class FastFood(Transform):
     """`fastfood` as a transform; tensors: scale, gauss, signs, permutation, (B or 1, H or 1, blocks, d') each."""
 
     def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """blocks d'."""
+        """The number of rows of all blocks, blocks d'."""
         return tensors[0].shape[-2] * tensors[0].shape[-1]
 
     def project(
         self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
     ) -> Tensor:
-        """By the fast transform of the rows."""
+        """The definition, by the fast transform of the rows."""
         x = (x.to(tensors[0].dtype) * factor).transpose(-1, -2)
         z = fastfood(x, *tensors).transpose(-1, -2)
         return z if offset is None else torch.add(z, offset, alpha=weight)
 
     def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection:
-        """With buffers of their own for the passes."""
+        """The same for chunks, with buffers of their own for the passes."""
         grads = None
         if learn:
             grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors]
@@ -112,11 +112,11 @@ class FastFoodProjection(Projection):
 
     @property
     def dim(self) -> int:
-        """d'."""
+        """The length of a padded row, d'."""
         return self.tensors[0].shape[-1]
 
     def _take(self, name: str, width: int) -> Tensor:
-        """(N, blocks, d', C)."""
+        """A buffer (N, blocks, d', C)."""
         return self.work.take(name, *self.scale.shape[:3], width)
 
     def _over_all(self, order: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class FastFoodProjection(Projection):
         return out if shift is None else out.add_(shift)
 
     def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Transposed in the last pass."""
+        """The same as `columns`, transposed in the last pass."""
         y, _, _ = self._forward(x)
         z = y.mul_(self.scale * self.factor).flatten(1, 2).transpose(1, 2)
         return out.copy_(z) if shift is None else torch.add(z, shift, out=out)
@@ -200,6 +200,6 @@ class FastFoodProjection(Projection):
         return FastFoodProjection([x[one] for x in self.tensors], self.factor * self.dim**0.5, grads)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of scale, gauss and signs; a permutation has none."""
+        """Gradients of scale, gauss and signs; a permutation has none."""
         assert self.grads is not None
         return list(self.grads)

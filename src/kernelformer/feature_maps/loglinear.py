@@ -95,7 +95,7 @@ class LogLinearChunks(PositiveChunks):
         return out.sub_(out.logsumexp(1, keepdim=True)) if self.unit_keys else out
 
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """``grad W``."""
+        """Multiply the gradient by W."""
         grad = self._by_head(grad)
         if self.grads is not None:
             self.grads[0] += grad.sum(1)
@@ -123,7 +123,7 @@ class LogLinearChunks(PositiveChunks):
         return LogLinearChunks(parts, biases, grads, self.unit_keys)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of w and b, in the order of the tensors."""
+        """Gradients of w and b, in the order of the tensors."""
         assert self.grads is not None
         (w_q,), (w_k,) = (x.tensor_grads() for x in self.parts)
         queries = [w_q, self.grads[0]]
@@ -196,7 +196,7 @@ class LogLinearMap(FeatureMap):
             x.fill_(-0.5 * math.log(rows))
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """w_q, b_q, w_k, b_k."""
+        """The parameters w_q, b_q, w_k, b_k."""
         w_q, b_q, w_k, b_k = (x.to(dtype).unsqueeze(0) for x in (self.w_q, self.b_q, self.w_k, self.b_k))
         if self.grouped:
             w_q, b_q = (x.unflatten(1, (self.heads, -1)) for x in (w_q, b_q))

@@ -50,13 +50,8 @@ class NystromSpec(SignedSpec):
     gamma: float
 
     @property
-    def nonnegative(self) -> bool:
-        """The inverse has negative entries."""
-        return False
-
-    @property
     def has_factor(self) -> bool:
-        """The softmax kernel's ``exp(|x|^2 / 2)``."""
+        """Whether rows carry the softmax kernel's ``exp(|x|^2 / 2)``."""
         return self.row != 0
 
     def length(self, normalize: bool) -> float:

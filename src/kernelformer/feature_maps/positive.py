@@ -34,7 +34,7 @@ class ExponentialSpec(PositiveSpec):
         return self.log_shares(x, tensors, scale, role) + self.constant
 
     def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """Without the constant."""
+        """The formula without its constant, which cancels."""
         norm = torch.linalg.vecdot(x, x).unsqueeze(-1)
         return self.transform.project(x, tensors, math.sqrt(scale), norm, self.row * scale)
 
@@ -79,7 +79,7 @@ class ExponentialChunks(PositiveChunks):
         return ExponentialChunks(self.projection.at(row), self.spec, self.scale, self.normalize)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of the transform's tensors."""
+        """Gradients of the transform's tensors."""
         return self.projection.tensor_grads()
 
 

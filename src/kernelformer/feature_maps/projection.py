@@ -116,7 +116,7 @@ class DenseProjection(Projection):
         return torch.bmm(self.weight, x, out=out) if shift is None else torch.baddbmm(shift, self.weight, x, out=out)
 
     def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """``grad W``."""
+        """Multiply the gradient by W."""
         if self.grads is not None:
             self.grads.baddbmm_(grad.transpose(1, 2), x)
         return torch.bmm(grad, self.weight, out=out)
@@ -148,7 +148,7 @@ class Identity(Transform):
     """z = x; no tensors."""
 
     def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """As many as x has."""
+        """As many entries as x has."""
         return head_dim
 
     def project(

@@ -68,7 +68,7 @@ class ScaledFourierMap(SpectralMap):
         self.sigma.fill_(1.0)
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """sigma * n, (heads, num_features, D)."""
+        """The frequencies sigma * n, (heads, num_features, D)."""
         return self.noise.to(dtype) * self.sigma.to(dtype).unsqueeze(1)
 
 
@@ -79,21 +79,16 @@ class GatedSpec(SignedSpec):
     inner: FourierSpec
 
     @property
-    def nonnegative(self) -> bool:
-        """Cosines are signed."""
-        return False
-
-    @property
     def has_factor(self) -> bool:
-        """The last coordinate."""
+        """Keys carry their last coordinate as log factor."""
         return True
 
     def length(self, normalize: bool) -> float | None:
-        """Of the Fourier features."""
+        """That of the Fourier features."""
         return self.inner.length(normalize)
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """Of the Fourier features."""
+        """That of the Fourier features."""
         return self.inner.feature_dim(tensors, head_dim - 1)
 
     def features(
@@ -104,7 +99,7 @@ class GatedSpec(SignedSpec):
         return phi, x[..., -1:] if role == "key" or not normalize else None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """In chunks."""
+        """The same in chunks."""
         return GatedChunks(self.inner.bind(tensors, scale, normalize, learn), normalize)
 
 
@@ -127,5 +122,5 @@ class GatedChunks(SignedChunks):
         return out
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of the Fourier map."""
+        """Gradients of the tensors of the Fourier map."""
         return self.inner.tensor_grads()
