@@ -61,7 +61,7 @@ class Method:
         paper: where it was published; None: here.
         equation: of the paper, where it has one.
         phi: its feature map, or what it does instead, in a few signs: w frequencies, m their number.
-        cost: time in the length L; m features, d head dimension, C components, s landmarks, r rank.
+        cost: time in the length L: m features, d head dimension, C components, s landmarks, r rank.
         family: ``exact``; ``positive`` or ``signed`` features, with the default options; ``landmarks``; ``other``.
         size: the option that sets how many features, landmarks or rows it has; None where there is nothing to set.
         causal: whether it can attend to earlier tokens only.
@@ -81,8 +81,8 @@ class Method:
     paper: Paper | None = None
     equation: str = ""
     phi: str
-    cost: str
     family: Family
+    cost: str = "L m"
     size: str | None = "num_features"
     causal: Fact = True
     streaming: Fact = True
@@ -152,7 +152,6 @@ METHODS: dict[str, Method] = {
         paper=PERFORMER,
         equation="Eq. 7",
         phi="exp(wx - x²/2)",
-        cost="L m",
         family="positive",
     ),
     "favor+hyperbolic": Method(
@@ -162,7 +161,6 @@ METHODS: dict[str, Method] = {
         paper=PERFORMER,
         equation="Lemma 1",
         phi="exp(±wx - x²/2), 2m features",
-        cost="L m",
         family="positive",
     ),
     "favor+regularized": Method(
@@ -172,7 +170,6 @@ METHODS: dict[str, Method] = {
         paper=PERFORMER,
         equation="Theorem 1",
         phi="exp(wx - x²/2), w on a sphere",
-        cost="L m",
         family="positive",
     ),
     "nprf": Method(
@@ -182,7 +179,6 @@ METHODS: dict[str, Method] = {
         paper=NPRF,
         equation="Sec. 3",
         phi="`favor+` of unit vectors, meant for a bias",
-        cost="L m",
         family="positive",
     ),
     "trigonometric": Method(
@@ -191,7 +187,6 @@ METHODS: dict[str, Method] = {
         paper=PERFORMER,
         equation="Eq. 5",
         phi="exp(x²/2) (cos wx, sin wx), signed, 2m features",
-        cost="L m",
         family="signed",
     ),
     "relu": Method(
@@ -200,7 +195,6 @@ METHODS: dict[str, Method] = {
         paper=PERFORMER,
         equation="Eq. 5",
         phi="f(wx) + ε; `activation=` relu, exp, sigmoid, abs, gelu, cos, tanh, identity",
-        cost="L m",
         family="positive",
         per_head={"per_head": True, "projection": True},
     ),
@@ -245,7 +239,6 @@ METHODS: dict[str, Method] = {
         paper=KL_TRANSFORMER,
         equation="Eq. 6",
         phi="(cos wx, sin wx), learned w = rows of S H G P H B",
-        cost="L m",
         family="signed",
     ),
     "fastfood-prf": Method(
@@ -255,7 +248,6 @@ METHODS: dict[str, Method] = {
         paper=KL_TRANSFORMER,
         equation="Eq. 12",
         phi="exp(wx - x²), learned w = rows of S H G P H B",
-        cost="L m",
         family="positive",
     ),
     "generative-rks": Method(
@@ -265,7 +257,6 @@ METHODS: dict[str, Method] = {
         paper=KL_TRANSFORMER,
         equation="Eq. 8",
         phi="(cos wx, sin wx), w = network(n), learned",
-        cost="L m",
         family="signed",
     ),
     "generative-prf": Method(
@@ -275,7 +266,6 @@ METHODS: dict[str, Method] = {
         paper=KL_TRANSFORMER,
         equation="Eq. 11",
         phi="exp(wx - x²), w = network(n), learned",
-        cost="L m",
         family="positive",
     ),
     "skyformer": Method(
@@ -324,7 +314,6 @@ METHODS: dict[str, Method] = {
         fixed={"normalize_qk": True},
         paper=RFA,
         phi="(cos wx, sin wx) of unit vectors, learned scale",
-        cost="L m",
         family="signed",
     ),
     "rfa-gate": Method(
@@ -335,7 +324,6 @@ METHODS: dict[str, Method] = {
         unused=("num_key_heads",),  # gates are each query head's own
         paper=RFA,
         phi="`rfa` with a gate that forgets",
-        cost="L m",
         family="signed",
         bias=False,
         cross=False,
@@ -344,7 +332,6 @@ METHODS: dict[str, Method] = {
         about="free positive map, for fitting a pretrained model",
         make=LogLinearMap,
         phi="exp(wx + b), w and b free, own ones for queries and keys; a key's features sum to 1",
-        cost="L m",
         family="positive",
     ),
 }
