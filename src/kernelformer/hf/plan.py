@@ -12,6 +12,7 @@ from kernelformer.modules import AttentionCore, MixedCore, method_options
 from kernelformer.modules.build import build_core
 from kernelformer.modules.options import maps_by_head, resolve_options
 from kernelformer.modules.replacing import select
+from kernelformer.modules.spec import AttentionSpec
 
 EXACT = "softmax"
 
@@ -95,10 +96,9 @@ class Conversion:
         """One line for each attention."""
         lines = []
         for x in self.layers:
-            options = "".join(f":{name}={value}" for name, value in x.options.items())
             exact = f", heads {', '.join(map(str, x.exact_heads))} exact" if x.exact_heads else ""
             called = f"called {x.calls}x" if x.calls else "not verified: give inputs="
-            lines.append(f"{x.name}: {x.method}{options}{exact} ({called})")
+            lines.append(f"{x.name}: {AttentionSpec.make(x.method, **x.options)}{exact} ({called})")
         return "\n".join(lines)
 
 

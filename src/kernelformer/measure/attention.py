@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.reference import log_kernel, positive_attention, signed_attention, visibility
+from kernelformer.attention.reference import log_attention, visibility
 from kernelformer.attention.relative.dispatch import ALGORITHMS
-from kernelformer.contract import PositiveSpec, SignedSpec
+from kernelformer.contract import PositiveSpec
 from kernelformer.errors import choice
 from kernelformer.measure.case import SMALL, Attention, Case, Contender
 from kernelformer.measure.harness import too_large
@@ -32,8 +32,7 @@ from kernelformer.modules import (
     method_options,
     parse_method,
 )
-from kernelformer.modules.baselines import BaselineCore
-from kernelformer.modules.gated import GatedCore
+from kernelformer.modules.reference import reference_attention
 
 __all__ = ["Case", "Contender", "Kernelformer", "Sdpa", "contender", "installed_peers", "yardsticks"]
 FILLED = 4096  # an unbounded table keeps all keys; more of them take too long to fill one by one
@@ -88,32 +87,9 @@ class Kernelformer(Contender):
         return call
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """By `attention.reference`, by the explicit matrix for exact methods, or by the method itself in float64."""
-        core, scale = self.core, self.core.scale
-        if isinstance(core, BaselineCore | GatedCore):
-            out: Tensor = copy.deepcopy(core).double()(q, k, v, is_causal=case.causal)
-            return out
-        q, k = core._normalize_qk(q, k, None)
-        visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
-        if not isinstance(core, KernelCore):
-            scores = scale * (q @ k.transpose(-1, -2))
-            if self.method == "softmax":
-                return _softmax(scores + case.bias_matrix(q.shape[2]), v, visible)
-            return torch.where(visible, torch.exp(-0.5 * scale * torch.cdist(q, k).square()), 0.0) @ v
-        phi = core.feature_map
-        q, k = phi.align(q, k, None)
-        tensors = phi.prepare(q, k, None, scale)
-        if isinstance(phi.spec, PositiveSpec):
-            logs = (phi.spec.log_features(q, tensors, scale, "query"), phi.spec.log_features(k, tensors, scale, "key"))
-            if case.bias is None:
-                return positive_attention(*logs, v, visible)
-            return _softmax(log_kernel(*logs) + case.bias_matrix(q.shape[2]), v, visible)
-        assert isinstance(phi.spec, SignedSpec)
-        (phi_q, size_q), (phi_k, size_k) = (
-            _mapped(phi.spec, x, tensors, scale, role) for x, role in ((q, "query"), (k, "key"))
-        )
-        guard = not phi.spec.nonnegative
-        return signed_attention(phi_q, phi_k, v, visible, core.normalize, guard, (size_q, size_k))
+        """By `modules.reference`, with the core's own draw."""
+        bias = None if case.bias is None else case.bias_matrix(q.shape[2])
+        return reference_attention(copy.deepcopy(self.core).double(), q, k, v, is_causal=case.causal, bias=bias)
 
     def runner(self, case: Case) -> Callable[[], Any]:
         """Return the call; in decoding it is one step after another, and a bias starts with its window full."""
@@ -140,19 +116,6 @@ class Kernelformer(Contender):
 def _is_positive(core: AttentionCore) -> bool:
     """Whether its weights are positive and normalized, so that they and a bias add up in log space."""
     return isinstance(core, KernelCore) and core.normalize and isinstance(core.feature_map.spec, PositiveSpec)
-
-
-def _softmax(scores: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """``sum_j exp(s_ij) v_j / sum_j exp(s_ij)`` over visible keys: (B, H, L, S), (B, H, S, E) -> (B, H, L, E)."""
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
-
-
-def _mapped(spec: SignedSpec, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Any) -> tuple[Tensor, Tensor]:
-    """Features with their factor, and their lengths as the guard takes them."""
-    phi, factor = spec.features(x, tensors, scale, role)
-    length = spec.length(False)
-    size = phi.norm(dim=-1, keepdim=True) if length is None else phi.new_full((*phi.shape[:-1], 1), length)
-    return (phi, size) if factor is None else (phi * factor.exp(), size * factor.exp())
 
 
 class Sdpa(Contender):
@@ -199,7 +162,7 @@ class Sdpa(Contender):
         """Return the softmax of the explicit matrix."""
         visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
         scores = (q @ k.transpose(-1, -2)) / math.sqrt(case.head_dim)
-        return _softmax(scores + case.bias_matrix(q.shape[2]), v, visible)
+        return log_attention(scores, v, visible, bias=case.bias_matrix(q.shape[2]))
 
     def runner(self, case: Case) -> Callable[[], Any]:
         """Return the call; in decoding it is one query against a cache of the context."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from kernelformer.data.sparse_sums import CLASSES
 from kernelformer.formatting import short_names
 from kernelformer.modules import method_options, parse_method
 from kernelformer.recipes.catalogue import change, find_recipe
@@ -22,7 +23,6 @@ from kernelformer.records import read_metrics
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import SparsitySettings as Settings
 from kernelformer.studies.training import train_model
-from kernelformer.tasks.sparsity import CLASSES
 from kernelformer.training import Run
 from kernelformer.training.plan import Plan, check
 

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.data.batching import Sample
-from kernelformer.data.sparse_sums import CLASSES as CLASSES
-from kernelformer.data.sparse_sums import PairTokens, check_sums
-from kernelformer.data.sparse_sums import SparseSums as SparseSums
-from kernelformer.data.sparse_sums import sparse_sums as sparse_sums
+from kernelformer.data.sparse_sums import CLASSES, PairTokens, check_sums, sparse_sums
 from kernelformer.data.splits import SPLITS
 from kernelformer.errors import choice
 from kernelformer.tasks.base import Classification
