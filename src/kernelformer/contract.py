@@ -19,6 +19,7 @@ D head dimension, M features, E value dimension.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -312,7 +313,7 @@ def register(spec: Spec) -> str:
 
     Specs that differ but print alike, as those of a class that was defined twice, are numbered.
     """
-    spec_id, count = repr(spec), 1
+    spec_id, count = sys.intern(repr(spec)), 1
     while _SPECS.setdefault(spec_id, spec) != spec:
         count += 1
         spec_id = f"{spec!r} #{count}"

@@ -129,9 +129,10 @@ def test_a_chunk_is_a_number_of_rows_not_a_number_of_chunks(monkeypatch):
     seen = []
     original = positive.PositiveEngine.causal
 
-    def spy(self, state, xq, xk, *rest):
-        seen.append((xk.shape[0] * xk.shape[1] * state[1].shape[1], xk.shape[1]))
-        return original(self, state, xq, xk, *rest)
+    def spy(self, state, inputs):
+        many, rows, _ = inputs.xk.shape
+        seen.append((many * rows * state[1].shape[1], rows))
+        return original(self, state, inputs)
 
     monkeypatch.setattr(positive.PositiveEngine, "causal", spy)
     core = core_of("favor+")

@@ -241,7 +241,7 @@ def test_ctrl_c_in_the_demo_names_a_command_that_goes_on(tmp_path, monkeypatch):
     ("options", "work", "then"),
     [
         (["bench", "--attention", "elu"], "kernelformer.measure.benchmark.run_case", "starts anew"),
-        (["study", "sparsity"], "kernelformer.studies.sparsity.study", "goes on from there"),
+        (["study", "sparsity"], "kernelformer.studies.sparsity.run", "goes on from there"),
         (["study", "lengths", "x"], "kernelformer.studies.lengths.run", "goes on from there"),
         (
             ["study", "conversion", "x", "--text", "y", "--held-out", "z"],
@@ -249,7 +249,7 @@ def test_ctrl_c_in_the_demo_names_a_command_that_goes_on(tmp_path, monkeypatch):
             "goes on",
         ),
         (["study", "normalized"], "kernelformer.studies.normalized.run", "goes on from there"),
-        (["study", "tour"], "kernelformer.studies.tour.take_tour", "starts anew"),
+        (["study", "tour"], "kernelformer.studies.tour.run", "starts anew"),
         (["convert", "x", "y"], "kernelformer.pipelines.convert.run", "starts anew"),
         (["evaluate", "x"], "kernelformer.training.evaluation.evaluate", "starts anew"),
     ],

@@ -79,12 +79,13 @@ def test_the_time_of_a_step_leaves_out_what_is_cleaned_up(monkeypatch):
 
 
 def test_the_peak_of_each_step_is_beyond_what_was_there_before_the_first():
-    sizes = {"large": 2**24, "small": 2**22}  # 64 and 16 MiB in float32
+    # 128 and 64 MiB in float32: above 32 MiB the allocator gives memory back at once, whatever ran before.
+    sizes = {"large": 2**25, "small": 2**24}
     for size in sizes.values():
         torch.ones(size)
     peaks = peak_memory({name: Step(lambda size=size: torch.ones(size)) for name, size in sizes.items()})
-    assert 60 < peaks["large"] / 2**20 < 80
-    assert 14 < peaks["small"] / 2**20 < 40
+    assert 120 < peaks["large"] / 2**20 < 160
+    assert 60 < peaks["small"] / 2**20 < 80
 
 
 def test_a_pass_trains_only_if_asked():

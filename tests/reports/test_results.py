@@ -147,7 +147,7 @@ def test_a_section_tells_what_was_done_and_how_far_it_is_from_the_paper(tmp_path
         "Reading proteins.",
         "Model: 2 layers, width 64, 2 heads; task: length 1024, data data/imdb; 100 steps of 16 samples, learning rate "
         "0.0001; seeds 0, 1.",
-        "Against the paper: Kernelized-rpe Table 2. A hundredth of the steps.",
+        "Against the paper: NPRF with RPE, Table 2. A hundredth of the steps.",
         "Best is softmax (accuracy 0.5500 ± 0.0707)",
         "Measured on 2026-03-04, seeds 0, 1; all numbers: 2026-03-04-proteins.json.",
         "torch 2.13.0, processor AMD EPYC",

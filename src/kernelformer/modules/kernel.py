@@ -46,8 +46,13 @@ class KernelCore(AttentionCore):
         self.normalize = feature_map.normalized if normalize is None else flag("normalize", normalize)
         if feature_map.aligns and not self.normalize:
             raise ValueError("align=True moves the keys, which only normalization undoes; got normalize=False.")
+
+    @property
+    def biased(self) -> BiasedAttention:
+        """The part that attends with a relative bias, through the map that the core has now."""
         # Landmarks have to be chosen among normalized tokens.
-        self.biased = BiasedAttention(feature_map, normalize_qk=self.normalize_qk and not feature_map.sees_sequence)
+        inside = self.normalize_qk and not self.feature_map.sees_sequence
+        return BiasedAttention(self.feature_map, normalize_qk=inside)
 
     @property
     def feature_dim(self) -> int:
