@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -33,3 +34,9 @@ def small_blocks(monkeypatch):
 
     monkeypatch.setattr(blocks, "CAUSAL_CHUNK", 8)
     monkeypatch.setattr(blocks, "BUFFER", 3000)
+
+
+@pytest.fixture
+def quick_gc(monkeypatch):
+    """Measuring collects garbage before each step, which takes long in a process with the objects of many tests."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)

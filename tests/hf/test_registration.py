@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -103,22 +104,34 @@ print(type(AutoModel.from_pretrained(sys.argv[1])).__name__, registries()[0])
     assert python(code, tmp_path) == "KernelformerModel ['kernelformer']\n"
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import kernelformer.hf.save, kernelformer.hf.load, kernelformer.hf.register, kernelformer.hf.convert",
-        "from kernelformer.hf.convert import conversion",
-        "import kernelformer.distill.measure, kernelformer.models",
-        "import kernelformer.pipelines.convert, kernelformer.data.texts",
-    ],
-)
-def test_exported_names_are_functions_whatever_was_imported_before(first):
-    code = f"""
-{first}
+FIRST = [
+    "import kernelformer.hf.save, kernelformer.hf.load, kernelformer.hf.register, kernelformer.hf.convert",
+    "from kernelformer.hf.convert import conversion",
+    "import kernelformer.distill.measure, kernelformer.models",
+    "import kernelformer.pipelines.convert, kernelformer.data.texts",
+]
+NAMES = """
 from kernelformer.hf import convert, load, register, save
 import kernelformer.hf.convert, kernelformer.hf.load, kernelformer.hf.register, kernelformer.hf.save
 import kernelformer
-print([type(x).__name__ for x in (convert, load, register, save)])
-print([getattr(kernelformer.hf, x.__name__) is x for x in (convert, load, register, save)])
+for x in (convert, load, register, save):
+    assert type(x).__name__ == "function", x
+    assert getattr(kernelformer.hf, x.__name__) is x, x
 """
-    assert python(code) == f"{['function'] * 4}\n{[True] * 4}\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, so that torch is imported once")
+def test_exported_names_are_functions_whatever_was_imported_before():
+    code = f"""
+import os, sys
+import torch, transformers
+assert not any(x.startswith("kernelformer") for x in sys.modules)
+for first in {FIRST!r}:
+    child = os.fork()
+    if not child:
+        exec(first + {NAMES!r})
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, first
+print("done")
+"""
+    assert python(code) == "done\n"

@@ -17,6 +17,8 @@ from kernelformer.studies import encoder
 from kernelformer.studies.encoder import Result, Row, Size, cases
 from kernelformer.studies.settings import EncoderSettings
 
+pytestmark = pytest.mark.usefixtures("quick_gc")
+
 NAMES = ("softmax", "favor+:num_features=8", "opt", "opt+qk")
 TINY = Case("tiny", 2, 16, 24, 2, 32)
 

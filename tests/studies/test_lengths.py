@@ -21,6 +21,8 @@ from kernelformer.studies import lengths as study  # noqa: E402
 from kernelformer.studies.lengths_result import Result, Row, between, crossover, predicted  # noqa: E402
 from kernelformer.studies.settings import LengthsSettings  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_gc")
+
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 40}
 SPEC = "favor+:num_features=8"
 
