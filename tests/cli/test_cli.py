@@ -185,6 +185,7 @@ def test_list_names_every_method():
     assert "favor+hyperbolic" in result.output
 
 
+@pytest.mark.slow
 def test_the_tour_measures_tells_and_draws(monkeypatch, tmp_path):
     from kernelformer.studies import tour
 

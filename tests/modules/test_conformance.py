@@ -92,7 +92,9 @@ def test_gradcheck(variant, is_causal, small_blocks):
     def run(*x):
         return core(*x[:3], is_causal=is_causal, key_mask=key_mask)
 
-    assert gradcheck(run, [*leaves, *learned], atol=1e-6, fast_mode=bool(learned))
+    # Entry by entry for one map of each family; all gradients are compared with the definition's besides.
+    fast = variant not in ("favor+", "trigonometric", "gaussian")
+    assert gradcheck(run, [*leaves, *learned], atol=1e-6, fast_mode=fast)
 
 
 @both

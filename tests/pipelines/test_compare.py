@@ -228,7 +228,7 @@ def test_a_worker_that_says_much_does_not_wait_for_ever(tmp_path, monkeypatch):
 
 def test_ctrl_c_ends_a_comparison_with_a_checkpoint_and_it_goes_on_to_the_same_numbers(tmp_path):
     options = ["compare", "bytes", "--attention", "elu", *SMALL, "--out", str(tmp_path / "out")]
-    options[options.index("--steps") + 1] = "300"
+    options[options.index("--steps") + 1] = "120"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "kernelformer", *options]
     with subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
@@ -243,11 +243,11 @@ def test_ctrl_c_ends_a_comparison_with_a_checkpoint_and_it_goes_on_to_the_same_n
     assert "stopping after this step, with a checkpoint" in out
     said = re.fullmatch(r"error: stopped in (.*); go on with `(.*)`.", err.strip())
     assert said[1] == str(tmp_path / "out" / "elu-seed0")
-    assert 5 <= int(next((tmp_path / "out" / "elu-seed0").glob("checkpoint-*")).name.split("-")[1]) < 300
+    assert 5 <= int(next((tmp_path / "out" / "elu-seed0").glob("checkpoint-*")).name.split("-")[1]) < 120
     again = subprocess.run(said[2], shell=True, env=env, capture_output=True, text=True)  # as a user would copy it
     assert again.returncode == 0, again.stderr
     torch.set_num_threads(1)
-    train(small_run(steps=300), tmp_path / "whole", quiet=True)
+    train(small_run(steps=120), tmp_path / "whole", quiet=True)
     found, want = (json.loads((x / "result.json").read_text()) for x in (lines.parent, tmp_path / "whole"))
     assert found["value"] == want["value"]
 

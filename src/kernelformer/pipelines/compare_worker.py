@@ -26,7 +26,7 @@ ERROR = "error: "  # before the reason of a failure, to tell it from what librar
 
 
 def main(request: str) -> int:
-    """Train what the request says, and look at the model; lines on stdout, the reason of a failure on stderr."""
+    """Train what the request says, and measure how the model decodes; lines on stdout, the reason of a failure on stderr."""
     end_with_parent()
     asked = json.loads(request)
     torch.set_num_threads(asked["threads"])
@@ -40,7 +40,7 @@ def main(request: str) -> int:
             log=_log,
         )
         if not result.diverged and issubclass(MODELS[TASKS[run.task].model], KernelformerForCausalLM):
-            look(run, folder, result)
+            measure_decoding(run, folder, result)
     except KeyboardInterrupt:
         return STOPPED
     except (ValueError, OSError, TrainingError) as problem:
@@ -55,7 +55,7 @@ def _log(text: str) -> None:
         print(text, flush=True)
 
 
-def look(run: Run, folder: Path, result: Result) -> None:
+def measure_decoding(run: Run, folder: Path, result: Result) -> None:
     """Add what decoding costs to the result of a language model, and a text of one over bytes; once."""
     sample = folder / SAMPLE if run.task == "bytes" else None
     if sample is not None and sample.exists() and result.decode is None:
