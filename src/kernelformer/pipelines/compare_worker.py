@@ -26,7 +26,7 @@ ERROR = "error: "  # before the reason of a failure, to tell it from what librar
 
 
 def main(request: str) -> int:
-    """Train what the request says, and measure how the model decodes; lines on stdout, the reason of a failure on stderr."""
+    """Train what the request says and measure how the model decodes; lines on stdout, why it failed on stderr."""
     end_with_parent()
     asked = json.loads(request)
     torch.set_num_threads(asked["threads"])
