@@ -71,7 +71,7 @@ def test_a_measuring_worker_ends_with_a_signal_to_its_parent_alone(number, tmp_p
 
 
 @linux
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_comparison_that_is_ended_leaves_a_checkpoint_and_no_worker(number, tmp_path):
     folder = tmp_path / "out" / "elu-seed0"
     options = ["compare", "bytes", "--attention", "elu", *TRAINING, "--out", str(tmp_path / "out")]

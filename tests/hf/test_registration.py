@@ -106,8 +106,6 @@ print(type(AutoModel.from_pretrained(sys.argv[1])).__name__, registries()[0])
 
 FIRST = [
     "import kernelformer.hf.save, kernelformer.hf.load, kernelformer.hf.register, kernelformer.hf.convert",
-    "from kernelformer.hf.convert import conversion",
-    "import kernelformer.distill.measure, kernelformer.models",
     "import kernelformer.pipelines.convert, kernelformer.data.texts",
 ]
 NAMES = """
