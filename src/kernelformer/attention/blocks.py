@@ -118,14 +118,18 @@ def put_rows(target: Tensor, rows: Tensor) -> None:
     target.copy_(rows.view(target.shape))
 
 
-def put_chunks(target: Tensor, rows: Tensor, chunks: int, size: int) -> None:
-    """The inverse of `chunk_rows`; what was beyond T is dropped."""
+def put_chunks(target: Tensor, rows: Tensor, chunks: int, size: int, add: bool = False) -> None:
+    """The inverse of `chunk_rows`, or its sum with what is there; what was beyond T is dropped."""
     b, g, r, t, width = target.shape
     whole = rows.view(b, g, chunks, r, size, width).transpose(2, 3)
     if t == chunks * size:
-        target.unflatten(3, (chunks, size)).copy_(whole)
+        target = target.unflatten(3, (chunks, size))
     else:
-        target.copy_(whole.reshape(b, g, r, chunks * size, width)[..., :t, :])
+        whole = whole.reshape(b, g, r, chunks * size, width)[..., :t, :]
+    if add:
+        target.add_(whole)
+    else:
+        target.copy_(whole)
 
 
 def hidden_rows(

@@ -18,52 +18,19 @@ from torch import Tensor
 
 from kernelformer.attention.blocks import (
     Shapes,
-    chunk_rows,
     empty_rows,
     gather_grads,
     grouped,
-    hidden_rows,
-    put_chunks,
     put_rows,
     rows_of,
     spans,
     spread,
-    tail_hidden,
     visible_pair,
 )
 from kernelformer.attention.engine import Chunks
 from kernelformer.attention.families import engine_class, make_engine
+from kernelformer.attention.pieces import Pieces
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
-
-
-class _Pieces:
-    """The groups of chunks of one call: their places, and the tensors cut to them."""
-
-    def __init__(self, s: Shapes, key_mask: Tensor | None, work: Workspace) -> None:
-        self.s, self.key_mask, self.work = s, key_mask, work
-        self.samples = s.samples()
-        self.size, self.together = s.causal(self.samples)
-        # Keys beyond the last query are never seen; queries beyond the last key see the final state.
-        self.length = min(s.L, s.S)
-        self.mask = torch.ones(self.size, self.size, dtype=work.dtype, device=work.device).tril_().repeat(s.R, 1)
-
-    def groups(self) -> list[tuple[int, int]]:
-        """The start and end of every group."""
-        return list(spans(self.length, self.size * self.together))
-
-    def rows(self, name: str, x: Tensor, block: slice, start: int, end: int) -> Tensor:
-        """A piece of (B, G, R, T, X) as rows of chunks, in the buffer of that name."""
-        return chunk_rows(x[block, :, :, start:end], name, self.work, self.together, self.size)
-
-    def hidden(self, block: slice, count: int, start: int, end: int) -> Tensor | None:
-        """The keys of a piece that do not count."""
-        if self.key_mask is None:
-            return tail_hidden(end - start, self.together, self.size, count * self.s.G, self.work.device)
-        return hidden_rows(self.key_mask, block, slice(start, end), self.s.G, self.together, self.size)
-
-    def put(self, target: Tensor, rows: Tensor, block: slice, start: int, end: int) -> None:
-        """Write rows of chunks back."""
-        put_chunks(target[block, :, :, start:end], rows, self.together, self.size)
 
 
 @torch.library.custom_op("kernelformer::causal_attention", mutates_args=())
@@ -83,7 +50,8 @@ def _forward(
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
-    pieces = _Pieces(s, key_mask, work)
+    # Keys beyond the last query are never seen; queries beyond the last key see the final state.
+    pieces = Pieces(s, key_mask, work, length=min(s.L, s.S))
     out = empty_rows(query, s.E)
     row_scales = query.new_zeros(s.B, s.H, s.L, dtype=dtype)
     end_state = [torch.empty_like(x) for x in state]
@@ -161,7 +129,8 @@ def _backward(
     s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
     dtype = compute_dtype(query.dtype)
     work = Workspace(dtype, query.device)
-    pieces = _Pieces(s, key_mask, work)
+    # Keys beyond the last query are never seen; queries beyond the last key see the final state.
+    pieces = Pieces(s, key_mask, work, length=min(s.L, s.S))
     dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
     for unseen in (dk, dv):
         unseen[:, :, s.L :] = 0
@@ -191,7 +160,7 @@ def _backward(
             named = {"q": q5, "k": k5, "v": v5, "g": g5, "o": out5, "row_scale": row_scales5}
             xq, xk, v, g, y, row_scale = (pieces.rows(n, x, block, start, end) for n, x in named.items())
             inputs = Chunks(xq, *visible_pair(xk, v, hidden), hidden, pieces.mask)
-            dx, dx_k, d_v, grads = engine.causal_backward(rows, grads, inputs, g, y, row_scale.squeeze(2))
+            dx, dx_k, d_v, grads, _ = engine.causal_backward(rows, grads, inputs, g, y, row_scale.squeeze(2))
             pieces.put(dq5, dx, block, start, end)
             for target, part in zip((dk5, dv5), visible_pair(dx_k, d_v, hidden), strict=True):
                 pieces.put(target, part, block, start, end)

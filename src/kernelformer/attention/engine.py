@@ -29,6 +29,47 @@ class Chunks(NamedTuple):
     mask: Tensor
 
 
+class Part(NamedTuple):
+    """What some keys give to c chunks of queries, to be merged with what other keys give (`merge`).
+
+    Args:
+        num: (N c, R C, E), ``exp(-log) sum_j w_ij v_j``.
+        log: (N c, R C), the scale of the row's sums; EMPTY where it sees no key.
+        den: (N c, R C), ``exp(-log) sum_j w_ij``; None means 1.
+        guard: (N c, R C), ``exp(-log) |phi(q_i)| sum_j |phi(k_j)|``; None: the same as den.
+    """
+
+    num: Tensor
+    log: Tensor
+    den: Tensor | None = None
+    guard: Tensor | None = None
+
+
+class Merged(NamedTuple):
+    """What the rows of a part were divided by in the end, with other parts: the backward pass asks for it.
+
+    Args:
+        total: (N c, R C), the logarithm of the denominator, on the scale of the part's weights.
+        guarded: (N c, R C) bool, whether the guard is the denominator; None means nowhere.
+    """
+
+    total: Tensor
+    guarded: Tensor | None = None
+
+
+class CausalGrads(NamedTuple):
+    """Gradients of a causal group: of queries, keys, values, the state before it, and the rows' log scale (N c, R C).
+
+    The last one is for parts only.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    state: list[Tensor]
+    log: Tensor | None = None
+
+
 class Engine(ABC):
     """Sums over keys and reads by queries, chunk by chunk, for N rows (sample, key head) at once.
 
@@ -39,10 +80,12 @@ class Engine(ABC):
     Args:
         normalize: divide by the sum of the weights.
         work: buffers.
+        parts: its causal groups are parts of a larger sum (`causal_part`), so that the map is bound without leaving out
+            what would cancel under normalization.
     """
 
-    def __init__(self, normalize: bool, work: Workspace) -> None:
-        self.normalize, self.work = normalize, work
+    def __init__(self, normalize: bool, work: Workspace, parts: bool = False) -> None:
+        self.normalize, self.work, self.parts = normalize, work, parts
 
     @abstractmethod
     def absorb(self, state: list[Tensor], x: Tensor, v: Tensor, hidden: Tensor | None) -> None:
@@ -71,10 +114,24 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def causal_part(self, state: Sequence[Tensor], inputs: Chunks) -> tuple[Part, Tensor, list[Tensor]]:
+        """As `causal`, with the sums of a row in place of its output."""
+
+    @abstractmethod
     def causal_backward(
-        self, state: Sequence[Tensor], grads: list[Tensor], inputs: Chunks, g: Tensor, out: Tensor, row_scale: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Gradients at xq, xk and v of `causal`, and the state's before the group from those after it."""
+        self,
+        state: Sequence[Tensor],
+        grads: list[Tensor],
+        inputs: Chunks,
+        g: Tensor,
+        out: Tensor,
+        row_scale: Tensor,
+        merged: Merged | None = None,
+    ) -> CausalGrads:
+        """Gradients of `causal`, from those of the output and of the state after the group.
+
+        Those of `causal_part` where ``merged`` says what its rows were divided by; ``out`` is the whole output then.
+        """
 
     @staticmethod
     @abstractmethod

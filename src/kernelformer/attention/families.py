@@ -18,12 +18,20 @@ def engine_class(spec: Spec) -> type[Engine]:
 
 
 def make_engine(
-    spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool, work: Workspace
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    scale: float,
+    normalize: bool,
+    learn: bool,
+    work: Workspace,
+    parts: bool = False,
 ) -> tuple[Engine, Callable[[], list[Tensor]]]:
     """Bind a spec to the rows of a block; also returns how to ask for the gradients of the bound tensors."""
+    cancels = normalize and not parts
     if isinstance(spec, PositiveSpec):
-        positive = spec.bind(tensors, scale, normalize, learn)
-        return PositiveEngine(positive, normalize, work), positive.tensor_grads
+        positive = spec.bind(tensors, scale, cancels, learn)
+        return PositiveEngine(positive, normalize, work, parts), positive.tensor_grads
     assert isinstance(spec, SignedSpec)
-    signed = spec.bind(tensors, scale, normalize, learn)
-    return SignedEngine(signed, normalize, work, spec.nonnegative, spec.length(normalize)), signed.tensor_grads
+    signed = spec.bind(tensors, scale, cancels, learn)
+    length = spec.length(cancels)
+    return SignedEngine(signed, normalize, work, parts, spec.nonnegative, length), signed.tensor_grads

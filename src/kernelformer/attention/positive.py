@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.attention.engine import Chunks, Engine
+from kernelformer.attention.engine import CausalGrads, Chunks, Engine, Merged, Part
 from kernelformer.contract import PositiveChunks, Workspace
 
 EMPTY = -1e30  # log mass of no keys: vanishes against any real one, and differences of it stay finite
@@ -43,7 +43,7 @@ def _key_logits(chunks: PositiveChunks, x: Tensor, hidden: Tensor | None, fill: 
     return logits if hidden is None else logits.masked_fill_(hidden.unsqueeze(1), fill)
 
 
-def _softmax_mass(logits: Tensor) -> Tensor:
+def softmax_mass(logits: Tensor) -> Tensor:
     """Softmax over the last axis, in place; returns the log of the sum, read off the largest entry before and after."""
     peak = logits.amax(-1, keepdim=True)
     torch.softmax(logits, -1, out=logits)
@@ -56,7 +56,7 @@ class _Group:
 
     p: Tensor  # (N c, M, C) keys' share of the mixture up to and with their chunk
     weights: Tensor  # (N c, R C, M) p(m | i) under that mixture
-    root: Tensor | None  # (N c, R C, 1) of the rows' sizes, unnormalized
+    mass: Tensor | None  # (N c, R C, 1) logarithm of the rows' sizes under that mixture, where it is wanted
     before: Tensor  # (N c, M, 1) log mass before the chunk
     decay: Tensor  # (N c, M, 1) share of the mixture from before the chunk
     kv: Tensor  # (N c, M, E) what the chunk adds
@@ -67,8 +67,8 @@ class _Group:
 class PositiveEngine(Engine):
     """Mixtures of positive features; see `Engine` for the methods."""
 
-    def __init__(self, chunks: PositiveChunks, normalize: bool, work: Workspace) -> None:
-        super().__init__(normalize, work)
+    def __init__(self, chunks: PositiveChunks, normalize: bool, work: Workspace, parts: bool = False) -> None:
+        super().__init__(normalize, work, parts)
         self.chunks = chunks
         self.turn = False
 
@@ -105,37 +105,41 @@ class PositiveEngine(Engine):
         log_mass, mean = state
         buffer = self.work.take("keys", x.shape[0], mean.shape[1], x.shape[1])
         p = _key_logits(self.chunks, x, hidden, EMPTY, buffer)
-        mass = _softmax_mass(p)
+        mass = softmax_mass(p)
         total = torch.logaddexp(log_mass, mass)
         new = torch.bmm(p, v, out=self.work.take("kv", *mean.shape))
         mean.mul_((log_mass - total).exp_()).addcmul_(new, mass.sub_(total).exp_())
         log_mass.copy_(total)
 
     def _weights(self, log_mass: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``p(m | i)`` and, unnormalized, the root of the row's size (N, C, 1), which it was divided by."""
+        """``p(m | i)`` and, where it does not cancel, the log of the row's size (N, C, 1), which it was divided by."""
         out = self.work.take("queries", *x.shape[:2], log_mass.shape[1])
         weights = self.chunks.queries(x, log_mass.transpose(1, 2), out)
-        if self.normalize:
+        if self.normalize and not self.parts:
             return torch.softmax(weights, -1, out=weights), None
-        root = _softmax_mass(weights).mul_(0.5).exp_()
-        return weights, root
+        mass = softmax_mass(weights)
+        return weights, mass
 
     def read(self, state: Tensors, x: Tensor) -> Tensor:
         """The mixture's mean, feature by feature as the query weighs them."""
-        weights, root = self._weights(state[0], x)
+        weights, mass = self._weights(state[0], x)
         out = torch.bmm(weights, state[1], out=self.work.take("out", *weights.shape[:2], state[1].shape[2]))
-        return out if root is None else out.mul_(root).mul_(root)
+        if mass is None:
+            return out
+        root = mass.mul_(0.5).exp_()
+        return out.mul_(root).mul_(root)
 
     def read_backward(self, state: Tensors, grads: list[Tensor], x: Tensor, g: Tensor, out: Tensor) -> Tensor:
         """Softmax's gradient: ``p (g . mean - g . out)``."""
         d_kv, d_mass = grads
-        weights, root = self._weights(state[0], x)
+        weights, mass = self._weights(state[0], x)
         slope = self.work.take("slope", *weights.shape)
-        if root is None:
+        if mass is None:
             delta = self._delta(g, out)
             d_mass.add_(torch.mul(weights, delta, out=slope).sum(1).unsqueeze(2))
             torch.baddbmm(delta, g, state[1].transpose(1, 2), out=slope)
         else:
+            root = mass.mul_(0.5).exp_()
             weights.mul_(root)
             g = g * root
             torch.bmm(g, state[1].transpose(1, 2), out=slope)
@@ -163,7 +167,7 @@ class PositiveEngine(Engine):
         rows, features, width = mean.shape
         many = xk.shape[0]
         p = _key_logits(self.chunks, xk, hidden, EMPTY, self.work.take("keys", many, features, xk.shape[1]))
-        mass = _softmax_mass(p)
+        mass = softmax_mass(p)
         before, after, decay = (torch.empty_like(mass) for _ in range(3))
         ladder = [x.view(rows, -1, features, 1) for x in (mass, before, after, decay)]
         for new, past, total, _ in zip(*(x.unbind(1) for x in ladder), strict=True):
@@ -178,11 +182,22 @@ class PositiveEngine(Engine):
         for step, add, keep in zip(*(x.unflatten(0, (rows, -1)).unbind(1) for x in (old, kv, decay)), strict=True):
             torch.mul(mean, keep, out=step)
             torch.add(step, add, out=mean)
-        weights, root = self._weights(after, xq)
-        return _Group(p, weights, root, before, decay, kv, old, [log_mass, mean])
+        weights, size = self._weights(after, xq)
+        return _Group(p, weights, size, before, decay, kv, old, [log_mass, mean])
 
     def causal(self, state: Tensors, inputs: Chunks) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Past by the state, present by a small masked matrix.
+        """Past by the state, present by a small masked matrix."""
+        out, row_scale, _, after = self._causal(state, inputs)
+        return out, row_scale, after
+
+    def causal_part(self, state: Tensors, inputs: Chunks) -> tuple[Part, Tensor, list[Tensor]]:
+        """The mean of what a row sees, and its log mass: that of its mixture, times the share that it sees of it."""
+        out, row_scale, log, after = self._causal(state, inputs)
+        assert log is not None
+        return Part(out, log), row_scale, after
+
+    def _causal(self, state: Tensors, inputs: Chunks) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """Outputs, row scales, log masses (of parts) and the state after.
 
         The row scale is what ``weights`` must be multiplied with to give the row's true shares: 1 / seen, or the size
         of an unnormalized row. 0 marks a row that sees no key, -1 one that was rescued.
@@ -194,29 +209,51 @@ class PositiveEngine(Engine):
         past = torch.mul(t.weights, t.decay.transpose(1, 2), out=self.work.take("slope", *t.weights.shape))
         seen = past.sum(2).add_(scores.sum(2))
         lost = seen < LOST
-        if t.root is None:
+        log = None
+        if self.parts:
+            assert t.mass is not None
+            log = seen.log().add_(t.mass.squeeze(2))
+        if self.normalize:
             row_scale = seen.reciprocal_()
         else:
-            row_scale = t.root.squeeze(2).square()
+            assert t.mass is not None
+            row_scale = (0.5 * t.mass).exp_().square_().squeeze(2)
             lost |= row_scale.isinf()
         if bool(lost.any()):
             row_scale.masked_fill_(lost, 0)
+            log = None if log is None else log.masked_fill_(lost, EMPTY)
             out.mul_(row_scale.unsqueeze(2))
             for row, index in _rescued(lost & _visible(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
                 out[row, index] = (r.shares_before @ r.mean + r.shares.sum(1) @ v[row]) * r.root
                 row_scale[row, index] = -1
-            return out, row_scale, t.state
-        return out.mul_(row_scale.unsqueeze(2)), row_scale, t.state
+                if log is not None:
+                    log[row, index] = r.log
+            return out, row_scale, log, t.state
+        return out.mul_(row_scale.unsqueeze(2)), row_scale, log, t.state
 
     def causal_backward(
-        self, state: Tensors, grads: list[Tensor], inputs: Chunks, g: Tensor, out: Tensor, row_scale: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix."""
+        self,
+        state: Tensors,
+        grads: list[Tensor],
+        inputs: Chunks,
+        g: Tensor,
+        out: Tensor,
+        row_scale: Tensor,
+        merged: Merged | None = None,
+    ) -> CausalGrads:
+        """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix.
+
+        A part's shares are those of the whole: its weights over the total mass.
+        """
         take = self.work.take
         xq, xk, v, hidden, mask = inputs
         t = self._group(state, xq, xk, v, hidden)
-        weights = t.weights.mul_(row_scale.clamp_min(0).unsqueeze(2))
+        share = row_scale.clamp_min(0)
+        if merged is not None:
+            assert t.mass is not None
+            share = (t.mass.squeeze(2) - merged.total).exp_().masked_fill_(row_scale <= 0, 0)
+        weights = t.weights.mul_(share.unsqueeze(2))
         score_size = (*xq.shape[:2], xk.shape[1])
         scores = torch.bmm(weights, t.p, out=take("scores", *score_size)).mul_(mask)
         kv_local = torch.bmm(weights.transpose(1, 2), g, out=take("kv_local", *t.kv.shape))
@@ -231,12 +268,17 @@ class PositiveEngine(Engine):
         if delta is not None:
             slope.addcmul_(delta, t.decay.transpose(1, 2))
         slope.baddbmm_(slopes, t.p.transpose(1, 2)).mul_(weights)
+        d_log = None if merged is None else slope.sum(2)
         dxq = self.chunks.pull_queries(xq, slope, take("dxq", *xq.shape))
 
         rescues = []
         if bool((row_scale < 0).any()):
             for row, index in _rescued(row_scale < 0, xk.shape[1]):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
+                if merged is not None:
+                    part = (r.log - merged.total[row, index]).exp_()
+                    r.shares.mul_(part.view(-1, 1, 1))
+                    r.shares_before.mul_(part.unsqueeze(1))
                 rescues.append(
                     (row, index, r, _rescue_backward(r, g[row, index], out[row, index], v[row], self.normalize))
                 )
@@ -250,7 +292,9 @@ class PositiveEngine(Engine):
             dxq[row, index] += r.chunks.pull_queries(r.xq, d.query.unsqueeze(0), torch.empty_like(r.xq))[0]
             dxk[row] += r.chunks.pull_keys(r.xk, d.key.unsqueeze(0), torch.empty_like(r.xk))[0]
             dv[row] += d.value
-        return dxq, dxk, dv, before
+            if d_log is not None:
+                d_log[row, index] = d.query.sum(1)
+        return CausalGrads(dxq, dxk, dv, before, d_log)
 
     def _rescue(
         self, t: _Group, state: Tensors, row: int, index: Tensor, xq: Tensor, xk: Tensor, hidden: Tensor | None
@@ -274,12 +318,12 @@ class PositiveEngine(Engine):
         pairs = (lq.unsqueeze(2) + lk).masked_fill_(later.unsqueeze(1), -torch.inf)
         past = lq + t.before[row, :, 0]
         total = torch.logaddexp(pairs.flatten(1).logsumexp(1), past.logsumexp(1))
-        root = torch.ones_like(total)
+        log, root = total, torch.ones_like(total)
         if not self.normalize:
             total = total / 2
             root = total.exp()
         shares = pairs.sub_(total.view(-1, 1, 1)).exp_()
-        return _Rescue(one, q, k, shares, past.sub_(total.unsqueeze(1)).exp_(), before, root.unsqueeze(1))
+        return _Rescue(one, q, k, shares, past.sub_(total.unsqueeze(1)).exp_(), before, root.unsqueeze(1), log)
 
 
 def _later(
@@ -348,6 +392,7 @@ class _Rescue:
     shares_before: Tensor  # (r, M) of what came before it
     mean: Tensor  # (M, E) before it
     root: Tensor  # (r, 1) of the row's size, unnormalized; else 1
+    log: Tensor  # (r) of the row's size
 
 
 @dataclass

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernelformer.attention.engine import Chunks, Engine
+from kernelformer.attention.engine import CausalGrads, Chunks, Engine, Merged, Part
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD as GUARD
 from kernelformer.contract import Role, SignedChunks, Workspace
@@ -70,9 +70,15 @@ class SignedEngine(Engine):
     """Plain sums of features; see `Engine` for the methods."""
 
     def __init__(
-        self, chunks: SignedChunks, normalize: bool, work: Workspace, nonnegative: bool, length: float | None
+        self,
+        chunks: SignedChunks,
+        normalize: bool,
+        work: Workspace,
+        parts: bool,
+        nonnegative: bool,
+        length: float | None,
     ) -> None:
-        super().__init__(normalize, work)
+        super().__init__(normalize, work, parts)
         self.chunks, self.length = chunks, length
         self.guard = normalize and not nonnegative
 
@@ -260,8 +266,9 @@ class SignedEngine(Engine):
             factor_q = factor_q + own.repeat(1, xq.shape[1] // size, 1)
         row = _rows(den, bound, factor_q, xq)
         return _Group(
-            phi_q, phi_k, norm_q, norm_k, norms, factor, visible, share, keys, decay, old, scores, row, [scale, *end]
-        )
+            phi_q, phi_k, norm_q, norm_k, norms, factor, visible, share, keys, decay, old, scores, row,
+            factor_q, den, [scale, *end],
+        )  # fmt: skip
 
     def causal(self, state: Tensors, inputs: Chunks) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Past by the state, present by a small masked matrix; a row scale is not needed."""
@@ -271,13 +278,33 @@ class SignedEngine(Engine):
         out = _times(past, t.share).baddbmm_(t.scores, v)
         return out.mul_(t.rows.scale), out.new_zeros(out.shape[:2]), t.state
 
+    def causal_part(self, state: Tensors, inputs: Chunks) -> tuple[Part, Tensor, list[Tensor]]:
+        """Numerator, denominator and what the guard is a share of, at the scale of the row's factors."""
+        xq, v = inputs.xq, inputs.v
+        t = self._group(state, inputs)
+        past = torch.bmm(t.phi_q, t.old[0], out=self.work.take("out", *xq.shape[:2], v.shape[2]))
+        num = _times(past, t.share).baddbmm_(t.scores, v)
+        den, guard = t.sums()
+        return Part(num, t.log(), den, guard), num.new_zeros(num.shape[:2]), t.state
+
     def causal_backward(
-        self, state: Tensors, grads: list[Tensor], inputs: Chunks, g: Tensor, out: Tensor, row_scale: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        self,
+        state: Tensors,
+        grads: list[Tensor],
+        inputs: Chunks,
+        g: Tensor,
+        out: Tensor,
+        row_scale: Tensor,
+        merged: Merged | None = None,
+    ) -> CausalGrads:
         """As `read_backward` and `absorb_backward`, with the chunk's own keys by the small matrix."""
         xq, xk, v = inputs[:3]
         t = self._group(state, inputs)
-        g_num, g_den, g_guard = t.rows.split(g, out, self.normalize)
+        rows = t.rows
+        if merged is not None:
+            guarded = None if merged.guarded is None or not self.guard else merged.guarded.unsqueeze(2)
+            rows = _Rows((t.log() - merged.total).exp_().unsqueeze(2), guarded)
+        g_num, g_den, g_guard = rows.split(g, out, self.normalize)
         slopes = torch.bmm(g_num, v.transpose(1, 2), out=self.work.take("products", *t.scores.shape))
         if g_den is not None:
             slopes.add_(g_den)
@@ -301,6 +328,10 @@ class SignedEngine(Engine):
             unit_k = _unit(t.phi_k, t.norm_k) if self.length is None else None
             norm_slope = torch.matmul(t.visible.transpose(1, 2), asked)
         log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
+        if merged is not None:  # a factor scales phi; a length that is not measured has its own part in it
+            log_grad = torch.linalg.vecdot(t.phi_q, slope).unsqueeze(2)
+            if g_guard is not None and self.length is not None and t.norms is not None:
+                log_grad = log_grad + asked * t.norms
         dxq = self.chunks.pull(xq, "query", t.phi_q, slope, log_grad, self.work.take("dxq", *xq.shape))
 
         later, before = _later(grads, local, t.decay, state[1].shape[0], self.work)
@@ -315,7 +346,8 @@ class SignedEngine(Engine):
             norm_grad = (_times(later[2], t.keys) + norm_slope) * t.norm_k
         if unit_k is not None:
             slope.addcmul_(norm_slope, unit_k)
-        return dxq, self._pull_keys(xk, t.phi_k, slope, t.factor, norm_grad, inputs.hidden), dv, before
+        dxk = self._pull_keys(xk, t.phi_k, slope, t.factor, norm_grad, inputs.hidden)
+        return CausalGrads(dxq, dxk, dv, before, None if log_grad is None else log_grad.squeeze(2))
 
 
 @dataclass
@@ -335,7 +367,24 @@ class _Group:
     old: list[Tensor]  # (N c, ...): kv, k_sum, norm_sum before the chunk
     scores: Tensor  # (N c, R C, C)
     rows: _Rows
+    factor_q: Tensor | None  # (N c, R C, 1): log factor of the query, and of the scale of what it sees
+    den: Tensor | None  # (N c, R C, 1)
     state: list[Tensor]  # (N, ...) after the group
+
+    def sums(self) -> tuple[Tensor, Tensor | None]:
+        """The denominator of a part and the product of norms for its guard, (N c, R C) each."""
+        assert self.den is not None
+        guard = None
+        if self.norm_q is not None and self.norms is not None:
+            guard = (self.norm_q * self.norms).squeeze(2)
+        return self.den.squeeze(2), guard
+
+    def log(self) -> Tensor:
+        """The scale of a part's sums, (N c, R C); EMPTY where there is nothing to sum."""
+        den, guard = self.sums()
+        log = torch.zeros_like(den) if self.factor_q is None else self.factor_q.squeeze(2)
+        empty = den == 0 if guard is None else (den == 0) & (guard == 0)
+        return log.masked_fill(empty, EMPTY)
 
 
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:

@@ -1,0 +1,334 @@
+"""Near exactly, far by a kernel, in one normalization, at linear cost.
+
+    out_i = ( sum_near e^(s_ij) v_j + e^(beta + tail) sum_far phi(q_i) . phi(k_j) v_j ) / ( the same sums with v = 1 )
+
+The near part is exact softmax on the last w keys and the sinks (`near`). The far part is causal linear attention over
+keys that are delayed by w (`engine`), and its mirror image where keys after the query count too; never all keys minus
+the near ones, which would cancel. The parts are merged in log space (`merge`), group by group, in one output.
+
+The backward pass keeps the inputs, the output, the log of what each row was divided by, a number per row and side, and
+one state per group of chunks. It works from the output: with the share of a pair in all of its row, every part has the
+gradient of a softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.blocks import empty_rows
+from kernelformer.attention.engine import Merged, Part
+from kernelformer.attention.families import engine_class
+from kernelformer.attention.merge import finish, merge
+from kernelformer.attention.near_far_call import NAMES, NUM_TENSORS, SETTINGS, TENSORS, NearFarCall, Run, Side
+from kernelformer.attention.pieces import Pieces
+from kernelformer.attention.relative.call import flatten, unflatten
+from kernelformer.contract import compute_dtype, lookup, no_tangents
+
+RESULTS = "Tensor out, Tensor total, Tensor guarded, Tensor[] row_scales, Tensor[] end_state, Tensor[] kept"
+FORWARD = f"({TENSORS}, {SETTINGS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor[], Tensor[], Tensor[])"
+BACKWARD = (
+    f"(Tensor grad, Tensor[] state_grads, {RESULTS}, {TENSORS}, {SETTINGS}, bool learn) "
+    f"-> (Tensor, Tensor, Tensor, Tensor[], Tensor[], Tensor[], Tensor, Tensor[])"
+)
+NUM_RESULTS = RESULTS.count(", ") + 1
+
+
+class Results(NamedTuple):
+    """What the forward pass returns.
+
+    Args:
+        out: (B, H, L, E).
+        total: (B, H, L), the log of what a row was divided by.
+        guarded: (B, H, L) bool, whether that is the guard; (B, H, 0) where there is none.
+        row_scales: (B, H, L) for each side, see `Engine.causal`; for the backward pass.
+        end_state: sums of the far keys on the left, (B, G, ...) each.
+        kept: (groups, B, G, ...), the sums before each group, side after side; for the backward pass.
+    """
+
+    out: Tensor
+    total: Tensor
+    guarded: Tensor
+    row_scales: list[Tensor]
+    end_state: list[Tensor]
+    kept: list[Tensor]
+
+    @staticmethod
+    def empty(call: NearFarCall, keep: bool) -> Results:
+        """Room for them."""
+        s, dtype, query = call.shapes, compute_dtype(call.query.dtype), call.query
+        lead = (s.B, s.H, s.L)
+        shapes = engine_class(lookup(call.spec)).state_shapes(call.features, s.E) if call.spec else []
+        states = [query.new_empty(s.B, s.G, *x, dtype=dtype) for x in shapes]
+        rows, together = s.causal(s.samples())
+        groups = -(-s.L // (rows * together))
+        return Results(
+            empty_rows(query, s.E),
+            query.new_empty(lead, dtype=dtype),
+            query.new_empty(lead if call.guarded else (s.B, s.H, 0), dtype=torch.bool),
+            [query.new_empty(lead, dtype=dtype) for _ in call.sides] if keep else [],
+            states,
+            [x.new_empty(groups, *x.shape) for _ in call.sides for x in states] if keep else [],
+        )
+
+    def states(self, side: int) -> list[Tensor]:
+        """The sums that were kept of one side."""
+        count = len(self.end_state)
+        return self.kept[side * count : (side + 1) * count]
+
+
+class _Sums:
+    """What the rows of a call have summed up between its passes, in the place of its results."""
+
+    def __init__(self, run: Run, results: Results) -> None:
+        call, total = run.call, results.total
+        self.run, self.results = run, results
+        two = len(call.sides) > 1
+        self.num = results.out if results.out.dtype == run.dtype else torch.empty_like(results.out, dtype=run.dtype)
+        numbers = [total] + ([torch.empty_like(total)] if two else []) + (
+            [torch.empty_like(total)] if two and call.guarded else []
+        )  # fmt: skip
+        self.num5 = self.num.unflatten(1, (run.s.G, -1))
+        self.numbers5 = [run.by_key_head(x) for x in numbers]
+
+    def put(self, pieces: Pieces, part: Part, block: slice, span: tuple[int, int]) -> None:
+        """Keep the sums of a group for the next pass."""
+        pieces.put(self.num5, part.num, block, *span)
+        for target, x in zip(self.numbers5, part[1:], strict=False):
+            assert x is not None
+            pieces.put(target, x.unsqueeze(2), block, *span)
+
+    def take(self, pieces: Pieces, block: slice, span: tuple[int, int]) -> Part:
+        """The sums of a group."""
+        num = pieces.rows("num", self.num5, block, *span)
+        return Part(num, *(pieces.rows(f"sum{i}", x, block, *span).squeeze(2) for i, x in enumerate(self.numbers5)))
+
+    def finish(self, pieces: Pieces, part: Part, block: slice, span: tuple[int, int]) -> None:
+        """Write the outputs of a group, and what they were divided by."""
+        y, total, guarded = finish(part)
+        pieces.put(self.num5, y, block, *span)
+        pieces.put(self.numbers5[0], total.unsqueeze(2), block, *span)
+        if guarded is not None:
+            pieces.put(self.run.by_key_head(self.results.guarded), guarded.unsqueeze(2), block, *span)
+
+
+@torch.library.custom_op("kernelformer::near_far_attention", mutates_args=(), schema=FORWARD)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    *inputs, keep = arguments
+    run = Run(NearFarCall.of(inputs))
+    results = Results.empty(run.call, keep)
+    sums = _Sums(run, results)
+    for block in run.blocks():
+        for number in range(max(1, len(run.call.sides))):
+            _pass(run, sums, block, number)
+    if sums.num is not results.out:
+        results.out.copy_(sums.num)
+    return tuple(results)
+
+
+def _pass(run: Run, sums: _Sums, block: slice, number: int) -> None:
+    """Go over some samples: the near part and the far keys on the left, or the far keys on the right."""
+    results, sides = sums.results, run.call.sides
+    side = Side(run, block, sides[number]) if sides else None
+    pieces = run.pieces if side is None else side.pieces
+    rows = [] if side is None else side.begin()
+    for group, span in enumerate(pieces.groups()):
+        xq = pieces.rows("q", run.q5, block, *span)
+        if number:
+            part = sums.take(pieces, block, span)
+        else:
+            part = run.near.attend(xq, *run.windows(block, span[0]), block, span[0])
+        if side is not None:
+            for whole, x in zip(results.states(number), rows, strict=False):
+                whole[group, block] = x.view(whole[group, block].shape)
+            far, row_scale, rows = side.attend(rows, xq, *span)
+            part = merge(part, far)
+            if results.row_scales:
+                scales = run.by_key_head(results.row_scales[number])
+                pieces.put(scales, row_scale.unsqueeze(2), block, *span)
+        if number + 1 < len(sides):
+            sums.put(pieces, part, block, span)
+        else:
+            sums.finish(pieces, part, block, span)
+    for whole, x in zip(results.end_state, rows if number == 0 else (), strict=False):
+        whole[block] = x.view(whole[block].shape)
+
+
+@_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    *inputs, keep = arguments
+    return tuple(Results.empty(NearFarCall.of(inputs), keep))
+
+
+class _Grads:
+    """Gradients of a call."""
+
+    def __init__(self, run: Run, learn: bool) -> None:
+        call = run.call
+        self.run = run
+        self.query, self.key, self.value = (
+            torch.zeros_like(x, dtype=run.dtype) for x in (call.query, call.key, call.value)
+        )
+        self.sinks = [torch.zeros_like(x, dtype=run.dtype) for x in call.sinks[:2]]
+        self.tensors = [torch.zeros_like(x) for x in call.tensors] if learn else []
+        self.state = [torch.zeros_like(x) for x in call.state]
+        self.far_logs = torch.zeros_like(run.far_logs)
+
+    def add_near(self, parts: Sequence[Tensor], block: slice, start: int) -> None:
+        """Add what a group gives to its near keys and values."""
+        for target, sinks, rows in zip((self.key, self.value), self.sinks or (None, None), parts, strict=True):
+            self.run.near.add_windows(target, sinks, rows, block, start)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor]]:
+        """In the order and the dtypes of the operator."""
+        call, near = self.run.call, self.run.near
+        given = (call.query, call.key, call.value)
+        dq, dk, dv = (x.to(y.dtype) for x, y in zip((self.query, self.key, self.value), given, strict=True))
+        sinks = [x.to(y.dtype) for x, y in zip(self.sinks, call.sinks, strict=False)]
+        bias = [near.band_grad(), near.grad_tails + self.far_logs] if call.bias else []
+        return dq, dk, dv, sinks, bias, self.tensors, self.far_logs.sum(0), self.state
+
+
+@torch.library.custom_op("kernelformer::near_far_attention_backward", mutates_args=(), schema=BACKWARD)
+def _backward(
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor]]:
+    (grad, state_grads), rest, learn = arguments[:2], arguments[2:-1], arguments[-1]
+    results, run = Results(*rest[:NUM_RESULTS]), Run(NearFarCall.of(rest[NUM_RESULTS:]))
+    grads = _Grads(run, learn)
+    for block in run.blocks():
+        for number in range(max(1, len(run.call.sides))):
+            _backward_pass(run, results, grads, (grad, state_grads), block, number)
+    return grads.results()
+
+
+def _backward_pass(
+    run: Run, results: Results, grads: _Grads, given: tuple[Tensor, list[Tensor]], block: slice, number: int
+) -> None:
+    """The same backwards; every pass has the queries' gradients of its own part."""
+    s, sides, grad = run.s, run.call.sides, given[0].unflatten(1, (run.s.G, -1))
+    out5, dq5 = (x.unflatten(1, (s.G, -1)) for x in (results.out, grads.query))
+    side = Side(run, block, sides[number], bool(grads.tensors)) if sides else None
+    pieces = run.pieces if side is None else side.pieces
+    states = results.states(number)
+    wanted = [] if side is None else _end_grads(side, results, given[1])
+    for group, span in reversed(list(enumerate(pieces.groups()))):
+        named = {"q": run.q5, "g": grad, "o": out5, "total": run.by_key_head(results.total)}
+        xq, g, y, total = (pieces.rows(n, x, block, *span) for n, x in named.items())
+        merged = Merged(total.squeeze(2))
+        if run.call.guarded:
+            flags = pieces.rows("guarded", run.by_key_head(results.guarded), block, *span)
+            merged = merged._replace(guarded=flags.squeeze(2) > 0)
+        dq = None
+        if number == 0:
+            near = run.near.backward((xq, *run.windows(block, span[0])), g, y, merged, block, span[0])
+            grads.add_near(near[1:], block, span[0])
+            dq = near.query
+        if side is not None:
+            rows = [x[group, block].flatten(0, 1) for x in states]
+            scales = pieces.rows("row_scale", run.by_key_head(results.row_scales[number]), block, *span)
+            far = side.backward(rows, wanted, (xq, g, y), scales.squeeze(2), merged, span)
+            wanted = far.state
+            assert far.log is not None
+            grads.far_logs[number] += far.log.view(side.count, s.G, -1, s.R, pieces.size).sum((0, 2, 4)).flatten()
+            dq = far.query if dq is None else dq.add_(far.query)
+            for target, part in ((grads.key, far.key), (grads.value, far.value)):
+                pieces.add_keys(target.unsqueeze(2), part, block, *span)
+        assert dq is not None
+        pieces.put(dq5, dq, block, *span, add=number > 0)
+    if side is not None and s.L:
+        first = [x[0, block].flatten(0, 1) for x in states]
+        start = side.begin_backward(first, wanted, grads.key, grads.value)
+        for whole, x in zip(grads.state if number == 0 else (), start, strict=False):
+            whole[block] = x.view(whole[block].shape)
+        side.add_tensor_grads(grads.tensors)
+
+
+def _end_grads(side: Side, results: Results, state_grads: list[Tensor]) -> list[Tensor]:
+    """Gradients of the sums after the last group; nobody sees those of a mirrored pass."""
+    rows = [x[side.block].flatten(0, 1) for x in results.end_state]
+    if side.mirror:
+        return side.engine.zero_grads(rows)
+    return side.engine.grads_in(rows, [x[side.block].flatten(0, 1) for x in state_grads])
+
+
+@_backward.register_fake
+def _(
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor]]:
+    call, learn = NearFarCall.of(arguments[2 + NUM_RESULTS : -1]), arguments[-1]
+    dtype = compute_dtype(call.query.dtype)
+    made = [torch.empty_like(x) for x in (call.query, call.key, call.value)]
+    return (
+        made[0],
+        made[1],
+        made[2],
+        [torch.empty_like(x) for x in call.sinks[:2]],
+        [torch.empty_like(x, dtype=dtype) for x in call.bias[:2]],
+        [torch.empty_like(x) for x in call.tensors] if learn else [],
+        call.query.new_empty(call.query.shape[1], dtype=dtype),
+        [torch.empty_like(x) for x in call.state],
+    )
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    *arguments, _ = inputs
+    tensor_arguments, ctx.attention_settings = arguments[:NUM_TENSORS], arguments[NUM_TENSORS:]
+    call = NearFarCall.of(arguments)
+    ctx.set_materialize_grads(False)
+    ctx.learn = any(x.requires_grad for x in call.tensors)
+    flat, ctx.lengths = flatten(tensor_arguments)
+    results, ctx.result_lengths = flatten(output)
+    ctx.save_for_backward(*flat, *results)
+
+
+def _grad(ctx: Any, grad: Tensor | None, *others: Any) -> tuple[Any, ...]:
+    count = sum(1 if x is None else x for x in ctx.lengths)
+    arguments = unflatten(ctx.saved_tensors[:count], ctx.lengths)
+    results = Results(*unflatten(ctx.saved_tensors[count:], ctx.result_lengths))
+    call = NearFarCall.of([*arguments, *ctx.attention_settings])
+    state_grads = [torch.zeros_like(x) if g is None else g for g, x in zip(others[3], results.end_state, strict=True)]
+    dq, dk, dv, sinks, bias, tensors, beta, state = _backward(
+        torch.zeros_like(results.out) if grad is None else grad, state_grads, *results, *arguments,
+        *ctx.attention_settings, ctx.learn,
+    )  # fmt: skip
+    grads = {
+        "query": dq,
+        "key": dk,
+        "value": dv,
+        "sinks": [*sinks, *[None] * (len(call.sinks) - len(sinks))],
+        "bias": [x.to(y.dtype) for x, y in zip(bias, call.bias, strict=False)] + [None] * (len(call.bias) - len(bias)),
+        "tensors": tensors if ctx.learn else [None] * len(call.tensors),
+        "beta": None if call.beta is None else beta.to(call.beta.dtype),
+        "state": state,
+    }
+    return (*(grads.get(x) for x in NAMES), None)
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def near_far_attention(call: NearFarCall) -> tuple[Tensor, list[Tensor]]:
+    """Attend to near keys exactly and to far ones through a feature map.
+
+    Args:
+        call: the inputs.
+
+    Returns:
+        (B, H, L, E) in the dtype of the query, zero where no key is visible, and the sums of the far keys after a
+        causal call, (B, G, ...) each.
+
+    Cost: O(L (w + C) (D + E) + L M (D + E)) time for chunks of C queries; memory beyond inputs and outputs is a few
+    buffers and a number per row.
+    """
+    no_tangents(query=call.query, key=call.key, value=call.value, a_parameter_of_the_feature_map=call.tensors)
+    no_tangents(bias=call.bias, state=call.state, beta=call.beta, sinks=call.sinks)
+    arguments = call.tensor_arguments
+    keep = torch.is_grad_enabled() and any(
+        x.requires_grad for y in arguments if y is not None for x in (y if isinstance(y, list) else [y])
+    )
+    out, _, _, _, end, _ = _forward(*arguments, *call.settings, keep)
+    return out, end
