@@ -1,7 +1,7 @@
 """Exact softmax on the keys near a query and on the sinks, by blocks, with its log mass.
 
-    near(i) = { j : |i - j| < w } and the sinks      log_i = logsumexp_near s_ij      out_i = sum_near e^(s_ij - log_i) v_j
-    s_ij = scale q_i . k_j + b_(j-i)
+    near(i) = { j : |i - j| < w } and the sinks          s_ij = scale q_i . k_j + b_(j-i)
+    log_i = logsumexp_near s_ij                          out_i = sum_near e^(s_ij - log_i) v_j
 
 A chunk of C queries meets the sinks and the blocks of C keys around it that its window reaches into: one batched
 product for all chunks of a group. Sinks that lie in the window of a query count there, once.
@@ -22,7 +22,6 @@ from kernelformer.attention.engine import Merged, Part
 from kernelformer.attention.pieces import Pieces
 from kernelformer.attention.positive import EMPTY, softmax_mass
 from kernelformer.attention.reference import GUARD
-from kernelformer.contract import Workspace
 
 
 class Sinks(NamedTuple):
@@ -328,7 +327,7 @@ def shapes_of(
     query: Tensor, key: Tensor, value: Tensor, features: int, window: int, is_causal: bool, sinks: int
 ) -> Shapes:
     """Sizes of a call whose widest buffer has the features or the near keys of a chunk as its last axis."""
-    plain = Shapes.of(query, key, value, features)
+    plain = Shapes.of(query, key, value, max(1, features))
     size = plain.causal(1)[0]
     width = near_width(window, size, is_causal, sinks)
     return Shapes.of(query, key, value, max(features, width))

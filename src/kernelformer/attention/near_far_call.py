@@ -20,7 +20,8 @@ from kernelformer.attention.blocks import (
     visible_pair,
 )
 from kernelformer.attention.engine import CausalGrads, Chunks, Engine, Merged, Part
-from kernelformer.attention.families import engine_class, make_engine
+from kernelformer.attention.fading import fading
+from kernelformer.attention.families import make_engine
 from kernelformer.attention.near import Near, NearBias, Sinks, shapes_of
 from kernelformer.attention.pieces import Pieces
 from kernelformer.attention.positive import EMPTY
@@ -182,6 +183,9 @@ class Side:
         self.run, self.block, self.count, self.mirror, self.learn = run, block, block.stop - block.start, mirror, learn
         first = s.S - s.L - call.offset - max(call.window, 1) if mirror else call.offset - call.window
         self.pieces = Pieces(s, call.far_mask, run.work, length=s.L, shift=first, mirror=mirror)
+        self.slope: Tensor | None = None  # (N, 1, 1), where the bias goes on falling
+        if run.bias is not None and run.bias.slope is not None:
+            self.slope = run.bias.slope.to(run.dtype).repeat(self.count).view(-1, 1, 1)
         self._tensor_grads: list[Callable[[], list[Tensor]]] = []
         self.engine = self._engine(self.pieces.together)
 
@@ -191,7 +195,15 @@ class Side:
         spec, work = lookup(call.spec), self.run.work
         engine, grads = make_engine(spec, bound, call.far_scale, True, self.learn, work, parts=True)
         self._tensor_grads.append(grads)
-        return engine
+        return engine if self.slope is None else fading(engine)
+
+    def _fade(self, x: Tensor, first: int, sign: float, chunks: int = 1) -> Tensor:
+        """Rows (N c, C, D) with ``sign slope t`` as their last coordinate, t counting tokens from ``first``."""
+        if self.slope is None:
+            return x
+        tokens = torch.arange(first, first + chunks * x.shape[1], device=x.device, dtype=x.dtype)
+        logs = (sign * self.slope.squeeze(2) * tokens).view(x.shape[0], -1, 1)
+        return torch.cat([x, logs], 2)
 
     def add_tensor_grads(self, totals: list[Tensor]) -> None:
         """Add the gradients of the map's tensors, if they are to be learned."""
@@ -212,16 +224,17 @@ class Side:
                 engine.absorb(rows, k, v, hidden)
         return rows
 
-    def begin_backward(self, rows: Sequence[Tensor], grads: list[Tensor], dk: Tensor, dv: Tensor) -> list[Tensor]:
+    def begin_backward(self, sums: Sequence[Tensor], grads: list[Tensor], dk: Tensor, dv: Tensor) -> list[Tensor]:
         """Gradients of the state, from those of the sums before the first group; adds to those of the first keys."""
         if self.pieces.shift > 0:
             engine = self._engine(1)
             for k, v, hidden, at in self._first_keys():
-                pair = visible_pair(*engine.absorb_backward(rows, grads, k, v, hidden), hidden)
+                pair = visible_pair(*engine.absorb_backward(sums, grads, k, v, hidden), hidden)
                 for target, part in zip((dk, dv), pair, strict=True):
                     piece = target[self.block, :, at]
-                    piece.add_(part.view(piece.shape))
-        return self.engine.grads_out(rows, grads)
+                    rows = part[..., : piece.shape[3]].reshape(piece.shape)
+                    piece.add_(rows.flip(2) if self.mirror else rows)
+        return self.engine.grads_out(sums, grads)
 
     def _first_keys(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None, slice]]:
         """The keys that every query sees, chunk by chunk: keys, values, which are hidden, and where they are."""
@@ -230,13 +243,18 @@ class Side:
             at = slice(s.S - end, s.S - start) if self.mirror else slice(start, end)
             hidden = hidden_rows(run.call.far_mask, self.block, at, s.G, 1, end - start)
             k, v = (rows_of(x[self.block, :, :, at], n, run.work) for x, n in ((run.k5, "k"), (run.v5, "v")))
-            yield *visible_pair(k, v, hidden), hidden, at
+            k, v = visible_pair(k, v, hidden)
+            if self.mirror:
+                k, v, hidden = k.flip(1), v.flip(1), None if hidden is None else hidden.flip(1)
+            yield self._fade(k, start - self.pieces.shift, 1.0), v, hidden, at
 
     def _inputs(self, xq: Tensor, start: int, end: int) -> Chunks:
         hidden = self.pieces.hidden(self.block, self.count, start, end)
         named = (("k", self.run.k5), ("v", self.run.v5))
         k, v = (self.pieces.key_rows(n, x, self.block, start, end) for n, x in named)
-        return Chunks(xq, *visible_pair(k, v, hidden), hidden, self.pieces.mask)
+        k, v = visible_pair(k, v, hidden)
+        xq, k = (self._fade(x, 0, sign, self.pieces.together) for x, sign in ((xq, -1.0), (k, 1.0)))
+        return Chunks(xq, k, v, hidden, self.pieces.mask)
 
     def _logs(self) -> Tensor:
         """The log factor of the rows of a group, (b G c, R C)."""
@@ -247,6 +265,8 @@ class Side:
     def attend(self, rows: list[Tensor], xq: Tensor, start: int, end: int) -> tuple[Part, Tensor, list[Tensor]]:
         """The far part of a group, its row scale, and the sums after it."""
         part, row_scale, rows = self.engine.causal_part(rows, self._inputs(xq, start, end))
+        if self.slope is not None:  # sums are relative to the next query
+            rows = [rows[0] - self.slope * (end - start), *rows[1:]]
         return part._replace(log=part.log + self._logs()), row_scale, rows
 
     def backward(
@@ -273,4 +293,5 @@ class Side:
         own = merged._replace(total=merged.total - self._logs())
         result = self.engine.causal_backward(rows, grads, inputs, g, y, row_scale, own)
         key, value = visible_pair(result.key, result.value, inputs.hidden)
-        return result._replace(key=key, value=value)
+        width = xq.shape[2]
+        return result._replace(query=result.query[..., :width], key=key[..., :width], value=value)

@@ -47,17 +47,17 @@ class Pieces:
         return chunk_rows(self._cut(x[block], start, end), name, self.work, self.together, self.size)
 
     def key_rows(self, name: str, x: Tensor, block: slice, start: int, end: int) -> Tensor:
-        """The keys (B, G, 1, S, X) that come with the queries of a piece, as rows of chunks; zeros where there are none."""
-        first, last = self._keys(start, end)
+        """The keys (B, G, 1, S, X) that come with the queries of a piece, as rows of chunks; zeros beyond the ends."""
+        first, last, before = self._keys(start, end)
         piece = self._cut(x[block], first, last)
-        before = first - start - self.shift
         if before:
             piece = F.pad(piece, (0, 0, before, 0))
         return chunk_rows(piece, name, self.work, self.together, self.size)
 
-    def _keys(self, start: int, end: int) -> tuple[int, int]:
+    def _keys(self, start: int, end: int) -> tuple[int, int, int]:
+        """The first key of a piece and the one after the last, and how many places before the first are empty."""
         low, high = (min(max(x + self.shift, 0), self.s.S) for x in (start, end))
-        return low, high
+        return low, high, min(max(0, -self.shift - start), end - start)
 
     def _cut(self, x: Tensor, start: int, end: int) -> Tensor:
         if not self.mirror:
@@ -67,8 +67,7 @@ class Pieces:
 
     def hidden(self, block: slice, count: int, start: int, end: int) -> Tensor | None:
         """The keys of a piece that do not count, (b G chunks, size) bool, or None."""
-        first, last = self._keys(start, end)
-        before = first - start - self.shift
+        first, last, before = self._keys(start, end)
         if self.key_mask is None and not before:
             return tail_hidden(last - first, self.together, self.size, count * self.s.G, self.work.device)
         if self.key_mask is None:
@@ -95,12 +94,12 @@ class Pieces:
 
     def add_keys(self, target: Tensor, rows: Tensor, block: slice, start: int, end: int) -> None:
         """Add rows of `key_rows` to (B, G, 1, S, X)."""
-        first, last = self._keys(start, end)
+        first, last, before = self._keys(start, end)
         if last <= first:
             return
         b, g = target[block].shape[:2]
         whole = rows.view(b, g, 1, self.together * self.size, -1)
-        piece = whole[:, :, :, first - start - self.shift :][:, :, :, : last - first]
+        piece = whole[:, :, :, before : before + last - first]
         if self.mirror:
             target[block, :, :, self.s.S - last : self.s.S - first].add_(piece.flip(3))
         else:

@@ -9,6 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kernelformer.attention.engine import Part
+from kernelformer.attention.near_keys import NearKeys
 from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
@@ -69,15 +71,17 @@ class State:
         made_by: the core that made it, by its settings and its draw: another one cannot go on from it. Learned weights
             are not looked at: after they have changed, start anew.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
+        near: the buffers that its last keys lie in, where a stream writes them in place.
     """
 
     tensors: tuple[Tensor, ...]
     length: int
     made_by: MadeBy
     fits: tuple[object, ...] = ()
+    near: NearKeys | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "fits": ()}
+        return {**vars(self), "fits": (), "near": None}
 
     def __repr__(self) -> str:
         """One line: the method, how many tokens, and the tensors' shapes, size, types and devices."""
@@ -166,21 +170,33 @@ def _positive(
     hidden: Tensor | None,
     normalize: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    log_mass, mean = state
+    new, logits = _map_positive(spec, tensors, query, key, scale, normalize)
+    after = _take_positive(new, value, state, hidden)
+    return _answer_positive(logits, *after, normalize), after
+
+
+def _map_positive(
+    spec: PositiveSpec, tensors: Sequence[Tensor], query: Tensor, key: Tensor, scale: float, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Log features of a key, (B, G, M, 1), and of the queries (B, G, R, M); by one product where they are tied."""
     features = spec.log_shares if normalize else spec.log_features
     if spec.tied:
         both = features(torch.cat([key, query], 2), tensors, scale, "key")
         new, logits = both[:, :, :1], both[:, :, 1:]
     else:
         new, logits = features(key, tensors, scale, "key"), features(query, tensors, scale, "query")
-    new = new.transpose(-1, -2)  # (B, G, M, 1)
+    return new.transpose(-1, -2), logits
+
+
+def _take_positive(new: Tensor, value: Tensor, state: Sequence[Tensor], hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The state with a key in it, by its log features (B, G, M, 1)."""
+    log_mass, mean = state
     if hidden is not None:
         new = new.masked_fill(hidden, EMPTY)
     # A logarithm of 10 in float32 cannot tell 1,000,000 tokens from 1,000,001, and loses digits long before.
     new = new.to(wide_dtype(new))
     total = torch.logaddexp(log_mass.to(new.dtype), new)
-    mean = torch.lerp(mean, value, (new - total).to(mean.dtype).exp())  # the shares of old and new add up to 1
-    return _answer_positive(logits, total, mean, normalize), (total, mean)
+    return total, torch.lerp(mean, value, (new - total).to(mean.dtype).exp())  # old and new shares add up to 1
 
 
 def _answer_positive(logits: Tensor, log_mass: Tensor, mean: Tensor, normalize: bool) -> Tensor:
@@ -204,9 +220,25 @@ def _signed(
     hidden: Tensor | None,
     normalize: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    after = _take_signed(spec, tensors, key, value, state, scale, hidden, normalize, guard=normalize)
+    phi_q, factor = spec.features(query, tensors, scale, "query", normalize)
+    return _answer_signed(spec, phi_q, factor, after, normalize), after
+
+
+def _take_signed(
+    spec: SignedSpec,
+    tensors: Sequence[Tensor],
+    key: Tensor,
+    value: Tensor,
+    state: Sequence[Tensor],
+    scale: float,
+    hidden: Tensor | None,
+    normalize: bool,
+    guard: bool = True,
+) -> tuple[Tensor, ...]:
+    """The state with a key (B, G, 1, D) in it."""
     log_scale, kv, k_sum, norm_sum = state
     phi_k, factor = spec.features(key, tensors, scale, "key", normalize)
-    phi_q, query_factor = spec.features(query, tensors, scale, "query", normalize)
     if hidden is not None:
         phi_k = phi_k.masked_fill(hidden, 0)
         factor = None if factor is None else factor.masked_fill(hidden, EMPTY)
@@ -222,10 +254,9 @@ def _signed(
     column = phi_k.transpose(-1, -2)
     kv = torch.addcmul(kv, column, value)
     k_sum = k_sum + column
-    if normalize and not spec.nonnegative:
+    if guard and not spec.nonnegative:
         norm_sum = norm_sum + norm_k
-    after = (log_scale, kv, k_sum, norm_sum)
-    return _answer_signed(spec, phi_q, query_factor, after, normalize), after
+    return log_scale, kv, k_sum, norm_sum
 
 
 def _answer_signed(
@@ -246,6 +277,48 @@ def _answer_signed(
         den = torch.maximum(den, GUARD * norm_q * norm_sum)
     some = ~(den <= 0)  # NaN stays NaN
     return torch.where(some, out / torch.where(some, den, 1.0), 0.0)
+
+
+def far_step(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    token: tuple[Tensor, Tensor, Tensor | None],
+    state: Sequence[Tensor],
+    scale: float,
+) -> tuple[Part, tuple[Tensor, ...]]:
+    """Take in a key and value, then sum up what the state gives to queries, on the scale of the kernel itself.
+
+    Args:
+        spec: of the map.
+        tensors: of the map.
+        query: (B, G, R, D) in the dtype of the arithmetic.
+        token: key (B, G, 1, D), value (B, G, 1, E), and whether it is hidden, (B, 1, 1, 1) bool or None.
+        state: tensors of the state before, (B, G, ...).
+        scale: the map sees ``sqrt(scale) x``.
+
+    Returns:
+        sums (B, G, R, ...), and the tensors of the state after.
+    """
+    key, value, hidden = token
+    if isinstance(spec, PositiveSpec):
+        new, logits = _map_positive(spec, tensors, query, key, scale, False)
+        total, mean = _take_positive(new, value, state, hidden)
+        logits = logits + total.to(mean.dtype).transpose(-1, -2)
+        return Part(logits.softmax(-1) @ mean, logits.logsumexp(-1)), (total, mean)
+    assert isinstance(spec, SignedSpec)
+    after = _take_signed(spec, tensors, key, value, state, scale, hidden, False)
+    phi, factor = spec.features(query, tensors, scale, "query", False)
+    log_scale, kv, k_sum, norm_sum = after
+    den, guard = (phi @ k_sum).squeeze(-1), None
+    empty = den == 0
+    if not spec.nonnegative:
+        length = spec.length(False)
+        norm = phi.norm(dim=-1) if length is None else phi.new_full(phi.shape[:-1], length)
+        guard = norm * norm_sum.squeeze(-1)
+        empty = empty & (guard == 0)
+    log = torch.zeros_like(den) if factor is None else (factor + log_scale).squeeze(-1)
+    return Part(phi @ kv, log.masked_fill(empty, EMPTY), den, guard), after
 
 
 def read(

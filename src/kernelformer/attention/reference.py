@@ -23,6 +23,49 @@ def visibility(
     return visible if key_mask is None else visible & key_mask[:, None, None, :]
 
 
+def near_keys(
+    num_queries: int,
+    num_keys: int,
+    *,
+    window: int,
+    sinks: int,
+    key_mask: Tensor | None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Which keys are near a query, (L, S) or (B, 1, L, S) bool: ``|i - j| < window``, and the first visible tokens."""
+    i, j = torch.arange(num_queries, device=device), torch.arange(num_keys, device=device)
+    near = (i.unsqueeze(1) - j).abs() < window
+    if key_mask is None:
+        return near | (j < sinks)
+    first = key_mask & (key_mask.cumsum(1) <= sinks)
+    return near | first[:, None, None, :]
+
+
+def near_far_attention(
+    scores: Tensor, value: Tensor, near: Tensor, far: Tensor, weights: Tensor, guard: Tensor | None = None
+) -> Tensor:
+    """Softmax on the near keys and weights of any sign on the far ones, in one normalization.
+
+        out_i = ( sum_near e^(s_ij) v_j + sum_far w_ij v_j ) / max( the same sums with v = 1, GUARD G_i )
+        G_i = sum_near e^(s_ij) + guard_i
+
+    Args:
+        scores: s, (*, L, S).
+        value: (*, S, E).
+        near: broadcastable to (*, L, S) bool, visible keys that are near.
+        far: the same of the other visible keys.
+        weights: w, (*, L, S), with the factor e^beta.
+        guard: ``e^beta |phi(q_i)| sum_far |phi(k_j)|``, (*, L, 1); None for no guard.
+
+    Returns:
+        (*, L, E); a row whose denominator is not positive is zero.
+    """
+    exact = scores.masked_fill(~near, -torch.inf).exp()
+    weights = exact + torch.where(far, weights, 0.0)
+    bound = None if guard is None else GUARD * (exact.sum(-1, keepdim=True) + guard)
+    return weighted_attention(weights, value, near | far, bound=bound)
+
+
 def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
     """``log phi(q_i) . phi(k_j)`` without leaving log space: (*, L, M), (*, S, M) -> (*, L, S)."""
     rows = max(1, PAIRS // max(1, log_phi_k.numel()))

@@ -7,18 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernelformer.attention import State, causal_attention, linear_attention, read, step
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.recurrent import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
-from kernelformer.errors import flag, shape
+from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.biased import FADES, NEAR, BiasedAttention
 from kernelformer.modules.call import Call
-from kernelformer.modules.checks import other_maker
+from kernelformer.modules.checks import check_scale, other_maker
 from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.near_far import Far, NearFarAttention
 
 
 class KernelCore(AttentionCore):
@@ -32,6 +33,14 @@ class KernelCore(AttentionCore):
     Args:
         feature_map: phi.
         normalize: divide by the sum of the weights; default as the map's paper does.
+        window: tokens on each side of a query, its own included, that are attended to exactly, by softmax; the map does
+            the others. None: the map does all.
+        sinks: number of first visible tokens that every query attends to exactly.
+        beta: with a window or sinks, the logarithm of a factor of the map's part, one per head: ``learned`` from 0, or
+            ``zero``.
+        near_scale: of q . k in the exact part; default: the scale, or 1 / sqrt(D) for a map with a scale of its own.
+        attention_dropout: the share of the exact part's weights that training sets to 0, the others being divided by
+            what is left.
 
     The others are those of `AttentionCore`.
     """
@@ -40,12 +49,71 @@ class KernelCore(AttentionCore):
     # the states, of which there may be many.
     _prepared: Prepared | None = None
 
-    def __init__(self, method: str, feature_map: FeatureMap, *, normalize: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        method: str,
+        feature_map: FeatureMap,
+        *,
+        normalize: bool | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        beta: str = "learned",
+        near_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        **options: Any,
+    ) -> None:
         super().__init__(method, head_dim=feature_map.head_dim, num_heads=feature_map.num_heads, **options)
         self.feature_map = feature_map
         self.normalize = feature_map.normalized if normalize is None else flag("normalize", normalize)
         if feature_map.aligns and not self.normalize:
             raise ValueError("align=True moves the keys, which only normalization undoes; got normalize=False.")
+        self.window = None if window is None else positive_int("window", window)
+        self.sinks = integer("sinks", sinks, at_least=0)
+        self.near_scale = None if near_scale is None else check_scale(near_scale)
+        self.attention_dropout = fraction("attention_dropout", attention_dropout)
+        choice("beta", beta, ("learned", "zero"))
+        self._check_near()
+        self.beta: nn.Parameter | None = None
+        if self.has_near and beta == "learned":
+            self.beta = nn.Parameter(torch.zeros(self.num_heads))
+
+    @property
+    def has_near(self) -> bool:
+        """Whether some keys are attended to exactly."""
+        return self.window is not None or self.sinks > 0
+
+    def _check_near(self) -> None:
+        """Raise a ValueError where the settings of the exact part do not fit the map, or there is none to set."""
+        if not self.has_near:
+            if self.attention_dropout:
+                raise ValueError(
+                    f"attention_dropout={self.attention_dropout:g} drops attention weights, which method "
+                    f"{self.method!r} never forms; leave it at 0, use an exact method ('softmax', 'gaussian', "
+                    f"'local'), or a window. Dropout of the output is KernelAttention's dropout=."
+                )
+            if self.near_scale is not None:
+                raise ValueError(f"near_scale={self.near_scale:g} is of the exact part, got no window and no sinks.")
+            return
+        asked = f"window={self.window}, sinks={self.sinks}"
+        if not self.normalize:
+            raise ValueError(
+                f"{self.method!r} without normalization cannot share one with near keys, got {asked}; use a normalized "
+                f"method such as 'favor+', or for skyformer kernel='softmax'."
+            )
+        if self.feature_map.aligns:
+            raise ValueError(
+                f"align=True moves the keys of {self.method!r} by what cancels under its own normalization only, got "
+                f"{asked}; leave one of them out."
+            )
+
+    @property
+    def near(self) -> NearFarAttention | None:
+        """The part that attends to near keys exactly, and to the others through the map that the core has now."""
+        if not self.has_near:
+            return None
+        dropout = self.attention_dropout if self.training else 0.0
+        window, scale = self.window or 0, self.near_scale
+        return NearFarAttention(self.method, window=window, sinks=self.sinks, scale=scale, dropout=dropout)
 
     @property
     def biased(self) -> BiasedAttention:
@@ -63,6 +131,11 @@ class KernelCore(AttentionCore):
     def takes_bias(self) -> bool:  # type: ignore[override]
         """Whether weights are divided by their sum again after a bias has multiplied them."""
         return self.normalize
+
+    @property
+    def takes_dropout(self) -> bool:  # type: ignore[override]
+        """Whether there is an exact part, which forms weights."""
+        return self.has_near
 
     @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
@@ -94,7 +167,7 @@ class KernelCore(AttentionCore):
         """
         phi = self.feature_map
         keeps = call.in_stream and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        biased = call.bias is not None
+        biased = self._by_query_head(call)
         weights: list[Tensor] = []
         how: tuple[object, ...] = ()
         if keeps:
@@ -110,6 +183,12 @@ class KernelCore(AttentionCore):
         self._prepared = prepared = Prepared.of(tensors, weights, how)
         return prepared
 
+    def _by_query_head(self, call: Call) -> bool:
+        """Whether keys are repeated for every query head: each has its own bias, or its own slope of it."""
+        if call.bias is None:
+            return False
+        return not self.has_near or call.bias.slope is not None
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if name != "_prepared"}
 
@@ -120,9 +199,24 @@ class KernelCore(AttentionCore):
                 query, key = phi.align(call.query, call.key, call.key_mask, call.real_queries)
                 call = replace(call, query=query, key=key)
             tensors = self._prepare(call).tensors
-            attend = self._attend_plain if call.bias is None else self.biased.attend
-            out, after = attend(call, tensors)
+            near = self.near
+            after: Sequence[Tensor] | None
+            if near is not None:
+                out, after = near.attend(*self._with_far(call, tensors))
+            else:
+                attend = self._attend_plain if call.bias is None else self.biased.attend
+                out, after = attend(call, tensors)
             return out, self._state(after, call) if call.streams and after is not None else None
+
+    def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
+        """A call with keys for each head of the sums, and its far part."""
+        phi, by_query = self.feature_map, self._by_query_head(call)
+        heads = self.num_heads if by_query else self._key_heads(call.key)
+        repeats = heads // call.key.shape[1]
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, 1) for x in (call.key, call.value))
+            call = replace(call, key=key, value=value)
+        return call, Far(phi.spread_spec_id if by_query else phi.spec_id, tensors, self.beta)
 
     def _step(self, call: Call) -> tuple[Tensor, State]:
         dtype = compute_dtype(call.query.dtype)
@@ -131,6 +225,10 @@ class KernelCore(AttentionCore):
             call = replace(call, query=query, key=key, value=value)
         with no_autocast(call.query.device.type):
             tensors = self._prepare(call).tensors
+            near = self.near
+            if near is not None:
+                out, kept, buffers = near.step(*self._with_far(call, tensors))
+                return out, replace(self._state(kept, call), near=buffers)
             step_with = self._step_plain if call.bias is None else self.biased.step
             out, after = step_with(call, tensors)
         return out, self._state(after, call)
@@ -165,6 +263,11 @@ class KernelCore(AttentionCore):
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a whole context: sums of constant size, or all of it where landmarks see queries."""
+        if self.has_near:
+            raise ValueError(
+                f"{self.method!r} with window={self.window} and sinks={self.sinks} has near keys, and a context to "
+                f"remember has none: build the core of a cross-attention without them."
+            )
         if self.feature_map.sees_sequence:
             return super().remember(key, value, key_mask=key_mask)
         query = key.new_zeros(key.shape[0], self.num_heads, *key.shape[2:])
@@ -245,8 +348,15 @@ class KernelCore(AttentionCore):
         engine = engine_class(self.feature_map.spec)
         return tuple(engine.empty(lead, self.feature_dim, call.value.shape[-1], call.value))
 
+    def extra_repr(self) -> str:
+        """The settings, for printing a model."""
+        near = f", window={self.window}, sinks={self.sinks}" if self.has_near else ""
+        return super().extra_repr() + near
+
     def _made_by(self, scale: float) -> MadeBy:
-        own = {"normalize": self.normalize, "normalize_qk": self.normalize_qk, "scale": scale}
+        own: dict[str, object] = {"normalize": self.normalize, "normalize_qk": self.normalize_qk, "scale": scale}
+        if self.has_near:
+            own |= {"window": self.window, "sinks": self.sinks, "near_scale": self.near_scale}
         return (("method", self.method), *self.feature_map.identity.items(), *own.items())
 
     def _state(self, tensors: Sequence[Tensor], call: Call) -> State:
@@ -254,12 +364,19 @@ class KernelCore(AttentionCore):
         before, count = call.state, call.key.shape[2]
         if before is not None:
             return State(tuple(tensors), before.length + count, before.made_by, call.fits)
-        made_by = self._made_by(call.scale) + (() if call.bias is None else self.biased.made_by(call))
+        made_by = self._made_by(call.scale)
+        if self.near is not None:
+            made_by += self.near.made_by(call)
+        elif call.bias is not None:
+            made_by += self.biased.made_by(call)
         return State(tuple(tensors), count, made_by, call.fits)
 
     def _misfit(self, call: Call, state: State) -> str | None:
         theirs, ours = dict(state.made_by), dict(self._made_by(call.scale))
-        biased = call.bias is not None
+        near = self.near
+        biased = call.bias is not None and near is None
+        if near is not None:
+            ours |= dict(near.made_by(call))
         if theirs["method"] == self.method and (NEAR in theirs) != biased:
             made, here = ("without", "one") if biased else ("with", "none")
             return f"the state was made {made} a bias, this call has {here}"
@@ -272,7 +389,8 @@ class KernelCore(AttentionCore):
             main, needed = self.biased.values_of(call, state)
         else:
             main = state.tensors[1]
-            needed = (call.key.shape[0], self._key_heads(call.key), self.feature_dim, call.value.shape[-1])
+            heads = self.num_heads if self._by_query_head(call) else self._key_heads(call.key)
+            needed = (call.key.shape[0], heads, self.feature_dim, call.value.shape[-1])
         if main.shape != needed:
             return f"the state has shape {shape(main)}, these inputs need {needed}"
         dtype, device = compute_dtype(call.query.dtype), call.query.device

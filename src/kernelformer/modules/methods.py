@@ -25,6 +25,7 @@ from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.gated import GatedCore
 from kernelformer.modules.kernel import KernelCore
+from kernelformer.modules.local import LocalCore
 from kernelformer.modules.papers import (
     KL_TRANSFORMER,
     LINEAR_TRANSFORMER,
@@ -143,6 +144,15 @@ METHODS: dict[str, Method] = {
         family="exact",
         size=None,
         bias=False,
+        per_head=False,
+    ),
+    "local": Method(
+        about="exact softmax attention to the tokens nearby and the first ones",
+        make=LocalCore,
+        phi="exact on the last `window` tokens and `sinks`, nothing else",
+        cost="L w",
+        family="exact",
+        size=None,
         per_head=False,
     ),
     "favor+": Method(

@@ -12,8 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.reference import (
+    GUARD,
     guard_bound,
     log_attention,
+    log_kernel,
+    near_far_attention,
+    near_keys,
     positive_attention,
     signed_attention,
     visibility,
@@ -27,6 +31,7 @@ from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.gated import GatedCore
 from kernelformer.modules.kernel import KernelCore
+from kernelformer.modules.local import LocalCore
 
 
 def reference_attention(
@@ -70,9 +75,23 @@ def reference_attention(
     if isinstance(core, GatedCore) and gate is None:
         weight, own = core.gate_weight.to(key.dtype), core.gate_bias.to(key.dtype)
         gate = torch.sigmoid(torch.einsum("bhld,hd->bhl", key, weight) + own[:, None])
-    root = math.sqrt(core.scale if scale is None else scale)
-    query, key = query * root, key * root
+    scale = core.scale if scale is None else scale
     visible = visibility(query.shape[2], key.shape[2], is_causal=is_causal, key_mask=key_mask, device=query.device)
+    near = scores = None
+    if isinstance(core, KernelCore | LocalCore) and core.near is not None:
+        near = near_keys(
+            query.shape[2],
+            key.shape[2],
+            window=core.window or 0,
+            sinks=core.sinks,
+            key_mask=key_mask,
+            device=query.device,
+        )
+        scores = core.near.scale_of(scale) * query @ key.transpose(-1, -2) + (0.0 if bias is None else bias)
+        near, visible = visible & near, visible & ~near
+        if isinstance(core, LocalCore):
+            return log_attention(scores, value, near)
+    query, key = query * math.sqrt(scale), key * math.sqrt(scale)
     if isinstance(core, SoftmaxCore):
         return log_attention(query @ key.transpose(-1, -2), value, visible, bias=bias)
     if isinstance(core, GaussianCore):
@@ -86,6 +105,8 @@ def reference_attention(
     if gate is not None:
         factor = _left_of(gate, query.shape[2], key_mask)
     feature_map, normalize = core.feature_map, core.normalize
+    if near is not None and scores is not None:
+        return _near_far(core, (query, key, value), scores, (near, visible), (key_mask, query_mask), bias)
     if isinstance(feature_map, NystromMap):
         return _nystrom(feature_map, (query, key, value), visible, (key_mask, query_mask), factor, normalize)
     logs = log_phi(feature_map, query, "query"), log_phi(feature_map, key, "key")
@@ -93,6 +114,36 @@ def reference_attention(
         return positive_attention(logs[0], logs[1], value, visible, normalize, bias)
     phi_q, phi_k = phi(feature_map, query, "query"), phi(feature_map, key, "key")
     return signed_attention(phi_q, phi_k, value, visible, normalize, is_signed(feature_map), factor=factor)
+
+
+def _near_far(
+    core: KernelCore,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    scores: Tensor,
+    near_and_far: tuple[Tensor, Tensor],
+    masks: tuple[Tensor | None, Tensor | None],
+    bias: Tensor | None,
+) -> Tensor:
+    """Near keys by softmax, far ones by the kernel times exp(beta + bias)."""
+    query, key, value = qkv
+    near, far = near_and_far
+    feature_map = core.feature_map
+    extra = torch.zeros_like(scores) if bias is None else bias + torch.zeros_like(scores)
+    if core.beta is not None:
+        extra = extra + core.beta.to(scores.dtype)[:, None, None]
+    if isinstance(feature_map, NystromMap):
+        weights, bound = _nystrom_weights(feature_map, query, key, masks, far, extra.exp())
+        return near_far_attention(scores, value, near, far, weights, bound / GUARD)
+    logs = log_phi(feature_map, query, "query"), log_phi(feature_map, key, "key")
+    if logs[0] is not None and logs[1] is not None:
+        weights = log_kernel(logs[0], logs[1]) + extra
+        return log_attention(torch.where(near, scores, weights), value, near | far)
+    phi_q, phi_k = phi(feature_map, query, "query"), phi(feature_map, key, "key")
+    guard = None
+    if is_signed(feature_map):
+        size_q, size_k = (x.norm(dim=-1, keepdim=True) for x in (phi_q, phi_k))
+        guard = guard_bound(size_q, size_k, far, extra.exp()) / GUARD
+    return near_far_attention(scores, value, near, far, phi_q @ phi_k.transpose(-1, -2) * extra.exp(), guard)
 
 
 def _nystrom(
@@ -110,13 +161,26 @@ def _nystrom(
     query, key, value = qkv
     if feature_map.options["align"]:
         query, key = aligned(query, key, *masks)
+    weights, bound = _nystrom_weights(feature_map, query, key, masks, visible, factor)
+    return weighted_attention(weights, value, visible, normalize, bound)
+
+
+def _nystrom_weights(
+    feature_map: NystromMap,
+    query: Tensor,
+    key: Tensor,
+    masks: tuple[Tensor | None, Tensor | None],
+    visible: Tensor,
+    factor: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Weights (*, L, S), and the bound of the denominator from below, (*, L, 1)."""
     weights = nystrom_kernel(feature_map, query, key, *masks)
     size_q, size_k = (torch.ones_like(x[..., :1]) for x in (query, key))
     if feature_map.options["kernel"] == "softmax":
         size_q, size_k = (torch.exp(0.5 * x.square().sum(-1, keepdim=True)) for x in (query, key))
     weights = size_q * weights * size_k.transpose(-1, -2)
     bound = feature_map.gamma * guard_bound(size_q, size_k, visible, factor)
-    return weighted_attention(weights if factor is None else weights * factor, value, visible, normalize, bound)
+    return weights if factor is None else weights * factor, bound
 
 
 def _left_of(gate: Tensor, length: int, key_mask: Tensor | None) -> Tensor:

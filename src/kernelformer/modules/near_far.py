@@ -1,0 +1,349 @@
+"""Near keys exactly and far keys through a feature map, all at once or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention import State
+from kernelformer.attention.engine import Part
+from kernelformer.attention.merge import finish, merge
+from kernelformer.attention.near import Sinks
+from kernelformer.attention.near_far import near_far_attention
+from kernelformer.attention.near_far_call import NearFarCall
+from kernelformer.attention.near_keys import NearKeys, Tokens, join
+from kernelformer.attention.positive import EMPTY
+from kernelformer.attention.recurrent import MadeBy, far_step
+from kernelformer.contract import compute_dtype, lookup
+from kernelformer.modules.call import Bias, Call
+
+NO_SINK = -1  # position of a sink that a sample does not have yet
+
+
+@dataclass(frozen=True)
+class Far:
+    """The far part of a call: a feature map and a factor for each head.
+
+    Args:
+        spec: of the map, as `contract.register` names it.
+        tensors: of the map, as prepared for the call.
+        beta: (H), the logarithm of the factor; None means 0.
+    """
+
+    spec: str
+    tensors: Sequence[Tensor]
+    beta: Tensor | None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a stream keeps.
+
+    Args:
+        sums: of the far keys, (B, G, ...) each; nothing where there is no far part.
+        tokens: the last keys (B, G, n, D), values (B, G, n, E) and their mask (B, n), at most a window of them.
+        sinks: their positions are counted from the start of the stream; None where there are none.
+        length: tokens so far.
+    """
+
+    sums: Sequence[Tensor]
+    tokens: Tokens
+    sinks: Sinks | None
+    length: int
+
+    @staticmethod
+    def of(state: State, has_sinks: bool) -> Stream:
+        """What a state holds."""
+        tensors = list(state.tensors)
+        sinks = None
+        if has_sinks:
+            *tensors, key, value, position = tensors
+            sinks = Sinks(key, value, position, position >= 0)
+        *sums, key, value, mask = tensors
+        return Stream(sums, (key, value, mask), sinks, state.length)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of a state."""
+        sinks: tuple[Tensor, ...] = ()
+        if self.sinks is not None:
+            key, value, position, visible = self.sinks
+            sinks = (key, value, position.masked_fill(~visible, NO_SINK))
+        return (*self.sums, *self.tokens, *sinks)
+
+
+class NearFarAttention:
+    """The part of a core that attends to near keys exactly, and to far ones by a kernel if it has one.
+
+        near(i) = { j visible to i : |i - j| < window, or j among the first visible tokens, the sinks }
+        out_i = ( sum_near e^(s_ij) v_j + e^beta sum_far phi(q_i) . phi(k_j) v_j ) / ( the same sums with v = 1 )
+
+    with ``s_ij = scale q_i . k_j + b_(j-i)``. A bias must be constant, or a straight line, beyond a distance of at most
+    the window.
+
+    Args:
+        method: for messages.
+        window: tokens on each side, one's own included, that are attended to exactly; 0: none.
+        sinks: number of first visible tokens that are attended to exactly.
+        scale: of q . k; None: that of the call.
+        dropout: share of the near weights that is dropped.
+    """
+
+    def __init__(self, method: str, *, window: int, sinks: int, scale: float | None, dropout: float = 0.0) -> None:
+        self.method, self.window, self.sinks, self.scale, self.dropout = method, window, sinks, scale, dropout
+
+    def scale_of(self, scale: float) -> float:
+        """The scale of the near scores in a call of this scale."""
+        return scale if self.scale is None else self.scale
+
+    def attend(self, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Attend to all keys of a call, and in a stream to those before them.
+
+        Args:
+            call: keys and values have as many heads as the far part's sums.
+            far: or None.
+
+        Returns:
+            (B, H, L, E), and in a stream the tensors of the state after the keys.
+        """
+        if not call.in_stream:
+            out, _ = self._run(call, far, self._sinks(call, None, 0), None, 0)
+            return out, None
+        dtype = compute_dtype(call.query.dtype)
+        key, value, mask = call.key.to(dtype), call.value.to(dtype), call.key_mask
+        sums: Sequence[Tensor] = ()
+        before = Stream.of(call.state, self.sinks > 0) if call.state is not None else None
+        offset, past = 0, 0
+        if before is not None:
+            offset, past, sums = before.tokens[0].shape[2], before.length, before.sums
+            new = before.tokens[2].new_ones(key.shape[0], key.shape[2]) if mask is None else mask
+            key, value, mask = (
+                torch.cat(pair, axis) for *pair, axis in zip(before.tokens, (key, value, new), (2, 2, 1), strict=True)
+            )
+        call = replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
+        sinks = self._sinks(call, None if before is None else before.sinks, offset, past)
+        out, after = self._run(call, far, sinks, [x.to(dtype) for x in sums], offset)
+        first = max(0, key.shape[2] - self.window)
+        kept = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
+        tokens = [key[:, :, first:], value[:, :, first:], kept[:, first:]]
+        if mask is not None:  # what is hidden may hold anything
+            tokens[:2] = (x.masked_fill(~tokens[2][:, None, :, None], 0) for x in tokens[:2])
+        length = past + call.query.shape[2]
+        if sinks is not None:
+            sinks = sinks._replace(position=sinks.position + past - offset)
+        keep = (tokens[0].clone(), tokens[1].clone(), tokens[2].clone())  # views would keep all of a prompt
+        return out, Stream(after, keep, sinks, length).tensors()
+
+    def _run(
+        self, call: Call, far: Far | None, sinks: Sinks | None, sums: Sequence[Tensor] | None, offset: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Attend to the keys of a call, of which ``offset`` are before the first query."""
+        return near_far_attention(
+            NearFarCall(
+                query=call.query,
+                key=call.key,
+                value=call.value,
+                key_mask=call.key_mask,
+                far_mask=call.key_mask if sinks is None else _without(sinks, call.key, call.key_mask),
+                sinks=sinks or (),
+                bias=() if call.bias is None else self._bias(call.bias),
+                seed=torch.randint(1 << 62, ()) if self.dropout else None,
+                tensors=() if far is None else far.tensors,
+                beta=None if far is None else far.beta,
+                state=sums or (),
+                spec="" if far is None else far.spec,
+                scale=self.scale_of(call.scale),
+                far_scale=call.scale,
+                is_causal=call.is_causal,
+                window=self.window,
+                offset=offset,
+                dropout=self.dropout,
+            )
+        )
+
+    def _sinks(self, call: Call, before: Sinks | None, offset: int, past: int = 0) -> Sinks | None:
+        """The first visible tokens of each sample: those that a stream has, then new ones, by position in the call."""
+        if not self.sinks:
+            return None
+        key, value, mask = call.key, call.value, call.key_mask
+        batch, length = key.shape[0], key.shape[2]
+        if before is not None:
+            before = before._replace(position=before.position - (past - offset))
+            if not torch.compiler.is_compiling() and bool(before.visible.all()):
+                return before
+        number = torch.arange(1, self.sinks + 1, device=key.device).expand(batch, -1)
+        made = number.new_zeros(batch, 1) if before is None else before.visible.sum(1, keepdim=True)
+        new = key.new_ones(batch, length - offset, dtype=torch.bool) if mask is None else mask[:, offset:]
+        position = torch.searchsorted(new.cumsum(1).contiguous(), (number - made).contiguous()) + offset
+        visible = (position < length) & (number > made)
+        index = position.clamp(0, max(0, length - 1))[:, None, :, None].expand(-1, key.shape[1], -1, -1)
+        picked = []
+        for x in (key, value):
+            if length == 0:
+                picked.append(x.new_zeros(batch, x.shape[1], self.sinks, x.shape[3]))
+                continue
+            rows = x.gather(2, index.expand(-1, -1, -1, x.shape[3]))
+            picked.append(rows.masked_fill(~visible[:, None, :, None], 0))
+        sinks = Sinks(picked[0], picked[1], position, visible)
+        if before is None:
+            return sinks
+        old = before.visible
+        rows_old = old[:, None, :, None]
+        return Sinks(
+            torch.where(rows_old, before.key.to(key.dtype), sinks.key),
+            torch.where(rows_old, before.value.to(value.dtype), sinks.value),
+            torch.where(old, before.position, position),
+            old | visible,
+        )
+
+    def check_bias(self, bias: Bias) -> None:
+        """Check that a bias can go with the window."""
+        if bias.layout.rows:
+            raise ValueError(
+                f"a window counts positions along the sequence, got a bias on a grid for {self.method!r} with "
+                f"window={self.window}; leave the window out, or give relative='1d'."
+            )
+        if bias.window is None:
+            raise ValueError(
+                f"{self.method!r} with window={self.window} has one factor for all far keys: the bias must be constant "
+                f"(max_distance=...) or fall by a slope beyond the window, and nothing is known of it; give "
+                f"max_distance={self.window} or less."
+            )
+        if bias.window > self.window and bias.slope is None:
+            raise ValueError(
+                f"the bias must be constant beyond the window, got max_distance={bias.window} and "
+                f"window={self.window}; make the window at least {bias.window}, or max_distance at most {self.window}."
+            )
+
+    def _bias(self, bias: Bias) -> tuple[Tensor, ...]:
+        """What `near.NearBias` holds: the bias within the window, at the window, and the slope."""
+        self.check_bias(bias)
+        distances = torch.arange(1 - self.window, self.window, device=bias.table.device)
+        ends = torch.tensor([-self.window, self.window], device=bias.table.device)
+        tails = self._at(bias, ends).T
+        near = self._at(bias, distances) if self.window else bias.table[:, :0]
+        return (near, tails) if bias.slope is None else (near, tails, bias.slope)
+
+    @staticmethod
+    def _at(bias: Bias, distance: Tensor) -> Tensor:
+        """The bias (H, n) at distances (n); what lies beyond its window is the entry at the window, or a line."""
+        assert bias.window is not None
+        middle = bias.layout.L - 1 + bias.layout.offset
+        index = (middle + distance.clamp(-bias.window, bias.window)).clamp(0, max(0, bias.table.shape[1] - 1))
+        if bias.table.shape[1] == 0:  # of no queries
+            return bias.table.new_zeros(bias.table.shape[0], len(distance))
+        entries = bias.table[:, index]
+        if bias.slope is None:
+            return entries
+        beyond = (distance.abs() - bias.window).clamp_min(0).to(entries.dtype)
+        return entries - bias.slope.to(entries.dtype).unsqueeze(1) * beyond
+
+    def step(self, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
+        """Attend with one token; also returns the buffers that the last keys lie in.
+
+        In a few whole operations where nothing is differentiated, else as any other call.
+        """
+        is_plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        state = call.state
+        if state is None or not is_plain or not self.window:
+            out, after = self.attend(call, far)
+            assert after is not None
+            return out, after, None
+        before = Stream.of(state, self.sinks > 0)
+        if before.sinks is not None and not bool(before.sinks.visible.all()):
+            out, after = self.attend(call, far)
+            assert after is not None
+            return out, after, None
+        dtype = compute_dtype(call.query.dtype)
+        query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
+        mask = call.key_mask
+        if mask is None:
+            mask = before.tokens[2].new_ones(key.shape[0], 1)
+        else:
+            key, value = (x.masked_fill(~mask[:, None, :, None], 0) for x in (key, value))
+        joined, near = join(before.tokens, (key, value, mask), state.near, window=self.window)
+        rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # (B, G, R, D)
+        first = max(0, joined[2].shape[1] - self.window)
+        tokens = (joined[0][:, :, first:], joined[1][:, :, first:], joined[2][:, first:])
+        part = self._near(call, rows, tokens, before)
+        sums: Sequence[Tensor] = ()
+        if far is not None:
+            gone = (joined[0][:, :, :1], joined[1][:, :, :1], self._gone(joined[2], first, before))
+            part, sums = self._far(call, far, rows, gone, part, before.sums)
+        out, _, _ = finish(part)
+        after_stream = Stream(sums, tokens, before.sinks, before.length + 1)
+        return out.flatten(1, 2).unsqueeze(2), after_stream.tensors(), near
+
+    def _gone(self, mask: Tensor, first: int, before: Stream) -> Tensor | None:
+        """Whether the token that leaves the window is not to be taken in, (B, 1, 1, 1) bool."""
+        hidden = ~mask[:, :1] if first else torch.ones_like(mask[:, :1])
+        if before.sinks is not None:
+            leaving = before.length - self.window
+            hidden = hidden | (before.sinks.position == leaving).any(1, keepdim=True)
+        return hidden[:, :, None, None]
+
+    def _near(self, call: Call, rows: Tensor, tokens: Tokens, before: Stream) -> Part:
+        """Exact softmax of one query (B, G, R, D) on the last tokens and the sinks."""
+        scale, count = self.scale_of(call.scale), tokens[2].shape[1]
+        scores = rows @ tokens[0].mT * scale
+        values, sinks = tokens[1], before.sinks
+        heads = scores.shape[1:3]
+        bias = None if call.bias is None else self._bias(call.bias)
+        if bias is not None:
+            near = bias[0][:, self.window - count : self.window]  # distances -(count - 1) to 0
+            scores = scores + near.to(scores.dtype).clamp_min(EMPTY).unflatten(0, heads).unsqueeze(0)[:, :, :, :]
+        scores = scores.masked_fill(~tokens[2][:, None, None, :], EMPTY)
+        if sinks is not None:
+            more = rows @ sinks.key.to(rows.dtype).mT * scale
+            distance = before.length - sinks.position  # (B, s)
+            if bias is not None:
+                tail = bias[1][0].to(scores.dtype).clamp_min(EMPTY).view(1, *heads, 1)
+                if len(bias) > 2:
+                    beyond = (distance - self.window).to(scores.dtype)[:, None, None, :]
+                    tail = tail - bias[2].to(scores.dtype).view(1, *heads, 1) * beyond
+                more = more + tail
+            more = more.masked_fill((distance < self.window)[:, None, None, :], EMPTY)
+            scores = torch.cat([scores, more], 3)
+            values = torch.cat([values, sinks.value.to(values.dtype)], 2)
+        log = scores.logsumexp(3)
+        out = (scores - log.unsqueeze(3)).exp_() @ values
+        empty = log < EMPTY / 2
+        return Part(out.masked_fill(empty.unsqueeze(3), 0), log.masked_fill(empty, EMPTY))
+
+    def _far(
+        self,
+        call: Call,
+        far: Far,
+        rows: Tensor,
+        gone: tuple[Tensor, Tensor, Tensor | None],
+        part: Part,
+        sums: Sequence[Tensor],
+    ) -> tuple[Part, Sequence[Tensor]]:
+        """Take in the key that leaves the window, and merge what the far keys give."""
+        added, after = far_step(lookup(far.spec), far.tensors, rows, gone, sums, call.scale)
+        logs = rows.new_zeros(1, rows.shape[1] * rows.shape[2])
+        if far.beta is not None:
+            logs = logs + far.beta.to(rows.dtype)
+        slope = None
+        if call.bias is not None:
+            _, tails, *rest = self._bias(call.bias)
+            logs, slope = logs + tails[0].to(rows.dtype).clamp_min(EMPTY), rest[0] if rest else None
+        if slope is not None:
+            after = (after[0] - slope.to(after[0].dtype).view(1, -1, 1, 1), *after[1:])
+        logs = logs.unflatten(1, rows.shape[1:3])
+        return merge(part, added._replace(log=added.log + logs)), after
+
+    def made_by(self, call: Call) -> MadeBy:
+        """What a stream that starts with this call depends on besides the settings."""
+        return (("bias", call.bias is not None), ("slope", call.bias is not None and call.bias.slope is not None))
+
+
+def _without(sinks: Sinks, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Which keys (B, S) are visible and no sinks."""
+    batch, length = key.shape[0], key.shape[2]
+    whole = key.new_ones(batch, length, dtype=torch.bool) if mask is None else mask
+    inside = sinks.visible & (sinks.position >= 0) & (sinks.position < length)
+    index = torch.where(inside, sinks.position, length)  # one more column takes what is elsewhere
+    return torch.nn.functional.pad(whole, (0, 1)).scatter(1, index, False)[:, :length]
