@@ -220,7 +220,7 @@ class NearFarAttention:
     def _bias(self, bias: Bias) -> tuple[Tensor, ...]:
         """What `near.NearBias` holds: the bias within the window, at the window, and the slope."""
         self.check_bias(bias)
-        distances = torch.arange(1 - self.window, self.window, device=bias.table.device)
+        distances = torch.arange(min(0, 1 - self.window), self.window, device=bias.table.device)
         ends = torch.tensor([-self.window, self.window], device=bias.table.device)
         tails = self._at(bias, ends).T
         near = self._at(bias, distances) if self.window else bias.table[:, :0]
@@ -322,7 +322,8 @@ class NearFarAttention:
         sums: Sequence[Tensor],
     ) -> tuple[Part, Sequence[Tensor]]:
         """Take in the key that leaves the window, and merge what the far keys give."""
-        added, after = far_step(lookup(far.spec), far.tensors, rows, gone, sums, call.scale)
+        fades = call.bias is not None and call.bias.slope is not None
+        added, after = far_step(lookup(far.spec), far.tensors, rows, gone, sums, call.scale, fades)
         logs = rows.new_zeros(1, rows.shape[1] * rows.shape[2])
         if far.beta is not None:
             logs = logs + far.beta.to(rows.dtype)
