@@ -160,6 +160,7 @@ class NearFarAttention:
                 window=self.window,
                 offset=offset,
                 dropout=self.dropout,
+                own_sinks=sinks is not None and not call.in_stream and call.key.shape[2] > 0,
             )
         )
 
@@ -168,6 +169,8 @@ class NearFarAttention:
         if not self.sinks:
             return None
         key, value, mask = call.key, call.value, call.key_mask
+        if not call.in_stream:
+            key, value = key.detach(), value.detach()  # see `NearFarCall.own_sinks`
         batch, length = key.shape[0], key.shape[2]
         if before is not None:
             before = before._replace(position=before.position - (past - offset))
