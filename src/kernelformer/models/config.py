@@ -173,7 +173,7 @@ class KernelformerConfig(PreTrainedConfig):
         for spec in specs:
             if has_positions(spec):
                 raise ValueError(
-                    f"cross_attention has no relative positions and no rotary ones, got {spec!r}; give "
+                    f"cross_attention has no relative positions, nor rotary ones, got {spec!r}; give "
                     f"{without_positions(spec)!r}."
                 )
         return specs

@@ -159,6 +159,13 @@ class KernelAttention(nn.Module):
                 f"to attend to a context once and again use remember and recall."
             )
 
+    def _check_takes_context(self) -> None:
+        if self.rotary is not None:
+            raise ValueError(
+                "rotary positions are those of tokens that attend to themselves, got a context for a layer with "
+                "rotary=True; build the layer of a cross-attention with rotary=False."
+            )
+
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads
@@ -181,13 +188,6 @@ class KernelAttention(nn.Module):
             return q, k
         turned: tuple[Tensor, Tensor] = self.rotary(q, k, 0 if state is None else state.length, position_ids)
         return turned
-
-    def _refuse_rotary(self, what: str) -> None:
-        if self.rotary is not None:
-            raise ValueError(
-                f"rotary positions are for tokens that attend to themselves, got {what} and rotary=True; build the "
-                f"layer for cross-attention with rotary=False."
-            )
 
     def _merge(self, heads: Tensor) -> Tensor:
         y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
@@ -240,7 +240,7 @@ class KernelAttention(nn.Module):
         """
         crosses = context is not None
         if crosses:
-            self._refuse_rotary("a context")
+            self._check_takes_context()
         context = x if context is None else context
         q, k, v = self._project(x, context)
         self._check_mask("context" if crosses else "x", key_mask, context)
@@ -287,7 +287,7 @@ class KernelAttention(nn.Module):
 
     def remember(self, context: Tensor, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a context (B, S, context_dim): of constant size for methods with a feature map."""
-        self._refuse_rotary("remember")
+        self._check_takes_context()
         self._check("context", context, "context_dim")
         self._check_mask("context", key_mask, context)
         key, value = (self._heads(x) for x in (self.key(context), self.value(context)))
@@ -295,7 +295,7 @@ class KernelAttention(nn.Module):
 
     def recall(self, x: Tensor, memory: State) -> Tensor:
         """Attend to a remembered context, which does not have to be read again: (B, L, E) -> (B, L, E)."""
-        self._refuse_rotary("recall")
+        self._check_takes_context()
         if self.causal or self.positions is not None:
             raise ValueError(
                 "recall is for cross-attention: build the layer with causal=False and relative=None, this one has "
