@@ -98,7 +98,7 @@ class RotaryPositions(nn.Module):
         Returns:
             (B, H, L, D) and (B, G, L, D).
         """
-        wide, dtype = wide_dtype(query), compute_dtype(query.dtype)
+        wide, dtype = compute_dtype(wide_dtype(query)), compute_dtype(query.dtype)  # a device may have no float64
         if position_ids is None:
             position = torch.arange(past, past + query.shape[2], device=query.device, dtype=wide)
         else:
@@ -132,9 +132,9 @@ class RotaryPositions(nn.Module):
 def _check_dim(head_dim: int, rotary_dim: int | None) -> int:
     if rotary_dim is None:
         if head_dim % 2:
+            way = f", or give rotary_dim={head_dim - 1}" if head_dim > 1 else ""
             raise ValueError(
-                f"rotary positions turn pairs of dimensions, got an odd head_dim={head_dim}; make it even, or give "
-                f"rotary_dim={max(head_dim - 1, 2)}."
+                f"rotary positions turn pairs of dimensions, got an odd head_dim={head_dim}; make it even{way}."
             )
         return head_dim
     dim = positive_int("rotary_dim", rotary_dim)
