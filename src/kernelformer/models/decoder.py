@@ -110,7 +110,7 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         if position_ids is None:
             position_ids = token_positions(attention_mask, given.shape[1], past, given.device)
         x = self.embeddings(input_ids, position_ids, inputs_embeds)
-        x = self.stack(x, key_mask=key_mask, past_key_values=past_key_values)
+        x = self.stack(x, key_mask=key_mask, past_key_values=past_key_values, position_ids=position_ids)
         if isinstance(logits_to_keep, Tensor):
             x = x[:, logits_to_keep]
         elif logits_to_keep:

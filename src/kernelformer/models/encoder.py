@@ -15,14 +15,14 @@ from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, me
 from kernelformer.models.blocks import Stack, visible
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
-from kernelformer.modules.spec import parse_attention
+from kernelformer.modules.spec import has_positions
 
 
 def choose_positions(config: KernelformerConfig, specs: list[str], own: str = "sinusoidal") -> str:
-    """Resolve ``auto`` positions: none where every block has relative positions, else the model's own."""
+    """Resolve ``auto`` positions: none where every block has relative or rotary positions, else the model's own."""
     if config.positions != "auto":
         return config.positions
-    return "none" if all("relative" in parse_attention(x)[1] for x in specs) else own
+    return "none" if all(has_positions(x) for x in specs) else own
 
 
 def check_tokens(tokens: Tensor | None, vectors: Tensor | None, vocab_size: int) -> Tensor:
@@ -94,7 +94,8 @@ class KernelformerModel(KernelformerPreTrainedModel):
         x = self.embeddings(input_ids, position_ids, inputs_embeds)
         if self.first is not None:
             x, key_mask = self.first(x, key_mask)
-        return BaseModelOutput(last_hidden_state=self.stack(x, key_mask=key_mask))
+            position_ids = nn.functional.pad(position_ids + 1, (1, 0))  # it stands at 0, before all others
+        return BaseModelOutput(last_hidden_state=self.stack(x, key_mask=key_mask, position_ids=position_ids))
 
 
 class Pooler(nn.Module):

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
-from kernelformer.errors import choice, fraction, positive_int, shape
+from kernelformer.errors import choice, flag, fraction, positive_int, shape
 from kernelformer.modules.build import build_attention
-from kernelformer.modules.options import POSITION_OPTIONS, method_options
+from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, method_options
 from kernelformer.modules.positions import RelativePositions
+from kernelformer.modules.rotary import RotaryPositions
 
 
 class KernelAttention(nn.Module):
@@ -30,6 +31,8 @@ class KernelAttention(nn.Module):
         relative: relative positions: ``"1d"`` with ``max_length`` and/or ``max_distance``, ``scheme`` ("table", "t5",
             "alibi") and ``num_buckets``; ``"2d"`` with ``grid`` and ``num_prefix``; or a `RelativePositions`, which
             several layers may share.
+        rotary: whether queries and keys turn with their position, see `RotaryPositions`, whose options
+            ``rotary_base``, ``rotary_dim`` and ``rotary_scaling`` go with it; for self-attention, by every method.
         num_kv_heads: G, for grouped queries; default H.
         head_dim: D; default embed_dim / num_heads.
         context_dim: width of the context; default embed_dim.
@@ -51,6 +54,7 @@ class KernelAttention(nn.Module):
         num_features: int | None = None,
         causal: bool = False,
         relative: str | RelativePositions | None = None,
+        rotary: bool = False,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         context_dim: int | None = None,
@@ -84,6 +88,7 @@ class KernelAttention(nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else positive_int("head_dim", head_dim)
         self.causal = causal
+        self.rotary = _rotary(rotary, self.head_dim, options)
         self.context_dim = embed_dim if context_dim is None else positive_int("context_dim", context_dim)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, kv_dim = num_heads * self.head_dim, kv_heads * self.head_dim
@@ -154,6 +159,13 @@ class KernelAttention(nn.Module):
                 f"to attend to a context once and again use remember and recall."
             )
 
+    def _check_takes_context(self) -> None:
+        if self.rotary is not None:
+            raise ValueError(
+                "rotary positions are those of tokens that attend to themselves, got a context for a layer with "
+                "rotary=True; build the layer of a cross-attention with rotary=False."
+            )
+
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads
@@ -168,6 +180,15 @@ class KernelAttention(nn.Module):
             gate = torch.sigmoid(F.linear(context.to(dtype), weight.to(dtype), bias.to(dtype)))
         return {"gate": gate.transpose(1, 2)}
 
+    def _rotate(self, q: Tensor, k: Tensor, state: State | None, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys with rotary positions, where the layer has them."""
+        if self.rotary is None:
+            if position_ids is not None:
+                raise ValueError("position_ids are for rotary positions, this layer was built with rotary=False.")
+            return q, k
+        turned: tuple[Tensor, Tensor] = self.rotary(q, k, 0 if state is None else state.length, position_ids)
+        return turned
+
     def _merge(self, heads: Tensor) -> Tensor:
         y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
@@ -181,6 +202,7 @@ class KernelAttention(nn.Module):
         *,
         state: State | None = ...,
         return_state: Literal[False] = ...,
+        position_ids: Tensor | None = ...,
     ) -> Tensor: ...
 
     @overload
@@ -192,6 +214,7 @@ class KernelAttention(nn.Module):
         *,
         state: State | None = ...,
         return_state: Literal[True],
+        position_ids: Tensor | None = ...,
     ) -> tuple[Tensor, State]: ...
 
     def forward(
@@ -202,6 +225,7 @@ class KernelAttention(nn.Module):
         *,
         state: State | None = None,
         return_state: bool = False,
+        position_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, State]:
         """(B, L, E) -> (B, L, E).
 
@@ -211,13 +235,18 @@ class KernelAttention(nn.Module):
             key_mask: (B, S) bool, True = attend; with a context it says nothing about x, all of whose tokens are real.
             state: resume after what it has seen; causal only.
             return_state: also return the state after the last token; causal only.
+            position_ids: (B or 1, L), of rotary positions; default: counted from the tokens of the state on, padding
+                included.
         """
         crosses = context is not None
+        if crosses:
+            self._check_takes_context()
         context = x if context is None else context
         q, k, v = self._project(x, context)
         self._check_mask("context" if crosses else "x", key_mask, context)
         if state is not None or return_state:
             self._check_stream(x, context)
+        q, k = self._rotate(q, k, state, position_ids)
         common: dict[str, Any] = {"is_causal": self.causal, "key_mask": key_mask, "state": state}
         if crosses and key_mask is not None:  # it says nothing about x, even if that is as long
             common["query_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -229,8 +258,15 @@ class KernelAttention(nn.Module):
         heads, after = self.core(q, k, v, **common, return_state=True)
         return self._merge(heads), after
 
-    def step(self, x: Tensor, state: State | None = None, *, key_mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts."""
+    def step(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts. Arguments as for the layer's call."""
         if not self.causal:
             raise ValueError(
                 "step needs a causal layer, this one was built with causal=False; build it with causal=True."
@@ -242,6 +278,7 @@ class KernelAttention(nn.Module):
                 f"return_state=True."
             )
         self._check_mask("x", key_mask, x)
+        q, k = self._rotate(q, k, state, position_ids)
         extra = self._gate(x)
         if self.positions is not None:
             extra |= self.positions.step(0 if state is None else state.length)
@@ -250,6 +287,7 @@ class KernelAttention(nn.Module):
 
     def remember(self, context: Tensor, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a context (B, S, context_dim): of constant size for methods with a feature map."""
+        self._check_takes_context()
         self._check("context", context, "context_dim")
         self._check_mask("context", key_mask, context)
         key, value = (self._heads(x) for x in (self.key(context), self.value(context)))
@@ -257,6 +295,7 @@ class KernelAttention(nn.Module):
 
     def recall(self, x: Tensor, memory: State) -> Tensor:
         """Attend to a remembered context, which does not have to be read again: (B, L, E) -> (B, L, E)."""
+        self._check_takes_context()
         if self.causal or self.positions is not None:
             raise ValueError(
                 "recall is for cross-attention: build the layer with causal=False and relative=None, this one has "
@@ -294,3 +333,15 @@ def _positions(
     if relative == "2d" and "grid" not in mine:
         raise ValueError("relative='2d' needs grid=(rows, columns).")
     return RelativePositions(num_heads, causal=causal and relative == "1d", **mine)
+
+
+def _rotary(rotary: bool, head_dim: int, options: dict[str, Any]) -> RotaryPositions | None:
+    """The rotary positions that a layer was asked for; takes their options away from the core's."""
+    mine = {x: options.pop(x) for x in ROTARY_OPTIONS if x in options}
+    if flag("rotary", rotary):
+        return RotaryPositions(head_dim, **mine)
+    for name, value in mine.items():
+        raise ValueError(
+            f"{name}={value!r} is of rotary positions, got rotary=False; give rotary=True, or leave it out."
+        )
+    return None
