@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.engine import Part
-from kernelformer.attention.near_keys import NearKeys
 from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
@@ -78,7 +77,7 @@ class State:
     length: int
     made_by: MadeBy
     fits: tuple[object, ...] = ()
-    near: NearKeys | None = None
+    near: object | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "fits": (), "near": None}
@@ -282,6 +281,21 @@ def _answer_signed(
     return torch.where(some, out / torch.where(some, den, 1.0), 0.0)
 
 
+def far_logits(
+    spec: PositiveSpec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    token: tuple[Tensor, Tensor, Tensor | None],
+    state: Sequence[Tensor],
+    scale: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """As `far_step` of a positive map, whose features are like keys: log weights (B, G, R, M) of the state's means."""
+    key, value, hidden = token
+    new, logits = _map_positive(spec, tensors, query, key, scale, False)
+    total, mean = _take_positive(new, value, state, hidden)
+    return logits + total.to(mean.dtype).transpose(-1, -2), (total, mean)
+
+
 def far_step(
     spec: Spec,
     tensors: Sequence[Tensor],
@@ -307,9 +321,7 @@ def far_step(
     """
     key, value, hidden = token
     if isinstance(spec, PositiveSpec):
-        new, logits = _map_positive(spec, tensors, query, key, scale, False)
-        total, mean = _take_positive(new, value, state, hidden)
-        logits = logits + total.to(mean.dtype).transpose(-1, -2)
+        logits, (total, mean) = far_logits(spec, tensors, query, token, state, scale)
         return Part(logits.softmax(-1) @ mean, logits.logsumexp(-1)), (total, mean)
     assert isinstance(spec, SignedSpec)
     after = _take_signed(spec, tensors, key, value, state, scale, hidden, False, fades=fades)
