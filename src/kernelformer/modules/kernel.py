@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, linear_attention, read, step
 from kernelformer.attention.families import engine_class
+from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.recurrent import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import flag, shape
@@ -63,6 +64,11 @@ class KernelCore(AttentionCore):
     def takes_bias(self) -> bool:  # type: ignore[override]
         """Whether weights are divided by their sum again after a bias has multiplied them."""
         return self.normalize
+
+    @property
+    def takes_segments(self) -> bool:  # type: ignore[override]
+        """Whether no landmarks come from the whole row."""
+        return not self.feature_map.sees_sequence
 
     @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
@@ -256,6 +262,12 @@ class KernelCore(AttentionCore):
             return State(tuple(tensors), before.length + count, before.made_by, call.fits)
         made_by = self._made_by(call.scale) + (() if call.bias is None else self.biased.made_by(call))
         return State(tuple(tensors), count, made_by, call.fits)
+
+    def _forget(self, state: State, samples: Tensor) -> State:
+        """Sums over nothing are zero, and their logarithm or scale, which comes first, EMPTY; near keys are hidden."""
+        near = 3 if NEAR in dict(state.made_by) else 0
+        sums = [EMPTY, *[0.0] * (len(state.tensors) - near)][: len(state.tensors) - near]
+        return state.fill(samples, [*sums, *[0.0] * near])
 
     def _misfit(self, call: Call, state: State) -> str | None:
         theirs, ours = dict(state.made_by), dict(self._made_by(call.scale))
