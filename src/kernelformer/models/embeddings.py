@@ -18,6 +18,20 @@ def sinusoids(position: Tensor, width: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], -1)[..., :width]
 
 
+def segment_positions(segment_ids: Tensor, real: Tensor | None = None) -> Tensor:
+    """Positions (B, L) that start at 0 with every segment of packed rows.
+
+    Args:
+        segment_ids: (B, L), see `AttentionCore.forward`.
+        real: (B, L), 1 = real: other tokens are not counted; None: all are.
+    """
+    real = torch.ones_like(segment_ids) if real is None else real.to(segment_ids)
+    count = real.cumsum(1)
+    first = nn.functional.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
+    before = torch.where(first, count - real, 0).cummax(1).values  # real tokens before the segment
+    return (count - 1 - before).clamp_min(0)
+
+
 class Embeddings(nn.Module):
     """Token vectors plus position vectors.
 

@@ -179,6 +179,7 @@ class KernelAttention(nn.Module):
         context: Tensor | None = ...,
         key_mask: Tensor | None = ...,
         *,
+        segment_ids: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[False] = ...,
     ) -> Tensor: ...
@@ -190,6 +191,7 @@ class KernelAttention(nn.Module):
         context: Tensor | None = ...,
         key_mask: Tensor | None = ...,
         *,
+        segment_ids: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[True],
     ) -> tuple[Tensor, State]: ...
@@ -200,6 +202,7 @@ class KernelAttention(nn.Module):
         context: Tensor | None = None,
         key_mask: Tensor | None = None,
         *,
+        segment_ids: Tensor | None = None,
         state: State | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
@@ -209,16 +212,23 @@ class KernelAttention(nn.Module):
             x: (B, L, E).
             context: (B, S, context_dim), whose tokens are attended to; default x itself.
             key_mask: (B, S) bool, True = attend; with a context it says nothing about x, all of whose tokens are real.
+            segment_ids: (B, L) integers that do not decrease along a row: packed sequences, each of which is alone.
             state: resume after what it has seen; causal only.
             return_state: also return the state after the last token; causal only.
         """
         crosses = context is not None
+        if context is not None and segment_ids is not None:
+            raise ValueError(
+                f"segment_ids are for self-attention, got a context of shape {shape(context)} too; give each sequence "
+                f"a row of its own, with key_mask."
+            )
         context = x if context is None else context
         q, k, v = self._project(x, context)
         self._check_mask("context" if crosses else "x", key_mask, context)
         if state is not None or return_state:
             self._check_stream(x, context)
         common: dict[str, Any] = {"is_causal": self.causal, "key_mask": key_mask, "state": state}
+        common["segment_ids"] = segment_ids
         if crosses and key_mask is not None:  # it says nothing about x, even if that is as long
             common["query_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         common |= self._gate(context)
@@ -229,8 +239,15 @@ class KernelAttention(nn.Module):
         heads, after = self.core(q, k, v, **common, return_state=True)
         return self._merge(heads), after
 
-    def step(self, x: Tensor, state: State | None = None, *, key_mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts."""
+    def step(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts. Segment ids are (B, 1)."""
         if not self.causal:
             raise ValueError(
                 "step needs a causal layer, this one was built with causal=False; build it with causal=True."
@@ -245,7 +262,7 @@ class KernelAttention(nn.Module):
         extra = self._gate(x)
         if self.positions is not None:
             extra |= self.positions.step(0 if state is None else state.length)
-        heads, after = self.core.step(q, k, v, state, key_mask=key_mask, **extra)
+        heads, after = self.core.step(q, k, v, state, key_mask=key_mask, segment_ids=segment_ids, **extra)
         return self._merge(heads), after
 
     def remember(self, context: Tensor, key_mask: Tensor | None = None) -> State:
