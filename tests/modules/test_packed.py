@@ -199,7 +199,7 @@ def test_samples_of_a_state_keep_their_segment_when_they_are_reordered():
 
 
 def test_batches_of_segments_are_less_than_half_padding():
-    lengths = torch.tensor([1, 1, 2, 3, 5, 8, 9, 16, 17, 100, 1000])
+    lengths = torch.tensor([1, 1, 2, 3, 5, 8, 9, 16, 17, 49, 65, 75, 76, 100, 750, 1000])
     ids = torch.arange(len(lengths)).repeat_interleave(lengths).unsqueeze(0)
     segments = Segments.of(ids)
     assert segments.length.tolist() == lengths.tolist()
@@ -207,6 +207,17 @@ def test_batches_of_segments_are_less_than_half_padding():
     assert sorted(n for x in parts for n in x.length.tolist()) == sorted(lengths.tolist())
     for part in parts:
         assert part.length.max() < 2 * part.length.min()
+        assert part.length.max() <= 64 or 3 * part.length.max() <= 4 * part.length.min()
+
+
+def test_a_compiled_call_and_step_are_those_of_eager_mode():
+    core, qkv = build("favor+"), inputs(L, B=B)
+    with torch.no_grad():
+        want, state = core(*qkv, is_causal=True, segment_ids=IDS, return_state=True)
+        close(torch.compile(core, backend="eager")(*qkv, is_causal=True, segment_ids=IDS), want)
+        one, ids = [x[:, :, :1] for x in qkv], torch.tensor([[7], [6], [-1]])
+        step = torch.compile(core.step, backend="eager", fullgraph=True)
+        close(step(*one, state, segment_ids=ids)[0], core.step(*one, state, segment_ids=ids)[0])
 
 
 def test_empty_rows_and_rows_without_tokens_are_packed_too():

@@ -26,6 +26,7 @@ from kernelformer.modules.checks import can_read
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
 
+SHORT = 64  # tokens of segments that are done so fast that a call for more of them is worth some padding
 NO_ID = torch.iinfo(torch.int64).min  # the last id of a stream without tokens
 
 
@@ -57,11 +58,12 @@ class Segments(NamedTuple):
         return Segments(*(x[chosen] for x in self))
 
     def buckets(self) -> list[Segments]:
-        """Batches in which the longest is less than twice as long as the shortest."""
+        """Batches in which the longest is at most a third longer than the shortest, or less than twice up to SHORT."""
         order = self.length.argsort(stable=True)
         lengths, parts = self.length[order].tolist(), []
         while lengths:
-            first = bisect_left(lengths, lengths[-1] // 2 + 1)
+            longest = lengths[-1]
+            first = bisect_left(lengths, longest // 2 + 1 if longest <= SHORT else -(-longest * 3 // 4))
             parts.append(self.where(order[first : len(lengths)]))
             del lengths[first:]
         return parts
