@@ -265,9 +265,10 @@ class KernelCore(AttentionCore):
 
     def _forget(self, state: State, samples: Tensor) -> State:
         """Sums over nothing are zero, and their logarithm or scale, which comes first, EMPTY; near keys are hidden."""
-        near = 3 if NEAR in dict(state.made_by) else 0
-        sums = [EMPTY, *[0.0] * (len(state.tensors) - near)][: len(state.tensors) - near]
-        return state.fill(samples, [*sums, *[0.0] * near])
+        values = [0.0] * len(state.tensors)
+        if len(values) > (3 if NEAR in dict(state.made_by) else 0):
+            values[0] = EMPTY
+        return state.fill(samples, values)
 
     def _misfit(self, call: Call, state: State) -> str | None:
         theirs, ours = dict(state.made_by), dict(self._made_by(call.scale))

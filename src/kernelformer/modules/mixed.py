@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class PairState(State):
 
     def reorder(self, index: Tensor | Sequence[int]) -> PairState:
         """Samples by their index, repeats allowed."""
-        last_id = State.reorder(replace(self, tensors=()), index).last_id
+        order = torch.as_tensor(index, dtype=torch.long)
+        last_id = None if self.last_id is None else self.last_id[order.to(self.last_id.device)]
         return self.of((self.parts[0].reorder(index), self.parts[1].reorder(index)), last_id)
 
 

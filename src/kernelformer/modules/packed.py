@@ -41,15 +41,15 @@ class Segments(NamedTuple):
     def of(ids: Tensor) -> Segments:
         """Find the segments of ids (B, L), which must not decrease along a row."""
         ids = ids.cpu()
-        steps = ids.diff(dim=1)
-        if bool((steps < 0).any()):
-            row, column = (steps < 0).nonzero()[0].tolist()
+        left, right = ids[:, :-1], ids[:, 1:]
+        if bool((right < left).any()):
+            row, column = (right < left).nonzero()[0].tolist()
             raise ValueError(
                 f"segment_ids must not decrease along a row, got {int(ids[row, column])} before "
                 f"{int(ids[row, column + 1])} at token {column + 1} of row {row}; number the sequences of a row in "
                 f"their order."
             )
-        row, start = F.pad(steps != 0, (1, 0), value=True).nonzero().unbind(1)
+        row, start = torch.cat([ids[:, :1] == ids[:, :1], left != right], 1).nonzero().unbind(1)
         ends = torch.cat([row * ids.shape[1] + start, torch.tensor([ids.numel()])])
         return Segments(row, start, ends.diff())
 
@@ -230,11 +230,12 @@ class Batches:
     def __init__(self, segments: Segments, like: Tensor) -> None:
         self.rows, self.length = like.shape[0], like.shape[2]
         tokens, device = self.rows * self.length, like.device
-        sources = []
+        sources, self.full = [], []
         for part in segments.buckets():
             column = torch.arange(int(part.length.max()))
             source = (part.row * self.length + part.start).unsqueeze(1) + column
             sources.append(source.masked_fill(column >= part.length.unsqueeze(1), tokens))
+            self.full.append(int(part.length.min()) == len(column))
         flat = torch.cat([x.flatten() for x in sources])
         places = torch.full((tokens + 1,), len(flat)).index_copy(0, flat, torch.arange(len(flat)))
         self.shapes = [x.shape for x in sources]
@@ -253,7 +254,7 @@ class Batches:
         if mask is not None:
             return [*self._split(F.pad(mask.flatten(), (0, 1)).index_select(0, self.source))]
         inside = self._split(self.source < tokens)
-        return [None if bool(x.all()) else x for x in inside]
+        return [None if full else x for x, full in zip(inside, self.full, strict=True)]
 
     def put(self, outs: Sequence[Tensor], others: Tensor | None) -> Tensor:
         """Batches (n, H, w, E) as rows (B, H, L, E), with ``others`` at tokens that are in none."""
