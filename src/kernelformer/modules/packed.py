@@ -196,9 +196,10 @@ def _attend_first(core: AttentionCore, call: Call, first: Segments, out: Tensor)
 def _attend_apart(core: AttentionCore, call: Call, segments: Segments, others: Tensor | None = None) -> Tensor:
     """Attend within segments -> (B, H, L, E); at tokens that are in none of them those of ``others``."""
     batches = Batches(segments, call.query)
+    unmasked = call.is_causal and call.key_mask is None  # padding comes last, where causal queries do not see it
     parts = zip(
         *(batches.take(x) for x in (call.query, call.key, call.value)),
-        batches.take_mask(call.key_mask),
+        batches.nothing if unmasked else batches.take_mask(call.key_mask),
         batches.take_mask(call.query_mask) if call.query_mask is not None else batches.nothing,
         batches.take(call.gate.unsqueeze(-1)) if call.gate is not None else batches.nothing,
         strict=True,
