@@ -78,7 +78,9 @@ def test_a_packed_call_is_that_of_its_segments_alone(variant):
 def test_packed_sequences_may_be_padded_and_have_groups_of_queries(variant, is_causal):
     key_mask = padding(B, L)
     key_mask[1, 11:13] = False  # a whole segment
-    check(mixed() if variant == "mixed" else build(variant), {"is_causal": is_causal, "key_mask": key_mask}, G=2)
+    core = mixed() if variant == "mixed" else build(variant)
+    for mask in (key_mask, IDS != 5, IDS < -1):  # parts of segments, a whole one alone, all of them
+        check(core, {"is_causal": is_causal, "key_mask": mask}, G=2)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -195,6 +195,8 @@ def _attend_first(core: AttentionCore, call: Call, first: Segments, out: Tensor)
 
 def _attend_apart(core: AttentionCore, call: Call, segments: Segments, others: Tensor | None = None) -> Tensor:
     """Attend within segments -> (B, H, L, E); at tokens that are in none of them those of ``others``."""
+    if call.key_mask is not None:
+        segments, call = _without_hidden(segments, call, call.key_mask)
     batches = Batches(segments, call.query)
     unmasked = call.is_causal and call.key_mask is None  # padding comes last, where causal queries do not see it
     parts = zip(
@@ -218,6 +220,19 @@ def _attend_apart(core: AttentionCore, call: Call, segments: Segments, others: T
         )
         outs.append(core._attend_alone(part)[0])
     return batches.put(outs, others)
+
+
+def _without_hidden(segments: Segments, call: Call, mask: Tensor) -> tuple[Segments, Call]:
+    """Leave out segments without a visible key, whose outputs are zero, and the mask too if it hides nothing else."""
+    seen = F.pad(mask.cpu().flatten().long().cumsum(0), (1, 0))
+    first = segments.row * mask.shape[1] + segments.start
+    counts = seen[first + segments.length] - seen[first]
+    kept = counts > 0
+    if not bool(kept.any()):  # then they stay, so that gradients of zero are those of a call
+        return segments, call
+    if bool((counts == segments.length)[kept].all()):
+        call = replace(call, key_mask=None)
+    return segments.where(kept), call
 
 
 class Batches:
