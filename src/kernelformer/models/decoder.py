@@ -120,10 +120,8 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         if past_key_values is None and use_cache and not self.training:
             past_key_values = self.new_cache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        key_mask, segments = (
-            visible(attention_mask, given.shape[1], past),
-            last_segments(segment_ids, given.shape[1], past),
-        )
+        key_mask = visible(attention_mask, given.shape[1], past)
+        segments = last_segments(segment_ids, given.shape[1], past)
         if position_ids is None:
             position_ids = token_positions(attention_mask, given.shape[1], past, given.device, segment_ids)
         x = self.embeddings(input_ids, position_ids, inputs_embeds)
