@@ -200,6 +200,18 @@ def test_samples_of_a_state_keep_their_segment_when_they_are_reordered():
     assert after.last_id.tolist() == [-1, 8]
 
 
+def test_an_id_that_comes_again_after_another_one_is_a_new_segment():
+    core, qkv = build("favor+"), inputs(6, B=1)
+    _, state = core(*qkv, is_causal=True, segment_ids=torch.full((1, 6), 5), return_state=True)
+    out, after = core(
+        *qkv, is_causal=True, segment_ids=torch.tensor([[3, 3, 5, 5, 5, 5]]), state=state, return_state=True
+    )
+    want, alone = core(*(x[:, :, 2:] for x in qkv), is_causal=True, return_state=True)
+    close(out[:, :, 2:], want)
+    for a, b in zip(after.tensors, alone.tensors, strict=True):
+        close(a, b)
+
+
 def test_batches_of_segments_are_less_than_half_padding():
     lengths = torch.tensor([1, 1, 2, 3, 5, 8, 9, 16, 17, 49, 65, 75, 76, 100, 750, 1000])
     ids = torch.arange(len(lengths)).repeat_interleave(lengths).unsqueeze(0)
@@ -226,7 +238,7 @@ def test_empty_rows_and_rows_without_tokens_are_packed_too():
     core = build("favor+")
     q, k, v = inputs(0, B=2)
     out, state = core(q, k, v, is_causal=True, segment_ids=IDS[:2, :0], return_state=True)
-    assert out.shape == (2, 4, 0, 6)
+    assert out.shape == core(q, k, v, segment_ids=IDS[:2, :0]).shape == (2, 4, 0, 6)
     q, k, v = inputs(3, B=2)
     got, state = core(q, k, v, is_causal=True, segment_ids=IDS[:2, :3], state=state, return_state=True)
     close(got, core(q, k, v, is_causal=True))

@@ -120,7 +120,7 @@ def attend_packed(core: AttentionCore, call: Call) -> tuple[Tensor, State | None
     assert call.segment_ids is not None
     segments, alone = Segments.of(call.segment_ids), replace(call, segment_ids=None)
     if not call.in_stream:
-        if len(segments.row) == call.query.shape[0]:
+        if len(segments.row) <= call.query.shape[0]:  # one in each row, or no tokens at all
             return core._attend_alone(alone)
         return _attend_apart(core, alone, segments), None
     out, after = _attend_stream(core, alone, call.segment_ids, segments)
@@ -131,7 +131,7 @@ def enter_segment(core: AttentionCore, call: Call) -> Call:
     """The call of a step, whose state has forgotten the samples that are in another segment now."""
     if call.state is None or call.segment_ids is None:
         return call
-    return replace(call, state=_continued(core, call.state, call.segment_ids[:, 0]))
+    return replace(call, state=_continued(core, call.state, call.segment_ids))
 
 
 def last_id(call: Call) -> Tensor:
@@ -144,9 +144,9 @@ def last_id(call: Call) -> Tensor:
 
 
 def _continued(core: AttentionCore, state: State, ids: Tensor) -> State:
-    """The state without the samples whose last segment is not that of ids (B)."""
+    """The state without the samples that are in another segment somewhere in ids (B, L)."""
     assert state.last_id is not None
-    others = ids != state.last_id
+    others = (ids != state.last_id.unsqueeze(1)).any(1)
     return core._forget(state, others) if not can_read(others) or bool(others.any()) else state
 
 
@@ -158,7 +158,7 @@ def _attend_stream(core: AttentionCore, call: Call, ids: Tensor, segments: Segme
     before = call.state
     if ids.numel() == 0:
         return core._attend_alone(call)
-    start = None if before is None else _continued(core, before, ids[:, -1])
+    start = None if before is None else _continued(core, before, ids)
     last = _both(call.key_mask, ids == ids[:, -1:])
     out, after = core._attend_alone(replace(call, key_mask=last, state=start))
     others = segments.start + segments.length < ids.shape[1]
