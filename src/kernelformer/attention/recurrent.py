@@ -71,6 +71,7 @@ class State:
             are not looked at: after they have changed, start anew.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
         near: the buffers that its last keys lie in, where a stream writes them in place.
+        last_id: (B), the segment that each sample is in, of a stream of packed sequences; the tensors hold no other.
     """
 
     tensors: tuple[Tensor, ...]
@@ -78,6 +79,7 @@ class State:
     made_by: MadeBy
     fits: tuple[object, ...] = ()
     near: object | None = None
+    last_id: Tensor | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "fits": (), "near": None}
@@ -102,7 +104,8 @@ class State:
 
     def to(self, device: torch.device | str) -> State:
         """The same on another device."""
-        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=())
+        last_id = None if self.last_id is None else self.last_id.to(device)
+        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=(), last_id=last_id)
 
     def detach(self) -> State:
         """The same, cut off from the graph: gradients of later tokens stop here."""
@@ -112,7 +115,14 @@ class State:
         """Samples by their index, repeats allowed: what beam search does between steps."""
         order = torch.as_tensor(index)
         order = order if order.numel() else order.long()  # torch takes [] for floats
-        return replace(self, tensors=tuple(x.index_select(0, order.to(x.device)) for x in self.tensors), fits=())
+        tensors = tuple(x.index_select(0, order.to(x.device)) for x in self.tensors)
+        last_id = None if self.last_id is None else self.last_id[order.to(self.last_id.device)]
+        return replace(self, tensors=tensors, fits=(), last_id=last_id)
+
+    def fill(self, samples: Tensor, values: Sequence[float]) -> State:
+        """The same with ``values[n]`` in all of tensor n of some samples, (B) bool."""
+        pairs = zip(self.tensors, values, strict=True)
+        return replace(self, tensors=tuple(x.masked_fill(samples.view(-1, *[1] * (x.dim() - 1)), y) for x, y in pairs))
 
 
 def step(

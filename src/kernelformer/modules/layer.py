@@ -13,6 +13,7 @@ from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, positive_int, shape
 from kernelformer.modules.build import build_attention
 from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, method_options
+from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.positions import RelativePositions
 from kernelformer.modules.rotary import RotaryPositions
 
@@ -180,12 +181,28 @@ class KernelAttention(nn.Module):
             gate = torch.sigmoid(F.linear(context.to(dtype), weight.to(dtype), bias.to(dtype)))
         return {"gate": gate.transpose(1, 2)}
 
-    def _rotate(self, q: Tensor, k: Tensor, state: State | None, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys with rotary positions, where the layer has them."""
+    def _rotate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        state: State | None,
+        position_ids: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys with rotary positions, where the layer has them; they start again with every segment."""
         if self.rotary is None:
             if position_ids is not None:
                 raise ValueError("position_ids are for rotary positions, this layer was built with rotary=False.")
             return q, k
+        # Ids of another shape are the core's to refuse.
+        fits = isinstance(segment_ids, Tensor) and segment_ids.shape == (q.shape[0], q.shape[2])
+        if fits and segment_ids is not None and position_ids is None:
+            if state is not None:
+                raise ValueError(
+                    "a stream of segments does not know where in its segment a token stands; give position_ids, "
+                    "counted from the start of each segment."
+                )
+            position_ids = segment_positions(segment_ids)
         turned: tuple[Tensor, Tensor] = self.rotary(q, k, 0 if state is None else state.length, position_ids)
         return turned
 
@@ -200,6 +217,7 @@ class KernelAttention(nn.Module):
         context: Tensor | None = ...,
         key_mask: Tensor | None = ...,
         *,
+        segment_ids: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[False] = ...,
         position_ids: Tensor | None = ...,
@@ -212,6 +230,7 @@ class KernelAttention(nn.Module):
         context: Tensor | None = ...,
         key_mask: Tensor | None = ...,
         *,
+        segment_ids: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[True],
         position_ids: Tensor | None = ...,
@@ -223,6 +242,7 @@ class KernelAttention(nn.Module):
         context: Tensor | None = None,
         key_mask: Tensor | None = None,
         *,
+        segment_ids: Tensor | None = None,
         state: State | None = None,
         return_state: bool = False,
         position_ids: Tensor | None = None,
@@ -233,21 +253,28 @@ class KernelAttention(nn.Module):
             x: (B, L, E).
             context: (B, S, context_dim), whose tokens are attended to; default x itself.
             key_mask: (B, S) bool, True = attend; with a context it says nothing about x, all of whose tokens are real.
+            segment_ids: (B, L) integers that do not decrease along a row: packed sequences, each of which is alone.
             state: resume after what it has seen; causal only.
             return_state: also return the state after the last token; causal only.
             position_ids: (B or 1, L), of rotary positions; default: counted from the tokens of the state on, padding
                 included.
         """
         crosses = context is not None
-        if crosses:
+        if context is not None:
             self._check_takes_context()
+            if segment_ids is not None:
+                raise ValueError(
+                    f"segment_ids are for self-attention, got a context of shape {shape(context)} too; give each "
+                    f"sequence a row of its own, with key_mask."
+                )
         context = x if context is None else context
         q, k, v = self._project(x, context)
         self._check_mask("context" if crosses else "x", key_mask, context)
         if state is not None or return_state:
             self._check_stream(x, context)
-        q, k = self._rotate(q, k, state, position_ids)
+        q, k = self._rotate(q, k, state, position_ids, segment_ids)
         common: dict[str, Any] = {"is_causal": self.causal, "key_mask": key_mask, "state": state}
+        common["segment_ids"] = segment_ids
         if crosses and key_mask is not None:  # it says nothing about x, even if that is as long
             common["query_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         common |= self._gate(context)
@@ -264,6 +291,7 @@ class KernelAttention(nn.Module):
         state: State | None = None,
         *,
         key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts. Arguments as for the layer's call."""
@@ -278,11 +306,11 @@ class KernelAttention(nn.Module):
                 f"return_state=True."
             )
         self._check_mask("x", key_mask, x)
-        q, k = self._rotate(q, k, state, position_ids)
+        q, k = self._rotate(q, k, state, position_ids, segment_ids)
         extra = self._gate(x)
         if self.positions is not None:
             extra |= self.positions.step(0 if state is None else state.length)
-        heads, after = self.core.step(q, k, v, state, key_mask=key_mask, **extra)
+        heads, after = self.core.step(q, k, v, state, key_mask=key_mask, segment_ids=segment_ids, **extra)
         return self._merge(heads), after
 
     def remember(self, context: Tensor, key_mask: Tensor | None = None) -> State:

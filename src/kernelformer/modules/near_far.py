@@ -412,6 +412,13 @@ class NearFarAttention:
             return torch.lerp(near.num, added.num, torch.sigmoid(log - near.log).unsqueeze(3)), after
         return finish(merge(near, added._replace(log=log)))[0], after
 
+    def forget(self, state: State, samples: Tensor) -> State:
+        """A state whose near keys are hidden, far sums empty and sinks to come again, for some samples (B) bool."""
+        kept = Stream.of(state, self.sinks > 0)
+        values = [EMPTY, *[0.0] * len(kept.sums)][: len(kept.sums)] + [0.0] * 3
+        values += [] if kept.sinks is None else [0.0, 0.0, NO_SINK]
+        return replace(state.fill(samples, values), near=None)
+
     def made_by(self, call: Call) -> MadeBy:
         """What a stream that starts with this call depends on besides the settings."""
         return (("bias", call.bias is not None), ("slope", call.bias is not None and call.bias.slope is not None))
