@@ -287,8 +287,9 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _grad(ctx: Any, grad: Tensor | None, *others: Any) -> tuple[Any, ...]:
     count = sum(1 if x is None else x for x in ctx.lengths)
-    arguments = unflatten(ctx.saved_tensors[:count], ctx.lengths)
-    results = Results(*unflatten(ctx.saved_tensors[count:], ctx.result_lengths))
+    saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
+    arguments = unflatten(saved[:count], ctx.lengths)
+    results = Results(*unflatten(saved[count:], ctx.result_lengths))
     call = NearFarCall.of([*arguments, *ctx.attention_settings])
     state_grads = [torch.zeros_like(x) if g is None else g for g, x in zip(others[3], results.end_state, strict=True)]
     dq, dk, dv, sinks, bias, tensors, beta, state = _backward(

@@ -12,7 +12,7 @@ from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import choice, fraction, positive_int, shape
 from kernelformer.modules.build import build_attention
-from kernelformer.modules.options import POSITION_OPTIONS, method_options
+from kernelformer.modules.options import POSITION_OPTIONS, method_options, near_settings
 from kernelformer.modules.positions import RelativePositions
 
 
@@ -36,10 +36,11 @@ class KernelAttention(nn.Module):
         bias: whether the projections have a bias.
         dropout: the share of the output y that training sets to 0, as `torch.nn.Dropout` after the layer would.
         attention_dropout: the same of the attention weights, as `torch.nn.MultiheadAttention`'s ``dropout``; for exact
-            methods, since the others form no weights.
+            methods and near tokens that are attended to exactly, since otherwise no weights are formed.
         device: of the projections.
         dtype: of the projections.
-        options: of the core, see `build_attention`. Layers of one model do well with different seeds.
+        options: of the core, see `build_attention`. Layers of one model do well with different seeds. With ``window``
+            or ``sinks`` it is a layer of self-attention, which takes no context.
     """
 
     def __init__(
@@ -154,6 +155,14 @@ class KernelAttention(nn.Module):
                 f"to attend to a context once and again use remember and recall."
             )
 
+    def _check_takes_context(self) -> None:
+        if self.core.has_near:
+            raise ValueError(
+                f"a window and sinks are near tokens of one sequence, got a context for a layer of "
+                f"{self.core.method!r} with {near_settings(self.core)}; build the layer of a cross-attention without "
+                f"them, and not by 'local'."
+            )
+
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads
@@ -213,6 +222,8 @@ class KernelAttention(nn.Module):
             return_state: also return the state after the last token; causal only.
         """
         crosses = context is not None
+        if crosses:
+            self._check_takes_context()
         context = x if context is None else context
         q, k, v = self._project(x, context)
         self._check_mask("context" if crosses else "x", key_mask, context)
@@ -250,6 +261,7 @@ class KernelAttention(nn.Module):
 
     def remember(self, context: Tensor, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a context (B, S, context_dim): of constant size for methods with a feature map."""
+        self._check_takes_context()
         self._check("context", context, "context_dim")
         self._check_mask("context", key_mask, context)
         key, value = (self._heads(x) for x in (self.key(context), self.value(context)))
@@ -257,6 +269,7 @@ class KernelAttention(nn.Module):
 
     def recall(self, x: Tensor, memory: State) -> Tensor:
         """Attend to a remembered context, which does not have to be read again: (B, L, E) -> (B, L, E)."""
+        self._check_takes_context()
         if self.causal or self.positions is not None:
             raise ValueError(
                 "recall is for cross-attention: build the layer with causal=False and relative=None, this one has "

@@ -220,7 +220,7 @@ class NearFarAttention:
     def _bias(self, bias: Bias) -> tuple[Tensor, ...]:
         """What `near.NearBias` holds: the bias within the window, at the window, and the slope."""
         self.check_bias(bias)
-        distances = torch.arange(1 - self.window, self.window, device=bias.table.device)
+        distances = torch.arange(min(0, 1 - self.window), self.window, device=bias.table.device)
         ends = torch.tensor([-self.window, self.window], device=bias.table.device)
         tails = self._at(bias, ends).T
         near = self._at(bias, distances) if self.window else bias.table[:, :0]

@@ -17,7 +17,8 @@ from itertools import groupby
 from typing import Any
 
 from kernelformer.limits import check_limit
-from kernelformer.modules.options import POSITION_OPTIONS, resolve_options
+from kernelformer.modules.methods import METHODS
+from kernelformer.modules.options import POSITION_OPTIONS, cross_options, resolve_options
 
 BETWEEN_SIDES = ">"
 _COMMA = re.compile(r",\s+(?![^(\[]*[)\]])")  # those within brackets belong to a value
@@ -131,6 +132,18 @@ def without_positions(text: str) -> str:
     spec = AttentionSpec.parse(text)
     named = [x.partition("=")[0] for x in spec.options]
     return str(spec.without(POSITION_OPTIONS) if "relative" in named else spec)
+
+
+def for_cross_attention(text: str) -> str:
+    """The same attention to another sequence, which has no distances: without relative positions, window and sinks.
+
+    ``local``, which is nothing without a window, becomes ``softmax``.
+    """
+    spec = AttentionSpec.parse(without_positions(text))
+    if spec.method not in METHODS:
+        return str(spec)
+    method, kept = cross_options(spec.method, spec.values)
+    return str(replace(spec.without(set(spec.values).difference(kept)), method=method))
 
 
 def parse_blocks(text: str) -> list[AttentionSpec]:
