@@ -23,7 +23,7 @@ units in which the current mass is 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,10 +112,13 @@ class PositiveEngine(Engine):
         log_mass.copy_(total)
 
     def _weights(self, log_mass: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``p(m | i)`` and, where it does not cancel, the log of the row's size (N, C, 1), which it was divided by."""
+        """Weights in proportion to ``p(m | i)``, and where it counts the log (N, C, 1) of what they were divided by."""
         out = self.work.take("queries", *x.shape[:2], log_mass.shape[1])
         weights = self.chunks.queries(x, log_mass.transpose(1, 2), out)
-        if self.normalize and not self.parts:
+        if self.parts:  # the largest is 1; what they add up to cancels
+            peak = weights.amax(-1, keepdim=True)
+            return weights.sub_(peak).exp_(), peak
+        if self.normalize:
             return torch.softmax(weights, -1, out=weights), None
         mass = softmax_mass(weights)
         return weights, mass
@@ -185,52 +188,60 @@ class PositiveEngine(Engine):
         weights, size = self._weights(after, xq)
         return _Group(p, weights, size, before, decay, kv, old, [log_mass, mean])
 
-    def causal(self, state: Tensors, inputs: Chunks) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Past by the state, present by a small masked matrix."""
-        out, row_scale, _, after = self._causal(state, inputs)
-        return out, row_scale, after
+    def _sums(self, state: Tensors, inputs: Chunks) -> tuple[_Group, Tensor, Tensor]:
+        """A group, what its rows sum up (N c, R C, E), and what they see of their mixture (N c, R C).
 
-    def causal_part(self, state: Tensors, inputs: Chunks) -> tuple[Part, Tensor, list[Tensor]]:
-        """The mean of what a row sees, and its log mass: that of its mixture, times the share that it sees of it."""
-        out, row_scale, log, after = self._causal(state, inputs)
-        assert log is not None
-        return Part(out, log), row_scale, after
-
-    def _causal(self, state: Tensors, inputs: Chunks) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Outputs, row scales, log masses (of parts) and the state after.
-
-        The row scale is what ``weights`` must be multiplied with to give the row's true shares: 1 / seen, or the size
-        of an unnormalized row. 0 marks a row that sees no key, -1 one that was rescued.
+        Past by the state, present by a small masked matrix.
         """
         xq, xk, v, hidden, mask = inputs
         t = self._group(state, xq, xk, v, hidden)
         scores = torch.bmm(t.weights, t.p, out=self.work.take("scores", *xq.shape[:2], xk.shape[1])).mul_(mask)
         out = torch.bmm(t.weights, t.old, out=self.work.take("out", *xq.shape[:2], v.shape[2])).baddbmm_(scores, v)
         past = torch.mul(t.weights, t.decay.transpose(1, 2), out=self.work.take("slope", *t.weights.shape))
-        seen = past.sum(2).add_(scores.sum(2))
+        return t, out, past.sum(2).add_(scores.sum(2))
+
+    def causal(self, state: Tensors, inputs: Chunks) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The mean of what a row sees, or its sum.
+
+        The row scale is what ``weights`` must be multiplied with to give the row's true shares: 1 / seen, or the size
+        of an unnormalized row. 0 marks a row that sees no key, -1 one that was rescued.
+        """
+        t, out, seen = self._sums(state, inputs)
         lost = seen < LOST
-        log = None
-        if self.parts:
-            assert t.mass is not None
-            log = seen.log().add_(t.mass.squeeze(2))
-        if self.normalize:
+        if t.mass is None:
             row_scale = seen.reciprocal_()
         else:
-            assert t.mass is not None
             row_scale = (0.5 * t.mass).exp_().square_().squeeze(2)
             lost |= row_scale.isinf()
+        if not bool(lost.any()):
+            return out.mul_(row_scale.unsqueeze(2)), row_scale, t.state
+        out.mul_(row_scale.masked_fill_(lost, 0).unsqueeze(2))
+        for row, index, r in self._rescues(t, state, inputs, lost):
+            out[row, index] = r.sums(inputs.v[row])
+            row_scale[row, index] = -1
+        return out, row_scale, t.state
+
+    def causal_part(self, state: Tensors, inputs: Chunks) -> tuple[Part, Tensor, list[Tensor]]:
+        """What a row sums up, and sees, of its mixture, at the scale of that; row scales tell rescued rows only."""
+        t, out, seen = self._sums(state, inputs)
+        assert t.mass is not None
+        log, lost = t.mass.squeeze(2), seen < LOST
+        row_scale = torch.ones_like(seen)
         if bool(lost.any()):
             row_scale.masked_fill_(lost, 0)
-            log = None if log is None else log.masked_fill_(lost, EMPTY)
-            out.mul_(row_scale.unsqueeze(2))
-            for row, index in _rescued(lost & _visible(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
-                r = self._rescue(t, state, row, index, xq, xk, hidden)
-                out[row, index] = (r.shares_before @ r.mean + r.shares.sum(1) @ v[row]) * r.root
-                row_scale[row, index] = -1
-                if log is not None:
-                    log[row, index] = r.log
-            return out, row_scale, log, t.state
-        return out.mul_(row_scale.unsqueeze(2)), row_scale, log, t.state
+            log = log.masked_fill(lost, EMPTY)
+            for row, index, r in self._rescues(t, state, inputs, lost):
+                out[row, index] = r.sums(inputs.v[row])
+                row_scale[row, index], log[row, index], seen[row, index] = -1, r.log, 1
+        return Part(out, log, seen), row_scale, t.state
+
+    def _rescues(
+        self, t: _Group, state: Tensors, inputs: Chunks, lost: Tensor
+    ) -> Iterator[tuple[int, Tensor, _Rescue]]:
+        """Those of the lost rows that see a key, some queries of one head at a time."""
+        xq, xk, _, hidden, _ = inputs
+        for row, index in _rescued(lost & _visible(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
+            yield row, index, self._rescue(t, state, row, index, xq, xk, hidden)
 
     def causal_backward(
         self,
@@ -393,6 +404,10 @@ class _Rescue:
     mean: Tensor  # (M, E) before it
     root: Tensor  # (r, 1) of the row's size, unnormalized; else 1
     log: Tensor  # (r) of the row's size
+
+    def sums(self, v: Tensor) -> Tensor:
+        """The rows' outputs (r, E), for values (C, E)."""
+        return (self.shares_before @ self.mean + self.shares.sum(1) @ v) * self.root
 
 
 @dataclass
