@@ -156,6 +156,10 @@ WHOLE = [
     if (method == "skyformer" and options.get("landmarks") != "learned") or method in ("nystromformer", "linformer")
 ]
 NEARS = [name for name, (method, options) in VARIANTS.items() if "window" in options or "sinks" in options]
+FULLY = [
+    "favor+ near",
+    "local",
+]  # of those, the ones that every run takes through the whole suite, others `make test-all`
 FORGETS = [name for name, (method, _) in VARIANTS.items() if method == "rfa-gate"]  # causal only
 STREAMING = [name for name in VARIANTS if name not in WHOLE]
 MAPPED = [name for name in STREAMING if VARIANTS[name][0] not in ("softmax", "gaussian", "local")]
