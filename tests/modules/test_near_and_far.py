@@ -239,6 +239,14 @@ def test_bad_options_are_refused_by_name(method, options, said):
         kf.build_attention(method, head_dim=8, num_heads=4, **options)
 
 
+@pytest.mark.parametrize(
+    "relative", [{"max_length": 9}, {"max_distance": 6}, {"scheme": "t5"}, {"relative": "2d", "grid": (3, 3)}]
+)
+def test_positions_that_the_far_part_cannot_have_are_refused(relative):
+    with pytest.raises(ValueError, match=r"window=5, sinks=0 needs .* constant beyond .* max_distance=5 or less"):
+        kf.KernelAttention(32, 4, "favor+", window=5, **{"relative": "1d", **relative})
+
+
 def test_a_bias_that_the_far_part_cannot_have_is_refused():
     core, qkv = build("favor+ near"), inputs(9)
     table = torch.randn(4, 17, dtype=torch.float64)

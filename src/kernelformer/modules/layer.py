@@ -12,6 +12,7 @@ from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import choice, fraction, positive_int, shape
 from kernelformer.modules.build import build_attention
+from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.options import POSITION_OPTIONS, method_options, near_settings
 from kernelformer.modules.positions import RelativePositions
 
@@ -105,6 +106,7 @@ class KernelAttention(nn.Module):
                     f"method {method!r} takes no relative positions, got relative={relative!r}; use 'softmax' or a "
                     f"normalized method with a feature map such as 'nprf', or add positions to x."
                 )
+            _check_near_positions(self.positions, self.core)
         self.gate: nn.Linear | None = None
         if self.core.takes_gate and not options["own_gate"]:
             self.gate = nn.Linear(self.context_dim, num_heads, **where)
@@ -282,6 +284,20 @@ class KernelAttention(nn.Module):
         """The settings, for printing a model."""
         dropout = f", dropout={self.dropout:g}" if self.dropout else ""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}{dropout}"
+
+
+def _check_near_positions(positions: RelativePositions, core: AttentionCore) -> None:
+    """Raise where far tokens would have more than one bias: a window takes what is constant or a line beyond it."""
+    if not core.has_near or positions.scheme == "alibi":
+        return
+    window, reach = getattr(core, "window", None) or 0, positions.max_distance
+    if positions.grid is None and reach is not None and reach <= window:
+        return
+    given = f"grid={positions.grid}" if positions.grid is not None else f"max_distance={reach}"
+    raise ValueError(
+        f"{core.method!r} with {near_settings(core)} needs relative positions that are constant beyond its window, got "
+        f"{given}; give relative='1d' with max_distance={window} or less, or scheme='alibi', or leave the window out."
+    )
 
 
 def _positions(

@@ -118,14 +118,13 @@ def near_settings(core: AttentionCore) -> str:
 def _check_near(method: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
     """Check that a method can attend to near tokens exactly, if that is asked for, and that nothing is set in vain."""
     entry, asked = find_method(method), [name for name in NEAR_OPTIONS if name in options]
-    refused = [name for name in asked if name not in known]
-    if refused or (has_near(options) and not entry.holds(entry.window, options)):
-        raise _no_window(method, ", ".join(f"{name}={options[name]!r}" for name in refused or asked))
+    if (asked and "window" not in known) or (has_near(options) and not entry.holds(entry.window, options)):
+        raise _no_window(method, ", ".join(f"{name}={options[name]!r}" for name in asked))
     forms_weights = "attention_dropout" in known and (has_near(options) or not entry.has_map)
     if options.get("attention_dropout") and not forms_weights:
         raise no_weights(method, f"attention_dropout={options['attention_dropout']!r}")
     for name in ("beta", "near_scale"):
-        if name in options and not has_near(options):
+        if name in options and name in known and not has_near(options):
             raise ValueError(
                 f"{name}={options[name]!r} is of near tokens that are attended to exactly, and {method!r} got neither "
                 f"window= nor sinks=; give one of them, or leave {name} out."
