@@ -302,7 +302,7 @@ class Near:
 
     def band_grad(self) -> Tensor:
         """Gradient of the table (H, 2 w - 1) over all groups so far."""
-        table = self.grad_band.new_zeros(self.s.H, max(0, 2 * self.window - 1))  # without a window there is none
+        table = self.grad_band.new_zeros(self.s.H, max(0, 2 * self.window - 1))
         inside = self.distance.abs() < self.window
         index = (self.distance + self.window - 1)[inside]
         grads = self.grad_band[..., self.count :].reshape(self.s.H, *self.distance.shape)[:, inside]

@@ -287,7 +287,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _grad(ctx: Any, grad: Tensor | None, *others: Any) -> tuple[Any, ...]:
     count = sum(1 if x is None else x for x in ctx.lengths)
-    saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
+    saved = ctx.saved_tensors  # read once: checkpointing makes them anew each time
     arguments = unflatten(saved[:count], ctx.lengths)
     results = Results(*unflatten(saved[count:], ctx.result_lengths))
     call = NearFarCall.of([*arguments, *ctx.attention_settings])

@@ -235,10 +235,13 @@ def _take_signed(
     hidden: Tensor | None,
     normalize: bool,
     guard: bool = True,
+    fades: bool = False,
 ) -> tuple[Tensor, ...]:
     """The state with a key (B, G, 1, D) in it."""
     log_scale, kv, k_sum, norm_sum = state
     phi_k, factor = spec.features(key, tensors, scale, "key", normalize)
+    if fades and factor is None:
+        factor = torch.zeros_like(phi_k[..., :1])
     if hidden is not None:
         phi_k = phi_k.masked_fill(hidden, 0)
         factor = None if factor is None else factor.masked_fill(hidden, EMPTY)
@@ -286,6 +289,7 @@ def far_step(
     token: tuple[Tensor, Tensor, Tensor | None],
     state: Sequence[Tensor],
     scale: float,
+    fades: bool = False,
 ) -> tuple[Part, tuple[Tensor, ...]]:
     """Take in a key and value, then sum up what the state gives to queries, on the scale of the kernel itself.
 
@@ -296,6 +300,7 @@ def far_step(
         token: key (B, G, 1, D), value (B, G, 1, E), and whether it is hidden, (B, 1, 1, 1) bool or None.
         state: tensors of the state before, (B, G, ...).
         scale: the map sees ``sqrt(scale) x``.
+        fades: whether the sums lose weight from token to token, so that those of every map have a log scale.
 
     Returns:
         sums (B, G, R, ...), and the tensors of the state after.
@@ -307,7 +312,7 @@ def far_step(
         logits = logits + total.to(mean.dtype).transpose(-1, -2)
         return Part(logits.softmax(-1) @ mean, logits.logsumexp(-1)), (total, mean)
     assert isinstance(spec, SignedSpec)
-    after = _take_signed(spec, tensors, key, value, state, scale, hidden, False)
+    after = _take_signed(spec, tensors, key, value, state, scale, hidden, False, fades=fades)
     phi, factor = spec.features(query, tensors, scale, "query", False)
     log_scale, kv, k_sum, norm_sum = after
     den, guard = (phi @ k_sum).squeeze(-1), None
@@ -317,6 +322,8 @@ def far_step(
         norm = phi.norm(dim=-1) if length is None else phi.new_full(phi.shape[:-1], length)
         guard = norm * norm_sum.squeeze(-1)
         empty = empty & (guard == 0)
+    if fades and factor is None:
+        factor = torch.zeros_like(phi[..., :1])
     log = torch.zeros_like(den) if factor is None else (factor + log_scale).squeeze(-1)
     return Part(phi @ kv, log.masked_fill(empty, EMPTY), den, guard), after
 

@@ -322,7 +322,8 @@ class NearFarAttention:
         sums: Sequence[Tensor],
     ) -> tuple[Part, Sequence[Tensor]]:
         """Take in the key that leaves the window, and merge what the far keys give."""
-        added, after = far_step(lookup(far.spec), far.tensors, rows, gone, sums, call.scale)
+        fades = call.bias is not None and call.bias.slope is not None
+        added, after = far_step(lookup(far.spec), far.tensors, rows, gone, sums, call.scale, fades)
         logs = rows.new_zeros(1, rows.shape[1] * rows.shape[2])
         if far.beta is not None:
             logs = logs + far.beta.to(rows.dtype)
