@@ -11,7 +11,6 @@ from torch.autograd import gradcheck
 
 from definition import (
     FORGETS,
-    FULLY,
     MAPPED,
     NEARS,
     STREAMING,
@@ -27,39 +26,23 @@ from definition import (
     signed,
 )
 
-SIZES = [(1, 1), (7, 7), (8, 8), (9, 9), (37, 37), (20, 33), (40, 13)]
-
-
-def marks(variant, quick):
-    return () if quick or variant not in NEARS or variant in FULLY else pytest.mark.slow
-
-
-def each(variants, quick=False):
-    """A test of each variant; ``quick``: also of those that otherwise only `make test-all` runs."""
-    return pytest.mark.parametrize("variant", [pytest.param(x, marks=marks(x, quick)) for x in variants])
-
-
-def in_both_directions(quick=False):
-    return pytest.mark.parametrize(
-        ("variant", "is_causal"),
-        [
-            pytest.param(x, is_causal, id=f"{x}-{'causal' if is_causal else 'bidirectional'}", marks=marks(x, quick))
-            for x in VARIANTS
-            for is_causal in (False, True)
-            if not (is_causal and x in WHOLE) and not (not is_causal and x in FORGETS)
-        ],
-    )
-
-
-every, streaming, both = each(VARIANTS), each(STREAMING), in_both_directions()
-causal = each([name for name in VARIANTS if name not in WHOLE])
+every = pytest.mark.parametrize("variant", VARIANTS)
+streaming = pytest.mark.parametrize("variant", STREAMING)
+causal = pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in WHOLE])
+both = pytest.mark.parametrize(
+    ("variant", "is_causal"),
+    [
+        pytest.param(name, is_causal, id=f"{name}-{'causal' if is_causal else 'bidirectional'}")
+        for name in VARIANTS
+        for is_causal in (False, True)
+        if not (is_causal and name in WHOLE) and not (not is_causal and name in FORGETS)
+    ],
+)
 
 
 @both
-@pytest.mark.parametrize(("L", "S"), SIZES)
+@pytest.mark.parametrize(("L", "S"), [(1, 1), (7, 7), (8, 8), (9, 9), (37, 37), (20, 33), (40, 13)])
 def test_equals_the_definition_with_gradients(variant, is_causal, L, S, small_blocks):
-    if variant in NEARS and (L, S) in SIZES[1:4]:
-        pytest.skip("a window has its seams elsewhere, and larger sizes have all of them")
     core = build(variant)
     for masked in (False, True):
         qkv = inputs(L, S, grad=True)
@@ -75,7 +58,7 @@ def test_equals_the_definition_with_gradients(variant, is_causal, L, S, small_bl
             close(got, expected)
 
 
-@in_both_directions(quick=True)
+@both
 def test_equals_the_definition_at_the_default_chunks(variant, is_causal):
     core = build(variant)
     qkv = inputs(131, grad=True)
@@ -224,7 +207,7 @@ def test_lengths_zero_and_one(variant, is_causal, L, S):
     assert all(not x.isnan().any() for x in torch.autograd.grad(out.sum(), leaves))
 
 
-@each(STREAMING, quick=True)
+@streaming
 @pytest.mark.parametrize("G", [4, 2])
 def test_step_by_step_equals_parallel_equals_split_and_resume(variant, G, small_blocks):
     core = build(variant)
