@@ -123,23 +123,52 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "loglinear free keys": ("loglinear", {"num_features": M, "unit_keys": False}),
     "loglinear unnormalized": ("loglinear", {"num_features": M, "per_head": False, "normalize": False}),
 }
+NEAR = {"window": 5, "sinks": 2}
+# The same with near tokens exactly: a map of each kind, with one set of frequencies and with one per head.
+VARIANTS |= {
+    f"{name} near": (VARIANTS[name][0], {**VARIANTS[name][1], **NEAR})
+    for name in (
+        "signed formula",
+        "favor+",
+        "favor+ per head",
+        "nprf",
+        "trigonometric",
+        "tanh",
+        "elu",
+        "gmm-rks",
+        "fastfood-prf by rows",
+        "loglinear",
+        "skyformer softmax",
+        "skyformer learned softmax",
+    )
+}
+VARIANTS |= {
+    "favor+ window": ("favor+", {"num_features": M, "window": 4, "beta": "zero"}),
+    "hyperbolic sinks": ("favor+hyperbolic", {"num_features": M // 2, "sinks": 3}),
+    "rfa window 1": ("rfa", {"num_features": M, "window": 1, "sinks": 1}),
+    "local": ("local", {**NEAR}),
+    "local unit window": ("local", {"window": 4, "sinks": 0, "normalize_qk": True}),
+}
 # Landmarks from the whole sequence: not causal.
 WHOLE = [
     name
     for name, (method, options) in VARIANTS.items()
     if (method == "skyformer" and options.get("landmarks") != "learned") or method in ("nystromformer", "linformer")
 ]
+NEARS = [name for name, (method, options) in VARIANTS.items() if "window" in options or "sinks" in options]
 FORGETS = [name for name, (method, _) in VARIANTS.items() if method == "rfa-gate"]  # causal only
 STREAMING = [name for name in VARIANTS if name not in WHOLE]
-MAPPED = [name for name in STREAMING if VARIANTS[name][0] not in ("softmax", "gaussian")]
+MAPPED = [name for name in STREAMING if VARIANTS[name][0] not in ("softmax", "gaussian", "local")]
 
 
 def build(variant: str, dtype: torch.dtype = torch.float64, **more) -> torch.nn.Module:
     method, options = VARIANTS[variant]
     settings = {**SIZES, **options, **more}
-    core = (
-        kf.build_attention(method, **settings) if isinstance(method, str) else KernelCore(variant, method(**settings))
-    )
+    if isinstance(method, str):
+        core = kf.build_attention(method, **settings)
+    else:
+        near = {name: settings.pop(name) for name in NEAR if name in settings}
+        core = KernelCore(variant, method(**settings), **near)
     learn_something(core)
     return core.to(dtype)
 
@@ -190,13 +219,17 @@ def attend(variant: str, core, q, k, v, **how) -> torch.Tensor:
         sums = method == "gaussian" or (method == "skyformer" and options.get("kernel") != "softmax")
         assert core.normalize == options.get("normalize", not sums)
     scale = 1.0 if unit or method == "elu" else q.shape[-1] ** -0.5
+    if variant in NEARS:
+        near_scale = how.get("scale", 1.0 if unit else q.shape[-1] ** -0.5)
+        assert core.near.scale_of(scale) == near_scale
+        assert (core.window, core.sinks) == (options.get("window"), options.get("sinks", 0))
     return reference_attention(core, q, k, v, scale=scale, **how)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) -> None:
     """Equal up to the tolerance of the dtype, relative to the largest entry."""
     assert got.shape == want.shape, f"shapes {tuple(got.shape)} and {tuple(want.shape)}"
-    if got.dtype == torch.bool:
+    if not got.is_floating_point():
         assert torch.equal(got, want)
         return
     tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance

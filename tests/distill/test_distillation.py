@@ -63,7 +63,13 @@ def by_definition(core, q, k, seen, scale, bias=None):
     logits = scale * q @ k.transpose(2, 3) + (0 if bias is None else bias)
     phi = core.feature_map
     weights = phi(q, "query", core.scale) @ phi(k, "key", core.scale).transpose(2, 3)
-    weights = weights * (1 if bias is None else bias.exp()) * seen
+    weights = weights * (1 if bias is None else bias.exp())
+    if core.has_near:  # exact weights of near keys, and a factor for the others
+        sinks = seen.any(-2) & (seen.any(-2).cumsum(-1) <= core.sinks)
+        i = torch.arange(q.shape[2])
+        near = ((i[:, None] - i).abs() < core.window) | sinks.unsqueeze(-2)
+        weights = torch.where(near, (core.scale * q @ k.mT).exp(), weights * core.beta[:, None, None].exp())
+    weights = weights * seen
     got = weights / weights.sum(-1, keepdim=True)
     want = logits.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.where(want > 0, want * (want / got).log(), 0).sum(-1)
@@ -86,6 +92,21 @@ def test_the_loss_of_transfer_is_the_divergence_of_the_rows(method, groups):
         want = terms[rows[:, None].expand_as(terms)].mean()
         got = attention_loss(core, q, k, v, key_mask, causal, 0.3)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_loss_of_a_window_has_its_exact_weights_and_fits_the_factor_of_the_others(causal):
+    q, k, v = inputs()
+    core = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=16, window=3, sinks=2).double()
+    torch.nn.init.normal_(core.beta)
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[1, :3] = False
+    seen = (torch.ones(12, 12, dtype=torch.bool).tril() if causal else True) & real[:, None, None].expand(2, 1, 12, 12)
+    terms = by_definition(core, q, k, seen, 0.3)
+    got = attention_loss(core, q, k, v, real, causal, 0.3)
+    torch.testing.assert_close(got.double(), terms[real[:, None].expand_as(terms)].mean(), rtol=1e-5, atol=1e-7)
+    got.backward()
+    assert (core.beta.grad != 0).all()
 
 
 def test_a_relative_bias_belongs_to_both_sides():

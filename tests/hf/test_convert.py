@@ -18,7 +18,7 @@ from tiny_models import DECODERS, ENCODERS, HEADS, KINDS, PAIRS, distance, input
 KEEP = [11, 4]
 NEEDS_LANDMARKS = {"skyformer": {"num_landmarks": 4}, "nystromformer": {"num_landmarks": 4}}
 BIASED = [x for x in kf.list_methods() if x.startswith(("favor", "trig", "relu", "elu", "gmm", "fastfood", "generative",
-                                                        "nprf", "loglinear")) or x == "rfa"]  # fmt: skip
+                                                        "nprf", "loglinear")) or x in ("rfa", "local")]  # fmt: skip
 FEATURES = {"favor+": {"num_features": 32}, "loglinear": {"num_features": 16}, "elu": {}, "trigonometric": {}}
 
 
@@ -105,7 +105,8 @@ def test_every_method_converts_what_it_can_and_refuses_the_rest(kind, method):
         assert not hasattr(model, "conversion")
         return
     convert(model, method, **setting)
-    assert model.conversion.replaced == ([x.name for x in model.conversion.layers] if method != "softmax" else [])
+    kept = [x.name for x in model.conversion.layers if method == "softmax" or (method == "local" and x.cross)]
+    assert model.conversion.kept == kept
     found = outputs(model, **given)
     assert torch.isfinite(found).all()
     assert torch.equal(found, outputs(model, **given))

@@ -16,6 +16,9 @@ WAYS = {
     "elu": ("elu", {}),
     "one layer exact": ("favor+", {"num_features": 16, "layers": [0]}),
     "some heads exact": ("favor+", {"num_features": 16, "exact_heads": {0: [1], -1: [0, 3]}}),
+    "near": ("favor+", {"num_features": 16, "window": 10, "sinks": 2}),  # T5's bias has a reach of 10
+    "near by loglinear": ("loglinear", {"num_features": 16, "window": 10, "sinks": 2}),
+    "local": ("local", {"window": 10, "sinks": 2}),
     "rfa-gate": ("rfa-gate", {"num_features": 16}),
 }
 HOW = {
@@ -64,6 +67,17 @@ def test_other_models_generate_from_states_too(kind, how):
     assert torch.equal(generate(model, given, **HOW[how]), want)
 
 
+@pytest.mark.parametrize("way", ["near by loglinear", "local"])
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration"])
+def test_windows_and_sinks_generate_by_beams(kind, way):
+    model = converted(kind, way)
+    given = left_padded(model)
+    want = generate(model, given, use_cache=False, **HOW["beams"])
+    assert torch.equal(generate(model, given, **HOW["beams"]), want)
+    windows = {x.options.get("window") for x in model.conversion.layers if x.cross}
+    assert windows <= {None}
+
+
 def test_a_gate_that_forgets_generates_too():
     model = convert(tiny("GPT2LMHeadModel"), "rfa-gate", num_features=16)
     given = left_padded(model)
@@ -92,7 +106,7 @@ def dynamic(model):
 
 
 @pytest.mark.parametrize("make", [new_cache, dynamic], ids=["states", "keys and values"])
-@pytest.mark.parametrize("way", ["favor+", "some heads exact", "loglinear"])
+@pytest.mark.parametrize("way", ["favor+", "some heads exact", "loglinear", "near"])
 @pytest.mark.parametrize("kind", [*DECODERS, *PAIRS])
 def test_tokens_come_in_pieces_of_any_length(kind, way, make):
     model = converted(kind, way)

@@ -36,13 +36,18 @@ def test_a_saved_model_comes_back(kind, tmp_path):
     assert torch.equal(outputs(load(tmp_path), **given), outputs(model, **given))
 
 
-def test_a_saved_model_generates_the_same(tmp_path):
-    model = convert(tiny("T5ForConditionalGeneration"), "favor+", num_features=16)
+@pytest.mark.parametrize("near", [{}, {"window": 10, "sinks": 2}])
+def test_a_saved_model_generates_the_same(tmp_path, near):
+    model = convert(tiny("T5ForConditionalGeneration"), "favor+", num_features=16, **near)
+    for name, x in model.named_parameters():
+        if name.endswith("kernel.beta"):
+            torch.nn.init.normal_(x)
     model.generation_config.max_new_tokens = 5
     model.generation_config.num_beams = 2
     model.save_pretrained(tmp_path)
     other = load(tmp_path)
     assert other.generation_config.num_beams == 2
+    assert len([x for x in other.state_dict() if x.endswith("kernel.beta")]) == (4 if near else 0)
     assert torch.equal(other.generate(tokens()), model.generate(tokens()))
 
 

@@ -57,6 +57,12 @@ def test_every_causal_method_keeps_the_future_out_of_decoders(kind, method):
     torch.testing.assert_close(want[1:, 3:], cut, rtol=0, atol=1e-6)
 
 
+def test_windows_are_for_models_without_cross_attention():
+    model = tiny("BartForConditionalGeneration", attn_implementation="local")
+    with pytest.raises(ValueError, match=r"BartAttention .* got 'local' with window=64, sinks=4; use .*convert"):
+        outputs(model, **inputs(model))
+
+
 @pytest.mark.parametrize("method", WHOLE)
 def test_methods_that_need_the_whole_sequence_refuse_decoders(method):
     with pytest.raises(ValueError, match="causal"):

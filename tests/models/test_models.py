@@ -144,7 +144,13 @@ def test_generation_by_states_equals_full_recomputation(kind, method):
 
 @pytest.mark.parametrize("kind", ["causal-lm", "seq2seq"])
 @pytest.mark.parametrize(
-    "attention", ["favor+:num_features=8", "softmax", "nprf:num_features=8:relative=1d:max_distance=3"]
+    "attention",
+    [
+        "favor+:num_features=8",
+        "softmax",
+        "nprf:num_features=8:relative=1d:max_distance=3",
+        "loglinear:num_features=8:window=4:sinks=2",
+    ],
 )
 def test_beams_and_samples_by_states_equal_full_recomputation(kind, attention):
     model = build(kind, attention, eos_token_id=2).eval()
@@ -164,7 +170,10 @@ def test_beams_and_samples_by_states_equal_full_recomputation(kind, attention):
         assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("attention", ["favor+:num_features=8", "softmax", "rfa-gate:num_features=8"])
+@pytest.mark.parametrize(
+    "attention",
+    ["favor+:num_features=8", "softmax", "rfa-gate:num_features=8", "favor+:num_features=8:window=3:sinks=2"],
+)
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "none"])
 def test_padding_on_the_left_changes_nothing(attention, positions):
     model = build("causal-lm", attention, positions=positions).eval()
@@ -435,7 +444,7 @@ def test_a_memory_goes_only_to_the_core_that_made_it():
         gated.remember(k, k)
 
 
-@pytest.mark.parametrize("method", [m for m in kf.list_methods() if m != "rfa-gate"])
+@pytest.mark.parametrize("method", [m for m in kf.list_methods() if m not in ("rfa-gate", "local")])
 def test_a_remembered_context_gives_what_attending_to_it_gives(method):
     options = {"max_length": 20} if method == "linformer" else {}
     layer = kf.KernelAttention(32, 4, method, num_kv_heads=2, context_dim=12, **options).double()
@@ -468,6 +477,12 @@ def test_wrong_configurations_say_what_to_change():
         ({"pooling": "max"}, "unknown pooling 'max'"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
         ({"cross_attention": "nprf:relative=1d"}, "cross_attention has no relative positions.*give 'nprf'"),
+        (
+            {"cross_attention": "favor+:window=4:seed=1"},
+            "cross_attention has no .* window or sinks.*give 'favor.:seed=1'",
+        ),
+        ({"cross_attention": "local"}, "cross_attention has no .* window or sinks, got 'local'; give 'softmax'"),
+        ({"attention": "softmax:window=4"}, "'softmax' cannot attend to near tokens exactly"),
         ({"image_size": [3]}, "image_size must be"),
         ({"norm_first": "false"}, "norm_first must be True or False, got 'false'"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be True or False"),

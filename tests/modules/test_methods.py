@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kernelformer.modules.methods import methods_table
 from kernelformer.modules.options import applicable_options, maps_by_head
 
 README = Path(__file__).parents[2] / "README.md"
-FACTS = ("causal", "streaming", "bias", "cross")
+FACTS = ("causal", "streaming", "bias", "window", "cross")
 
 
 def build(method, **options):
@@ -35,8 +36,9 @@ def attend(fact, core, is_causal):
     if fact == "streaming":
         return core.step(*qkv(1, 1))[0]
     if fact == "bias":
-        return core(*qkv(), bias=torch.zeros(2, 11), is_causal=is_causal)
-    return core(*qkv(4, 6))
+        more = {"max_distance": 2} if core.has_near else {}
+        return core(*qkv(), bias=torch.zeros(2, 11), is_causal=is_causal, **more)
+    return core(*qkv(4, 6)) if fact == "cross" else core(*qkv(), is_causal=is_causal)
 
 
 @pytest.mark.parametrize("fact", FACTS)
@@ -46,21 +48,20 @@ def test_the_facts_are_true(method, fact):
     claim = getattr(entry, fact)
     always = isinstance(claim, bool)
     for options in ({}, *([] if always else [claim])):
-        core = build(method, **options)
+        near = {"window": 2, "sinks": 1} if fact == "window" else {}
         if entry.holds(claim, options):
-            assert attend(fact, core, not entry.cross).isfinite().all()
+            assert attend(fact, build(method, **options, **near), not entry.cross).isfinite().all()
         else:
-            with pytest.raises(ValueError, match=method.replace("+", r"\+")):
-                attend(fact, core, not entry.cross)
+            with pytest.raises(ValueError, match=re.escape(repr(method))):
+                attend(fact, build(method, **options, **near), not entry.cross)
     assert always or entry.holds(claim, claim)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_quadratic_methods_are_the_exact_ones_and_have_no_feature_map(method):
+def test_quadratic_methods_are_the_exact_ones_of_all_tokens_and_have_no_feature_map(method):
     entry = METHODS[method]
-    assert entry.quadratic == (entry.family == "exact")
+    assert entry.quadratic == (entry.family == "exact" and method != "local")
     assert entry.has_map == isinstance(build(method), KernelCore) == issubclass(entry.make, FeatureMap)
-    assert entry.window is False
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernelformer.attention.reference import near_keys
 from kernelformer.contract import PositiveSpec
 from kernelformer.hf.attend import bias_table
 from kernelformer.modules import AttentionCore, KernelCore, MixedCore
@@ -70,33 +71,77 @@ def attention_loss(
         wanted = logits.masked_fill(~seen, -torch.inf).log_softmax(-1)
     if whole:
         return _output_loss(core, inputs, wanted.exp() @ value, key_mask, causal, position_bias, real)
-    weights = _weights(core, query[:, :, rows], key, key_mask)
-    if position_bias is not None:
-        extra = position_bias[:, :, rows]
-        weights = weights * (extra - extra.amax((2, 3), keepdim=True)).exp()
-    weights = weights.masked_fill(~seen, 0)
-    approximate = weights.clamp_min(TINY).log() - weights.sum(-1, keepdim=True).clamp_min(TINY).log()
+    weights, row_logs = _weights(core, query[:, :, rows], key, key_mask)
+    extra = None if position_bias is None else position_bias[:, :, rows]
+    if core.has_near:
+        far = weights.clamp_min(TINY).log() + row_logs
+        approximate = _near_and_far(core, query, key, key_mask, rows, far, extra).masked_fill(~seen, -torch.inf)
+        approximate = approximate.log_softmax(-1)
+    else:
+        weights = weights if extra is None else weights * (extra - extra.amax((2, 3), keepdim=True)).exp()
+        weights = weights.masked_fill(~seen, 0)
+        approximate = weights.clamp_min(TINY).log() - weights.sum(-1, keepdim=True).clamp_min(TINY).log()
     share = wanted.exp()
     terms = torch.where(share > 0, share * (wanted - approximate), 0).sum(-1)  # (B, H, rows)
     counts = (real[:, None, rows] & seen.any(-1)).expand_as(terms)
     return torch.where(counts, terms, 0).sum() / counts.sum().clamp_min(1)
 
 
-def _weights(core: KernelCore, query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Weights phi(q) phi(k) (B, H, L, S) up to a factor for each row; keys (B, H, S, D)."""
+def _near_and_far(
+    core: KernelCore,
+    query: Tensor,
+    key: Tensor,
+    key_mask: Tensor | None,
+    rows: Tensor,
+    far: Tensor,
+    position_bias: Tensor | None,
+) -> Tensor:
+    """Logarithms of the weights of some rows, (B, H, rows, S): exact ones of near keys, those of the map elsewhere.
+
+    Args:
+        core: with a window or sinks.
+        query: (B, H, L, D).
+        key: (B, H, S, D).
+        key_mask: (B, S) bool or None.
+        rows: which queries.
+        far: log phi(q) phi(k), (B, H, rows, S).
+        position_bias: (1, H, rows, S) or None.
+    """
+    assert core.near is not None
+    query, key = core._normalize_qk(query, key, key_mask)
+    scores = query[:, :, rows] @ key.transpose(2, 3) * core.near.scale_of(core.scale)
+    near = near_keys(
+        query.shape[2],
+        key.shape[2],
+        window=core.window or 0,
+        sinks=core.sinks,
+        key_mask=key_mask,
+        device=query.device,
+    )
+    far = far if core.beta is None else far + core.beta[:, None, None]
+    weights = torch.where(near[..., rows, :], scores, far)
+    return weights if position_bias is None else weights + position_bias
+
+
+def _weights(core: KernelCore, query: Tensor, key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights phi(q) phi(k) (B, H, L, S) up to a factor for each row, and its logarithm (B, H, L, 1).
+
+    Keys are (B, H, S, D). What cancels under normalization is left out, unless near keys share it.
+    """
     phi, scale = core.feature_map, core.scale
     query, key = core._normalize_qk(query, key, key_mask)
     spec = phi.spread_spec
     assert isinstance(spec, PositiveSpec)
     tensors = phi.for_query_heads(phi.prepare(query, key, key_mask, scale))
-    logs_q, logs_k = spec.log_shares(query, tensors, scale, "query"), spec.log_shares(key, tensors, scale, "key")
+    features = spec.log_features if core.has_near else spec.log_shares
+    logs_q, logs_k = features(query, tensors, scale, "query"), features(key, tensors, scale, "key")
     visible = logs_k.detach()
     if key_mask is not None:
         visible = visible.masked_fill(~key_mask[:, None, :, None], -torch.inf)
     top_k = visible.amax(2, keepdim=True).clamp_min(-1e30)  # of each feature, as the algorithms do
     logs_q = logs_q + top_k
     top_q = logs_q.detach().amax(3, keepdim=True)
-    return (logs_q - top_q).exp() @ (logs_k - top_k).clamp_max(0).exp().transpose(2, 3)
+    return (logs_q - top_q).exp() @ (logs_k - top_k).clamp_max(0).exp().transpose(2, 3), top_q
 
 
 def _output_loss(
@@ -109,7 +154,9 @@ def _output_loss(
     real: Tensor,
 ) -> Tensor:
     table = bias_table(position_bias)
-    extra = {} if table is None else {"bias": table}
+    extra: dict[str, Any] = {} if table is None else {"bias": table}
+    if table is not None and isinstance(core, KernelCore) and core.has_near:
+        extra["max_distance"] = core.window or 0
     out = core(*inputs, is_causal=causal, key_mask=key_mask, **extra)
     counts = real[:, None, :, None]
     loss: Tensor = ((out - wanted.nan_to_num()).square() * counts).sum() / (

@@ -29,7 +29,7 @@ def predicted_error(core: AttentionCore, query: Tensor, key: Tensor, weights: Te
         scale: the model's.
 
     Returns:
-        (H), in float64; or a few words: "exact", "learned", "no formula", "another kernel".
+        (H), in float64; or a few words: "exact", "near tokens exactly", "learned", "no formula", "another kernel".
     """
     parts: list[tuple[AttentionCore, list[int]]] = [(core, list(range(core.num_heads)))]
     if isinstance(core, MixedCore):
@@ -50,6 +50,8 @@ def _no_formula(core: AttentionCore, scale: float) -> str | None:
     """Why there is no formula for the variance of a core, or None; not of a mixed one."""
     if core.method == EXACT:
         return "exact"
+    if core.has_near:
+        return "near tokens exactly"
     if core.method not in FORMULAS:
         learned = any(True for _ in core.parameters())
         return "learned" if learned else "no formula"

@@ -96,8 +96,9 @@ def transfer(
 
         mean over rows i, heads of  KL(softmax(scale q_i k_j + b_ij) || phi(q_i) phi(k_j) exp(b_ij) / sum)
 
-    with positive features, over some of the rows; with signed ones, whose weights have no logarithm, the squared error
-    of the outputs relative to their size.
+    with positive features, over some of the rows; near keys of a core with a window have their exact weights in it.
+    With signed features, whose weights have no logarithm, it is the squared error of the outputs relative to their
+    size.
 
     Args:
         student: converted.

@@ -327,7 +327,7 @@ def _after_kept(
     if past < 0:
         raise ValueError(f"causal attention of {L} queries over {past + L} keys: there is a key for each query.")
     table = extra.get("bias")
-    if L == 1 and core.refusal(False) is None:
+    if L == 1 and core.refusal(False) is None and not core.has_near:  # a window counts from the token's own place
         # The token sees all keys. Distances of the table end at 0, where a call without order has its first key: the
         # keys find their entries, but max_distance would be measured from the wrong end.
         alone = {} if table is None else {"bias": table}

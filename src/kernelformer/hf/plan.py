@@ -10,7 +10,7 @@ from kernelformer.hf.adapters.base import Way
 from kernelformer.hf.find import Attention
 from kernelformer.modules import AttentionCore, MixedCore, method_options
 from kernelformer.modules.build import build_core
-from kernelformer.modules.options import maps_by_head, resolve_options
+from kernelformer.modules.options import cross_options, maps_by_head, resolve_options
 from kernelformer.modules.replacing import select
 from kernelformer.modules.spec import AttentionSpec
 
@@ -156,10 +156,12 @@ def make_plan(
 
 
 def _layer(attention: Attention, method: str, heads: tuple[int, ...], options: Mapping[str, Any]) -> Layer:
-    """Plan one attention; where all heads are exact, all of it is.
+    """Plan one attention; where all heads are exact, all of it is, and cross-attention has no window.
 
     Grouped queries get maps by key head, unless they are told otherwise: the state is then of the size of the keys.
     """
+    if attention.cross:
+        method, options = cross_options(method, options)
     copied = ("name", "way", "num_heads", "head_dim", "scale", "causal", "cross")
     own: dict[str, Any] = {x: getattr(attention, x) for x in copied}
     if method == EXACT or len(heads) == attention.num_heads:

@@ -13,7 +13,7 @@ from kernelformer.hf.attend import CORE, attend, make_mask
 from kernelformer.hf.load import register_auto
 from kernelformer.modules import AttentionCore, list_methods, method_options
 from kernelformer.modules.build import build_core, move_to_inputs
-from kernelformer.modules.options import applicable_options
+from kernelformer.modules.options import applicable_options, near_settings
 
 SETTINGS = "registered_as"  # attribute of cores that were built on the way: for whom
 
@@ -47,6 +47,7 @@ class Registered:
                     **settings,
                 )
                 move_to_inputs(core, query)
+            _refuse_cross(module, core)
             core.train(module.training)
             setattr(core, SETTINGS, (self.method, settings))
             module.add_module(CORE, core)
@@ -65,6 +66,17 @@ class Registered:
         longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
         more = {"max_length": longest} if self.takes_length and longest is not None else {}
         return {**more, **self.options}
+
+
+def _refuse_cross(module: nn.Module, core: AttentionCore) -> None:
+    """Raise for a window in a model that has cross-attention, which cannot be told from self-attention here."""
+    config = getattr(module, "config", None)
+    crosses = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    if core.has_near and crosses:
+        raise ValueError(
+            f"{type(module).__name__} is of a model with cross-attention, which has no near tokens, got "
+            f"{core.method!r} with {near_settings(core)}; use kernelformer.hf.convert, which leaves them out there."
+        )
 
 
 def register(**options: Any) -> list[str]:

@@ -63,6 +63,8 @@ class Kernelformer(Contender):
             return "has no algorithms to choose from"
         if self.method != "softmax" and not _is_positive(core):
             return "only softmax and normalized positive maps are defined with a bias here"
+        if core.has_near and (case.bias != "window" or case.window > _near_tokens(core)[0]):
+            return "a bias has to end within the window of near tokens"
         if case.task == "decode" and case.bias == "full" and case.length > FILLED:
             return f"would keep all keys; contexts up to {FILLED}"
         return None
@@ -77,7 +79,8 @@ class Kernelformer(Contender):
         """Return the core itself; a trained bias within a window is promised to be one, since values cannot show it."""
         self.core = core = self._core(case)
         more: dict[str, Any] = {"algorithm": self.algorithm} if self.algorithm else {}
-        if case.bias == "window" and case.backward and self.algorithm in (None, "windowed"):
+        promised = core.has_near or (case.backward and self.algorithm in (None, "windowed"))
+        if case.bias == "window" and promised:
             more["max_distance"] = case.window
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -92,13 +95,13 @@ class Kernelformer(Contender):
         return reference_attention(copy.deepcopy(self.core).double(), q, k, v, is_causal=case.causal, bias=bias)
 
     def runner(self, case: Case) -> Callable[[], Any]:
-        """Return the call; in decoding it is one step after another, and a bias starts with its window full."""
+        """Return the call; in decoding it is one step after another, which starts with full windows."""
         if case.task != "decode":
             return super().runner(case)
         self.build(case)
         bias = None if case.bias is None else case.past_bias()
         # One more than the window, so that a key has left it and the state holds what is older.
-        count = min(case.length, 1 if bias is None else bias.shape[1] + 1)
+        count = min(case.length, 1 + max(sum(_near_tokens(self.core)), 0 if bias is None else bias.shape[1]))
         q, k, v = case.inputs(count)
         self.state: State | None = None
 
@@ -111,6 +114,11 @@ class Kernelformer(Contender):
         for t in range(count):
             take(t)
         return lambda: take(count - 1)
+
+
+def _near_tokens(core: AttentionCore) -> tuple[int, int]:
+    """Window and sinks of a core, 0 where it has none."""
+    return getattr(core, "window", None) or 0, getattr(core, "sinks", 0)
 
 
 def _is_positive(core: AttentionCore) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.methods import find_method
-from kernelformer.modules.options import method_options, resolve_options
+from kernelformer.modules.options import has_near, method_options, resolve_options
 
 
 def build_attention(method: str, *, head_dim: int, num_heads: int, **options: Any) -> AttentionCore:
@@ -28,7 +29,8 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
             ``num_key_heads`` (maps by key head, so that grouped queries have the state of their key heads), ``kernel``
             ("softmax", "gaussian"; Performer's maps). For learned kernels: ``components``, ``tied``, ``covariance``,
             ``mean_std`` (gmm), ``learn``, ``sigma``, ``transform`` (fastfood), ``width``, ``depth`` (generative),
-            ``smoothing`` (rks). For exact methods: ``attention_dropout``.
+            ``smoothing`` (rks). For exact methods: ``attention_dropout``. For normalized linear methods: ``window``,
+            ``sinks`` and ``beta``, by which near tokens and the first ones are attended to exactly (`KernelCore`).
 
     Raises:
         ValueError: unknown method or option, with the known ones, or two names for one size.
@@ -36,6 +38,8 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
     entry = find_method(method)
     own = resolve_options(method, options)
     settings: dict[str, Any] = {"head_dim": head_dim, "num_heads": num_heads, **entry.default, **own, **entry.fixed}
+    if _near_scale_differs(method, settings):
+        settings.setdefault("near_scale", head_dim**-0.5)
     make: Any = entry.make
     if not entry.has_map:
         core: AttentionCore = make(method, **settings)
@@ -54,7 +58,8 @@ def build_core(
         method: a name from `list_methods`.
         num_heads: H.
         head_dim: D.
-        scale: the model's; None: 1 / sqrt(D). Methods that have one of their own (unit vectors, elu) keep it.
+        scale: the model's; None: 1 / sqrt(D). Methods that have one of their own (unit vectors, elu) keep it; near
+            tokens that elu attends to exactly have the model's.
         layer: numbers the attentions of a model; added to the seed.
         options: of the method.
     """
@@ -62,11 +67,19 @@ def build_core(
     settings = resolve_options(method, options)
     if not find_method(method).own_scale and not settings.get("normalize_qk"):
         settings.setdefault("scale", scale)
+    elif scale is not None and _near_scale_differs(method, settings):
+        settings.setdefault("near_scale", scale)
     if "seed" in known and settings.get("projection", True):
         settings["seed"] = int(settings.get("seed", 0)) + layer
     if "own_gate" in known:
         settings.setdefault("own_gate", True)
     return build_attention(method, head_dim=head_dim, num_heads=num_heads, **settings)
+
+
+def _near_scale_differs(method: str, settings: Mapping[str, Any]) -> bool:
+    """Whether near tokens have softmax's scale, the map having one of its own; unit vectors have one for both."""
+    own = "scale" in find_method(method).default
+    return own and has_near(settings) and not settings.get("normalize_qk")
 
 
 def move_to_inputs(core: AttentionCore, like: Tensor) -> AttentionCore:

@@ -46,6 +46,7 @@ class AttentionCore(nn.Module):
     takes_gate = False
     takes_bias = False
     takes_segments = True
+    has_near = False  # whether near tokens and the first ones are attended to exactly, others not
     takes_dropout = False  # whether it forms weights that can be dropped
     attention_dropout = 0.0  # the share that training drops
     mixes_queries = False  # whether one query's output depends on the others

@@ -14,13 +14,14 @@ from kernelformer.errors import shape
 from kernelformer.modules.build import build_attention
 from kernelformer.modules.checks import check_floats
 from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.options import has_near, method_options
 
 CACHE = 32  # cores that are kept, the last ones used
 # Arguments of torch's function that have another name here, or none.
 _TORCH_NAMES = {
     "attn_mask": "key_mask=, (batch, keys) with True = attend, hides keys, and is_causal=True the future; others need "
     "torch's own function",
-    "dropout_p": "attention_dropout= is its name here, for exact methods",
+    "dropout_p": "attention_dropout= is its name here, for exact methods and windows",
     "enable_gqa": "leave it out: keys of fewer heads than the queries are shared among them in any case",
 }
 
@@ -52,7 +53,8 @@ def kernel_attention(
 
     Nothing can be learned here: a method with parameters is refused, since they would stay at their random first
     values. `build_attention` makes a module that a model can hold, train and save; also `redraw` and streams are there.
-    With ``attention_dropout`` exact methods drop weights in every call, as torch's function does with ``dropout_p``.
+    With a window or sinks ``beta`` is therefore 0. With ``attention_dropout`` exact methods and windows drop weights in
+    every call, as torch's function does with ``dropout_p``.
     Compiled code calls it as a function of its own, outside the graph.
 
     Args:
@@ -108,6 +110,8 @@ def _core(method: str, query: Tensor, options: dict[str, Any]) -> AttentionCore:
             raise ValueError(f"{name} must be a plain value, by which a core can be found again, got {x!r}.")
     # By sorted names: the same settings are the same core in whatever order they are given.
     settings = {name: options[name] for name in sorted(options)}
+    if has_near(options) and "beta" in method_options(method):
+        settings.setdefault("beta", "zero")  # where a learned one starts
     dtype = compute_dtype(query.dtype)
     return _cached(method, query.shape[3], query.shape[1], query.device, dtype, **settings)
 

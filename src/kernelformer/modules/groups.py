@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from kernelformer.feature_maps import FeatureMap
+from kernelformer.modules.kernel import KernelCore
 
 
 def parameter_groups(model: nn.Module, **kernel: Any) -> list[dict[str, Any]]:
@@ -25,6 +26,7 @@ def parameter_groups(model: nn.Module, **kernel: Any) -> list[dict[str, Any]]:
         frozen parameters are left out, and so is a group without any.
     """
     learned = {id(x) for phi in model.modules() if isinstance(phi, FeatureMap) for x in phi.parameters()}
+    learned |= {id(core.beta) for core in model.modules() if isinstance(core, KernelCore)}
     free = [x for x in model.parameters() if x.requires_grad]
     groups: list[dict[str, Any]] = [
         {"name": "model", "params": [x for x in free if id(x) not in learned]},

@@ -79,7 +79,7 @@ class KernelCore(AttentionCore):
             self.beta = nn.Parameter(torch.zeros(self.num_heads))
 
     @property
-    def has_near(self) -> bool:
+    def has_near(self) -> bool:  # type: ignore[override]
         """Whether some keys are attended to exactly."""
         return self.window is not None or self.sinks > 0
 

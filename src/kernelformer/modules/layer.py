@@ -12,7 +12,8 @@ from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, positive_int, shape
 from kernelformer.modules.build import build_attention
-from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, method_options
+from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, method_options, near_settings
 from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.positions import RelativePositions
 from kernelformer.modules.rotary import RotaryPositions
@@ -40,10 +41,11 @@ class KernelAttention(nn.Module):
         bias: whether the projections have a bias.
         dropout: the share of the output y that training sets to 0, as `torch.nn.Dropout` after the layer would.
         attention_dropout: the same of the attention weights, as `torch.nn.MultiheadAttention`'s ``dropout``; for exact
-            methods, since the others form no weights.
+            methods and near tokens that are attended to exactly, since otherwise no weights are formed.
         device: of the projections.
         dtype: of the projections.
-        options: of the core, see `build_attention`. Layers of one model do well with different seeds.
+        options: of the core, see `build_attention`. Layers of one model do well with different seeds. With ``window``
+            or ``sinks`` it is a layer of self-attention, which takes no context.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class KernelAttention(nn.Module):
                     f"method {method!r} takes no relative positions, got relative={relative!r}; use 'softmax' or a "
                     f"normalized method with a feature map such as 'nprf', or add positions to x."
                 )
+            _check_near_positions(self.positions, self.core)
         self.gate: nn.Linear | None = None
         if self.core.takes_gate and not options["own_gate"]:
             self.gate = nn.Linear(self.context_dim, num_heads, **where)
@@ -165,6 +168,12 @@ class KernelAttention(nn.Module):
             raise ValueError(
                 "rotary positions are those of tokens that attend to themselves, got a context for a layer with "
                 "rotary=True; build the layer of a cross-attention with rotary=False."
+            )
+        if self.core.has_near:
+            raise ValueError(
+                f"a window and sinks are near tokens of one sequence, got a context for a layer of "
+                f"{self.core.method!r} with {near_settings(self.core)}; build the layer of a cross-attention without "
+                f"them, and not by 'local'."
             )
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -336,6 +345,20 @@ class KernelAttention(nn.Module):
         """The settings, for printing a model."""
         dropout = f", dropout={self.dropout:g}" if self.dropout else ""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}{dropout}"
+
+
+def _check_near_positions(positions: RelativePositions, core: AttentionCore) -> None:
+    """Raise where far tokens would have more than one bias: a window takes what is constant or a line beyond it."""
+    if not core.has_near or positions.scheme == "alibi":
+        return
+    window, reach = getattr(core, "window", None) or 0, positions.max_distance
+    if positions.grid is None and reach is not None and reach <= window:
+        return
+    given = f"grid={positions.grid}" if positions.grid is not None else f"max_distance={reach}"
+    raise ValueError(
+        f"{core.method!r} with {near_settings(core)} needs relative positions that are constant beyond its window, got "
+        f"{given}; give relative='1d' with max_distance={window} or less, or scheme='alibi', or leave the window out."
+    )
 
 
 def _positions(

@@ -32,6 +32,7 @@ class LocalCore(AttentionCore):
     """
 
     takes_bias = True
+    has_near = True
     takes_dropout = True
 
     def __init__(

@@ -49,8 +49,8 @@ class Method:
     """One method, with everything that the library knows about it.
 
     A fact that depends on options is the mapping of the options that make it true: skyformer is causal with
-    ``{"landmarks": "learned"}``. `holds` evaluates it. A bias needs a normalized sum: with ``normalize=False`` no
-    method takes one.
+    ``{"landmarks": "learned"}``. `holds` evaluates it. A bias and a window need a normalized sum: with
+    ``normalize=False`` no method takes one.
 
     Args:
         about: what it is, in one line, without the paper.
@@ -68,7 +68,7 @@ class Method:
         causal: whether it can attend to earlier tokens only.
         streaming: whether it can attend token by token, with a state.
         bias: whether it takes a relative position bias.
-        window: whether it can attend to near tokens exactly.
+        window: whether it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``.
         cross: whether it can attend to another sequence; a method that cannot is causal only.
         per_head: whether each head has a map of its own.
     """
@@ -88,7 +88,7 @@ class Method:
     causal: Fact = True
     streaming: Fact = True
     bias: Fact = True
-    window: Fact = False
+    window: Fact = True
     cross: Fact = True
     per_head: Fact = field(default_factory=lambda: {"per_head": True})
 
@@ -132,6 +132,7 @@ METHODS: dict[str, Method] = {
         cost=QUADRATIC_COST,
         family="exact",
         size=None,
+        window=False,
         per_head=False,
     ),
     "gaussian": Method(
@@ -144,6 +145,7 @@ METHODS: dict[str, Method] = {
         family="exact",
         size=None,
         bias=False,
+        window=False,
         per_head=False,
     ),
     "local": Method(
@@ -290,6 +292,7 @@ METHODS: dict[str, Method] = {
         causal={"landmarks": "learned"},
         streaming={"landmarks": "learned"},
         bias={"kernel": "softmax"},
+        window={"kernel": "softmax"},
         per_head={"landmarks": "learned"},
     ),
     "nystromformer": Method(
@@ -303,6 +306,7 @@ METHODS: dict[str, Method] = {
         causal=False,
         streaming=False,
         bias=False,
+        window=False,
         per_head=False,
     ),
     "linformer": Method(
@@ -316,6 +320,7 @@ METHODS: dict[str, Method] = {
         causal=False,
         streaming=False,
         bias=False,
+        window=False,
         per_head=False,
     ),
     "rfa": Method(
@@ -336,6 +341,7 @@ METHODS: dict[str, Method] = {
         phi="`rfa` with a gate that forgets",
         family="signed",
         bias=False,
+        window=False,
         cross=False,
     ),
     "loglinear": Method(
@@ -368,7 +374,7 @@ def list_methods() -> dict[str, str]:
 
 def methods_table() -> str:
     """The table of all methods in Markdown, as the README shows it."""
-    head = ("name", "paper, equation", "phi", "cost", "causal", "decoding", "bias")
+    head = ("name", "paper, equation", "phi", "cost", "causal", "decoding", "bias", "window")
     rows = [head, tuple("---" for _ in head), *(_row(name, method) for name, method in METHODS.items())]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -379,7 +385,7 @@ def _row(name: str, method: Method) -> tuple[str, ...]:
         paper = f"[{method.paper.name}]({method.paper.url})" + (f", {method.equation}" if method.equation else "")
     causal = _cell(method.causal) if method.cross else "only"
     decoding = "keeps all keys" if method.quadratic else _cell(method.streaming)
-    return f"`{name}`", paper, method.phi, method.cost, causal, decoding, _cell(method.bias)
+    return f"`{name}`", paper, method.phi, method.cost, causal, decoding, _cell(method.bias), _cell(method.window)
 
 
 def _cell(fact: Fact) -> str:

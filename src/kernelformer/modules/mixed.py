@@ -88,6 +88,11 @@ class MixedCore(AttentionCore):
         return self.exact.takes_segments and self.linear.takes_segments
 
     @property
+    def has_near(self) -> bool:  # type: ignore[override]
+        """Whether the linear heads attend to near tokens exactly and to others not."""
+        return self.linear.has_near
+
+    @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
         """Whether one query's output depends on the others, as in the linear core."""
         return self.linear.mixes_queries

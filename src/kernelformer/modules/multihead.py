@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kernelformer.errors import fraction, positive_int, shape
 from kernelformer.modules.build import build_core, move_to_inputs
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.options import no_weights
+from kernelformer.modules.options import near_settings, no_weights
 from kernelformer.modules.torch_masks import hidden_keys, is_causal_mask
 
 # What the two share, by the names under which torch keeps it.
@@ -166,6 +166,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         (batch, length), keys = query.shape[:2], key.shape[1]
         causal = is_causal_mask(attn_mask, length, keys, batch * self.num_heads, is_causal)
+        if self.kernel.has_near and not itself and not causal:
+            raise ValueError(
+                f"a window and sinks are near tokens of one sequence, got queries and keys of two for "
+                f"{self.kernel.method!r} with {near_settings(self.kernel)}; give query and key as one tensor, or leave "
+                f"them out in cross-attention (replace_attention: choose by layers=)."
+            )
         hidden = hidden_keys(key_padding_mask, batch, keys)
         q, k, v = self._project(query, key, value)
         out, weights = self._attend(q, k, v, hidden, causal, itself, need_weights)
@@ -186,9 +192,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             # Said in any case: by default a core would take a mask of as many keys for one of the queries.
             query_mask = key_mask if itself else torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
         k, v, extra = self._with_own_keys(k, v)
+        # Queries and keys keep their distance: causality and windows count it.
+        in_order = causal or self.kernel.has_near
         if extra:  # they come first, so that causality hides them from nobody: as many queries before the others
             key_mask = None if key_mask is None else F.pad(key_mask, (extra, 0), value=True)
-            if causal:
+            if in_order:
                 q = F.pad(q, (0, 0, extra, 0))
                 query_mask = None if query_mask is None else F.pad(query_mask, (extra, 0), value=False)
         if self.kernel.takes_dropout and self.kernel.attention_dropout != self.dropout:  # set anew, as torch's may be
@@ -198,7 +206,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         drops = bool(self.dropout) and self.training and self.kernel.takes_dropout
         # Another pass would drop other weights than those that are returned.
         out = weights @ v if drops and weights is not None else self.kernel(q, k, v, **options)
-        first = extra if causal else 0
+        first = extra if in_order else 0
         if weights is not None:
             weights = weights[:, :, first:].roll(-extra, -1)
         return out[:, :, first:], weights

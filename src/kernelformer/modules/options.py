@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernelformer.errors import integer, positive_int, unknown
+from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.methods import DRAWN, METHODS, find_method
 from kernelformer.modules.positions import RelativePositions
 from kernelformer.modules.rotary import RotaryPositions
@@ -16,6 +17,7 @@ from kernelformer.modules.rotary import RotaryPositions
 SIZE = "num_features"  # the size of every method, whatever it calls it
 _CORE_OPTIONS = ("scale", "normalize_qk")
 _NOT_OPTIONS = ("method", "feature_map", "options", "head_dim", "num_heads")
+NEAR_OPTIONS = ("window", "sinks", "beta", "near_scale")  # of the part that attends to near tokens exactly
 POSITION_OPTIONS = ("relative", "scheme", "max_length", "max_distance", "num_buckets", "grid", "num_prefix")
 ROTARY_OPTIONS = ("rotary", "rotary_base", "rotary_dim", "rotary_scaling")
 _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", re.MULTILINE)  # of a docstring
@@ -44,12 +46,11 @@ def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str]
         more: names that are known besides the method's own.
 
     Raises:
-        ValueError: an unknown option, or two names for one size.
+        ValueError: an unknown option, two names for one size, or near tokens for a method that cannot have them.
     """
     entry, known = find_method(method), [*method_options(method), *more]
+    _check_near(method, options, known)
     for name in options:
-        if name == "attention_dropout" and name not in known:
-            raise no_weights(method, f"{name}={options[name]!r}")
         if name not in (*known, SIZE, "seed"):
             raise unknown(f"option for method {method!r},", name, known)
     resolved = dict(options)
@@ -77,8 +78,10 @@ def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str]
 
 def applicable_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the options of several methods that this one takes, by its own names; its own name for a size wins."""
-    size, known = find_method(method).size, [*method_options(method), SIZE]
-    chosen = {name: x for name, x in options.items() if name in known}
+    entry, known = find_method(method), [*method_options(method), SIZE]
+    size, chosen = entry.size, {name: x for name, x in options.items() if name in known}
+    if entry.has_map and not (has_near(chosen) and entry.holds(entry.window, chosen)):
+        chosen = {name: x for name, x in chosen.items() if name not in (*NEAR_OPTIONS, "attention_dropout")}
     if size != SIZE and size in chosen:
         chosen.pop(SIZE, None)
     return resolve_options(method, chosen)
@@ -90,12 +93,63 @@ def maps_by_head(method: str, options: Mapping[str, Any]) -> bool:
     return "num_key_heads" in method_options(method) and entry.holds(entry.per_head, options)
 
 
+def has_near(options: Mapping[str, Any]) -> bool:
+    """Whether options of a method with a feature map ask for near tokens to be attended to exactly."""
+    return options.get("window") is not None or bool(options.get("sinks"))
+
+
+def cross_options(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A method and its options for attention to another sequence, where no token is near another.
+
+    Window and sinks are left out, with all that belongs to them; ``local``, which has nothing else, is ``softmax``.
+    """
+    entry = find_method(method)
+    if "window" not in method_options(method):
+        return method, dict(options)
+    left_out = NEAR_OPTIONS if not entry.has_map else (*NEAR_OPTIONS, "attention_dropout")
+    kept = {name: x for name, x in options.items() if name not in left_out}
+    return (method if entry.has_map else "softmax"), kept
+
+
+def near_settings(core: AttentionCore) -> str:
+    """The window and the sinks of a core that has them, for messages."""
+    core = getattr(core, "linear", core)  # of heads of two kinds
+    return ", ".join(f"{name}={getattr(core, name)}" for name in ("window", "sinks"))
+
+
+def _check_near(method: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Check that a method can attend to near tokens exactly, if that is asked for, and that nothing is set in vain."""
+    entry, asked = find_method(method), [name for name in NEAR_OPTIONS if name in options]
+    if (asked and "window" not in known) or (has_near(options) and not entry.holds(entry.window, options)):
+        raise _no_window(method, ", ".join(f"{name}={options[name]!r}" for name in asked))
+    forms_weights = "attention_dropout" in known and (has_near(options) or not entry.has_map)
+    if options.get("attention_dropout") and not forms_weights:
+        raise no_weights(method, f"attention_dropout={options['attention_dropout']!r}")
+    for name in ("beta", "near_scale"):
+        if name in options and name in known and not has_near(options):
+            raise ValueError(
+                f"{name}={options[name]!r} is of near tokens that are attended to exactly, and {method!r} got neither "
+                f"window= nor sinks=; give one of them, or leave {name} out."
+            )
+
+
+def _no_window(method: str, asked: str) -> ValueError:
+    """The error for near tokens of a method that has no normalized kernel for the others."""
+    fact = find_method(method).window
+    way = "" if isinstance(fact, bool) else f", {method!r} with {', '.join(f'{x}={y!r}' for x, y in fact.items())}"
+    return ValueError(
+        f"{asked}: {method!r} cannot attend to near tokens exactly and to the others by a kernel in one normalization; "
+        f"use a normalized linear method such as 'favor+'{way}, or 'local' for near tokens alone."
+    )
+
+
 def no_weights(method: str, asked: str) -> ValueError:
     """The error for dropout of weights that a method does not have."""
-    exact = ", ".join(repr(x) for x in METHODS if "attention_dropout" in method_options(x))
+    exact = ", ".join(repr(name) for name, entry in METHODS.items() if entry.family == "exact")
+    way = ", or give a window, whose weights are formed" if "window" in method_options(method) else ""
     return ValueError(
         f"{asked} drops attention weights, which method {method!r} never forms; leave it at 0, or use an exact method "
-        f"({exact}). Dropout of the output is KernelAttention's dropout=."
+        f"({exact}){way}. Dropout of the output is KernelAttention's dropout=."
     )
 
 

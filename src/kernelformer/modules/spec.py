@@ -18,7 +18,8 @@ from itertools import groupby
 from typing import Any
 
 from kernelformer.limits import check_limit
-from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, resolve_options
+from kernelformer.modules.methods import METHODS
+from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, cross_options, resolve_options
 
 BETWEEN_SIDES = ">"
 _COMMA = re.compile(r",\s+(?![^(\[]*[)\]])")  # those within brackets belong to a value
@@ -141,6 +142,18 @@ def has_positions(text: str) -> bool:
     """Whether a layer of this attention has relative or rotary positions, so that its input needs none."""
     options = parse_attention(text)[1]
     return "relative" in options or bool(options.get("rotary"))
+
+
+def for_cross_attention(text: str) -> str:
+    """The same attention to another sequence, which has no distances: without relative positions, window and sinks.
+
+    ``local``, which is nothing without a window, becomes ``softmax``.
+    """
+    spec = AttentionSpec.parse(without_positions(text))
+    if spec.method not in METHODS:
+        return str(spec)
+    method, kept = cross_options(spec.method, spec.values)
+    return str(replace(spec.without(set(spec.values).difference(kept)), method=method))
 
 
 def parse_blocks(text: str) -> list[AttentionSpec]:
