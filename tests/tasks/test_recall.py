@@ -1,0 +1,135 @@
+"""Associative recall: rows by their definition, splits, seeds, scores by distance, bad input."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+from kernelformer.data.batching import IGNORED
+from kernelformer.tasks import make_task
+from kernelformer.tasks.base import Outcome
+
+SMALL = {"length": 64, "num_pairs": 5, "distances": [8, 16, 40], "num_keys": 12, "num_values": 7, "num_fillers": 3}
+
+
+def rows(task, split="train", count=20):
+    return [task.split(split)[i] for i in range(count)]
+
+
+@pytest.mark.parametrize("options", [SMALL, {}, {**SMALL, "distances": [62], "num_pairs": 1}])
+def test_a_row_has_each_key_twice_with_its_value_at_its_distance_and_fillers_elsewhere(options):
+    task = make_task("recall", **options)
+    for row in rows(task):
+        ids, labels, distances = row["input_ids"], row["labels"], row["distances"]
+        assert ids.shape == labels.shape == distances.shape == (task.length,)
+        assert bool(((ids >= 0) & (ids < task.settings()["vocab_size"])).all())
+        keys = ids < task.num_keys
+        assert len(ids[keys].unique()) == task.num_pairs
+        asked = []
+        for key in ids[keys].unique():
+            pair, query = (ids == key).nonzero().flatten().tolist()
+            assert pair % 2 == query % 2 == 0
+            value = ids[pair + 1]
+            assert task.num_keys <= value < task.num_keys + task.num_values
+            assert value == ids[query + 1] == labels[query + 1]
+            assert distances[query + 1] == query - pair
+            asked.append(query - pair)
+        wanted = [task.distances[i % len(task.distances)] for i in range(task.num_pairs)]
+        assert sorted(asked) == sorted(wanted)
+        assert int((labels != IGNORED).sum()) == int((distances != 0).sum()) == task.num_pairs
+        assert int((ids >= task.num_keys + task.num_values).sum()) == task.length - 4 * task.num_pairs
+
+
+def test_a_row_depends_on_seed_and_number_alone_and_no_split_has_one_of_another():
+    task, same = (make_task("recall", **SMALL, validation_samples=30) for _ in range(2))
+    train = task.split("train")
+    batch = same.split("train").__getitems__([7, 3, 999_999])
+    for index, row in zip([7, 3, 999_999], batch, strict=True):
+        assert all(torch.equal(train[index][name], row[name]) for name in row)
+    other = make_task("recall", **SMALL, seed=1).split("train")
+    assert not torch.equal(other[0]["input_ids"], train[0]["input_ids"])
+    seen = {tuple(row["input_ids"].tolist()) for split in ("train", "validation", "test") for row in rows(task, split)}
+    assert len(seen) == 60
+    assert torch.equal(
+        make_task("recall", **SMALL, train_samples=5).split("validation")[0]["input_ids"],
+        make_task("recall", **SMALL).split("validation")[0]["input_ids"],
+    )
+    with pytest.raises(IndexError, match="samples are numbered from 0 to 29, got"):
+        task.split("validation")[30]
+
+
+def test_every_place_of_a_pair_is_used_and_values_are_equally_likely():
+    task = make_task("recall", length=16, num_pairs=1, distances=[4], num_keys=3, num_values=4, num_fillers=1)
+    data = task.split("train").__getitems__(range(4000))
+    ids, distances = (torch.stack([row[name] for row in data]) for name in ("input_ids", "distances"))
+    for counts in ((distances > 0).sum(0)[5::2], ids[distances > 0].bincount()[3:], ids[ids < 3].bincount() / 2):
+        share = 1 / len(counts)
+        assert ((counts / 4000 - share).abs() < 5 * (share * (1 - share) / 4000) ** 0.5).all(), counts
+
+
+def test_rows_are_made_at_100_000_tokens_a_second_at_least():
+    data = make_task("recall").split("train")
+    start = time.process_time()
+    assert sum(len(row["input_ids"]) for row in data.__getitems__(range(400))) > 100_000
+    assert time.process_time() - start < 1
+
+
+class Echo(nn.Module):
+    """Predicts the right token everywhere if the last key of the row was within ``reach`` tokens, else token 0."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, reach, size):
+        super().__init__()
+        self.reach, self.size = reach, size
+
+    def forward(self, input_ids):
+        length = input_ids.shape[1]
+        near = torch.ones(length, length).tril(-1).triu(-self.reach).bool()
+        same = (input_ids[:, :, None] == input_ids[:, None, :]) & near
+        values = torch.cat([input_ids[:, 1:], input_ids[:, :1]], 1)
+        last = torch.where(same, torch.arange(length), -1).amax(-1)
+        answers = torch.where(last >= 0, values.gather(1, last.clamp_min(0)), 0)
+        return SimpleNamespace(logits=nn.functional.one_hot(answers, self.size).float())
+
+
+@pytest.mark.parametrize("reach", [7, 8, 16, 63])
+def test_a_model_of_limited_reach_is_right_at_the_distances_within_it(reach):
+    task = make_task("recall", **SMALL, validation_samples=11)
+    data = Subset(task.split("validation"), range(1, 10))
+    scores = task.judge(Echo(reach, 30), data, 4)
+    assert list(scores) == task.extra_metrics() == ["accuracy_at_8", "accuracy_at_16", "accuracy_at_40"]
+    assert scores == {f"accuracy_at_{x}": float(x <= reach) for x in (8, 16, 40)}
+
+
+def test_the_metric_is_the_share_of_right_answers_and_guessing_is_a_baseline():
+    task = make_task("recall", **SMALL)
+    assert task.score(Outcome(1.0, 0.75)) == {"accuracy": 0.75}
+    assert task.baselines("validation")["guessing"] == {"accuracy": 1 / 7}
+    batch = task.collate(rows(task, count=3))
+    assert {name: tuple(x.shape) for name, x in batch.items()} == {"input_ids": (3, 64), "labels": (3, 64)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 63}, "length must be even, since a pair takes two tokens, got 63"),
+        ({"num_keys": 4}, "num_keys must be at least num_pairs, got 4 and 5"),
+        ({"distances": [8, 9]}, "a distance must be even, .* at most length - 2 = 62, got 9"),
+        ({"distances": [8, 64]}, "at most length - 2 = 62, got 64"),
+        ({"distances": []}, r"distances must be a list of even numbers, got \[\]"),
+        ({"distances": "far"}, "distances must be a list of even numbers, got 'far'"),
+        ({"distances": [8, 8]}, r"distances must differ and be at most as many as num_pairs = 5, got \[8, 8\]"),
+        ({"distances": [2, 4, 6, 8, 10, 12]}, "at most as many as num_pairs = 5"),
+        ({"distances": [56]}, "5 pairs may not fit: a query at distance 56 has 4 places in length 64, and 1 pairs"),
+        ({"num_fillers": 0}, "num_fillers must be an integer of at least 1, got 0"),
+    ],
+)
+def test_rows_that_cannot_be_made_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_task("recall", **{**SMALL, **options})
