@@ -1,7 +1,7 @@
-"""Rows of multi-query associative recall: pairs of a key and a value, and each key once more at a chosen distance.
+"""Rows of multi-query associative recall: pairs of a key and a value, and each key once more, near or far.
 
 After the MQAR of Zoology (2312.04927), which has all pairs at the beginning and draws its gaps by a power law; here
-distances are chosen, and pairs stand anywhere, so that near and far queries are asked in one row.
+ranges of distances are chosen, and pairs stand anywhere, so that near and far queries are asked in one row.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class RecallRules:
             raise ValueError(
                 f"distances must differ and be at most as many as num_pairs = {self.num_pairs}, got {list(given)}."
             )
-        for before, gap in enumerate(self.gaps):  # a pair before takes two slots, each of which closes two places
+        # A pair that was placed before takes two slots, each of which closes two places.
+        for before, (_, gap) in enumerate(self.gaps):
             if self.slots - gap <= 4 * before:
                 raise ValueError(
-                    f"{self.num_pairs} pairs may not fit: a query at distance {2 * gap} has {self.slots - gap} places in "
-                    f"length {self.length}, and {before} pairs before it may close {4 * before}; give fewer pairs, a "
-                    f"smaller distance or a longer row."
+                    f"{self.num_pairs} pairs may not fit: one with its query at distance {2 * gap} has "
+                    f"{self.slots - gap} places in length {self.length}, and {before} pairs before it may close "
+                    f"{4 * before}; give fewer pairs, shorter distances or longer rows."
                 )
 
     @property
@@ -76,9 +77,14 @@ class RecallRules:
         return self.length // 2
 
     @property
-    def gaps(self) -> list[int]:
-        """Distance of each pair to its query in slots, the longest first: pairs take turns with the distances."""
-        return sorted((self.distances[i % len(self.distances)] // 2 for i in range(self.num_pairs)), reverse=True)
+    def gaps(self) -> list[tuple[int, int]]:
+        """For each pair the slots to its query, more than the first and at most the second number, the farthest first.
+
+        Pairs take turns with the distances, from the shortest on.
+        """
+        ends = [0, *sorted(distance // 2 for distance in self.distances)]
+        turns = (i % len(self.distances) for i in range(self.num_pairs))
+        return sorted(((ends[turn], ends[turn + 1]) for turn in turns), reverse=True)
 
     @property
     def vocab_size(self) -> int:
@@ -89,8 +95,8 @@ class RecallRules:
 class RecallRows(Dataset[Sample]):
     """Rows by number, made when they are asked for: row i is a function of (rules, seed, i), whatever the batch.
 
-    A sample is ``input_ids`` (L), ``labels`` (L), the answers and elsewhere -100, and ``distances`` (L), those of the
-    answers from the values that they repeat, and elsewhere 0.
+    A sample is ``input_ids`` (L), ``labels`` (L), the answers and elsewhere -100, and ``distances`` (L), how far the
+    answers are from the values that they repeat, and elsewhere 0.
 
     Args:
         rules: how rows are made.
@@ -117,28 +123,30 @@ class RecallRows(Dataset[Sample]):
     def _make(self, numbers: Int64) -> tuple[Int64, Int64, Int64]:
         """Tokens, labels and distances, all (B, L), of the rows of these numbers (B)."""
         rules = self.rules
-        sizes = (rules.num_pairs, rules.num_keys, rules.num_pairs, rules.length)
+        sizes = (rules.num_pairs, rules.num_pairs, rules.num_keys, rules.num_pairs, rules.length)
         each = uniform(numbers[:, None] * sum(sizes) + np.arange(sum(sizes)), self.seed)
-        where, order, which, filler = np.split(each, np.cumsum(sizes[:-1]), axis=1)
+        far, where, order, which, filler = np.split(each, np.cumsum(sizes[:-1]), axis=1)
         keys = order.argsort(1)[:, : rules.num_pairs]
         values = rules.num_keys + _below(which, rules.num_values)
         ids = rules.num_keys + rules.num_values + _below(filler, rules.num_fillers)
         labels, distances = np.full_like(ids, IGNORED), np.zeros_like(ids)
-        gaps = np.array(rules.gaps)
-        pairs = self._places(where)
+        over, most = np.array(rules.gaps).T
+        gaps = over + 1 + _below(far, most - over)
+        pairs = self._places(where, gaps)
         queries, rows = pairs + gaps, np.arange(len(ids))[:, None]
         for slots in (pairs, queries):
             ids[rows, 2 * slots], ids[rows, 2 * slots + 1] = keys, values
         labels[rows, 2 * queries + 1], distances[rows, 2 * queries + 1] = values, 2 * gaps
         return ids, labels, distances
 
-    def _places(self, draws: Draws) -> Int64:
+    def _places(self, draws: Draws, gaps: Int64) -> Int64:
         """Slots (B, num_pairs) of the pairs: each in turn takes one of the places where it and its query are free."""
-        slots, rows = self.rules.slots, np.arange(len(draws))
-        free = np.ones((len(draws), slots), bool)
-        places = np.empty(draws.shape, np.int64)
-        for pair, gap in enumerate(self.rules.gaps):
-            count = (free[:, : slots - gap] & free[:, gap:]).cumsum(1)
+        slots, rows = np.arange(self.rules.slots), np.arange(len(draws))
+        free = np.ones((len(draws), 2 * len(slots)), bool)
+        free[:, len(slots) :] = False  # beyond the end
+        places = np.empty_like(gaps)
+        for pair, gap in enumerate(gaps.T):
+            count = (free[:, : len(slots)] & free[rows[:, None], slots + gap[:, None]]).cumsum(1)
             place = (count > _below(draws[:, pair], count[:, -1])[:, None]).argmax(1)
             free[rows, place] = free[rows, place + gap] = False
             places[:, pair] = place

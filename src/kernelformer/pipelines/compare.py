@@ -139,16 +139,15 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
         for run in comparison.runs
     ]
     first = comparison.runs[0]
-    head: dict[str, Any] = {"title": comparison.title, "metric": comparison.metric, "higher_is_better": comparison.higher_is_better}
-    if comparison.extra_metrics:
-        head["extra_metrics"] = list(comparison.extra_metrics)
+    head = {"title": comparison.title, "metric": comparison.metric, "higher_is_better": comparison.higher_is_better}
+    extra = {"extra_metrics": list(comparison.extra_metrics)} if comparison.extra_metrics else {}
     origin = {
         "curve": comparison.curve,
         "date": first.started,
         "command": first.command,
         "environment": first.environment,
     }
-    return {**head, **origin, "runs": runs}
+    return {**head, **extra, **origin, "runs": runs}
 
 
 def _samples(plan: Plan) -> dict[str, str]:

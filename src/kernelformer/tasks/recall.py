@@ -27,22 +27,24 @@ class Recall(MadeSamples, Classification):
     A row has L / 2 slots of two tokens each. It is made so:
 
     1. num_pairs different keys are drawn, and for each a value; one value may stand beside several keys.
-    2. Pairs take turns with the distances, so that each is asked for equally often in every row, up to one query.
-    3. From the longest distance to the shortest, a pair (key, value) takes one of the slots that are free together with
-       the slot ``distance`` tokens after it, all equally likely. There its query stands: the same key and value again.
+    2. Pairs take turns with ``distances``, and each draws an even number of tokens to its query: at most its distance,
+       and more than the next shorter of ``distances``. A few fixed numbers would tell where to look without the key.
+    3. From the longest of ``distances`` to the shortest, a pair (key, value) takes one of the slots that are free
+       together with the slot of its query, all equally likely. The query is the same key and the same value again.
     4. Every slot that is left gets two fillers, drawn one by one.
 
     The value of each query is to be predicted from what is before it; nothing else counts in loss and accuracy. So a
-    key is asked for once, ``distance`` tokens after its pair, and its value is nowhere nearer but by chance: a window
-    of w tokens holds the answers to distances up to w, two layers of windows see up to 2 (w - 1) tokens back.
+    key is asked for once, and its value is nowhere nearer but by chance: a window of w tokens holds the answers to
+    distances up to w, and two layers of windows reach no farther than 2 w - 1.
 
-    Departures from Zoology: pairs stand anywhere instead of at the beginning, distances are chosen instead of drawn
-    from a power law, and fillers are tokens of their own.
+    Departures from Zoology: pairs stand anywhere instead of at the beginning, distances are of chosen ranges instead of
+    a power law, and fillers are tokens of their own.
 
     Args:
         length: L, even.
         num_pairs: of a row.
-        distances: even numbers of tokens from a key to the same key in its query.
+        distances: even numbers of tokens from a key to the same key in its query, the ends of the ranges that are
+            scored: [64, 128] asks for half of the keys after 2 to 64 tokens and for half after 66 to 128.
         num_keys: different keys.
         num_values: different values; guessing is right in one of so many answers.
         num_fillers: different fillers.
@@ -90,12 +92,13 @@ class Recall(MadeSamples, Classification):
         return {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
 
     def extra_metrics(self) -> list[str]:
-        """The accuracy at each distance, the shortest first."""
-        return [_accuracy_at(distance) for distance in sorted(self.distances)]
+        """The accuracy in each range of distances, the shortest first."""
+        return [f"accuracy_to_{distance}" for distance in sorted(self.distances)]
 
     def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
-        """The accuracy at each distance."""
-        counts = torch.zeros(2, self.length, dtype=torch.int64)  # queries, right answers
+        """The accuracy in each range of distances."""
+        ends = torch.tensor([0, *sorted(self.distances)])
+        counts = torch.zeros(2, len(ends), dtype=torch.int64)  # queries, right answers
         for first in range(0, len(data), batch_size):  # type: ignore[arg-type]
             last = min(first + batch_size, len(data))  # type: ignore[arg-type]
             samples = [data[i] for i in range(first, last)]
@@ -104,13 +107,9 @@ class Recall(MadeSamples, Classification):
             right = logits.argmax(-1).cpu() == batch["labels"][:, 1:]
             distances = torch.stack([sample["distances"] for sample in samples])[:, 1:]
             for row, answers in enumerate((distances, distances[right])):
-                counts[row] += answers.flatten().bincount(minlength=self.length)
-        return {_accuracy_at(x): int(counts[1, x]) / int(counts[0, x]) for x in sorted(self.distances)}
+                counts[row] += torch.bucketize(answers.flatten(), ends).bincount(minlength=len(ends))
+        return dict(zip(self.extra_metrics(), (counts[1].double() / counts[0])[1:].tolist(), strict=True))
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
-        """Scores of guessing among all values, and among those of the row so far."""
+        """Scores of guessing among all values."""
         return {"guessing": self.score(Outcome(math.log(self.num_values), 1 / self.num_values))}
-
-
-def _accuracy_at(distance: int) -> str:
-    return f"accuracy_at_{distance}"
