@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import json
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.utils.data import Subset
 
 from kernelformer.data.batching import IGNORED
+from kernelformer.pipelines.compare import make_plan, report
+from kernelformer.reports.comparison import spread_text, table
+from kernelformer.reports.results_page import write_results
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
+from kernelformer.training import Run, evaluate, train
 
 SMALL = {"length": 64, "num_pairs": 5, "distances": [8, 16, 40], "num_keys": 12, "num_values": 7, "num_fillers": 3}
 
@@ -136,3 +143,27 @@ def test_the_metric_is_the_share_of_right_answers_and_guessing_is_a_baseline():
 def test_rows_that_cannot_be_made_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_task("recall", **{**SMALL, **options})
+
+
+def test_a_comparison_has_a_column_for_each_range_in_its_table_its_record_and_its_reports(tmp_path):
+    model = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    options = {**SMALL, "validation_samples": 4}
+    run = Run(task="recall", attention="elu", task_options=options, model=model, steps=1, batch_size=2)
+    plan = make_plan("a comparison", run, ["elu"], 2, tmp_path / "compared")
+    for each in plan.runs:
+        train(each, plan.folder_of(each), quiet=True)
+    comparison = report(plan)
+    names = ["accuracy_to_8", "accuracy_to_16", "accuracy_to_40"]
+    ends = json.loads((plan.folder / "comparison.json").read_text())
+    assert ends["extra_metrics"] == names
+    first = ends["runs"][0]["result"]
+    shares = [first["scores"][name] for name in names]
+    assert first["value"] == pytest.approx((2 * shares[0] + 2 * shares[1] + shares[2]) / 5)  # five pairs take turns
+    assert evaluate(plan.folder_of(plan.runs[0])).items() >= {**first["scores"], "accuracy": first["value"]}.items()
+    (row,), out = comparison.summary(), io.StringIO()
+    Console(file=out, width=300).print(table(comparison))
+    write_results(tmp_path / "results", [plan.folder])
+    pages = [(plan.folder / "report.html").read_text(), (tmp_path / "results" / "index.html").read_text()]
+    for text in (out.getvalue(), *pages):
+        assert all(text.count(name.replace("_", " ")) == 1 for name in names)
+        assert all(spread_text([row.extra(name)], row.extra(name)) in text for name in names)
