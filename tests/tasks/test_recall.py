@@ -43,13 +43,14 @@ def test_a_row_has_each_key_twice_with_its_value_in_turn_at_the_distances_and_fi
             assert pair % 2 == query % 2 == 0
             value = ids[pair + 1]
             assert task.num_keys <= value < task.num_keys + task.num_values
-            assert value == ids[query + 1] == labels[query + 1]
+            assert value == labels[query + 1]
             assert distances[query + 1] == query - pair
+            assert ids[query + 1] >= task.num_keys + task.num_values
             asked.append(query - pair)
         ranges = [next(end for end in sorted(task.distances) if distance <= end) for distance in asked]
         assert sorted(ranges) == sorted(task.distances[i % len(task.distances)] for i in range(task.num_pairs))
         assert int((labels != IGNORED).sum()) == int((distances != 0).sum()) == task.num_pairs
-        assert int((ids >= task.num_keys + task.num_values).sum()) == task.length - 4 * task.num_pairs
+        assert int((ids >= task.num_keys + task.num_values).sum()) == task.length - 3 * task.num_pairs
 
 
 def test_a_row_depends_on_seed_and_number_alone_and_no_split_has_one_of_another():
@@ -73,10 +74,10 @@ def test_a_row_depends_on_seed_and_number_alone_and_no_split_has_one_of_another(
 def test_distances_places_keys_and_values_are_equally_likely():
     task = make_task("recall", length=16, num_pairs=1, distances=[6], num_keys=3, num_values=4, num_fillers=1)
     data = task.split("train").__getitems__(range(8000))
-    ids, distances = (torch.stack([row[name] for row in data]) for name in ("input_ids", "distances"))
+    ids, labels, distances = (torch.stack([row[name] for row in data]) for name in ("input_ids", "labels", "distances"))
     far = distances[distances > 0]
     places = distances[distances.amax(1) == 6].nonzero()[:, 1]
-    for drawn in (far // 2 - 1, (places - 7) // 2, ids[distances > 0] - 3, ids[ids < 3][::2]):
+    for drawn in (far // 2 - 1, (places - 7) // 2, labels[distances > 0] - 3, ids[ids < 3][::2]):
         counts = drawn.bincount() / len(drawn)
         share = 1 / len(counts)
         assert ((counts - share).abs() < 5 * (share * (1 - share) / len(drawn)) ** 0.5).all(), counts

@@ -95,8 +95,8 @@ class RecallRules:
 class RecallRows(Dataset[Sample]):
     """Rows by number, made when they are asked for: row i is a function of (rules, seed, i), whatever the batch.
 
-    A sample is ``input_ids`` (L), ``labels`` (L), the answers and elsewhere -100, and ``distances`` (L), how far the
-    answers are from the values that they repeat, and elsewhere 0.
+    A sample is ``input_ids`` (L), ``labels`` (L), the answers after the keys of queries and elsewhere -100, and
+    ``distances`` (L), where the answers are how far their values are, and elsewhere 0.
 
     Args:
         rules: how rows are made.
@@ -134,8 +134,7 @@ class RecallRows(Dataset[Sample]):
         gaps = over + 1 + _below(far, most - over)
         pairs = self._places(where, gaps)
         queries, rows = pairs + gaps, np.arange(len(ids))[:, None]
-        for slots in (pairs, queries):
-            ids[rows, 2 * slots], ids[rows, 2 * slots + 1] = keys, values
+        ids[rows, 2 * pairs], ids[rows, 2 * pairs + 1], ids[rows, 2 * queries] = keys, values, keys
         labels[rows, 2 * queries + 1], distances[rows, 2 * queries + 1] = values, 2 * gaps
         return ids, labels, distances
 

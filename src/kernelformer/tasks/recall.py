@@ -30,12 +30,12 @@ class Recall(MadeSamples, Classification):
     2. Pairs take turns with ``distances``, and each draws an even number of tokens to its query: at most its distance,
        and more than the next shorter of ``distances``. A few fixed numbers would tell where to look without the key.
     3. From the longest of ``distances`` to the shortest, a pair (key, value) takes one of the slots that are free
-       together with the slot of its query, all equally likely. The query is the same key and the same value again.
-    4. Every slot that is left gets two fillers, drawn one by one.
+       together with the slot of its query, all equally likely. The query is the same key again.
+    4. All tokens that are left are fillers, drawn one by one, the one after the key of a query too.
 
-    The value of each query is to be predicted from what is before it; nothing else counts in loss and accuracy. So a
-    key is asked for once, and its value is nowhere nearer but by chance: a window of w tokens holds the answers to
-    distances up to w, and two layers of windows reach no farther than 2 w - 1.
+    At each query the value of its key is to be predicted, and nothing else counts in loss and accuracy. The answer is
+    not shown afterwards: so a value stands in its pair alone, but where two keys have the same. A window of w tokens
+    holds the answers to distances up to w, and two layers of windows reach no farther than 2 w - 1.
 
     Departures from Zoology: pairs stand anywhere instead of at the beginning, distances are of chosen ranges instead of
     a power law, and fillers are tokens of their own.
