@@ -1,7 +1,7 @@
-"""Rows of multi-query associative recall: pairs of a key and a value, and each key once more, near or far.
+"""Rows of multi-query associative recall: pairs of a key and a value, and keys alone that ask for their values.
 
-After the MQAR of Zoology (2312.04927), which has all pairs at the beginning and draws its gaps by a power law; here
-ranges of distances are chosen, and pairs stand anywhere, so that near and far queries are asked in one row.
+After the MQAR of Zoology (2312.04927), which has all pairs at the beginning and asks for each once, at a distance by a
+power law; here pairs and queries stand anywhere, and are as often near as far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from kernelformer.data.batching import IGNORED, Sample, check_indices
 from kernelformer.data.splits import uniform
-from kernelformer.errors import integer, positive_int
+from kernelformer.errors import integer, number, positive_int
 
 Int64 = NDArray[np.int64]
 Draws = NDArray[np.float64]
@@ -30,61 +30,38 @@ class RecallRules:
     """
 
     length: int = 256
-    num_pairs: int = 20
-    distances: Sequence[int] = (16, 32, 64, 128, 192)
-    num_keys: int = 64
-    num_values: int = 64
-    num_fillers: int = 16
+    num_pairs: int = 16
+    query_share: float = 0.5
+    distances: Sequence[int] = (16, 32, 64, 128, 254)
+    num_keys: int = 32
+    num_values: int = 32
+    num_fillers: int = 4
 
     def __post_init__(self) -> None:
         for name in ("num_pairs", "num_keys", "num_values", "num_fillers"):
             positive_int(name, getattr(self, name))
         if integer("length", self.length, at_least=4) % 2:
             raise ValueError(f"length must be even, since a pair takes two tokens, got {self.length}.")
-        if self.num_keys < self.num_pairs:
+        if self.num_pairs > min(self.num_keys, self.slots - 1):
             raise ValueError(
-                f"the keys of a row are different ones: num_keys must be at least num_pairs, got {self.num_keys} and "
-                f"{self.num_pairs}."
+                f"the keys of a row differ, and a query needs room beside the pairs: num_pairs must be at most "
+                f"num_keys = {self.num_keys} and length / 2 - 1 = {self.slots - 1}, got {self.num_pairs}."
             )
-        self._check_distances()
-
-    def _check_distances(self) -> None:
+        if not 0 < number("query_share", self.query_share) <= 1:
+            raise ValueError(f"query_share must be above 0 and at most 1, got {self.query_share}.")
         given = self.distances
         if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            raise ValueError(f"distances must be a list of even numbers, got {given!r}.")
-        for distance in given:
-            if integer("distances", distance, at_least=2) % 2 or distance > self.length - 2:
-                raise ValueError(
-                    f"a distance must be even, since a pair takes two tokens, and at most length - 2 = "
-                    f"{self.length - 2}, got {distance}."
-                )
-        if len(set(given)) < len(given) or len(given) > self.num_pairs:
+            raise ValueError(f"distances must be a list of numbers of tokens, got {given!r}.")
+        inside = [2 <= integer("distances", distance) <= self.length - 2 for distance in given]
+        if not all(inside) or len(set(given)) < len(given):
             raise ValueError(
-                f"distances must differ and be at most as many as num_pairs = {self.num_pairs}, got {list(given)}."
+                f"distances must differ, and be from 2 to length - 2 = {self.length - 2}, got {list(given)}."
             )
-        # A pair that was placed before takes two slots, each of which closes two places.
-        for before, (_, gap) in enumerate(self.gaps):
-            if self.slots - gap <= 4 * before:
-                raise ValueError(
-                    f"{self.num_pairs} pairs may not fit: one with its query at distance {2 * gap} has "
-                    f"{self.slots - gap} places in length {self.length}, and {before} pairs before it may close "
-                    f"{4 * before}; give fewer pairs, shorter distances or longer rows."
-                )
 
     @property
     def slots(self) -> int:
         """Places for two tokens in a row."""
         return self.length // 2
-
-    @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """For each pair the slots to its query, more than the first and at most the second number, the farthest first.
-
-        Pairs take turns with the distances, from the shortest on.
-        """
-        ends = [0, *sorted(distance // 2 for distance in self.distances)]
-        turns = (i % len(self.distances) for i in range(self.num_pairs))
-        return sorted(((ends[turn], ends[turn + 1]) for turn in turns), reverse=True)
 
     @property
     def vocab_size(self) -> int:
@@ -122,37 +99,41 @@ class RecallRows(Dataset[Sample]):
 
     def _make(self, numbers: Int64) -> tuple[Int64, Int64, Int64]:
         """Tokens, labels and distances, all (B, L), of the rows of these numbers (B)."""
-        rules = self.rules
-        sizes = (rules.num_pairs, rules.num_pairs, rules.num_keys, rules.num_pairs, rules.length)
-        each = uniform(numbers[:, None] * sum(sizes) + np.arange(sum(sizes)), self.seed)
-        far, where, order, which, filler = np.split(each, np.cumsum(sizes[:-1]), axis=1)
-        keys = order.argsort(1)[:, : rules.num_pairs]
-        values = rules.num_keys + _below(which, rules.num_values)
+        rules, pairs = self.rules, self.rules.num_pairs
+        sizes = (rules.length, rules.num_keys, pairs, rules.slots, rules.slots, rules.slots)
+        draws = uniform(numbers[:, None] * sum(sizes) + np.arange(sum(sizes)), self.seed)
+        filler, key, value, place, chance, which = np.split(draws, np.cumsum(sizes[:-1]), axis=1)
         ids = rules.num_keys + rules.num_values + _below(filler, rules.num_fillers)
+        keys, values = key.argsort(1)[:, :pairs], rules.num_keys + _below(value, rules.num_values)
+        places, rows = place.argsort(1)[:, :pairs], np.arange(len(ids))[:, None]
+        ids[rows, 2 * places], ids[rows, 2 * places + 1] = keys, values
+        asked, some = self._queries(places, which)
+        some &= chance < rules.query_share
+        some[rows, places] = False
+        row, slot = some.nonzero()
+        pair = row, asked[row, slot]
         labels, distances = np.full_like(ids, IGNORED), np.zeros_like(ids)
-        over, most = np.array(rules.gaps).T
-        gaps = over + 1 + _below(far, most - over)
-        pairs = self._places(where, gaps)
-        queries, rows = pairs + gaps, np.arange(len(ids))[:, None]
-        ids[rows, 2 * pairs], ids[rows, 2 * pairs + 1], ids[rows, 2 * queries] = keys, values, keys
-        labels[rows, 2 * queries + 1], distances[rows, 2 * queries + 1] = values, 2 * gaps
+        ids[row, 2 * slot], labels[row, 2 * slot + 1] = keys[pair], values[pair]
+        distances[row, 2 * slot + 1] = 2 * (slot - places[pair])
         return ids, labels, distances
 
-    def _places(self, draws: Draws, gaps: Int64) -> Int64:
-        """Slots (B, num_pairs) of the pairs: each in turn takes one of the places where it and its query are free."""
-        slots, rows = np.arange(self.rules.slots), np.arange(len(draws))
-        free = np.ones((len(draws), 2 * len(slots)), bool)
-        free[:, len(slots) :] = False  # beyond the end
-        places = np.empty_like(gaps)
-        for pair, gap in enumerate(gaps.T):
-            count = (free[:, : len(slots)] & free[rows[:, None], slots + gap[:, None]]).cumsum(1)
-            place = (count > _below(draws[:, pair], count[:, -1])[:, None]).argmax(1)
-            free[rows, place] = free[rows, place + gap] = False
-            places[:, pair] = place
-        return places
+    def _queries(self, places: Int64, draws: Draws) -> tuple[Int64, NDArray[np.bool_]]:
+        """The pair (B, slots) that a query in each slot asks for, and whether there is one to ask for.
+
+        The ranges of distances that hold a pair are equally likely, and so are the pairs within a range.
+        """
+        far = 2 * (np.arange(self.rules.slots)[:, None] - places[:, None])  # (B, slots, num_pairs)
+        ends = sorted(self.rules.distances)
+        weights = np.zeros(far.shape)
+        for over, most in zip((0, *ends), ends, strict=False):
+            inside = (far > over) & (far <= most)
+            weights += inside / np.maximum(inside.sum(-1, keepdims=True), 1)
+        sums = weights.cumsum(-1)
+        total = sums[..., -1]
+        return (sums > (draws * total)[..., None]).argmax(-1), total > 0
 
 
-def _below(draws: Draws, size: int | Int64) -> Int64:
+def _below(draws: Draws, size: int) -> Int64:
     """Whole numbers from 0 to size - 1, of draws in [0, 1)."""
     numbers: Int64 = (draws * size).astype(np.int64)
     return numbers

@@ -22,29 +22,29 @@ from kernelformer.tasks.options import MadeSamples
 
 @dataclass(kw_only=True, eq=False)
 class Recall(MadeSamples, Classification):
-    """Tell the value of a key that is seen for the second time; scored by the share of right answers, by distance too.
+    """Tell the value of a key that was seen before; scored by the share of right answers, by distance too.
 
     A row has L / 2 slots of two tokens each. It is made so:
 
     1. num_pairs different keys are drawn, and for each a value; one value may stand beside several keys.
-    2. Pairs take turns with ``distances``, and each draws an even number of tokens to its query: at most its distance,
-       and more than the next shorter of ``distances``. A few fixed numbers would tell where to look without the key.
-    3. From the longest of ``distances`` to the shortest, a pair (key, value) takes one of the slots that are free
-       together with the slot of its query, all equally likely. The query is the same key again.
-    4. All tokens that are left are fillers, drawn one by one, the one after the key of a query too.
+    2. As many slots are drawn, all equally likely, and get the pairs (key, value).
+    3. Every other slot is a query with probability query_share: the key of a pair before it and a filler. Of the ranges
+       of distances that hold a pair one is drawn, then one of the pairs in it; where none does, there is no query.
+    4. All slots that are left get two fillers; fillers are drawn one by one.
 
-    At each query the value of its key is to be predicted, and nothing else counts in loss and accuracy. The answer is
-    not shown afterwards: so a value stands in its pair alone, but where two keys have the same. A window of w tokens
-    holds the answers to distances up to w, and two layers of windows reach no farther than 2 w - 1.
+    After the key of a query its value is to be predicted, and nothing else counts in loss and accuracy. The answer is
+    not shown, so that a value stands in its pair alone, but where two keys have the same. A window of w tokens holds
+    the answers to distances up to w, and two layers of windows reach no farther than 2 w - 1.
 
-    Departures from Zoology: pairs stand anywhere instead of at the beginning, distances are of chosen ranges instead of
-    a power law, and fillers are tokens of their own.
+    Departures from Zoology: pairs stand anywhere instead of at the beginning, are asked for at chosen distances instead
+    of by a power law and maybe several times, and fillers are tokens of their own.
 
     Args:
         length: L, even.
         num_pairs: of a row.
-        distances: even numbers of tokens from a key to the same key in its query, the ends of the ranges that are
-            scored: [64, 128] asks for half of the keys after 2 to 64 tokens and for half after 66 to 128.
+        query_share: probability of a query in a slot without a pair.
+        distances: numbers of tokens from a key to the same key in a query, the ends of the ranges that are scored:
+            [64, 128] asks over 2 to 64 tokens as often as over 66 to 128, where there are pairs, and never farther.
         num_keys: different keys.
         num_values: different values; guessing is right in one of so many answers.
         num_fillers: different fillers.
@@ -52,7 +52,7 @@ class Recall(MadeSamples, Classification):
     Other options: see `tasks.options`. Rows are numbered, those of the test first, then validation and training, so
     that splits are disjoint; row i is a function of (seed, i) and the options above.
 
-    Cost: nothing is kept; three million tokens a second on one core, made as they are needed.
+    Cost: nothing is kept; a million tokens a second on one core, made as they are needed.
     """
 
     train_samples: int = 1_000_000
@@ -60,6 +60,7 @@ class Recall(MadeSamples, Classification):
     test_samples: int = 2000
     length: int = RecallRules.length
     num_pairs: int = RecallRules.num_pairs
+    query_share: float = RecallRules.query_share
     distances: Sequence[int] = RecallRules.distances
     num_keys: int = RecallRules.num_keys
     num_values: int = RecallRules.num_values
