@@ -22,7 +22,6 @@ from kernelformer.tasks.base import Outcome
 from kernelformer.training import Run, evaluate, train
 
 SMALL = {"length": 64, "num_pairs": 5, "distances": [8, 16, 40], "num_keys": 12, "num_values": 7, "num_fillers": 3}
-PLAIN = {"length": 16, "num_pairs": 2, "query_share": 1, "num_keys": 3, "num_values": 4, "num_fillers": 2}
 
 
 def rows(task, split="train", count=20):
@@ -30,7 +29,7 @@ def rows(task, split="train", count=20):
 
 
 @pytest.mark.parametrize("options", [SMALL, {}, {**SMALL, "distances": [62], "num_pairs": 1}])
-def test_a_row_has_pairs_and_queries_for_those_before_within_the_distances_and_fillers_elsewhere(options):
+def test_a_row_has_pairs_then_queries_for_those_within_the_distances_and_fillers_elsewhere(options):
     task = make_task("recall", **options)
     for row in rows(task):
         ids, labels, distances = (row[name].view(-1, 2) for name in ("input_ids", "labels", "distances"))
@@ -39,7 +38,8 @@ def test_a_row_has_pairs_and_queries_for_those_before_within_the_distances_and_f
         is_key, is_filler = ids < task.num_keys, ids >= task.num_keys + task.num_values
         pairs = {int(ids[i, 0]): i for i in (~is_key & ~is_filler)[:, 1].nonzero().flatten().tolist()}
         queries = [i for i in is_key[:, 0].nonzero().flatten().tolist() if i not in pairs.values()]
-        assert len(pairs) == task.num_pairs
+        assert list(pairs.values()) == list(range(task.num_pairs))
+        assert queries[0] == task.num_pairs
         assert int(is_key.sum()) == task.num_pairs + len(queries)
         assert int(is_filler.sum()) == task.length - 2 * task.num_pairs - len(queries)
         assert int((labels != IGNORED).sum()) == int((distances != 0).sum()) == len(queries)
@@ -67,26 +67,26 @@ def test_a_row_depends_on_seed_and_number_alone_and_no_split_has_one_of_another(
         task.split("validation")[30]
 
 
-def test_pairs_keys_values_and_the_ranges_that_are_asked_for_are_equally_likely():
-    data = make_task("recall", **PLAIN, distances=[6, 14]).split("train").__getitems__(range(8000))
-    ids, distances = (torch.stack([row[name] for row in data]) for name in ("input_ids", "distances"))
-    places = ((ids >= 3) & (ids < 7)).nonzero()[:, 1] // 2
-    ready = distances[:, 15] > 0  # the last slot asks; both ranges are open where one pair is near and one is far
-    ready &= ((ids >= 3) & (ids < 7))[:, 8:14].sum(1) == 1
-    for drawn in (places, ids[ids[:, 0] < 3, 0], ids[(ids >= 3) & (ids < 7)] - 3, (distances[ready, 15] > 6).long()):
-        counts = drawn.bincount() / len(drawn)
-        share = 1 / len(counts)
-        assert ((counts - share).abs() < 5 * (share * (1 - share) / len(drawn)) ** 0.5).all(), counts
-
-
-def test_every_slot_after_a_pair_asks_with_the_probability_that_is_said():
-    open_slots = asked = 0
-    data = make_task("recall", **{**PLAIN, "query_share": 0.3}, distances=[14]).split("train").__getitems__(range(2000))
-    for row in data:
-        first = int((row["input_ids"][1::2] < 7).nonzero()[0, 0])
-        open_slots += 8 - 1 - first - 1
-        asked += int((row["labels"] != IGNORED).sum())
-    assert abs(asked / open_slots - 0.3) < 5 * (0.21 / open_slots) ** 0.5
+def test_queries_and_what_they_ask_for_have_the_probabilities_that_are_said():
+    task = make_task("recall", length=24, num_pairs=3, query_share=0.3, distances=[6, 14], num_keys=4, num_values=5)
+    data = task.split("train").__getitems__(range(8000))
+    ids, labels, distances = (torch.stack([row[name] for row in data]) for name in ("input_ids", "labels", "distances"))
+    asked = distances[:, 7::2] > 0  # slots 3 to 11; from slot 10 on all pairs are too far
+    assert asked[:, 0].all()
+    assert not asked[:, 7:].any()
+    pairs = torch.arange(3, 12) - distances[:, 7::2] // 2
+    assert (pairs[:, 6][asked[:, 6]] == 2).all()  # of slot 9 only the last pair is near enough
+    coins = asked[:, 1:7].flatten().long()
+    for drawn, shares in (
+        (coins, [0.7, 0.3]),
+        (pairs[:, 0], [1 / 3] * 3),
+        (pairs[:, 5][asked[:, 5]] - 1, [1 / 2] * 2),
+        (ids[:, 4], [1 / 4] * 4),
+        (labels[:, 7] - 4, [1 / 5] * 5),
+    ):
+        share = torch.tensor(shares)
+        errors = (drawn.bincount() / len(drawn) - share).abs()
+        assert (errors < 5 * (share * (1 - share) / len(drawn)).sqrt()).all(), errors
 
 
 def test_rows_are_made_at_100_000_tokens_a_second_at_least():
@@ -122,6 +122,8 @@ def test_a_model_of_limited_reach_is_right_at_the_distances_within_it(reach):
     scores = task.judge(Echo(reach, 30), data, 4)
     assert list(scores) == task.extra_metrics() == ["accuracy_to_8", "accuracy_to_16", "accuracy_to_40"]
     assert scores == {f"accuracy_to_{x}": float(x <= reach) for x in (8, 16, 40)}
+    uneven = make_task("recall", **{**SMALL, "distances": [2, 3]})  # no query is three tokens away
+    assert list(uneven.judge(Echo(reach, 30), uneven.split("validation"), 50)) == ["accuracy_to_2"]
 
 
 def test_the_metric_is_the_share_of_right_answers_and_guessing_is_a_baseline():

@@ -1,7 +1,7 @@
 """Rows of multi-query associative recall: pairs of a key and a value, and keys alone that ask for their values.
 
-After the MQAR of Zoology (2312.04927), which has all pairs at the beginning and asks for each once, at a distance by a
-power law; here pairs and queries stand anywhere, and are as often near as far.
+After the MQAR of Zoology (2312.04927), which asks for each key once, at a distance by a power law; here a key is asked
+for any number of times, and all distances up to a largest one occur.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RecallRules:
     length: int = 256
     num_pairs: int = 16
     query_share: float = 0.5
-    distances: Sequence[int] = (16, 32, 64, 128, 254)
+    distances: Sequence[int] = (32, 64, 128, 254)
     num_keys: int = 32
     num_values: int = 32
     num_fillers: int = 4
@@ -80,7 +80,7 @@ class RecallRows(Dataset[Sample]):
         numbers: of the rows.
         seed: of all rows.
 
-    Cost: O(L num_pairs) a row, vectorized over the rows of a batch.
+    Cost: O(L) a row, vectorized over the rows of a batch.
     """
 
     def __init__(self, rules: RecallRules, numbers: range, seed: int) -> None:
@@ -99,41 +99,26 @@ class RecallRows(Dataset[Sample]):
 
     def _make(self, numbers: Int64) -> tuple[Int64, Int64, Int64]:
         """Tokens, labels and distances, all (B, L), of the rows of these numbers (B)."""
-        rules, pairs = self.rules, self.rules.num_pairs
-        sizes = (rules.length, rules.num_keys, pairs, rules.slots, rules.slots, rules.slots)
+        rules, pairs, others = self.rules, self.rules.num_pairs, self.rules.slots - self.rules.num_pairs
+        sizes = (rules.length, rules.num_keys, pairs, others, others)
         draws = uniform(numbers[:, None] * sum(sizes) + np.arange(sum(sizes)), self.seed)
-        filler, key, value, place, chance, which = np.split(draws, np.cumsum(sizes[:-1]), axis=1)
+        filler, key, value, chance, which = np.split(draws, np.cumsum(sizes[:-1]), axis=1)
         ids = rules.num_keys + rules.num_values + _below(filler, rules.num_fillers)
         keys, values = key.argsort(1)[:, :pairs], rules.num_keys + _below(value, rules.num_values)
-        places, rows = place.argsort(1)[:, :pairs], np.arange(len(ids))[:, None]
-        ids[rows, 2 * places], ids[rows, 2 * places + 1] = keys, values
-        asked, some = self._queries(places, which)
-        some &= chance < rules.query_share
-        some[rows, places] = False
-        row, slot = some.nonzero()
-        pair = row, asked[row, slot]
+        ids[:, : 2 * pairs : 2], ids[:, 1 : 2 * pairs : 2] = keys, values
+        first = np.maximum(pairs + np.arange(others) - max(rules.distances) // 2, 0)  # pair that is near enough
+        asked = (chance < rules.query_share) & (first < pairs)
+        asked[:, 0] = True  # no row without a query
+        row, slot = asked.nonzero()
+        pair = first[slot] + _below(which[asked], pairs - first[slot])
         labels, distances = np.full_like(ids, IGNORED), np.zeros_like(ids)
-        ids[row, 2 * slot], labels[row, 2 * slot + 1] = keys[pair], values[pair]
-        distances[row, 2 * slot + 1] = 2 * (slot - places[pair])
+        place = 2 * (pairs + slot)
+        ids[row, place], labels[row, place + 1] = keys[row, pair], values[row, pair]
+        distances[row, place + 1] = place - 2 * pair
         return ids, labels, distances
 
-    def _queries(self, places: Int64, draws: Draws) -> tuple[Int64, NDArray[np.bool_]]:
-        """The pair (B, slots) that a query in each slot asks for, and whether there is one to ask for.
 
-        The ranges of distances that hold a pair are equally likely, and so are the pairs within a range.
-        """
-        far = 2 * (np.arange(self.rules.slots)[:, None] - places[:, None])  # (B, slots, num_pairs)
-        ends = sorted(self.rules.distances)
-        weights = np.zeros(far.shape)
-        for over, most in zip((0, *ends), ends, strict=False):
-            inside = (far > over) & (far <= most)
-            weights += inside / np.maximum(inside.sum(-1, keepdims=True), 1)
-        sums = weights.cumsum(-1)
-        total = sums[..., -1]
-        return (sums > (draws * total)[..., None]).argmax(-1), total > 0
-
-
-def _below(draws: Draws, size: int) -> Int64:
+def _below(draws: Draws, size: int | Int64) -> Int64:
     """Whole numbers from 0 to size - 1, of draws in [0, 1)."""
     numbers: Int64 = (draws * size).astype(np.int64)
     return numbers

@@ -26,25 +26,26 @@ class Recall(MadeSamples, Classification):
 
     A row has L / 2 slots of two tokens each. It is made so:
 
-    1. num_pairs different keys are drawn, and for each a value; one value may stand beside several keys.
-    2. As many slots are drawn, all equally likely, and get the pairs (key, value).
-    3. Every other slot is a query with probability query_share: the key of a pair before it and a filler. Of the ranges
-       of distances that hold a pair one is drawn, then one of the pairs in it; where none does, there is no query.
-    4. All slots that are left get two fillers; fillers are drawn one by one.
+    1. num_pairs different keys are drawn, and for each a value; one value may stand beside several keys. The pairs
+       (key, value) are the first slots, in random order.
+    2. Every other slot is a query with probability query_share, and the first of them always: the key of one of the
+       pairs that are at most max(distances) tokens before it, all equally likely, and a filler.
+    3. All slots that are left get two fillers; fillers are drawn one by one.
 
     After the key of a query its value is to be predicted, and nothing else counts in loss and accuracy. The answer is
-    not shown, so that a value stands in its pair alone, but where two keys have the same. A window of w tokens holds
-    the answers to distances up to w, and two layers of windows reach no farther than 2 w - 1.
+    not shown, so that a value stands in its pair alone, but where two keys have the same: what is far can be told by
+    memory alone. A window of w tokens holds the answers to distances up to w, and two layers of windows reach no
+    farther than 2 w - 1.
 
-    Departures from Zoology: pairs stand anywhere instead of at the beginning, are asked for at chosen distances instead
-    of by a power law and maybe several times, and fillers are tokens of their own.
+    Departures from Zoology: a key may be asked for several times, distances are not by a power law, and fillers are
+    tokens of their own.
 
     Args:
         length: L, even.
         num_pairs: of a row.
         query_share: probability of a query in a slot without a pair.
         distances: numbers of tokens from a key to the same key in a query, the ends of the ranges that are scored:
-            [64, 128] asks over 2 to 64 tokens as often as over 66 to 128, where there are pairs, and never farther.
+            [64, 128] asks over 2 to 128 tokens, and scores those up to 64 and those above.
         num_keys: different keys.
         num_values: different values; guessing is right in one of so many answers.
         num_fillers: different fillers.
@@ -52,7 +53,7 @@ class Recall(MadeSamples, Classification):
     Other options: see `tasks.options`. Rows are numbered, those of the test first, then validation and training, so
     that splits are disjoint; row i is a function of (seed, i) and the options above.
 
-    Cost: nothing is kept; a million tokens a second on one core, made as they are needed.
+    Cost: nothing is kept; three million tokens a second on one core, made as they are needed.
     """
 
     train_samples: int = 1_000_000
@@ -97,7 +98,7 @@ class Recall(MadeSamples, Classification):
         return [f"accuracy_to_{distance}" for distance in sorted(self.distances)]
 
     def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
-        """The accuracy in each range of distances."""
+        """The accuracy in each range of distances; a range without a query has none."""
         ends = torch.tensor([0, *sorted(self.distances)])
         counts = torch.zeros(2, len(ends), dtype=torch.int64)  # queries, right answers
         for first in range(0, len(data), batch_size):  # type: ignore[arg-type]
@@ -109,7 +110,8 @@ class Recall(MadeSamples, Classification):
             distances = torch.stack([sample["distances"] for sample in samples])[:, 1:]
             for row, answers in enumerate((distances, distances[right])):
                 counts[row] += torch.bucketize(answers.flatten(), ends).bincount(minlength=len(ends))
-        return dict(zip(self.extra_metrics(), (counts[1].double() / counts[0])[1:].tolist(), strict=True))
+        shares = zip(self.extra_metrics(), *counts[:, 1:].tolist(), strict=True)
+        return {name: right / asked for name, asked, right in shares if asked}
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
         """Scores of guessing among all values."""
