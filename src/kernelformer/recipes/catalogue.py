@@ -29,7 +29,9 @@ BYTES = partial(
     save_every=100,
 )
 FEW = ("softmax", "favor+:num_features=64", "elu")
-ROTARY = tuple(f"{x}:rotary=True" for x in FEW)
+WINDOW = ":window=64:sinks=4"
+NEAR = (f"favor+:num_features=64{WINDOW}", f"local{WINDOW}")  # near tokens exactly, with and without far ones
+ROTARY = tuple(f"{x}:rotary=True" for x in (*FEW, *NEAR))
 
 RECIPES: dict[str, Recipe] = {
     "bytes": Recipe(
@@ -80,7 +82,7 @@ RECIPES: dict[str, Recipe] = {
                 keep=1,
             )
         },
-        {CPU: (*FEW, "loglinear:num_features=64", "skyformer:num_landmarks=64:landmarks=learned")},
+        {CPU: (*FEW, *NEAR, f"loglinear:num_features=64{WINDOW}", "skyformer:num_landmarks=64:landmarks=learned")},
     ),
     "demo": Recipe(
         "byte-level language model of the Python standard library, in less than a minute for each attention",
