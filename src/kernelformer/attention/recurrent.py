@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from kernelformer.attention.near_keys import NearKeys
 from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
@@ -69,15 +70,17 @@ class State:
         made_by: the core that made it, by its settings and its draw: another one cannot go on from it. Learned weights
             are not looked at: after they have changed, start anew.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
+        near: the buffers that its near keys are views of, if any; see `near_keys`.
     """
 
     tensors: tuple[Tensor, ...]
     length: int
     made_by: MadeBy
     fits: tuple[object, ...] = ()
+    near: NearKeys | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "fits": ()}
+        return {**vars(self), "fits": (), "near": None}
 
     def __repr__(self) -> str:
         """One line: the method, how many tokens, and the tensors' shapes, size, types and devices."""
@@ -276,61 +279,44 @@ def read(
 
 
 def step_near(
-    spec: PositiveSpec,
-    tensors: Sequence[Tensor],
-    query: Tensor,
-    keys: Tensor,
+    logits: Tensor,
+    logs: Tensor,
     values: Tensor,
-    mask: Tensor | None,
     bias: Tensor,
     sums: Sequence[Tensor],
     *,
-    scale: float,
     slope: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]] | None:
     """One query with a relative bias: near keys one by one, older ones by their sums (see `relative`).
 
     Args:
-        spec: of a positive map.
-        tensors: of the map.
-        query: (B, H, 1, D) in the dtype of the arithmetic.
-        keys: (B, H, n, D), the last one at distance 0; the first one leaves for the sums, if there are any.
+        logits: (B, H, 1, M), log features of the query under a positive map.
+        logs: (B, H, n, M), those of near keys, the last one at distance 0; the first one leaves for the sums. -inf
+            where a key is hidden.
         values: (B, H, n, E).
-        mask: (B, n) bool, or None.
         bias: (H, n) at distances n - 1 to 0; older keys have the first one's.
-        sums: shift (B, H, 1, M), kv (B, H, M, E), ks (B, H, M, 1), ns; or nothing, while no key is older.
-        scale: the map sees ``sqrt(scale) x``.
+        sums: shift (B, H, 1, M), kv (B, H, M, E), ks (B, H, M, 1), ns.
         slope: (H), what the bias of the sums falls by per token.
 
     Returns:
         (B, H, 1, E) and the sums after the step, or None where a row is too small for float range: then `relative` does
         it.
     """
-    logits = spec.log_shares(query, tensors, scale, "query")
-    logs = spec.log_shares(keys, tensors, scale, "key")
-    if mask is not None:
-        logs = logs.masked_fill(~mask[:, None, :, None], -torch.inf)
-    top = logs.amax(2, keepdim=True).clamp_min(EMPTY)
-    if sums:
-        top = torch.maximum(top, sums[0])
+    shift, kv, ks, ns = sums
+    top = torch.maximum(logs.amax(2, keepdim=True), shift).clamp_min_(EMPTY)
     left = logits + top
-    left = (left - left.amax(3, keepdim=True)).exp()
-    peak = bias.amax(1, keepdim=True).clamp_min(EMPTY)
-    factors = (bias - peak).exp()
-    weights = left @ (logs - top).exp().transpose(2, 3) * factors.unsqueeze(1)
-    num, den = weights @ values, weights.sum(3, keepdim=True)
-    if sums:
-        shift, kv, ks, ns = sums
-        far = left * (shift - top).exp() * factors[:, :1].unsqueeze(1)
-        num, den = num + far @ kv, den + far @ ks
+    left = left.sub_(left.amax(3, keepdim=True)).exp_()
+    peak = bias.amax(1, keepdim=True).clamp_min_(EMPTY)
+    factors = (bias - peak).exp_().unsqueeze(1)
+    weights = (left @ (logs - top).exp_().transpose(2, 3)).mul_(factors)
+    far = (shift - top).exp_().mul_(factors[:, :, :1]).mul_(left)
+    num, den = (weights @ values).add_(far @ kv), weights.sum(3, keepdim=True).add_(far @ ks)
     if bool((den < LOST).any()):
         return None
-    if not sums:
-        return num / den, []
     gone = logs[:, :, :1]
-    new = torch.maximum(shift, gone.clamp_min(EMPTY))
-    keep, add = ((x - new).exp().transpose(2, 3) for x in (shift, gone))
-    after = [new, kv * keep + add * values[:, :, :1], ks * keep + add, ns]
+    new = torch.maximum(shift, gone)
+    keep, add = (shift - new).exp_().transpose(2, 3), (gone - new).exp_().transpose(2, 3)
+    after = [new, torch.addcmul(kv * keep, add, values[:, :, :1]), torch.addcmul(add, ks, keep), ns]
     if slope is not None:
         after[0] = new - slope.to(new).view(1, -1, 1, 1)
-    return num / den, after
+    return num.div_(den), after

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, linear_attention, read, step
 from kernelformer.attention.families import engine_class
+from kernelformer.attention.near_keys import NearKeys
 from kernelformer.attention.recurrent import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import flag, shape
@@ -120,9 +121,12 @@ class KernelCore(AttentionCore):
                 query, key = phi.align(call.query, call.key, call.key_mask, call.real_queries)
                 call = replace(call, query=query, key=key)
             tensors = self._prepare(call).tensors
-            attend = self._attend_plain if call.bias is None else self.biased.attend
-            out, after = attend(call, tensors)
-            return out, self._state(after, call) if call.streams and after is not None else None
+            near = None
+            if call.bias is None:
+                out, after = self._attend_plain(call, tensors)
+            else:
+                out, after, near = self.biased.attend(call, tensors)
+            return out, self._state(after, call, near) if call.streams and after is not None else None
 
     def _step(self, call: Call) -> tuple[Tensor, State]:
         dtype = compute_dtype(call.query.dtype)
@@ -131,9 +135,12 @@ class KernelCore(AttentionCore):
             call = replace(call, query=query, key=key, value=value)
         with no_autocast(call.query.device.type):
             tensors = self._prepare(call).tensors
-            step_with = self._step_plain if call.bias is None else self.biased.step
-            out, after = step_with(call, tensors)
-        return out, self._state(after, call)
+            near = None
+            if call.bias is None:
+                out, after = self._step_plain(call, tensors)
+            else:
+                out, after, near = self.biased.step(call, tensors)
+        return out, self._state(after, call, near)
 
     def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
@@ -249,13 +256,13 @@ class KernelCore(AttentionCore):
         own = {"normalize": self.normalize, "normalize_qk": self.normalize_qk, "scale": scale}
         return (("method", self.method), *self.feature_map.identity.items(), *own.items())
 
-    def _state(self, tensors: Sequence[Tensor], call: Call) -> State:
+    def _state(self, tensors: Sequence[Tensor], call: Call, near: NearKeys | None = None) -> State:
         """The state after a call."""
         before, count = call.state, call.key.shape[2]
         if before is not None:
-            return State(tuple(tensors), before.length + count, before.made_by, call.fits)
+            return State(tuple(tensors), before.length + count, before.made_by, call.fits, near)
         made_by = self._made_by(call.scale) + (() if call.bias is None else self.biased.made_by(call))
-        return State(tuple(tensors), count, made_by, call.fits)
+        return State(tuple(tensors), count, made_by, call.fits, near)
 
     def _misfit(self, call: Call, state: State) -> str | None:
         theirs, ours = dict(state.made_by), dict(self._made_by(call.scale))
