@@ -21,6 +21,8 @@ from torch import Tensor
 
 from kernelformer.attention.blocks import gather_grads
 from kernelformer.attention.relative.backward import Backward
+from kernelformer.attention.relative.banded import Banded
+from kernelformer.attention.relative.banded_backward import BandedBackward
 from kernelformer.attention.relative.call import (
     NUM_SETTINGS,
     NUM_TENSORS,
@@ -58,6 +60,10 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     row_scale, inverses = (call.query.new_zeros(B, H, L, 1, dtype=call.dtype) for _ in range(2))
     ends: list[list[Tensor]] = []
     for block in call.blocks():
+        if call.is_banded:
+            sums = Banded(block).forward(out, inverses, keep)
+            ends += [] if sums is None else [sums.state(block)]
+            continue
         scan = _forward_block(block, out, row_scale, inverses)
         if keep >= 0:
             ends.append(end_sums(block, scan, keep))
@@ -123,7 +129,10 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Ten
     grads = [torch.zeros(x.shape, dtype=call.dtype, device=x.device) for x in inputs]
     totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
     for block in call.blocks(learn):
-        Backward(block, grad, outputs, grads).run()
+        if call.is_banded:
+            BandedBackward(block, grad, outputs[0], outputs[2], grads).run()
+        else:
+            Backward(block, grad, outputs, grads).run()
         if learn:
             gather_grads(totals, block.map.tensor_grads(), block.block, block.count, call.heads)
     dq, dk, dv = (x.to(y.dtype) for x, y in zip(grads, inputs, strict=True))
