@@ -4,7 +4,8 @@ Queries go in chunks of C, keys in blocks of C that are aligned with them. A chu
 its band, one key at a time; all others by their sums. With ``phi_j = exp(l(k_j) - shift)`` and, per query,
 ``left_i = softmax_m (l_m(q_i) + shift_m)``
 
-    num_i = sum_{j in band} e^(b_{j-i}) (left_i . phi_j) v_j + left_i . (e^(b_-w) sum_{before} phi_j v_j^T + e^(b_w) sum_{after} ...)
+    num_i = sum_{j in band} e^(b_{j-i}) (left_i . phi_j) v_j + left_i . far
+    far = e^(b_-w) sum_{j before} phi_j v_j^T + e^(b_w) sum_{j after} phi_j v_j^T
 
 and the denominator is the same with v = 1. The scale of a row cancels. The shift is that of all that a segment of
 chunks sees, the sums included, so that nothing exceeds 1; a row that sees less than `LOST` is done again by `rescue`.
@@ -13,10 +14,10 @@ The bias of a band is the same (C, band) matrix for every chunk, made once per c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.blocks import BUFFER
@@ -64,10 +65,6 @@ class Tokens:
     hidden: Tensor | None  # (N, T) bool: masked
     logs: Tensor  # (N, M, T)
 
-    def features(self, shift: Tensor, out: Tensor) -> Tensor:
-        """``exp(l - shift)`` by blocks, (blocks, N, M, C)."""
-        return torch.sub(by_blocks(self.logs, 2), shift, out=out).exp_()
-
 
 @dataclass
 class Segment:
@@ -111,8 +108,9 @@ class Banded:
         tails = [block.tail(side) for side in (-1, 1)]
         self.tails = [None if x is None else x.value.exp() for x in tails]  # (N, 1, 1)
         self.entries = [0 if x is None else x.entry for x in tails]
-        self.index = self._distances()
-        self.factors = self.call.bias.factors[:, self.index].transpose(0, 1).contiguous()
+        if self.call.band_factors is None:
+            self.call.band_factors = self.call.bias.factors[:, self._distances()].transpose(0, 1).contiguous()
+        self.factors = self.call.band_factors  # (band, H, C, C)
         self.step = max(1, MATRICES // self.rows)
 
     def _distances(self) -> Tensor:
@@ -136,23 +134,22 @@ class Banded:
         """Positions low to high of (B, H, T, X) in a buffer, zeros outside of it: (N, T, X), or (blocks, N, C, X)."""
         first = min(max(low, 0), high)
         last = max(min(high, source.shape[2]), first)
-        count, width = (high - low) // BAND_CHUNK, source.shape[3]
-        if blocks:
-            buffer = self.take(name, count, self.rows, BAND_CHUNK, width)
-            rows = buffer.transpose(0, 1)
-        else:
+        piece, width = source[self.block.block, :, first:last], source.shape[3]
+        begin, end, size = first - low, last - low, BAND_CHUNK
+        if not blocks:
             buffer = self.take(name, self.rows, high - low, width)
-            rows = buffer
-        if last - first < high - low:
-            buffer.zero_()
-        piece = source[self.block.block, :, first:last]
-        if blocks and last - first < high - low:
-            piece = torch.nn.functional.pad(piece, (0, 0, first - low, high - last))
-            first, last = low, high
-        if blocks:
-            rows.view(self.block.count, -1, *rows.shape[1:]).copy_(piece.unflatten(2, (-1, BAND_CHUNK)))
-        else:
-            rows.view(self.block.count, -1, *rows.shape[1:])[:, :, first - low : last - low].copy_(piece)
+            buffer[:, :begin].zero_()
+            buffer[:, end:].zero_()
+            buffer.view(self.block.count, -1, *buffer.shape[1:])[:, :, begin:end].copy_(piece)
+            return buffer
+        if begin % size or end % size:
+            piece = F.pad(piece, (0, 0, begin % size, -end % size))
+        begin, end = begin // size, -(-end // size)
+        buffer = self.take(name, (high - low) // size, self.rows, size, width)
+        buffer[:begin].zero_()
+        buffer[end:].zero_()
+        rows = buffer[begin:end].unflatten(1, (self.block.count, -1))
+        rows.copy_(piece.unflatten(2, (end - begin, size)).movedim(2, 0))
         return buffer
 
     def _directions(self, x: Tensor) -> Tensor | None:
@@ -195,11 +192,14 @@ class Banded:
             t = self.keys(first, first + -(-(last - first) // BAND_CHUNK) * BAND_CHUNK)
             t.logs[:, :, last - first :] = -torch.inf
             shift = t.logs.amax(2, keepdim=True).clamp_min_(EMPTY)
-            kv, ks = self._block_sums(
-                t.features(shift, self.take("band_phi", *t.v.shape[:2], self.features, BAND_CHUNK)), t.v
-            )
+            kv, ks = self._block_sums(self.features_of(t, shift), t.v)
             sums = sums.plus(KeySums(shift, kv.sum(0), ks.sum(0)))
         return sums
+
+    def features_of(self, t: Tokens, shift: Tensor) -> Tensor:
+        """``phi = exp(l - shift)`` by blocks, (blocks, N, M, C)."""
+        out = self.take("band_phi", *t.v.shape[:2], self.features, BAND_CHUNK)
+        return torch.sub(by_blocks(t.logs, 2), shift, out=out).exp_()
 
     def _block_sums(self, phi: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """``sum_j phi_j v_j`` and ``sum_j phi_j`` of every block, (blocks, N, M, E) and (blocks, N, M, 1)."""
@@ -233,7 +233,7 @@ class Banded:
         size, chunks = BAND_CHUNK, place[1] - place[0]
         t = self.keys(*self.edges(place))
         shift = torch.maximum(t.logs.amax(2, keepdim=True), torch.maximum(before.shift, after.shift)).clamp_min_(EMPTY)
-        phi = t.features(shift, self.take("band_phi", *t.v.shape[:2], self.features, size))
+        phi = self.features_of(t, shift)
         kv, ks = self._block_sums(phi, t.v)
         old, new = before.at(shift), after.at(shift)
         far, far_ks = (self._far(a, b, c, chunks) for a, b, c in zip((kv, ks), old, new, strict=True))
@@ -289,44 +289,50 @@ class Banded:
         return None if keep < 0 else self.sum_keys(kept[0], stop, kept[1])
 
     def _read(self, s: Segment) -> tuple[Tensor, Tensor]:
-        """Numerators (N, c C, E) and denominators (N, c C, 1) of a segment."""
+        """Numerators (c, N, C, E) and denominators (c, N, C, 1) of a segment."""
         chunks, rows, size, _ = s.left.shape
-        y, den = self.take("band_y", chunks, rows, size, self.width), s.left.new_empty(chunks, rows, size, 1)
+        y, den = self.take("band_logits", chunks, rows, size, self.width), s.left.new_empty(chunks, rows, size, 1)
         for part in self.parts(chunks):
             left, num = s.left[part].flatten(0, 1), y[part].flatten(0, 1)
             torch.bmm(left, s.far[part].flatten(0, 1), out=num)
-            mass = torch.bmm(left, s.far_ks[part].flatten(0, 1))
+            mass = torch.linalg.vecdot(left, s.far_ks[part].flatten(0, 1).transpose(1, 2))
             for k in range(self.band):
                 near = slice(part.start + k, part.stop + k)
                 weights = self.take("band_weights", left.shape[0], size, size)
                 self.weigh(torch.bmm(left, s.phi[near].flatten(0, 1), out=weights), k)
                 num.baddbmm_(weights, s.keys.v[near].flatten(0, 1))
-                mass += weights.sum(2, keepdim=True)
+                mass += weights.sum(2)
             den[part] = mass.view(den[part].shape)
-        return y.transpose(0, 1).reshape(rows, chunks * size, -1), den.transpose(0, 1).reshape(rows, chunks * size, 1)
+        return y, den
 
     def _put(self, s: Segment, y: Tensor, den: Tensor, out: Tensor, inverses: Tensor) -> None:
         """Divide, do lost rows again, and write them."""
         inverse = torch.where(den > 0, den.reciprocal(), 0.0)
         y.mul_(inverse)
         lost = (den < LOST) & (s.shift.amax(1, keepdim=True) > EMPTY / 2)
-        last = min(s.first + y.shape[1], self.call.layout.L)
-        lost[:, last - s.first :] = False
-        if bool(lost.any()):
-            self._rescue(s.first, lost.squeeze(2), y, inverse)
-        for target, rows in ((out, y), (inverses, inverse)):
-            piece = target[self.block.block, :, s.first : last]
-            piece.copy_(rows[:, : last - s.first].view(piece.shape))
+        for i in lost.flatten(1).any(1).nonzero().squeeze(1).tolist():
+            self._rescue(s.first + i * BAND_CHUNK, lost[i].squeeze(2), y[i], inverse[i])
+        self.store(y, out, s.first)
+        self.store(inverse, inverses, s.first)
+
+    def store(self, blocks: Tensor, target: Tensor, first: int) -> None:
+        """Write (c, N, C, X) into the positions from ``first`` on of (B, H, T, X); the inverse of `load`."""
+        full, rest = divmod(min(target.shape[2] - first, blocks.shape[0] * BAND_CHUNK), BAND_CHUNK)
+        rows = blocks.unflatten(1, (self.block.count, -1)).movedim(0, 2)
+        end = first + full * BAND_CHUNK
+        target[self.block.block, :, first:end].unflatten(2, (full, BAND_CHUNK)).copy_(rows[:, :, :full])
+        if rest:
+            target[self.block.block, :, end : end + rest].copy_(rows[:, :, full, :rest])
 
     def _rescue(self, start: int, lost: Tensor, y: Tensor, inverse: Tensor) -> None:
-        """Do lost rows of a segment again; `rescue` takes the rows of a chunk in reverse order."""
-        for span in lost_spans(lost, start, self.call.layout.L):
-            at = slice(span[0] - start, span[1] - start)
-            again = lost[:, at].flip(1) & self._sees_some(span)
-            rows, marks = y[:, at].flip(1), inverse[:, at].flip(1)
-            if bool(again.any()):
-                rescue(self.block, span, again, rows, marks)
-                y[:, at], inverse[:, at] = rows.flip(1), marks.flip(1)
+        """Do lost rows (N, C) of a chunk again; `rescue` takes them in reverse order."""
+        span = (start, min(start + BAND_CHUNK, self.call.layout.L))
+        count = span[1] - start
+        again = lost[:, :count].flip(1) & self._sees_some(span)
+        if bool(again.any()):
+            rows, marks = y[:, :count].flip(1), inverse[:, :count].flip(1)
+            rescue(self.block, span, again, rows, marks)
+            y[:, :count], inverse[:, :count] = rows.flip(1), marks.flip(1)
 
     def _sees_some(self, span: tuple[int, int]) -> Tensor:
         """Which rows of a chunk, in reverse order, see any key at all, (N, C)."""
@@ -349,9 +355,3 @@ def by_blocks(x: Tensor, axis: int) -> Tensor:
     """(N, ..., T, ...) with T at ``axis`` as (blocks, N, ..., C, ...), a view."""
     blocks: Tensor = x.unflatten(axis, (-1, BAND_CHUNK)).movedim(axis, 0)
     return blocks
-
-
-def lost_spans(lost: Tensor, start: int, length: int) -> Sequence[tuple[int, int]]:
-    """The chunks of a segment (N, c C) that have lost rows."""
-    some = lost.unflatten(1, (-1, BAND_CHUNK)).any(2).any(0).nonzero().squeeze(1).tolist()
-    return [(start + x * BAND_CHUNK, min(start + (x + 1) * BAND_CHUNK, length)) for x in some]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from kernelformer.attention.relative.banded import Banded, Segment, Tokens, by_blocks, lost_spans
+from kernelformer.attention.relative.banded import Banded, Segment, Tokens
 from kernelformer.attention.relative.bias_view import diagonal_sums
 from kernelformer.attention.relative.rescue import AGAIN, RowGrads, rescue_backward
 from kernelformer.attention.relative.windows import BAND_CHUNK, Block
@@ -63,7 +64,7 @@ class BandedBackward:
 
     def _segment(self, place: tuple[int, int], s: Segment) -> _Asked:
         """Gradients between the queries of a segment, the keys of its blocks, and the sums of all others."""
-        b, take, (chunks, rows, size, _) = self.banded, self.take, s.left.shape
+        b, take, (chunks, _, size, _) = self.banded, self.take, s.left.shape
         last = s.first + chunks * size
         g, out = (b.load(x, s.first, last, n, blocks=True) for x, n in ((self.grad, "band_g"), (self.out, "band_o")))
         inverse = b.load(self.inverses, s.first, last, "band_i", blocks=True)
@@ -167,13 +168,13 @@ class BandedBackward:
         last = min(s.first + chunks * size, self.call.layout.L)
         piece = self.dq[self.block.block, :, s.first : last]
         piece.copy_(dx[:, : last - s.first].view(*piece.shape))
-        if bool(lost.any()):
-            flat = lost.transpose(0, 1).reshape(s.x.shape[:2])
-            for span in lost_spans(flat, s.first, self.call.layout.L):
-                self._rescue(span, flat[:, span[0] - s.first : span[1] - s.first])
+        for i in lost.flatten(1).any(1).nonzero().squeeze(1).tolist():
+            self._rescue(s.first + i * size, lost[i].squeeze(2))
 
-    def _rescue(self, span: tuple[int, int], lost: Tensor) -> None:
-        """Gradients of rescued rows of a chunk; `rescue_backward` takes them in reverse order."""
+    def _rescue(self, start: int, lost: Tensor) -> None:
+        """Gradients of rescued rows (N, C) of a chunk; `rescue_backward` takes them in reverse order."""
+        span = (start, min(start + BAND_CHUNK, self.call.layout.L))
+        lost = lost[:, : span[1] - start]
         g, out = self.block.take(self.grad, span), self.block.take(self.out, span)
         dq = torch.zeros(*g.shape[:2], self.dq.shape[3], dtype=g.dtype, device=g.device)
         rescue_backward(self.block, span, lost.flip(1), g, out, RowGrads(dq, self.dk, self.dv))
@@ -184,7 +185,7 @@ class BandedBackward:
         b, length = self.banded, self.call.layout.S
         edges = {min(max(x, 0), length) for a in asked for x in (a.low, a.high)}
         cuts = sorted({0, length, *edges})
-        for low, high in zip(cuts, cuts[1:], strict=False):
+        for low, high in pairwise(cuts):
             behind = [a for a in asked if a.low >= high]
             ahead = [a for a in asked if a.high <= low] if b.tails[1] is not None else []
             if behind or ahead:
@@ -204,7 +205,7 @@ class BandedBackward:
             last = min(first + step, high)
             t = b.keys(first, first + -(-(last - first) // BAND_CHUNK) * BAND_CHUNK)
             t.logs[:, :, last - first :] = -torch.inf
-            phi = t.features(shift, self.take("band_phi", *t.v.shape[:2], b.features, BAND_CHUNK))
+            phi = b.features_of(t, shift)
             d_phi = torch.matmul(kv, t.v.transpose(2, 3)).add_(ks)
             self._put_keys(t, d_phi, phi, torch.matmul(phi.transpose(2, 3), kv), first)
 

@@ -224,9 +224,9 @@ class TiledCall:
         self.like = query.new_empty(0, dtype=self.dtype)
         self.chunk = CHUNK
         positive = isinstance(self.spec, PositiveSpec)
-        self.is_banded = (
-            positive and self.window != NO_WINDOW and self.slope is None and 0 < min(self.layout.L, self.layout.S)
-        )
+        level = self.window != NO_WINDOW and self.slope is None
+        self.is_banded = positive and level and min(self.layout.L, self.layout.S) > 0
+        self.band_factors: Tensor | None = None  # of the bias, for `banded`
         if self.is_banded:
             self.chunk = BAND_CHUNK
         elif self.window != NO_WINDOW:  # few heads make small matrices, which want longer chunks
