@@ -86,12 +86,18 @@ class Segment:
 
 
 class Banded:
-    """The geometry of one block of samples, and the forward pass over it."""
+    """The geometry of one block of samples, and the forward pass over it.
 
-    def __init__(self, block: Block) -> None:
+    Args:
+        block: the samples.
+        keeps: keep keys and queries as they were mapped, which the backward pass needs; else they share a buffer.
+    """
+
+    def __init__(self, block: Block, keeps: bool = False) -> None:
         assert isinstance(block.tiles, PositiveTiles)
         self.block, self.call, self.take = block, block.call, block.call.work.take
         self.tiles, self.map, layout = block.tiles, block.tiles.chunks, block.call.layout
+        self.keeps = keeps
         self.rows, self.features, self.width = block.n, block.call.features, block.call.value.shape[3]
         size = BAND_CHUNK
         self.pad = -layout.offset % size  # empty positions before the first key, so that blocks and chunks are aligned
@@ -237,9 +243,9 @@ class Banded:
         kv, ks = self._block_sums(phi, t.v)
         old, new = before.at(shift), after.at(shift)
         far, far_ks = (self._far(a, b, c, chunks) for a, b, c in zip((kv, ks), old, new, strict=True))
-        x = self.load(self.call.query, place[0] * size, place[1] * size, "band_q")
+        x = self.load(self.call.query, place[0] * size, place[1] * size, "band_q" if self.keeps else "band_k")
         divided = self._directions(x)
-        logits = self.map.queries(x, shift.transpose(1, 2), self.take("band_logits", *x.shape[:2], self.features))
+        logits = self.map.queries(x, shift.transpose(1, 2), self.take("band_logs", *x.shape[:2], self.features))
         left = self.take("band_left", chunks, self.rows, size, self.features)
         left.copy_(by_blocks(torch.softmax(logits, -1, out=logits), 1))
         return Segment(place[0] * size, x, divided, left, t, phi, shift, kv, ks, far, far_ks, old, new)
@@ -285,13 +291,13 @@ class Banded:
             s = self.segment(place, sums, right)
             y, den = self._read(s)
             self._put(s, y, den, out, inverses)
-            sums = self.sums_after(s)
+            sums = self.sums_after(s) if place[1] < self.chunks else sums
         return None if keep < 0 else self.sum_keys(kept[0], stop, kept[1])
 
     def _read(self, s: Segment) -> tuple[Tensor, Tensor]:
         """Numerators (c, N, C, E) and denominators (c, N, C, 1) of a segment."""
         chunks, rows, size, _ = s.left.shape
-        y, den = self.take("band_logits", chunks, rows, size, self.width), s.left.new_empty(chunks, rows, size, 1)
+        y, den = self.take("band_logs", chunks, rows, size, self.width), s.left.new_empty(chunks, rows, size, 1)
         for part in self.parts(chunks):
             left, num = s.left[part].flatten(0, 1), y[part].flatten(0, 1)
             torch.bmm(left, s.far[part].flatten(0, 1), out=num)

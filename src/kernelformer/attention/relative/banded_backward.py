@@ -44,7 +44,7 @@ class BandedBackward:
     """
 
     def __init__(self, block: Block, grad: Tensor, out: Tensor, inverses: Tensor, grads: Sequence[Tensor]) -> None:
-        self.banded, self.block, self.call = Banded(block), block, block.call
+        self.banded, self.block, self.call = Banded(block, keeps=True), block, block.call
         self.grad, self.out, self.inverses = grad, out, inverses
         self.dq, self.dk, self.dv = grads
         self.take = self.call.work.take
@@ -144,7 +144,7 @@ class BandedBackward:
     def _put_keys(self, t: Tokens, d_phi: Tensor, phi: Tensor, d_v: Tensor, low: int) -> None:
         """Pull the gradients of features (blocks, N, M, C) and values back, and add them to those of the keys."""
         b, length = self.banded, self.call.layout.S
-        d_logs = self.take("band_d_logs", *t.logs.shape)
+        d_logs = self.take("band_logs", *t.logs.shape)
         torch.mul(d_phi.permute(1, 2, 0, 3), phi.permute(1, 2, 0, 3), out=d_logs.unflatten(2, (-1, BAND_CHUNK)))
         dx = b.map.pull_keys(t.x, d_logs, self.take("band_dx", *t.x.shape))
         dx = b.tiles.through(dx, t.x, t.size)
@@ -160,7 +160,7 @@ class BandedBackward:
     def _put_queries(self, s: Segment, d_left: Tensor, lost: Tensor) -> None:
         """Pull the gradients of ``left`` back, write those of the queries, and add those of rescued rows."""
         b, (chunks, _, size, features) = self.banded, s.left.shape
-        d_logs = self.take("band_logits", *s.x.shape[:2], features)
+        d_logs = self.take("band_logs", *s.x.shape[:2], features)
         rows = d_logs.unflatten(1, (chunks, size))
         torch.mul(d_left.transpose(0, 1), s.left.transpose(0, 1), out=rows)
         dx = b.map.pull_queries(s.x, d_logs, self.take("band_dx", *s.x.shape))
