@@ -299,16 +299,17 @@ class Banded:
         chunks, rows, size, _ = s.left.shape
         y, den = self.take("band_logs", chunks, rows, size, self.width), s.left.new_empty(chunks, rows, size, 1)
         for part in self.parts(chunks):
-            left, num = s.left[part].flatten(0, 1), y[part].flatten(0, 1)
+            left, num, mass = (x[part].flatten(0, 1) for x in (s.left, y, den))
             torch.bmm(left, s.far[part].flatten(0, 1), out=num)
-            mass = torch.linalg.vecdot(left, s.far_ks[part].flatten(0, 1).transpose(1, 2))
+            shares = self.take("band_weights", *left.shape)
+            torch.mul(left, s.far_ks[part].flatten(0, 1).transpose(1, 2), out=shares)
+            torch.sum(shares, 2, keepdim=True, out=mass)
             for k in range(self.band):
                 near = slice(part.start + k, part.stop + k)
                 weights = self.take("band_weights", left.shape[0], size, size)
                 self.weigh(torch.bmm(left, s.phi[near].flatten(0, 1), out=weights), k)
                 num.baddbmm_(weights, s.keys.v[near].flatten(0, 1))
-                mass += weights.sum(2)
-            den[part] = mass.view(den[part].shape)
+                mass += weights.sum(2, keepdim=True)
         return y, den
 
     def _put(self, s: Segment, y: Tensor, den: Tensor, out: Tensor, inverses: Tensor) -> None:
