@@ -4,7 +4,8 @@
 
 `direct` costs O(L S (M + E)) and makes tiles only. Where the bias goes on as a straight line beyond a distance w, keys
 farther away are summed up: that is `windowed`, O(L (w + M) (M + E)), one pass for the keys on the right, another for
-those on the left and the band of tiles between.
+those on the left and the band of tiles between. Positive maps under a level tail have a faster way of their own for it
+(`banded`); signed maps, and tails with a slope, go tile by tile.
 
 The backward pass maps everything again. Sums run the same way, over keys for the queries ahead of them and over queries
 for the keys ahead of those, so that nothing of the size of the sequence is kept beside a scale and a denominator per
