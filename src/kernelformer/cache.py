@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kernelformer.attention import State
-from kernelformer.attention.recurrent import storage_bytes
+from kernelformer.attention.state import storage_bytes
 
 _OWNER = "_kernelformer_layer"  # attribute of keys on their way from the cache to the attention
 

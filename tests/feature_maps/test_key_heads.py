@@ -9,7 +9,7 @@ import torch
 
 import kernelformer as kf
 from definition import SIZES, VARIANTS, close, inputs, learn_something, padding
-from kernelformer.attention.recurrent import Prepared
+from kernelformer.attention.state import Prepared
 
 G = 2
 # Every per-head map, with the options that make it one.

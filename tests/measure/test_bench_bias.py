@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -215,6 +216,19 @@ def test_an_algorithm_is_an_option_of_the_call():
         contender("favor+:algorithm=directly")
     with pytest.raises(ValueError, match="unknown option for method 'favor\\+', 'algorithms'"):
         contender("favor+:algorithms=direct")
+
+
+@pytest.mark.parametrize("task", ["bidirectional", "decode"])
+def test_a_contender_may_go_without_the_bias(task):
+    case, plain = (Case(task, 64, bias=bias, **SIZES) for bias in ("window", None))
+    one = contender("favor+:bias=none")
+    assert one.refuses(case) is None
+    assert torch.equal(one.runner(case)(), contender("favor+").runner(plain)())
+    with pytest.raises(ValueError, match="unknown bias 'full'"):
+        contender("favor+:bias=full")
+    if task == "bidirectional":
+        assert one.error(case) < one.tolerance
+        assert len(one.runner(replace(case, backward=True))()) == 4
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from kernelformer.attention.causal import causal_attention
 from kernelformer.attention.exact import gaussian_attention
 from kernelformer.attention.linear import linear_attention
-from kernelformer.attention.recurrent import State, read, step
+from kernelformer.attention.recurrent import read, step
+from kernelformer.attention.state import State
 
 __all__ = ["State", "causal_attention", "gaussian_attention", "linear_attention", "read", "step"]

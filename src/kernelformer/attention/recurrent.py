@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -13,116 +12,6 @@ from kernelformer.attention.engine import Part
 from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
-from kernelformer.formatting import human_bytes
-
-MadeBy = tuple[tuple[str, object], ...]
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory that tensors keep, in bytes: all of what they are views of, and what they share once."""
-    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
-    return sum(storages.values())
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A map's tensors for the calls of a stream, and what they were made from.
-
-    Weights are compared by their numbers, all in one go: versions do not count what is written through ``.data``.
-    """
-
-    tensors: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...] | None = None  # views of them; None: not to be kept
-    how: tuple[object, ...] = ()  # what else they depend on
-    flat: tuple[Tensor, ...] = ()  # the weights, (n) each, where there is something to compare
-    numbers: Tensor | None = None  # what they held
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor], weights: Sequence[Tensor], how: tuple[object, ...]) -> Prepared:
-        """To be kept as long as the weights stay what they are, if that can be seen without waiting for a device."""
-        if not all(x.device.type == "cpu" and x.is_contiguous() for x in weights):
-            return Prepared(tuple(tensors))
-        views = tuple(x.detach() for x in weights)
-        if not weights or {x.data_ptr() for x in tensors} <= {x.data_ptr() for x in weights}:
-            return Prepared(tuple(tensors), views, how)  # the tensors are views, too, and change with the weights
-        flat = tuple(x.view(-1) for x in views)
-        return Prepared(tuple(tensors), views, how, flat, torch.cat(flat))
-
-    def made_from(self, weights: Sequence[Tensor], how: tuple[object, ...]) -> bool:
-        """Whether these are still the weights, in the same memory and with the same numbers, and all else is too."""
-        if self.weights is None or len(self.weights) != len(weights) or self.how != how:
-            return False
-        if not all(map(Tensor.is_set_to, weights, self.weights)):
-            return False
-        return self.numbers is None or torch.cat(self.flat).sub_(self.numbers).abs_().sum().item() == 0
-
-
-@dataclass(frozen=True, eq=False)
-class State:
-    """What an attention core keeps of the keys and values so far.
-
-    Immutable: a step returns a new state, so an old one can be stepped from again. Picklable, and small: M (E + 1)
-    numbers per key head.
-
-    Args:
-        tensors: (B, G, ...) each; their meaning is the method's own.
-        length: number of tokens taken in, padding included.
-        made_by: the core that made it, by its settings and its draw: another one cannot go on from it. Learned weights
-            are not looked at: after they have changed, start anew.
-        fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
-        near: the buffers that its last keys lie in, where a stream writes them in place.
-        last_id: (B), the segment that each sample is in, of a stream of packed sequences; the tensors hold no other.
-    """
-
-    tensors: tuple[Tensor, ...]
-    length: int
-    made_by: MadeBy
-    fits: tuple[object, ...] = ()
-    near: object | None = None
-    last_id: Tensor | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "fits": (), "near": None}
-
-    def __repr__(self) -> str:
-        """One line: the method, how many tokens, and the tensors' shapes, size, types and devices."""
-        methods = " and ".join(str(x) for name, x in self.made_by if name == "method")
-        shapes = ", ".join(str(tuple(x.shape)) for x in self.tensors)
-        kinds = [str(x.dtype).removeprefix("torch.") for x in self.tensors] + [str(x.device) for x in self.tensors]
-        said = [methods or "unknown method", f"{self.length} tokens", f"shapes {shapes or 'none'}"]
-        return f"{type(self).__name__}({', '.join([*said, human_bytes(self.nbytes), *dict.fromkeys(kinds)])})"
-
-    @property
-    def batch(self) -> int:
-        """The number of samples, B."""
-        return self.tensors[0].shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that it keeps, in bytes, see `storage_bytes`."""
-        return storage_bytes(self.tensors)
-
-    def to(self, device: torch.device | str) -> State:
-        """The same on another device."""
-        last_id = None if self.last_id is None else self.last_id.to(device)
-        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=(), last_id=last_id)
-
-    def detach(self) -> State:
-        """The same, cut off from the graph: gradients of later tokens stop here."""
-        return replace(self, tensors=tuple(x.detach() for x in self.tensors))
-
-    def reorder(self, index: Tensor | Sequence[int]) -> State:
-        """Samples by their index, repeats allowed: what beam search does between steps."""
-        order = torch.as_tensor(index)
-        order = order if order.numel() else order.long()  # torch takes [] for floats
-        tensors = tuple(x.index_select(0, order.to(x.device)) for x in self.tensors)
-        last_id = None if self.last_id is None else self.last_id[order.to(self.last_id.device)]
-        return replace(self, tensors=tensors, fits=(), last_id=last_id)
-
-    def fill(self, samples: Tensor, values: Sequence[float]) -> State:
-        """The same with ``values[n]`` in all of tensor n of some samples, (B) bool."""
-        pairs = zip(self.tensors, values, strict=True)
-        return replace(self, tensors=tuple(x.masked_fill(samples.view(-1, *[1] * (x.dim() - 1)), y) for x, y in pairs))
 
 
 def step(
@@ -378,61 +267,44 @@ def read(
 
 
 def step_near(
-    spec: PositiveSpec,
-    tensors: Sequence[Tensor],
-    query: Tensor,
-    keys: Tensor,
+    logits: Tensor,
+    logs: Tensor,
     values: Tensor,
-    mask: Tensor | None,
     bias: Tensor,
     sums: Sequence[Tensor],
     *,
-    scale: float,
     slope: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]] | None:
     """One query with a relative bias: near keys one by one, older ones by their sums (see `relative`).
 
     Args:
-        spec: of a positive map.
-        tensors: of the map.
-        query: (B, H, 1, D) in the dtype of the arithmetic.
-        keys: (B, H, n, D), the last one at distance 0; the first one leaves for the sums, if there are any.
+        logits: (B, H, 1, M), log features of the query under a positive map.
+        logs: (B, H, n, M), those of near keys, the last one at distance 0; the first one leaves for the sums. -inf
+            where a key is hidden.
         values: (B, H, n, E).
-        mask: (B, n) bool, or None.
         bias: (H, n) at distances n - 1 to 0; older keys have the first one's.
-        sums: shift (B, H, 1, M), kv (B, H, M, E), ks (B, H, M, 1), ns; or nothing, while no key is older.
-        scale: the map sees ``sqrt(scale) x``.
+        sums: shift (B, H, 1, M), kv (B, H, M, E), ks (B, H, M, 1), ns.
         slope: (H), what the bias of the sums falls by per token.
 
     Returns:
         (B, H, 1, E) and the sums after the step, or None where a row is too small for float range: then `relative` does
         it.
     """
-    logits = spec.log_shares(query, tensors, scale, "query")
-    logs = spec.log_shares(keys, tensors, scale, "key")
-    if mask is not None:
-        logs = logs.masked_fill(~mask[:, None, :, None], -torch.inf)
-    top = logs.amax(2, keepdim=True).clamp_min(EMPTY)
-    if sums:
-        top = torch.maximum(top, sums[0])
+    shift, kv, ks, ns = sums
+    top = torch.maximum(logs.amax(2, keepdim=True), shift).clamp_min_(EMPTY)
     left = logits + top
-    left = (left - left.amax(3, keepdim=True)).exp()
-    peak = bias.amax(1, keepdim=True).clamp_min(EMPTY)
-    factors = (bias - peak).exp()
-    weights = left @ (logs - top).exp().transpose(2, 3) * factors.unsqueeze(1)
-    num, den = weights @ values, weights.sum(3, keepdim=True)
-    if sums:
-        shift, kv, ks, ns = sums
-        far = left * (shift - top).exp() * factors[:, :1].unsqueeze(1)
-        num, den = num + far @ kv, den + far @ ks
+    left = left.sub_(left.amax(3, keepdim=True)).exp_()
+    peak = bias.amax(1, keepdim=True).clamp_min_(EMPTY)
+    factors = (bias - peak).exp_().unsqueeze(1)
+    weights = (left @ (logs - top).exp_().transpose(2, 3)).mul_(factors)
+    far = (shift - top).exp_().mul_(factors[:, :, :1]).mul_(left)
+    num, den = (weights @ values).add_(far @ kv), weights.sum(3, keepdim=True).add_(far @ ks)
     if bool((den < LOST).any()):
         return None
-    if not sums:
-        return num / den, []
     gone = logs[:, :, :1]
-    new = torch.maximum(shift, gone.clamp_min(EMPTY))
-    keep, add = ((x - new).exp().transpose(2, 3) for x in (shift, gone))
-    after = [new, kv * keep + add * values[:, :, :1], ks * keep + add, ns]
+    new = torch.maximum(shift, gone)
+    keep, add = (shift - new).exp_().transpose(2, 3), (gone - new).exp_().transpose(2, 3)
+    after = [new, torch.addcmul(kv * keep, add, values[:, :, :1]), torch.addcmul(add, ks, keep), ns]
     if slope is not None:
         after[0] = new - slope.to(new).view(1, -1, 1, 1)
-    return num / den, after
+    return num.div_(den), after

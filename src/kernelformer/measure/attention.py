@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,11 @@ FILLED = 4096  # an unbounded table keeps all keys; more of them take too long t
 
 
 class Kernelformer(Contender):
-    """One of our methods; the option ``algorithm`` is one of its calls, the others are those of `build_attention`."""
+    """One of our methods.
+
+    The option ``algorithm`` is one of its calls; ``bias=none`` leaves the bias of a case out, so that one run shows
+    what it costs; the others are those of `build_attention`.
+    """
 
     takes_bias = True
 
@@ -50,7 +55,21 @@ class Kernelformer(Contender):
         self.algorithm = None if chosen is None else choice("algorithm", chosen, ALGORITHMS)
         if self.algorithm == "fft":
             self.tolerance = 1e-3  # the rounding of an FFT is that of its largest row
-        self.method, self.options = parse_method(str(spec.without(["algorithm"])))
+        bias = spec.values.get("bias")
+        self.has_bias = bias is None or choice("bias", bias, ("none",)) != "none"
+        self.method, self.options = parse_method(str(spec.without(["algorithm", "bias"])))
+
+    def _own_case(self, case: Case) -> Case:
+        """The case as this contender takes it."""
+        return case if self.has_bias else replace(case, bias=None)
+
+    def refuses(self, case: Case) -> str | None:
+        """Return why it cannot run a case, or None if it can."""
+        return super().refuses(self._own_case(case))
+
+    def error(self, case: Case) -> float:
+        """Return the worst relative error of an output row against the definition, at a small length."""
+        return super().error(self._own_case(case))
 
     def _refuses(self, case: Case) -> str | None:
         """A state of all keys would have to be filled first; a bias needs a definition to be checked against."""
@@ -96,6 +115,7 @@ class Kernelformer(Contender):
 
     def runner(self, case: Case) -> Callable[[], Any]:
         """Return the call; in decoding it is one step after another, which starts with full windows."""
+        case = self._own_case(case)
         if case.task != "decode":
             return super().runner(case)
         self.build(case)

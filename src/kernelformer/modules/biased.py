@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.recurrent import MadeBy, step_near
+from kernelformer.attention.near_keys import NearKeys, join
+from kernelformer.attention.recurrent import step_near
 from kernelformer.attention.relative.bias_view import Layout, constant_beyond
 from kernelformer.attention.relative.call import RelativeCall
 from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.attention.relative.dispatch import biased_attention
-from kernelformer.contract import PositiveSpec, compute_dtype
+from kernelformer.attention.state import MadeBy
+from kernelformer.contract import PositiveSpec, Role, compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.bias import assert_constant
@@ -42,7 +44,9 @@ class BiasedAttention:
         self.feature_map = feature_map
         self.normalize_qk = normalize_qk
 
-    def attend(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    def attend(
+        self, call: Call, tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, NearKeys | None]:
         """Attend to all keys (B, G, S, D) of a call, and in a stream to those before them.
 
         Args:
@@ -50,7 +54,7 @@ class BiasedAttention:
             tensors: of the map, as `FeatureMap.for_query_heads` gives them.
 
         Returns:
-            (B, H, L, E), and in a stream the tensors of the state after the keys.
+            (B, H, L, E), and in a stream the tensors of the state after the keys, and what the near ones are views of.
         """
         bias = call.bias
         assert bias is not None
@@ -71,7 +75,8 @@ class BiasedAttention:
                 slope=bias.slope,
                 normalize_qk=self.normalize_qk,
             )
-            return biased_attention(relative, features=self.feature_map.feature_dim, algorithm=bias.algorithm), None
+            out = biased_attention(relative, features=self.feature_map.feature_dim, algorithm=bias.algorithm)
+            return out, None, None
         if bias.layout.rows:
             raise ValueError("a bias on a grid does not stream; give the whole grid in one call, without a state.")
         if bias.algorithm == "fft":
@@ -85,7 +90,7 @@ class BiasedAttention:
                 _check_constant(bias, window)
         return self._stream(call, bias.table[:, past - near :], window, tensors)
 
-    def step(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def step(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
         """Attend with one token, whose bias is over distances 0 to W; arguments and results as those of `attend`."""
         bias = call.bias
         assert bias is not None
@@ -132,28 +137,16 @@ class BiasedAttention:
 
     def _stream(
         self, call: Call, table: Tensor, window: int | None, tensors: Sequence[Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
         """Causal attention with a bias (H, n + 2 L - 1) for n near keys, and what is kept of the keys."""
         assert call.bias is not None
-        dtype, count, slope = compute_dtype(call.query.dtype), call.key.shape[2], call.bias.slope
-        key, value = (self._per_head(x).to(dtype) for x in (call.key, call.value))
-        mask = key.new_ones(key.shape[0], count, dtype=torch.bool) if call.key_mask is None else call.key_mask
-        sums: Sequence[Tensor] = []
-        if call.state is not None:
-            *sums, near, near_values, near_mask = call.state.tensors
-            if torch.is_grad_enabled() and (near.requires_grad or near_values.requires_grad):
-                raise ValueError("gradients do not flow through a state with a bias; go on from state.detach().")
-            key, value = torch.cat([near, key], 2), torch.cat([near_values, value], 2)
-            mask = torch.cat([near_mask, mask], 1)
-        if call.key_mask is not None:
-            gone = ~mask[:, None, :, None]
-            key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
-        quick = None
-        if self._is_quick(call, key, sums, window):
-            spec = cast(PositiveSpec, self.feature_map.spread_spec)
-            rows = (call.query.to(dtype), key, value, mask, table.to(dtype), sums)
-            quick = step_near(spec, tensors, *rows, scale=call.scale, slope=slope)
-        if quick is None:
+        count, slope = call.key.shape[2], call.bias.slope
+        sums, (key, value, mask, *logs), near = self._tokens(call, window, tensors)
+        done = None
+        if logs and sums and key.shape[2] - 1 == window:  # a token of a stream whose window is full
+            logits = self._log_shares(call.query.to(key.dtype), tensors, call.scale, "query")
+            done = step_near(logits, logs[0], value, table.to(key.dtype), sums, slope=slope)
+        if done is None:
             relative = RelativeCall(
                 query=call.query,
                 key=key,
@@ -169,20 +162,43 @@ class BiasedAttention:
                 slope=slope,
                 state=sums,
             )
-            quick = relative_attention(relative, keep=window)
-        out, after = quick
-        kept = slice(None) if window is None else slice(max(0, key.shape[2] - window), None)
-        tokens = [key[:, :, kept], value[:, :, kept], mask[:, kept]]
-        if count > 1 and window is not None:  # views would keep all of a prompt; after a step they keep one token more
+            done = relative_attention(relative, keep=window)
+        out, after = done
+        first = 0 if window is None else max(0, key.shape[2] - window)
+        tokens = [key[:, :, first:], value[:, :, first:], mask[:, first:]]
+        if count > 1 and window is not None:  # views would keep all of a prompt
             tokens = [x.clone() for x in tokens]
-        return out, (*after, *tokens)
+        return out, (*after, *tokens), near
 
-    def _is_quick(self, call: Call, key: Tensor, sums: Sequence[Tensor], window: int | None) -> bool:
-        """Whether it is one token of a stream with a full state, which a few whole operations do."""
-        one = call.query.shape[2] == 1 and isinstance(self.feature_map.spec, PositiveSpec)
-        if not one or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
-        return bool(sums) and window is not None and key.shape[2] == window + 1
+    def _tokens(
+        self, call: Call, window: int | None, tensors: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], list[Tensor], NearKeys | None]:
+        """The sums of a call's state, its near tokens with those of the call (see `join`), and their buffers."""
+        dtype = compute_dtype(call.query.dtype)
+        key, value, mask = self._per_head(call.key).to(dtype), self._per_head(call.value).to(dtype), call.key_mask
+        if mask is None:
+            mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+        else:
+            gone = ~mask[:, None, :, None]
+            key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
+        if call.state is None:
+            return (), [key, value, mask], None
+        *sums, near_keys, near_values, near_mask = call.state.tensors
+        if torch.is_grad_enabled() and (near_keys.requires_grad or near_values.requires_grad):
+            raise ValueError("gradients do not flow through a state with a bias; go on from state.detach().")
+
+        def log_keys(keys: Tensor, visible: Tensor) -> Tensor:
+            logs = self._log_shares(keys, tensors, call.scale, "key")
+            return logs.masked_fill_(~visible[:, None, :, None], -torch.inf)
+
+        mapping = log_keys if isinstance(self.feature_map.spec, PositiveSpec) else None
+        kept = (near_keys, near_values, near_mask)
+        near = call.state.near if isinstance(call.state.near, NearKeys) else None
+        return sums, *join(kept, (key, value, mask), near, window=window, mapping=mapping)
+
+    def _log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
+        """Log features (B, H, n, M) of queries or keys under a positive map."""
+        return cast(PositiveSpec, self.feature_map.spread_spec).log_shares(x, tensors, scale, role)
 
 
 def _near_keys(state: State) -> int:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernelformer.attention import State
-from kernelformer.attention.recurrent import MadeBy
+from kernelformer.attention.state import MadeBy
 from kernelformer.contract import autocasts, compute_dtype
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bad_tokens import BadTokens
@@ -197,6 +197,9 @@ class AttentionCore(nn.Module):
         elif slope is not None:
             raise ValueError("slope goes with a bias, and none was given.")
         scale = self._resolve_scale(scale)
+        fits = self._fits(query, key, value, scale) if key_mask is None else ()
+        if fits and bias is not None:
+            fits = (*fits, bias.shape, bias.dtype, bias.device) if isinstance(bias, Tensor) else ()
         call = Call(
             query=query,
             key=key,
@@ -208,7 +211,7 @@ class AttentionCore(nn.Module):
             segment_ids=segment_ids,
             state=state,
             streams=True,
-            fits=self._fits(query, key, value, scale) if key_mask is None and bias is None else (),
+            fits=fits,
         )
         if not call.fits or not isinstance(state, State) or state.fits != call.fits:
             self._check_can_stream(call, "step")
@@ -217,6 +220,8 @@ class AttentionCore(nn.Module):
             if bias is not None:
                 call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
             self._check_stream(call)
+        elif bias is not None:  # its numbers may be others than those of the step before
+            call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
         self._check_gate(call)
         check_packed(self, call)
         dtype = call.query.dtype

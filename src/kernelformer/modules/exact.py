@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import gaussian_attention
-from kernelformer.attention.recurrent import MadeBy
+from kernelformer.attention.state import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import flag
 from kernelformer.kernels import gaussian_kernel

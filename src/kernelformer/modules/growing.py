@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.recurrent import MadeBy
 from kernelformer.attention.relative.bias_view import Layout
+from kernelformer.attention.state import MadeBy
 from kernelformer.errors import fraction, shape
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.checks import other_maker

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kernelformer.attention import State, causal_attention, linear_attention, read, step
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.recurrent import MadeBy, Prepared
+from kernelformer.attention.state import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
@@ -205,14 +205,15 @@ class KernelCore(AttentionCore):
                 query, key = phi.align(call.query, call.key, call.key_mask, call.real_queries)
                 call = replace(call, query=query, key=key)
             tensors = self._prepare(call).tensors
-            near = self.near
+            near, buffers = self.near, None
             after: Sequence[Tensor] | None
             if near is not None:
                 out, after = near.attend(*self._with_far(call, tensors))
+            elif call.bias is None:
+                out, after = self._attend_plain(call, tensors)
             else:
-                attend = self._attend_plain if call.bias is None else self.biased.attend
-                out, after = attend(call, tensors)
-            return out, self._state(after, call) if call.streams and after is not None else None
+                out, after, buffers = self.biased.attend(call, tensors)
+            return out, self._state(after, call, buffers) if call.streams and after is not None else None
 
     def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
         """A call with keys for each head of the sums, and its far part."""
@@ -232,12 +233,15 @@ class KernelCore(AttentionCore):
         with no_autocast(call.query.device.type):
             tensors = self._prepare(call).tensors
             near = self.near
+            after: Sequence[Tensor]
+            buffers: object | None = None
             if near is not None:
-                out, kept, buffers = near.step(*self._with_far(call, tensors))
-                return out, replace(self._state(kept, call), near=buffers)
-            step_with = self._step_plain if call.bias is None else self.biased.step
-            out, after = step_with(call, tensors)
-        return out, self._state(after, call)
+                out, after, buffers = near.step(*self._with_far(call, tensors))
+            elif call.bias is None:
+                out, after = self._step_plain(call, tensors)
+            else:
+                out, after, buffers = self.biased.step(call, tensors)
+        return out, self._state(after, call, buffers)
 
     def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
@@ -365,17 +369,17 @@ class KernelCore(AttentionCore):
             own |= {"window": self.window, "sinks": self.sinks, "near_scale": self.near_scale}
         return (("method", self.method), *self.feature_map.identity.items(), *own.items())
 
-    def _state(self, tensors: Sequence[Tensor], call: Call) -> State:
-        """The state after a call."""
+    def _state(self, tensors: Sequence[Tensor], call: Call, near: object | None = None) -> State:
+        """The state after a call, and the buffers that its near keys lie in."""
         before, count = call.state, call.key.shape[2]
         if before is not None:
-            return State(tuple(tensors), before.length + count, before.made_by, call.fits)
+            return State(tuple(tensors), before.length + count, before.made_by, call.fits, near)
         made_by = self._made_by(call.scale)
         if self.near is not None:
             made_by += self.near.made_by(call)
         elif call.bias is not None:
             made_by += self.biased.made_by(call)
-        return State(tuple(tensors), count, made_by, call.fits)
+        return State(tuple(tensors), count, made_by, call.fits, near)
 
     def _forget(self, state: State, samples: Tensor) -> State:
         """Sums over nothing are zero, and their logarithm or scale, which comes first, EMPTY; near keys are hidden."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.recurrent import MadeBy
+from kernelformer.attention.state import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import fraction, integer, positive_int, shape
 from kernelformer.modules.call import Call

@@ -17,7 +17,8 @@ from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall
 from kernelformer.attention.near_keys import NearKeys, Tokens, join
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.recurrent import MadeBy, far_logits, far_step
+from kernelformer.attention.recurrent import far_logits, far_step
+from kernelformer.attention.state import MadeBy
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.near_stream import NO_SINK, Buffers, Stream, first_tokens, without_sinks

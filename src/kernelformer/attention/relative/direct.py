@@ -4,7 +4,8 @@
 
 `direct` costs O(L S (M + E)) and makes tiles only. Where the bias goes on as a straight line beyond a distance w, keys
 farther away are summed up: that is `windowed`, O(L (w + M) (M + E)), one pass for the keys on the right, another for
-those on the left and the band of tiles between.
+those on the left and the band of tiles between. Positive maps under a level tail have a faster way of their own for it
+(`banded`); signed maps, and tails with a slope, go tile by tile.
 
 The backward pass maps everything again. Sums run the same way, over keys for the queries ahead of them and over queries
 for the keys ahead of those, so that nothing of the size of the sequence is kept beside a scale and a denominator per
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from kernelformer.attention.blocks import gather_grads
 from kernelformer.attention.relative.backward import Backward
+from kernelformer.attention.relative.banded import Banded
+from kernelformer.attention.relative.banded_backward import BandedBackward
 from kernelformer.attention.relative.call import (
     NUM_SETTINGS,
     NUM_TENSORS,
@@ -58,6 +61,10 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     row_scale, inverses = (call.query.new_zeros(B, H, L, 1, dtype=call.dtype) for _ in range(2))
     ends: list[list[Tensor]] = []
     for block in call.blocks():
+        if call.is_banded:
+            sums = Banded(block).forward(out, inverses, keep)
+            ends += [] if sums is None else [sums.state(block)]
+            continue
         scan = _forward_block(block, out, row_scale, inverses)
         if keep >= 0:
             ends.append(end_sums(block, scan, keep))
@@ -123,7 +130,10 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Ten
     grads = [torch.zeros(x.shape, dtype=call.dtype, device=x.device) for x in inputs]
     totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
     for block in call.blocks(learn):
-        Backward(block, grad, outputs, grads).run()
+        if call.is_banded:
+            BandedBackward(block, grad, outputs[0], outputs[2], grads).run()
+        else:
+            Backward(block, grad, outputs, grads).run()
         if learn:
             gather_grads(totals, block.map.tensor_grads(), block.block, block.count, call.heads)
     dq, dk, dv = (x.to(y.dtype) for x, y in zip(grads, inputs, strict=True))

@@ -19,9 +19,10 @@ from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.relative.bias_view import CHUNK, Span, Toeplitz
 from kernelformer.attention.relative.call import NO_WINDOW, RelativeCall
 from kernelformer.attention.relative.tiles import Keys, Queries, Tiles, make_tiles
-from kernelformer.contract import Workspace, compute_dtype, lookup
+from kernelformer.contract import PositiveSpec, Workspace, compute_dtype, lookup
 
 CACHE = 1 << 23  # numbers of mapped keys that are kept for the next chunk of queries: 32 MiB in float32
+BAND_CHUNK = 64  # tokens of a chunk of `banded`: the band of a chunk is wider by one chunk than the windows in it
 MARGIN = 4.0  # sums may be e^-4 of exp(shift), which costs no digits
 
 
@@ -222,14 +223,25 @@ class TiledCall:
         self.work = Workspace(self.dtype, query.device)
         self.like = query.new_empty(0, dtype=self.dtype)
         self.chunk = CHUNK
-        if self.window != NO_WINDOW:  # few heads make small matrices, which want longer chunks
+        positive = isinstance(self.spec, PositiveSpec)
+        level = self.window != NO_WINDOW and self.slope is None
+        self.is_banded = positive and level and min(self.layout.L, self.layout.S) > 0
+        self.band_factors: Tensor | None = None  # of the bias, for `banded`
+        if self.is_banded:
+            self.chunk = BAND_CHUNK
+        elif self.window != NO_WINDOW:  # few heads make small matrices, which want longer chunks
             self.chunk = min(CHUNK, max(128 if query.shape[0] * self.heads > 3 else CHUNK, -(-self.window // 64) * 64))
         self.bias = Toeplitz(inputs.bias.to(self.dtype), self.layout, self.chunk, inputs.is_causal, learn_bias)
 
     def blocks(self, learn: bool = False) -> list[Block]:
         """Blocks of as many samples as fill a buffer."""
         longest = min(self.chunk, max(self.layout.L, self.layout.S, 1))
-        samples = max(1, min(self.query.shape[0], BUFFER // (self.heads * longest * max(longest, self.features))))
+        if self.is_banded:
+            longest = -(-self.layout.L // self.chunk) * self.chunk
+            size = longest * max(self.features, self.value.shape[3])
+        else:
+            size = longest * max(longest, self.features)
+        samples = max(1, min(self.query.shape[0], BUFFER // (self.heads * size)))
         return [Block(self, first, last, learn) for first, last in spans(self.query.shape[0], samples)]
 
     def positions(self, span: Span, queries: bool) -> Tensor:

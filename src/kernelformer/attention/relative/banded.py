@@ -1,0 +1,364 @@
+"""The windowed algorithm for positive maps under a bias that is constant beyond a distance, several chunks at a time.
+
+Queries go in chunks of C, keys in blocks of C that are aligned with them. A chunk meets the few blocks around its own,
+its band, one key at a time; all others by their sums. With ``phi_j = exp(l(k_j) - shift)`` and, per query,
+``left_i = softmax_m (l_m(q_i) + shift_m)``
+
+    num_i = sum_{j in band} e^(b_{j-i}) (left_i . phi_j) v_j + left_i . far
+    far = e^(b_-w) sum_{j before} phi_j v_j^T + e^(b_w) sum_{j after} phi_j v_j^T
+
+and the denominator is the same with v = 1. The scale of a row cancels. The shift is that of all that a segment of
+chunks sees, the sums included, so that nothing exceeds 1; a row that sees less than `LOST` is done again by `rescue`.
+The bias of a band is the same (C, band) matrix for every chunk, made once per call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention.blocks import BUFFER
+from kernelformer.attention.positive import EMPTY, LOST
+from kernelformer.attention.relative.rescue import rescue
+from kernelformer.attention.relative.tiles import TINY, PositiveTiles
+from kernelformer.attention.relative.windows import BAND_CHUNK, Block
+
+MATRICES = 64  # (C, C) matrices that are worked on at once: 1 MiB in float32
+MOST_CAUSAL = 512  # tokens of a causal segment, whose rows share a scale with later ones
+
+
+@dataclass
+class KeySums:
+    """``sum_j phi_j v_j`` and ``sum_j phi_j`` in units of exp(shift)."""
+
+    shift: Tensor  # (N, M, 1)
+    kv: Tensor  # (N, M, E)
+    ks: Tensor  # (N, M, 1)
+
+    def at(self, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Both sums in units of another shift."""
+        keep = (self.shift - shift).exp_()
+        return self.kv * keep, self.ks * keep
+
+    def plus(self, other: KeySums) -> KeySums:
+        """The sums over both sets of keys."""
+        shift = torch.maximum(self.shift, other.shift)
+        (a, b), (c, d) = self.at(shift), other.at(shift)
+        return KeySums(shift, a.add_(c), b.add_(d))
+
+    def state(self, block: Block) -> list[Tensor]:
+        """The four tensors of a state: shift (B, H, 1, M), kv, ks and, of no use to positive maps, ns."""
+        tensors = (self.shift.transpose(1, 2), self.kv, self.ks, self.ks.new_zeros(block.n, 1, 1))
+        return [x.unflatten(0, (block.count, block.call.heads)) for x in tensors]
+
+
+@dataclass
+class Tokens:
+    """Keys and values of a stretch of T positions; those outside of the sequence are zero, with features of zero."""
+
+    x: Tensor  # (N, T, D)
+    size: Tensor | None  # (N, T, 1): what x was divided by
+    v: Tensor  # (blocks, N, C, E)
+    hidden: Tensor | None  # (N, T) bool: masked
+    logs: Tensor  # (N, M, T)
+
+
+@dataclass
+class Segment:
+    """Some consecutive chunks of queries, mapped, with the blocks of their bands and the sums of all other keys."""
+
+    first: int  # query
+    x: Tensor  # (N, c C, D)
+    size: Tensor | None
+    left: Tensor  # (c, N, C, M)
+    keys: Tokens
+    phi: Tensor  # (blocks, N, M, C)
+    shift: Tensor  # (N, M, 1)
+    kv: Tensor  # (blocks, N, M, E)
+    ks: Tensor  # (blocks, N, M, 1)
+    far: Tensor  # (c, N, M, E): what every chunk sees beyond its band, with the factors of the tails
+    far_ks: Tensor  # (c, N, M, 1)
+    before: tuple[Tensor, Tensor]  # sums of what is left of the blocks, in their units
+    after: tuple[Tensor, Tensor]  # and right of them
+
+
+class Banded:
+    """The geometry of one block of samples, and the forward pass over it.
+
+    Args:
+        block: the samples.
+        keeps: keep keys and queries as they were mapped, which the backward pass needs; else they share a buffer.
+    """
+
+    def __init__(self, block: Block, keeps: bool = False) -> None:
+        assert isinstance(block.tiles, PositiveTiles)
+        self.block, self.call, self.take = block, block.call, block.call.work.take
+        self.tiles, self.map, layout = block.tiles, block.tiles.chunks, block.call.layout
+        self.keeps = keeps
+        self.rows, self.features, self.width = block.n, block.call.features, block.call.value.shape[3]
+        size = BAND_CHUNK
+        self.pad = -layout.offset % size  # empty positions before the first key, so that blocks and chunks are aligned
+        self.ahead = (layout.offset + self.pad) // size  # the block of the first chunk
+        self.chunks, blocks = -(-layout.L // size), -(-(layout.S + self.pad) // size)
+        reach = max(0, -(-(self.call.window - 1) // size))  # a block so far away has the tail's bias for all of a chunk
+        self.before = min(reach, self.ahead + self.chunks - 1)
+        self.after = 0 if self.call.bias.is_causal else min(reach, max(0, blocks - 1 - self.ahead))
+        self.band = self.before + 1 + self.after
+        together = max(1, BUFFER // (self.rows * size * max(self.features, self.width)))
+        if self.call.bias.is_causal:
+            together = min(together, max(1, MOST_CAUSAL // size))
+        self.together = min(together, self.chunks)
+        tails = [block.tail(side) for side in (-1, 1)]
+        self.tails = [None if x is None else x.value.exp() for x in tails]  # (N, 1, 1)
+        self.entries = [0 if x is None else x.entry for x in tails]
+        if self.call.band_factors is None:
+            self.call.band_factors = self.call.bias.factors[:, self._distances()].transpose(0, 1).contiguous()
+        self.factors = self.call.band_factors  # (band, H, C, C)
+        self.step = max(1, MATRICES // self.rows)
+
+    def _distances(self) -> Tensor:
+        """Entries of the bias between a chunk and the blocks of its band, (band, C, C); those of no pair are any."""
+        size, device = BAND_CHUNK, self.call.like.device
+        key = torch.arange(-self.before * size, (1 + self.after) * size, device=device)
+        middle = self.call.layout.L - 1 + self.call.layout.offset
+        index = key - torch.arange(size, device=device).unsqueeze(1) + middle
+        return index.clamp_(0, max(0, self.call.bias.logs.shape[1] - 1)).view(size, -1, size).transpose(0, 1)
+
+    def segments(self) -> list[tuple[int, int]]:
+        """First chunk and end of every segment."""
+        return [(x, min(x + self.together, self.chunks)) for x in range(0, self.chunks, self.together)]
+
+    def edges(self, segment: tuple[int, int]) -> tuple[int, int]:
+        """Positions of the first key of a segment's bands and of that after the last, in the sequence or beyond it."""
+        low = (self.ahead + segment[0] - self.before) * BAND_CHUNK - self.pad
+        return low, low + (segment[1] - segment[0] - 1 + self.band) * BAND_CHUNK
+
+    def load(self, source: Tensor, low: int, high: int, name: str, blocks: bool = False) -> Tensor:
+        """Positions low to high of (B, H, T, X) in a buffer, zeros outside of it: (N, T, X), or (blocks, N, C, X)."""
+        first = min(max(low, 0), high)
+        last = max(min(high, source.shape[2]), first)
+        piece, width = source[self.block.block, :, first:last], source.shape[3]
+        begin, end, size = first - low, last - low, BAND_CHUNK
+        if not blocks:
+            buffer = self.take(name, self.rows, high - low, width)
+            buffer[:, :begin].zero_()
+            buffer[:, end:].zero_()
+            buffer.view(self.block.count, -1, *buffer.shape[1:])[:, :, begin:end].copy_(piece)
+            return buffer
+        if begin % size or end % size:
+            piece = F.pad(piece, (0, 0, begin % size, -end % size))
+        begin, end = begin // size, -(-end // size)
+        buffer = self.take(name, (high - low) // size, self.rows, size, width)
+        buffer[:begin].zero_()
+        buffer[end:].zero_()
+        rows = buffer[begin:end].unflatten(1, (self.block.count, -1))
+        rows.copy_(piece.unflatten(2, (end - begin, size)).movedim(2, 0))
+        return buffer
+
+    def _directions(self, x: Tensor) -> Tensor | None:
+        """Divide rows by their norm, in place, where that is asked for; returns the norms."""
+        if not self.tiles.normalize_qk:
+            return None
+        size: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(TINY)
+        x.div_(size)
+        return size
+
+    def keys(self, low: int, high: int) -> Tokens:
+        """Map the keys of positions low to high, to logarithms; -inf where there is none or it is hidden."""
+        call, length = self.call, self.call.layout.S
+        x, v = self.load(call.key, low, high, "band_k"), self.load(call.value, low, high, "band_v", blocks=True)
+        hidden = None
+        if call.key_mask is not None:
+            places = torch.arange(low, high, device=x.device).clamp_(0, length - 1)
+            hidden = ~call.key_mask[self.block.block][:, places]
+            hidden = hidden.unsqueeze(1).expand(-1, call.heads, -1).flatten(0, 1)
+            x.masked_fill_(hidden.unsqueeze(2), 0)
+            v.masked_fill_(by_blocks(hidden, 1).unsqueeze(3), 0)
+        size = self._directions(x)
+        logs = self.map.keys(x, self.take("band_logs", self.rows, self.features, high - low))
+        if hidden is not None:
+            logs.masked_fill_(hidden.unsqueeze(1), -torch.inf)
+        logs[:, :, : max(0, -low)] = -torch.inf
+        logs[:, :, max(0, length - low) :] = -torch.inf
+        return Tokens(x, size, v, hidden, logs)
+
+    def no_sums(self) -> KeySums:
+        """Sums over no keys."""
+        like, size = self.call.like, (self.rows, self.features)
+        return KeySums(like.new_full((*size, 1), EMPTY), like.new_zeros(*size, self.width), like.new_zeros(*size, 1))
+
+    def sum_keys(self, low: int, high: int, sums: KeySums) -> KeySums:
+        """Sums with the keys of positions low to high."""
+        step = self.together * BAND_CHUNK
+        for first in range(max(low, 0), high, step):
+            last = min(first + step, high)
+            t = self.keys(first, first + -(-(last - first) // BAND_CHUNK) * BAND_CHUNK)
+            t.logs[:, :, last - first :] = -torch.inf
+            shift = t.logs.amax(2, keepdim=True).clamp_min_(EMPTY)
+            kv, ks = self._block_sums(self.features_of(t, shift), t.v)
+            sums = sums.plus(KeySums(shift, kv.sum(0), ks.sum(0)))
+        return sums
+
+    def features_of(self, t: Tokens, shift: Tensor) -> Tensor:
+        """``phi = exp(l - shift)`` by blocks, (blocks, N, M, C)."""
+        out = self.take("band_phi", *t.v.shape[:2], self.features, BAND_CHUNK)
+        return torch.sub(by_blocks(t.logs, 2), shift, out=out).exp_()
+
+    def _block_sums(self, phi: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """``sum_j phi_j v_j`` and ``sum_j phi_j`` of every block, (blocks, N, M, E) and (blocks, N, M, 1)."""
+        kv = self.take("band_kv", *phi.shape[:3], self.width)
+        torch.bmm(phi.flatten(0, 1), v.flatten(0, 1), out=kv.flatten(0, 1))
+        return kv, phi.sum(3, keepdim=True)
+
+    def first_sums(self) -> KeySums:
+        """Sums of the state and of all keys before the first segment's blocks."""
+        sums = self.no_sums()
+        if self.call.state:
+            shift, kv, ks, _ = (x[self.block.block].flatten(0, 1) for x in self.call.state)
+            sums = KeySums(shift.transpose(1, 2), kv, ks)
+        return self.sum_keys(0, self.edges(self.segments()[0])[0], sums)
+
+    def right_sums(self) -> list[KeySums]:
+        """Sums of all keys behind the blocks of each segment."""
+        sums, end = self.no_sums(), self.call.layout.S
+        if self.tails[1] is None:
+            return [sums] * len(self.segments())
+        result = []
+        for segment in reversed(self.segments()):
+            start = self.edges(segment)[1]
+            sums = self.sum_keys(start, end, sums)
+            end = min(end, start)
+            result.append(sums)
+        return result[::-1]
+
+    def segment(self, place: tuple[int, int], before: KeySums, after: KeySums) -> Segment:
+        """Map a segment and sum up what its chunks see beyond their bands."""
+        size, chunks = BAND_CHUNK, place[1] - place[0]
+        t = self.keys(*self.edges(place))
+        shift = torch.maximum(t.logs.amax(2, keepdim=True), torch.maximum(before.shift, after.shift)).clamp_min_(EMPTY)
+        phi = self.features_of(t, shift)
+        kv, ks = self._block_sums(phi, t.v)
+        old, new = before.at(shift), after.at(shift)
+        far, far_ks = (self._far(a, b, c, chunks) for a, b, c in zip((kv, ks), old, new, strict=True))
+        x = self.load(self.call.query, place[0] * size, place[1] * size, "band_q" if self.keeps else "band_k")
+        divided = self._directions(x)
+        logits = self.map.queries(x, shift.transpose(1, 2), self.take("band_logs", *x.shape[:2], self.features))
+        left = self.take("band_left", chunks, self.rows, size, self.features)
+        left.copy_(by_blocks(torch.softmax(logits, -1, out=logits), 1))
+        return Segment(place[0] * size, x, divided, left, t, phi, shift, kv, ks, far, far_ks, old, new)
+
+    def _far(self, blocks: Tensor, before: Tensor, after: Tensor, chunks: int) -> Tensor:
+        """What chunks see beyond their bands, (c, N, M, X), from the sums of blocks and of what is around them."""
+        far = self.take(f"far{blocks.shape[3]}", chunks, *blocks.shape[1:])
+        behind, ahead = self.tails
+        assert behind is not None
+        total = before.clone()
+        for i in range(chunks):
+            torch.mul(total, behind, out=far[i])
+            total += blocks[i]
+        if ahead is not None:
+            total = after.clone()
+            for i in reversed(range(chunks)):
+                far[i].addcmul_(total, ahead)
+                total += blocks[i + self.band - 1]
+        return far
+
+    def sums_after(self, s: Segment) -> KeySums:
+        """Sums of all keys before the blocks of the next segment."""
+        chunks = s.left.shape[0]
+        return KeySums(s.shift, s.kv[:chunks].sum(0).add_(s.before[0]), s.ks[:chunks].sum(0).add_(s.before[1]))
+
+    def parts(self, chunks: int) -> list[slice]:
+        """Chunks whose matrices are worked on at once."""
+        return [slice(x, min(x + self.step, chunks)) for x in range(0, chunks, self.step)]
+
+    def weigh(self, matrices: Tensor, block: int) -> Tensor:
+        """Multiply matrices (c N, C, C) between chunks and block number ``block`` of their bands by the bias."""
+        matrices.view(-1, self.call.heads, *matrices.shape[1:]).mul_(self.factors[block])
+        return matrices
+
+    def forward(self, out: Tensor, inverses: Tensor, keep: int) -> KeySums | None:
+        """Write the outputs and 1 / denominators of the samples; with ``keep`` the sums of all keys but the last."""
+        sums, rights = self.first_sums(), self.right_sums()
+        stop, kept = self.call.layout.S - keep, (0, sums)
+        for place, right in zip(self.segments(), rights, strict=True):
+            low = self.edges(place)[0]
+            if low <= stop:
+                kept = (max(low, 0), sums)
+            s = self.segment(place, sums, right)
+            y, den = self._read(s)
+            self._put(s, y, den, out, inverses)
+            sums = self.sums_after(s) if place[1] < self.chunks else sums
+        return None if keep < 0 else self.sum_keys(kept[0], stop, kept[1])
+
+    def _read(self, s: Segment) -> tuple[Tensor, Tensor]:
+        """Numerators (c, N, C, E) and denominators (c, N, C, 1) of a segment."""
+        chunks, rows, size, _ = s.left.shape
+        y, den = self.take("band_logs", chunks, rows, size, self.width), s.left.new_empty(chunks, rows, size, 1)
+        for part in self.parts(chunks):
+            left, num, mass = (x[part].flatten(0, 1) for x in (s.left, y, den))
+            torch.bmm(left, s.far[part].flatten(0, 1), out=num)
+            shares = self.take("band_weights", *left.shape)
+            torch.mul(left, s.far_ks[part].flatten(0, 1).transpose(1, 2), out=shares)
+            torch.sum(shares, 2, keepdim=True, out=mass)
+            for k in range(self.band):
+                near = slice(part.start + k, part.stop + k)
+                weights = self.take("band_weights", left.shape[0], size, size)
+                self.weigh(torch.bmm(left, s.phi[near].flatten(0, 1), out=weights), k)
+                num.baddbmm_(weights, s.keys.v[near].flatten(0, 1))
+                mass += weights.sum(2, keepdim=True)
+        return y, den
+
+    def _put(self, s: Segment, y: Tensor, den: Tensor, out: Tensor, inverses: Tensor) -> None:
+        """Divide, do lost rows again, and write them."""
+        inverse = torch.where(den > 0, den.reciprocal(), 0.0)
+        y.mul_(inverse)
+        lost = (den < LOST) & (s.shift.amax(1, keepdim=True) > EMPTY / 2)
+        for i in lost.flatten(1).any(1).nonzero().squeeze(1).tolist():
+            self._rescue(s.first + i * BAND_CHUNK, lost[i].squeeze(2), y[i], inverse[i])
+        self.store(y, out, s.first)
+        self.store(inverse, inverses, s.first)
+
+    def store(self, blocks: Tensor, target: Tensor, first: int) -> None:
+        """Write (c, N, C, X) into the positions from ``first`` on of (B, H, T, X); the inverse of `load`."""
+        full, rest = divmod(min(target.shape[2] - first, blocks.shape[0] * BAND_CHUNK), BAND_CHUNK)
+        rows = blocks.unflatten(1, (self.block.count, -1)).movedim(0, 2)
+        end = first + full * BAND_CHUNK
+        target[self.block.block, :, first:end].unflatten(2, (full, BAND_CHUNK)).copy_(rows[:, :, :full])
+        if rest:
+            target[self.block.block, :, end : end + rest].copy_(rows[:, :, full, :rest])
+
+    def _rescue(self, start: int, lost: Tensor, y: Tensor, inverse: Tensor) -> None:
+        """Do lost rows (N, C) of a chunk again; `rescue` takes them in reverse order."""
+        span = (start, min(start + BAND_CHUNK, self.call.layout.L))
+        count = span[1] - start
+        again = lost[:, :count].flip(1) & self._sees_some(span)
+        if bool(again.any()):
+            rows, marks = y[:, :count].flip(1), inverse[:, :count].flip(1)
+            rescue(self.block, span, again, rows, marks)
+            y[:, :count], inverse[:, :count] = rows.flip(1), marks.flip(1)
+
+    def _sees_some(self, span: tuple[int, int]) -> Tensor:
+        """Which rows of a chunk, in reverse order, see any key at all, (N, C)."""
+        call = self.call
+        count = call.like.new_zeros(self.rows, span[1] - span[0], 1)
+        for key in call.bias.keys:
+            if call.bias.sees(span, key):
+                real = call.like.new_ones(self.block.count, key[1] - key[0])
+                if call.key_mask is not None:
+                    real = call.key_mask[self.block.block, key[0] : key[1]].to(real)
+                rows = real.unsqueeze(1).expand(-1, call.heads, -1).reshape(self.rows, 1, -1)
+                count += call.bias.row_sums(rows, span, key, visible=True)
+        if call.state and self.tails[0] is not None:
+            some = call.state[2][self.block.block].flatten(0, 1).amax(1, keepdim=True) > 0
+            count += (some & (self.tails[0] > 0)).to(count.dtype)
+        return (count > 0).squeeze(2)
+
+
+def by_blocks(x: Tensor, axis: int) -> Tensor:
+    """(N, ..., T, ...) with T at ``axis`` as (blocks, N, ..., C, ...), a view."""
+    blocks: Tensor = x.unflatten(axis, (-1, BAND_CHUNK)).movedim(axis, 0)
+    return blocks
