@@ -68,7 +68,7 @@ RECIPES: dict[str, Recipe] = {
                 attention="softmax",
                 task_options={
                     "num_pairs": 4,
-                    "query_share": 0.3,
+                    "query_share": 1.0,
                     "num_keys": 8,
                     "num_values": 16,
                     "num_fillers": 1,
@@ -77,18 +77,18 @@ RECIPES: dict[str, Recipe] = {
                 model={
                     "hidden_size": 64,
                     "num_hidden_layers": 2,
-                    "num_attention_heads": 1,
-                    "intermediate_size": 64,
+                    "num_attention_heads": 2,
+                    "intermediate_size": 128,
                     "positions": "learned",
                 },
-                steps=2000,
-                batch_size=16,
-                learning_rate=1e-3,
+                steps=400,
+                batch_size=64,  # many rows: with 8 or 16 of them nothing but guessing among the values is learned
+                learning_rate=2e-3,
                 warmup_steps=50,
-                schedule="constant",  # the ability appears suddenly, and late
+                schedule="constant",  # the ability appears suddenly, maybe late
                 redraw=100,
-                eval_every=200,
-                save_every=500,
+                eval_every=50,
+                save_every=100,
                 keep=1,
             )
         },
