@@ -82,7 +82,7 @@ RECIPES: dict[str, Recipe] = {
                     "positions": "learned",
                 },
                 steps=400,
-                batch_size=64,  # many rows: with 8 or 16 of them nothing but guessing among the values is learned
+                batch_size=64,  # of 8 or 16 rows 1000 steps teach only to guess among a row's values
                 learning_rate=2e-3,
                 warmup_steps=50,
                 schedule="constant",  # the ability appears suddenly, maybe late
