@@ -107,6 +107,7 @@ STUDIES = {
     "positions": ([], "kernelformer.studies.positions.run"),
     "encoder": ([], "kernelformer.studies.encoder.run"),
     "overhead": ([], "kernelformer.studies.overhead.run"),
+    "packing": ([], "kernelformer.studies.packing.run"),
     "tour": ([], "kernelformer.studies.tour.run"),
     "normalized": ([], "kernelformer.studies.normalized.run"),
     "lengths": (["x"], "kernelformer.studies.lengths.run"),

@@ -572,3 +572,34 @@ def test_weights_of_another_configuration_are_refused(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**config, "attention": attention}))
         with pytest.raises((ValueError, RuntimeError), match=r"size|saved with draw"):
             MODELS["causal-lm"].from_pretrained(tmp_path)
+
+
+PACKED = torch.tensor([[1] * 5 + [2] * 3 + [3] * 2, [1] * 4 + [2] * 6])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "none"])
+@pytest.mark.parametrize("kind", ["causal-lm", "masked-lm"])
+def test_a_packed_row_is_predicted_as_its_sequences_alone(kind, positions):
+    torch.manual_seed(0)
+    sizes = {**SMALL, "max_position_embeddings": 6, "positions": positions}  # shorter than a row
+    method = "favor+:num_features=8" if positions != "none" else "nprf:num_features=8:relative=1d:max_distance=4"
+    model = MODELS[kind](KernelformerConfig(**sizes, attention=method)).double().eval()
+    ids = torch.randint(13, PACKED.shape)
+    out = model(ids, segment_ids=PACKED, labels=ids)
+    losses = []
+    for row, segments in enumerate(PACKED):
+        for number in segments.unique():
+            part = ids[row : row + 1, segments == number]
+            alone = model(part, labels=part)
+            torch.testing.assert_close(out.logits[row : row + 1, segments == number], alone.logits)
+            losses += [alone.loss] * (part.shape[1] - (kind == "causal-lm"))
+    torch.testing.assert_close(out.loss, torch.stack(losses).mean())
+    if kind == "causal-lm":
+        cache, logits = model.new_cache(), []
+        for a, b in ((0, 4), (4, 5), (5, 6), (6, 10)):
+            part = model(ids[:, a:b], segment_ids=PACKED[:, :b], past_key_values=cache)
+            logits.append(part.logits)
+        torch.testing.assert_close(torch.cat(logits, 1), out.logits)
+        with pytest.raises(ValueError, match="a column for each of 10 in the cache and 1 new ones"):
+            model(ids[:, :1], segment_ids=PACKED[:, :1], past_key_values=cache)

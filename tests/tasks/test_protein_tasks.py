@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernelformer.data.packed_rows import fill_rows
 from kernelformer.data.protein_samples import BOS, CHOSEN, EOS, FIRST, MASK, MASKINGS, PAD, TOKENS
 from kernelformer.data.proteins import AMINO_ACIDS
 from kernelformer.data.splits import divide
+from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
 from sampling import SIGMAS
@@ -373,6 +375,40 @@ def test_the_baseline_of_a_few_letters_by_hand(tmp_path):
     assert found == pytest.approx({"perplexity": math.exp(loss), "accuracy": 2 / 6}, rel=1e-12)
 
 
+def test_rows_are_filled_with_every_sequence_once():
+    lengths = [random.Random(i).randint(1, 40) for i in range(200)]
+    rows = fill_rows(lengths, 40)
+    assert sorted(i for row in rows for i in row) == list(range(200))
+    filled = [sum(lengths[i] for i in row) for row in rows]
+    assert max(filled) <= 40
+    assert len(rows) <= 1.05 * sum(lengths) / 40 + 1
+    assert fill_rows([], 40) == []
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_packed_rows_have_the_loss_of_their_sequences(tmp_path, name):
+    path = written(tmp_path / "x.fasta", made(30, longest=50))
+    options = {"data": path, "length": 64, "validation_share": 0, "test_share": 0}
+    single, packed = (make_task(name, **options, pack=pack) for pack in (False, True))
+    model = MODELS[single.model](
+        KernelformerConfig(**single.settings(), hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model = model.double().eval()
+
+    def loss(task, count):
+        batch = task.collate(task.split("train").__getitems__(range(count)))
+        batch["num_items_in_batch"] = 1
+        with torch.no_grad():
+            return float(model(**batch).loss), batch
+
+    total, batch = loss(packed, len(packed.split("train")) // (1 if name == "proteins" else MASKINGS))
+    assert batch["input_ids"].shape[0] < 20
+    assert batch["segment_ids"].shape == batch["input_ids"].shape
+    assert total == pytest.approx(loss(single, 30)[0])
+    assert packed.empirical_baseline("train") == single.empirical_baseline("train")
+    assert len(packed.split("train")[-1 + len(packed.split("train"))]["input_ids"]) <= 64
+
+
 @pytest.mark.parametrize("concatenate", [False, True])
 @pytest.mark.parametrize("name", BOTH)
 def test_the_baseline_is_the_score_of_a_model_that_knows_frequencies_only(tmp_path, name, concatenate):
@@ -421,6 +457,8 @@ def test_models_are_described_without_data():
         ({"length": 1}, "length must be an integer of at least 2, got 1"),
         ({"train_samples": 0}, "train_samples must be an integer of at least 1, got 0"),
         ({"length": 2.5}, "length must be an integer of at least 2, got 2.5"),
+        ({"pack": "yes"}, "pack must be True or False, got 'yes'"),
+        ({"pack": True, "concatenate": True}, "concatenate=True fills all rows by itself, got pack=True too"),
         ({"concatenate": "yes"}, "concatenate must be True or False, got 'yes'"),
         ({"deduplicate": 1}, "deduplicate must be True or False, got 1"),
         ({"skip_bad": None}, "skip_bad must be True or False, got None"),

@@ -204,7 +204,7 @@ class Near:
 
     def _scores(self, xq: Tensor, keys: Tensor, block: slice, start: int) -> Tensor:
         """s_ij of a group, (b G c, R C, s + K), EMPTY where key j is not near."""
-        scores = self.work.take("near scores", *xq.shape[:2], self.width)
+        scores = self.work.take("slope", *xq.shape[:2], self.width)
         if self.band.shape[0] == 1:
             torch.baddbmm(self.band, xq, keys.mT, alpha=self.scale, out=scores)
         else:
@@ -271,7 +271,7 @@ class Near:
         log = softmax_mass(shares)
         shares.mul_(log.sub_(merged.total.unsqueeze(2)).exp_())
         delta = torch.linalg.vecdot(g, out).neg_()
-        slope = torch.bmm(g, values.mT, out=self.work.take("near slope", *shares.shape))
+        slope = torch.bmm(g, values.mT, out=self.work.take("kv", *shares.shape))
         drops = self._drops(block, start)
         if drops is not None:
             slope.mul_(drops)
@@ -280,12 +280,12 @@ class Near:
         slope.add_(delta.unsqueeze(2)).mul_(shares)
         if drops is not None:
             shares.mul_(drops)
-        dv = torch.bmm(shares.mT, g, out=self.work.take("near dv", *values.shape))
+        dv = torch.bmm(shares.mT, g, out=self.work.take("old", *values.shape))
         if self.bias is not None:
             self._add_bias_grads(slope, block, start)
         slope.mul_(self.scale)
         dq = torch.bmm(slope, keys, out=self.work.take("near dq", *xq.shape))
-        dk = torch.bmm(slope.mT, xq, out=self.work.take("near dk", *keys.shape))
+        dk = torch.bmm(slope.mT, xq, out=self.work.take("dxk", *keys.shape))
         return NearGrads(dq, dk, dv)
 
     def _add_bias_grads(self, slope: Tensor, block: slice, start: int) -> None:
@@ -318,7 +318,7 @@ class Near:
         if self.width == self.count:
             return
         low, high = self._ends(start)
-        span = self.work.take("near span", b, g, (high - low) // size, size, whole.shape[-1]).zero_()
+        span = self.work.take("scores", b, g, (high - low) // size, size, whole.shape[-1]).zero_()
         for block_number in range(self.left + 1 + self.right):
             at = self.count + block_number * size
             span[:, :, block_number : block_number + chunks].add_(whole[:, :, :, at : at + size])
@@ -329,8 +329,8 @@ class Near:
 def shapes_of(
     query: Tensor, key: Tensor, value: Tensor, features: int, window: int, is_causal: bool, sinks: int
 ) -> Shapes:
-    """Sizes of a call whose widest buffer has the features or the near keys of a chunk as its last axis."""
+    """Sizes of a call with so many features and near keys a row."""
     plain = Shapes.of(query, key, value, max(1, features))
     size = plain.causal(1)[0]
     width = near_width(window, size, is_causal, sinks)
-    return Shapes.of(query, key, value, max(features, width))
+    return Shapes.of(query, key, value, features + width)

@@ -186,6 +186,10 @@ class _Grads:
         """In the order and the dtypes of the operator."""
         call, near = self.run.call, self.run.near
         given = (call.query, call.key, call.value)
+        if call.own_sinks:
+            index = call.sinks[2].masked_fill(~call.sinks[3], 0)[:, None, :, None]  # a sink that is not there got 0
+            for target, x in zip((self.key, self.value), self.sinks, strict=True):
+                target.scatter_add_(2, index.expand(x.shape), x)
         dq, dk, dv = (x.to(y.dtype) for x, y in zip((self.query, self.key, self.value), given, strict=True))
         sinks = [x.to(y.dtype) for x, y in zip(self.sinks, call.sinks, strict=False)]
         bias = [near.band_grad(), near.grad_tails + self.far_logs] if call.bias else []

@@ -32,7 +32,10 @@ TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? far_mask, Tensor[] sinks, Tensor[] bias, "
     "Tensor? seed, Tensor[] tensors, Tensor? beta, Tensor[] state"
 )
-SETTINGS = "str spec, float scale, float far_scale, bool is_causal, SymInt window, SymInt offset, float dropout"
+SETTINGS = (
+    "str spec, float scale, float far_scale, bool is_causal, SymInt window, SymInt offset, float dropout, "
+    "bool own_sinks"
+)
 NAMES = [x.split(" ")[1] for x in f"{TENSORS}, {SETTINGS}".split(", ")]
 NUM_TENSORS = TENSORS.count(", ") + 1
 
@@ -60,6 +63,8 @@ class NearFarCall:
         window: w; 0 for sinks alone.
         offset: keys before the first query.
         dropout: share of the near weights that is dropped.
+        own_sinks: the sinks are keys of this call, and what they get goes to those. The gradient of picking them would
+            be a tensor as large as the keys.
     """
 
     query: Tensor
@@ -80,6 +85,7 @@ class NearFarCall:
     window: int
     offset: int
     dropout: float
+    own_sinks: bool
 
     @property
     def tensor_arguments(self) -> tuple[Any, ...]:
@@ -155,11 +161,11 @@ class Run:
         return [slice(first, last) for first, last in spans(self.s.B, self.pieces.samples)]
 
     def windows(self, block: slice, start: int) -> tuple[Tensor, Tensor]:
-        """The near keys and values of a group."""
+        """The near keys and values of a group, in buffers that the far part takes when the near part is done."""
         sinks = (None, None) if self.sinks is None else self.sinks[:2]
         k, v = (
             self.near.windows(name, x, sink, block, start)
-            for name, x, sink in zip(("near k", "near v"), (self.call.key, self.call.value), sinks, strict=True)
+            for name, x, sink in zip(("keys", "queries"), (self.call.key, self.call.value), sinks, strict=True)
         )
         return k, v
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.engine import Part
-from kernelformer.attention.near_keys import NearKeys
 from kernelformer.attention.positive import EMPTY, LOST
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, wide_dtype
@@ -72,13 +71,15 @@ class State:
             are not looked at: after they have changed, start anew.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
         near: the buffers that its last keys lie in, where a stream writes them in place.
+        last_id: (B), the segment that each sample is in, of a stream of packed sequences; the tensors hold no other.
     """
 
     tensors: tuple[Tensor, ...]
     length: int
     made_by: MadeBy
     fits: tuple[object, ...] = ()
-    near: NearKeys | None = None
+    near: object | None = None
+    last_id: Tensor | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "fits": (), "near": None}
@@ -103,7 +104,8 @@ class State:
 
     def to(self, device: torch.device | str) -> State:
         """The same on another device."""
-        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=())
+        last_id = None if self.last_id is None else self.last_id.to(device)
+        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=(), last_id=last_id)
 
     def detach(self) -> State:
         """The same, cut off from the graph: gradients of later tokens stop here."""
@@ -113,7 +115,14 @@ class State:
         """Samples by their index, repeats allowed: what beam search does between steps."""
         order = torch.as_tensor(index)
         order = order if order.numel() else order.long()  # torch takes [] for floats
-        return replace(self, tensors=tuple(x.index_select(0, order.to(x.device)) for x in self.tensors), fits=())
+        tensors = tuple(x.index_select(0, order.to(x.device)) for x in self.tensors)
+        last_id = None if self.last_id is None else self.last_id[order.to(self.last_id.device)]
+        return replace(self, tensors=tensors, fits=(), last_id=last_id)
+
+    def fill(self, samples: Tensor, values: Sequence[float]) -> State:
+        """The same with ``values[n]`` in all of tensor n of some samples, (B) bool."""
+        pairs = zip(self.tensors, values, strict=True)
+        return replace(self, tensors=tuple(x.masked_fill(samples.view(-1, *[1] * (x.dim() - 1)), y) for x, y in pairs))
 
 
 def step(
@@ -282,6 +291,21 @@ def _answer_signed(
     return torch.where(some, out / torch.where(some, den, 1.0), 0.0)
 
 
+def far_logits(
+    spec: PositiveSpec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    token: tuple[Tensor, Tensor, Tensor | None],
+    state: Sequence[Tensor],
+    scale: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """As `far_step` of a positive map, whose features are like keys: log weights (B, G, R, M) of the state's means."""
+    key, value, hidden = token
+    new, logits = _map_positive(spec, tensors, query, key, scale, False)
+    total, mean = _take_positive(new, value, state, hidden)
+    return logits + total.to(mean.dtype).transpose(-1, -2), (total, mean)
+
+
 def far_step(
     spec: Spec,
     tensors: Sequence[Tensor],
@@ -307,9 +331,7 @@ def far_step(
     """
     key, value, hidden = token
     if isinstance(spec, PositiveSpec):
-        new, logits = _map_positive(spec, tensors, query, key, scale, False)
-        total, mean = _take_positive(new, value, state, hidden)
-        logits = logits + total.to(mean.dtype).transpose(-1, -2)
+        logits, (total, mean) = far_logits(spec, tensors, query, token, state, scale)
         return Part(logits.softmax(-1) @ mean, logits.logsumexp(-1)), (total, mean)
     assert isinstance(spec, SignedSpec)
     after = _take_signed(spec, tensors, key, value, state, scale, hidden, False, fades=fades)

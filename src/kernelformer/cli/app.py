@@ -167,7 +167,7 @@ def _method(name: str, about: str) -> None:
     console.print(f"{name}: {about}")
     options = describe_options(name)
     example = next((x for x in options if x.name in ("num_features", "num_landmarks", "rank")), options[0])
-    for title, rows in (("", options), ("relative positions, in a layer or model", describe_positions())):
+    for title, rows in (("", options), ("positions, in a layer or model", describe_positions())):
         table = _table("option", "default", "about")
         table.title, table.title_justify = title, "left"
         for x in rows:

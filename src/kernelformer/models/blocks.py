@@ -59,9 +59,18 @@ class Block(GradientCheckpointingLayer):
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
         past_key_values: StateCache | None = None,
+        segment_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Apply the block, (B, L, d) -> (B, L, d); masks (B, L) and (B, S) bool, True = attend."""
-        x = self._around(x, self.attention_norm, lambda h: self._attend(h, key_mask, past_key_values))
+        """Apply the block, (B, L, d) -> (B, L, d).
+
+        Masks (B, L) and (B, S) are bool, True = attend; segments are (B, L); positions (B or 1, L) are what rotary ones
+        turn by.
+        """
+        tokens = {"key_mask": key_mask, "segment_ids": segment_ids}
+        if self.attention.rotary is not None:
+            tokens["position_ids"] = position_ids
+        x = self._around(x, self.attention_norm, lambda h: self._attend(h, tokens, past_key_values))
         if self.cross is not None and self.cross_norm is not None:
             x = self._around(
                 x, self.cross_norm, lambda h: self._attend_context(h, context, context_mask, past_key_values)
@@ -75,15 +84,16 @@ class Block(GradientCheckpointingLayer):
             y = norm(x + self.dropout(part(x)))
         return y
 
-    def _attend(self, x: Tensor, key_mask: Tensor | None, cache: StateCache | None) -> Tensor:
+    def _attend(self, x: Tensor, tokens: dict[str, Tensor | None], cache: StateCache | None) -> Tensor:
+        """Attend among tokens, of which the mask, the segments and rotary positions are known."""
         if cache is None:
-            out: Tensor = self.attention(x, key_mask=key_mask)
+            out: Tensor = self.attention(x, **tokens)
             return out
         kept = cache.layers[self.index]
         if x.shape[1] == 1:
-            y, kept.state = self.attention.step(x, kept.state, key_mask=key_mask)
+            y, kept.state = self.attention.step(x, kept.state, **tokens)
         else:
-            y, kept.state = self.attention(x, key_mask=key_mask, state=kept.state, return_state=True)
+            y, kept.state = self.attention(x, **tokens, state=kept.state, return_state=True)
         return y
 
     def _attend_context(
@@ -200,6 +210,18 @@ def make_attention(
     if shared is not None and layer.positions is not None:
         shared.setdefault(kind, layer.positions)
     return layer
+
+
+def last_segments(segment_ids: Tensor | None, tokens: int, past: int = 0) -> Tensor | None:
+    """The segments of the last L tokens, of ids (B, past + L); None where there are none."""
+    if segment_ids is None:
+        return None
+    if segment_ids.dim() != 2 or segment_ids.shape[1] != past + tokens:
+        before = f"{past} in the cache and {tokens} new ones" if past else f"{tokens}"
+        raise ValueError(
+            f"segment_ids must be (batch, tokens) with a column for each of {before}, got {tuple(segment_ids.shape)}."
+        )
+    return segment_ids[:, past:]
 
 
 def visible(attention_mask: Tensor | None, tokens: int, past: int = 0, what: str = "attention_mask") -> Tensor | None:

@@ -13,15 +13,27 @@ from transformers.utils.generic import can_return_tuple
 
 from kernelformer.cache import StateCache
 from kernelformer.models.base import KernelformerPreTrainedModel, mean_loss, refuse_unknown
-from kernelformer.models.blocks import Stack, visible
+from kernelformer.models.blocks import Stack, last_segments, visible
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.models.encoder import check_tokens, choose_positions
 from kernelformer.modules import RelativePositions
+from kernelformer.modules.packed import segment_positions
 
 
-def token_positions(attention_mask: Tensor | None, tokens: int, past: int, device: torch.device) -> Tensor:
-    """Positions (B or 1, L) of the last tokens, counted over real ones, so that padding on the left moves nothing."""
+def token_positions(
+    attention_mask: Tensor | None,
+    tokens: int,
+    past: int,
+    device: torch.device,
+    segment_ids: Tensor | None = None,
+) -> Tensor:
+    """Positions (B or 1, L) of the last tokens, counted over real ones, so that padding on the left moves nothing.
+
+    With segments, (B, past + L), each one has positions from 0.
+    """
+    if segment_ids is not None:
+        return segment_positions(segment_ids, attention_mask)[:, past:]
     if attention_mask is None:
         return torch.arange(past, past + tokens, device=device).unsqueeze(0)
     return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
@@ -85,6 +97,7 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        segment_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at each position, (B, L) -> logits (B, L, vocabulary).
@@ -92,13 +105,15 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         Args:
             input_ids: (B, L) tokens; with a cache those after the ones that it has seen.
             attention_mask: (B, past + L), 1 = real; padding stands on the left where tokens are generated.
-            position_ids: (B, L); default: counted over the real tokens.
+            position_ids: (B, L); default: counted over the real tokens, from 0 in each segment.
             past_key_values: states of the tokens before, see `new_cache`; it is changed.
             inputs_embeds: (B, L, d), in place of tokens.
             labels: (B, L), the tokens themselves, -100 = not counted: token i + 1 is what is wanted after token i.
             use_cache: whether to return states; default: if a cache is given.
             logits_to_keep: how many of the last positions to predict at, or which; 0 = all.
             num_items_in_batch: labels that the loss is a mean over; default those of this call.
+            segment_ids: (B, past + L) integers that do not decrease along a row: packed sequences, each of which is
+                alone; the first token of a segment is no label.
             kwargs: of other Hugging Face models, None or False.
         """
         refuse_unknown(self, kwargs)
@@ -107,10 +122,12 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
             past_key_values = self.new_cache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         key_mask = visible(attention_mask, given.shape[1], past)
+        segments = last_segments(segment_ids, given.shape[1], past)
         if position_ids is None:
-            position_ids = token_positions(attention_mask, given.shape[1], past, given.device)
+            position_ids = token_positions(attention_mask, given.shape[1], past, given.device, segment_ids)
         x = self.embeddings(input_ids, position_ids, inputs_embeds)
-        x = self.stack(x, key_mask=key_mask, past_key_values=past_key_values)
+        given_tokens = {"key_mask": key_mask, "segment_ids": segments, "position_ids": position_ids}
+        x = self.stack(x, past_key_values=past_key_values, **given_tokens)
         if isinstance(logits_to_keep, Tensor):
             x = x[:, logits_to_keep]
         elif logits_to_keep:
@@ -123,7 +140,10 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
                     f"a loss needs a prediction for each label, got {logits.shape[1]} and {labels.shape[1]}; leave "
                     f"logits_to_keep out."
                 )
-            loss = mean_loss(logits[:, :-1], labels[:, 1:], num_items_in_batch)
+            wanted = labels[:, 1:]
+            if segments is not None:  # the last token of a sequence says nothing of the next one
+                wanted = wanted.masked_fill(segments[:, 1:] != segments[:, :-1], -100)
+            loss = mean_loss(logits[:, :-1], wanted, num_items_in_batch)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
 

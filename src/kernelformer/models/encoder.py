@@ -12,17 +12,18 @@ from transformers.utils.generic import can_return_tuple
 
 from kernelformer.errors import shape
 from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss, refuse_unknown
-from kernelformer.models.blocks import Stack, visible
+from kernelformer.models.blocks import Stack, last_segments, visible
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
-from kernelformer.modules.spec import parse_attention
+from kernelformer.modules.packed import segment_positions
+from kernelformer.modules.spec import has_positions
 
 
 def choose_positions(config: KernelformerConfig, specs: list[str], own: str = "sinusoidal") -> str:
-    """Resolve ``auto`` positions: none where every block has relative positions, else the model's own."""
+    """Resolve ``auto`` positions: none where every block has relative or rotary positions, else the model's own."""
     if config.positions != "auto":
         return config.positions
-    return "none" if all("relative" in parse_attention(x)[1] for x in specs) else own
+    return "none" if all(has_positions(x) for x in specs) else own
 
 
 def check_tokens(tokens: Tensor | None, vectors: Tensor | None, vocab_size: int) -> Tensor:
@@ -75,6 +76,7 @@ class KernelformerModel(KernelformerPreTrainedModel):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
         """Encode tokens, (B, L) -> last_hidden_state (B, L, d).
@@ -83,18 +85,25 @@ class KernelformerModel(KernelformerPreTrainedModel):
             input_ids: (B, L) tokens.
             attention_mask: (B, L), 1 = real.
             inputs_embeds: (B, L, d), in place of tokens.
-            position_ids: (B, L); default 0 to L - 1.
+            position_ids: (B, L); default 0 to L - 1, or from 0 in each segment.
+            segment_ids: (B, L) integers that do not decrease along a row: packed sequences, each of which is alone.
             kwargs: of other Hugging Face models, None or False.
         """
         refuse_unknown(self, kwargs)
         given = check_tokens(input_ids, inputs_embeds, self.config.vocab_size)
-        if position_ids is None:
+        key_mask, segments = visible(attention_mask, given.shape[1]), last_segments(segment_ids, given.shape[1])
+        if position_ids is None and segments is not None:
+            position_ids = segment_positions(segments)
+        elif position_ids is None:
             position_ids = torch.arange(given.shape[1], device=given.device).unsqueeze(0)
-        key_mask = visible(attention_mask, given.shape[1])
         x = self.embeddings(input_ids, position_ids, inputs_embeds)
         if self.first is not None:
+            if segments is not None:
+                raise ValueError("a first token stands for a whole row, got segment_ids; use pooling='mean'.")
             x, key_mask = self.first(x, key_mask)
-        return BaseModelOutput(last_hidden_state=self.stack(x, key_mask=key_mask))
+            position_ids = nn.functional.pad(position_ids + 1, (1, 0))  # it stands at 0, before all others
+        tokens = {"key_mask": key_mask, "segment_ids": segments, "position_ids": position_ids}
+        return BaseModelOutput(last_hidden_state=self.stack(x, **tokens))
 
 
 class Pooler(nn.Module):
@@ -226,6 +235,7 @@ class KernelformerForMaskedLM(KernelformerPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        segment_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """Predict the token at each position, (B, L) -> logits (B, L, vocabulary).
@@ -234,7 +244,7 @@ class KernelformerForMaskedLM(KernelformerPreTrainedModel):
         `KernelformerModel`.
         """
         refuse_unknown(self, kwargs)
-        hidden = self.model(input_ids, attention_mask, inputs_embeds, position_ids).last_hidden_state
+        hidden = self.model(input_ids, attention_mask, inputs_embeds, position_ids, segment_ids).last_hidden_state
         logits = self.lm_head(hidden)
         loss: Any = None if labels is None else mean_loss(logits, labels, num_items_in_batch)
         return MaskedLMOutput(loss=loss, logits=logits)

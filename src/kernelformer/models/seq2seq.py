@@ -124,13 +124,15 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
             past_key_values = self.new_cache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         key_mask = visible(decoder_attention_mask, tokens.shape[1], past, "decoder_attention_mask")
-        x = self.embeddings(tokens, token_positions(decoder_attention_mask, tokens.shape[1], past, tokens.device))
+        position_ids = token_positions(decoder_attention_mask, tokens.shape[1], past, tokens.device)
+        x = self.embeddings(tokens, position_ids)
         x = self.stack(
             x,
             hidden,
             key_mask=key_mask,
             context_mask=visible(attention_mask, hidden.shape[1]),
             past_key_values=past_key_values,
+            position_ids=position_ids,
         )
         logits = self.lm_head(x)
         loss: Any = None if labels is None else mean_loss(logits, labels, num_items_in_batch)

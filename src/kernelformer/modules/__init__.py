@@ -14,6 +14,7 @@ from kernelformer.modules.options import method_options
 from kernelformer.modules.positions import RelativePositions
 from kernelformer.modules.redraw import redraw
 from kernelformer.modules.replacing import replace_attention, restore_attention
+from kernelformer.modules.rotary import RotaryPositions
 from kernelformer.modules.spec import AttentionSpec, parse_attention, parse_method
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "MixedCore",
     "MultiheadAttention",
     "RelativePositions",
+    "RotaryPositions",
     "SoftmaxCore",
     "build_attention",
     "kernel_attention",

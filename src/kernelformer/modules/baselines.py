@@ -23,6 +23,8 @@ from kernelformer.modules.exact import sdpa
 class BaselineCore(AttentionCore):
     """Base class of methods that need the whole sequence at once."""
 
+    takes_segments = False
+
     def refusal(self, causal: bool) -> ValueError | None:
         """Bidirectional only."""
         if not causal:

@@ -39,6 +39,7 @@ class Call:
     gate: Tensor | None = None  # (B, H, S)
     bias: Bias | None = None
     state: State | None = None
+    segment_ids: Tensor | None = None  # (B, L), only until a packed call is taken apart: see `packed`
     streams: bool = False  # whether the state after the keys is wanted
     past: int = 0  # keys before the first query, beside its own
     dropout: float = 0.0  # of the weights

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernelformer.attention import State
 from kernelformer.contract import no_tangents
 from kernelformer.errors import shape
 
@@ -92,8 +93,14 @@ def check_mask(mask: Tensor, tokens: Tensor, what: Literal["key", "query"] = "ke
         raise ValueError(f"{name} must be on the device of the {words}, got {mask.device} and {tokens.device}.")
 
 
-def check_gate(gate: Tensor, key: Tensor, heads: int) -> None:
-    """Check that a gate is a floating point tensor (B, H, S), for keys (B, G, S, D) and H query heads."""
+def check_gate(gate: Tensor, key: Tensor, heads: int, refuses: str | None = None) -> None:
+    """Check that a gate is a floating point tensor (B, H, S), for keys (B, G, S, D) and H query heads.
+
+    ``refuses`` is the method, if it takes none.
+    """
+    if refuses is not None:
+        given = f"one of shape {shape(gate)}" if isinstance(gate, Tensor) else repr(gate)
+        raise ValueError(f"{refuses!r} takes no gate, got {given}; use 'rfa-gate'.")
     if not isinstance(gate, Tensor):
         raise ValueError(f"gate must be a tensor, got {type(gate).__name__}; convert it with torch.as_tensor().")
     if not gate.is_floating_point():
@@ -151,6 +158,18 @@ def check_stream(query: Tensor, key: Tensor, is_causal: bool) -> None:
         raise ValueError(
             f"with a state queries and keys are the same tokens, got {query.shape[2]} queries and {key.shape[2]} keys."
         )
+
+
+def check_memory(memory: State, method: str, maker: dict[str, object]) -> None:
+    """Check that a memory is what `remember` of a core with these settings returned."""
+    made = dict(memory.made_by) if isinstance(memory, State) else {}
+    if "remembers" not in made:
+        given = f"a state of {made['method']!r}" if made else type(memory).__name__
+        raise ValueError(f"recall needs what remember of this {method!r} core returned, got {given}.")
+    del made["remembers"]
+    problem = other_maker(made, maker)
+    if problem:
+        raise ValueError(f"{problem}; remember the context again.")
 
 
 def other_maker(theirs: dict[str, object], ours: dict[str, object]) -> str | None:

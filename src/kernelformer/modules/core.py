@@ -21,18 +21,19 @@ from kernelformer.modules.checks import (
     check_gate,
     check_inputs,
     check_mask,
+    check_memory,
     check_scale,
     check_step,
     check_stream,
-    other_maker,
 )
+from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 
 
 class AttentionCore(nn.Module):
     """Attention over given queries, keys and values: everything between the projections.
 
     `forward` and `step` check their arguments and make a `Call` of them. A method implements `_attend` and, where it
-    streams, `_step`, `_stream_refusal` and `_misfit`; none of them sees more than the call.
+    streams, `_step`, `_stream_refusal`, `_misfit` and `_forget`; none of them sees more than the call.
 
     Args:
         method: the method's name, for messages.
@@ -44,6 +45,7 @@ class AttentionCore(nn.Module):
 
     takes_gate = False
     takes_bias = False
+    takes_segments = True
     has_near = False  # whether near tokens and the first ones are attended to exactly, others not
     takes_dropout = False  # whether it forms weights that can be dropped
     attention_dropout = 0.0  # the share that training drops
@@ -76,6 +78,7 @@ class AttentionCore(nn.Module):
         num_prefix: int = 0,
         gate: Tensor | None = None,
         query_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         state: State | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
@@ -110,6 +113,9 @@ class AttentionCore(nn.Module):
             query_mask: (B, L) bool, which queries are real: methods that take landmarks from the queries pass over the
                 others, which still get outputs. Default: ``key_mask`` where queries and keys are equally many, as in
                 self-attention, else all of them; cross-attention over padded keys of the same length has to say.
+            segment_ids: (B, L) integers that do not decrease along a row: tokens see those with their own id only, as
+                if each segment were a row of its own. Self-attention only. The first one goes on from a state of its
+                id; other states are forgotten. Compiled graphs break here.
             state: resume after what it has seen; causal only. With a bias gradients stop at a state: detach it.
             return_state: also return the state after the last key; causal only.
 
@@ -126,6 +132,7 @@ class AttentionCore(nn.Module):
                 key_mask=key_mask,
                 query_mask=query_mask,
                 gate=gate,
+                segment_ids=segment_ids,
                 state=state,
                 streams=return_state,
             )
@@ -141,17 +148,15 @@ class AttentionCore(nn.Module):
         if call.in_stream:
             self._check_stream(call)
         self._check_gate(call)
+        check_packed(self, call)
         problem = self.refusal(is_causal)
         if problem is not None:
             raise problem
-        dtype = call.query.dtype
-        bad = BadTokens.of(call) if is_causal and not self.delegates else None
-        if bad is not None:  # before the norms, whose gradient at a bad token would be NaN whatever the loss
-            call = bad.remove(call)
-        out, after = self._attend(call if self._normalizes_itself(call) else self._normalized(call))
-        if bad is not None:
-            out, after = bad.mark(out, call.bias), bad.mark_state(after)
-        out = out.to(dtype)
+        if segment_ids is None:
+            out, after = self._attend_alone(call)
+        else:  # boundaries have to be read, which a graph cannot
+            packed = torch.compiler.disable(attend_packed) if torch.compiler.is_compiling() else attend_packed
+            out, after = packed(self, call)
         return (out, after) if return_state and after is not None else out
 
     def step(
@@ -166,6 +171,7 @@ class AttentionCore(nn.Module):
         scale: float | None = None,
         key_mask: Tensor | None = None,
         gate: Tensor | None = None,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """Attend with one token, and take it into the state.
 
@@ -181,6 +187,7 @@ class AttentionCore(nn.Module):
             scale: of the product q . k; default ``self.scale``.
             key_mask: (B, 1) bool, True = attend.
             gate: (B, H, 1) in (0, 1); for gated methods.
+            segment_ids: (B, 1), as in `forward`: a sample with another id than its state's starts anew.
 
         Returns:
             (B, H, 1, E) and the state after the token.
@@ -198,6 +205,7 @@ class AttentionCore(nn.Module):
             is_causal=True,
             key_mask=key_mask,
             gate=gate,
+            segment_ids=segment_ids,
             state=state,
             streams=True,
             fits=self._fits(query, key, value, scale) if key_mask is None and bias is None else (),
@@ -210,9 +218,10 @@ class AttentionCore(nn.Module):
                 call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
             self._check_stream(call)
         self._check_gate(call)
+        check_packed(self, call)
         dtype = call.query.dtype
-        out, after = self._step(self._normalized(call))
-        return out.to(dtype), after
+        out, after = self._step(self._normalized(enter_segment(self, call)))
+        return out.to(dtype), after if segment_ids is None else replace(after, last_id=last_id(call))
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a whole context, (B, G, S, D) and (B, G, S, E); here all of it."""
@@ -236,14 +245,7 @@ class AttentionCore(nn.Module):
         return (("method", self.method),)
 
     def _check_memory(self, memory: State) -> None:
-        made = dict(memory.made_by) if isinstance(memory, State) else {}
-        if "remembers" not in made:
-            given = f"a state of {made['method']!r}" if made else type(memory).__name__
-            raise ValueError(f"recall needs what remember of this {self.method!r} core returned, got {given}.")
-        del made["remembers"]
-        problem = other_maker(made, dict(self._maker()))
-        if problem:
-            raise ValueError(f"{problem}; remember the context again.")
+        check_memory(memory, self.method, dict(self._maker()))
 
     def refusal(self, causal: bool) -> ValueError | None:
         """Why it cannot attend with this causality, before any input is there; None where it can."""
@@ -288,6 +290,20 @@ class AttentionCore(nn.Module):
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         """The method itself, and the state after the keys where one is wanted."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
+
+    def _attend_alone(self, call: Call) -> tuple[Tensor, State | None]:
+        """Attend with one sequence a row, whose bad tokens stay where they are seen."""
+        bad = BadTokens.of(call) if call.is_causal and not self.delegates else None
+        if bad is not None:  # before the norms, whose gradient at a bad token would be NaN whatever the loss
+            call = bad.remove(call)
+        out, after = self._attend(call if self._normalizes_itself(call) else self._normalized(call))
+        if bad is not None:
+            out, after = bad.mark(out, call.bias), bad.mark_state(after)
+        return out.to(call.query.dtype), after
+
+    def _forget(self, state: State, samples: Tensor) -> State:
+        """The state as if some samples, (B) bool, had seen nothing yet; its length, and what distances are, stay."""
+        raise TypeError(f"{type(self).__name__} does not say how a state forgets.")
 
     def _step(self, call: Call) -> tuple[Tensor, State]:
         """One token of a stream; by default as any other call."""
@@ -365,12 +381,8 @@ class AttentionCore(nn.Module):
             raise ValueError(f"{problem}; start anew with state=None.")
 
     def _check_gate(self, call: Call) -> None:
-        if call.gate is None:
-            return
-        if not self.takes_gate:
-            given = f"one of shape {shape(call.gate)}" if isinstance(call.gate, Tensor) else repr(call.gate)
-            raise ValueError(f"{self.method!r} takes no gate, got {given}; use 'rfa-gate'.")
-        check_gate(call.gate, call.key, self.num_heads)
+        if call.gate is not None:
+            check_gate(call.gate, call.key, self.num_heads, None if self.takes_gate else self.method)
 
     def _check_takes_bias(self, bias: Tensor) -> None:
         if not self.takes_bias:

@@ -41,6 +41,7 @@ def kernel_attention(
     slope: Tensor | None = None,
     num_prefix: int = 0,
     query_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Attend by a method, without building anything first.
@@ -70,6 +71,7 @@ def kernel_attention(
         slope: with a bias.
         num_prefix: with a bias.
         query_mask: (B, L) bool, which queries are real.
+        segment_ids: (B, L) integers, of packed sequences.
         options: of the method, see `build_attention`.
 
     Returns:
@@ -97,6 +99,7 @@ def kernel_attention(
         slope=slope,
         num_prefix=num_prefix,
         query_mask=query_mask,
+        segment_ids=segment_ids,
     )
     return out
 

@@ -72,6 +72,12 @@ class GrowingCore(AttentionCore):
         made_by = self._made_by(call.scale) if call.state is None else call.state.made_by
         return State(tensors, joined.key.shape[2], made_by)
 
+    def _forget(self, state: State, samples: Tensor) -> State:
+        """Keys stay where they are, for the sake of distances, and are hidden."""
+        key, value, *mask = state.tensors
+        visible = (~samples).unsqueeze(1).expand(-1, key.shape[2])
+        return replace(state, tensors=(key, value, visible & mask[0] if mask else visible))
+
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
         dropout = f", attention_dropout={self.attention_dropout:g}" if self.attention_dropout else ""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kernelformer.attention import State, causal_attention, linear_attention, read, step
 from kernelformer.attention.families import engine_class
+from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.recurrent import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
@@ -136,6 +137,11 @@ class KernelCore(AttentionCore):
     def takes_dropout(self) -> bool:  # type: ignore[override]
         """Whether there is an exact part, which forms weights."""
         return self.has_near
+
+    @property
+    def takes_segments(self) -> bool:  # type: ignore[override]
+        """Whether no landmarks come from the whole row."""
+        return not self.feature_map.sees_sequence
 
     @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
@@ -370,6 +376,15 @@ class KernelCore(AttentionCore):
         elif call.bias is not None:
             made_by += self.biased.made_by(call)
         return State(tuple(tensors), count, made_by, call.fits)
+
+    def _forget(self, state: State, samples: Tensor) -> State:
+        """Sums over nothing are zero, and their logarithm or scale, which comes first, EMPTY; near keys are hidden."""
+        if self.near is not None:
+            return self.near.forget(state, samples)
+        values = [0.0] * len(state.tensors)
+        if len(values) > (3 if NEAR in dict(state.made_by) else 0):
+            values[0] = EMPTY
+        return state.fill(samples, values)
 
     def _misfit(self, call: Call, state: State) -> str | None:
         theirs, ours = dict(state.made_by), dict(self._made_by(call.scale))

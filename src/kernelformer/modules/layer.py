@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
-from kernelformer.errors import choice, fraction, positive_int, shape
+from kernelformer.errors import choice, flag, fraction, positive_int, shape
 from kernelformer.modules.build import build_attention
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.options import POSITION_OPTIONS, method_options, near_settings
+from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, method_options, near_settings
+from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.positions import RelativePositions
+from kernelformer.modules.rotary import RotaryPositions
 
 
 class KernelAttention(nn.Module):
@@ -31,6 +33,8 @@ class KernelAttention(nn.Module):
         relative: relative positions: ``"1d"`` with ``max_length`` and/or ``max_distance``, ``scheme`` ("table", "t5",
             "alibi") and ``num_buckets``; ``"2d"`` with ``grid`` and ``num_prefix``; or a `RelativePositions`, which
             several layers may share.
+        rotary: whether queries and keys turn with their position, see `RotaryPositions`, whose options
+            ``rotary_base``, ``rotary_dim`` and ``rotary_scaling`` go with it; for self-attention, by every method.
         num_kv_heads: G, for grouped queries; default H.
         head_dim: D; default embed_dim / num_heads.
         context_dim: width of the context; default embed_dim.
@@ -53,6 +57,7 @@ class KernelAttention(nn.Module):
         num_features: int | None = None,
         causal: bool = False,
         relative: str | RelativePositions | None = None,
+        rotary: bool = False,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         context_dim: int | None = None,
@@ -86,6 +91,7 @@ class KernelAttention(nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else positive_int("head_dim", head_dim)
         self.causal = causal
+        self.rotary = _rotary(rotary, self.head_dim, options)
         self.context_dim = embed_dim if context_dim is None else positive_int("context_dim", context_dim)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, kv_dim = num_heads * self.head_dim, kv_heads * self.head_dim
@@ -164,6 +170,11 @@ class KernelAttention(nn.Module):
                 f"{self.core.method!r} with {near_settings(self.core)}; build the layer of a cross-attention without "
                 f"them, and not by 'local'."
             )
+        if self.rotary is not None:
+            raise ValueError(
+                "rotary positions are those of tokens that attend to themselves, got a context for a layer with "
+                "rotary=True; build the layer of a cross-attention with rotary=False."
+            )
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -179,6 +190,31 @@ class KernelAttention(nn.Module):
             gate = torch.sigmoid(F.linear(context.to(dtype), weight.to(dtype), bias.to(dtype)))
         return {"gate": gate.transpose(1, 2)}
 
+    def _rotate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        state: State | None,
+        position_ids: Tensor | None,
+        segment_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys with rotary positions, where the layer has them; they start again with every segment."""
+        if self.rotary is None:
+            if position_ids is not None:
+                raise ValueError("position_ids are for rotary positions, this layer was built with rotary=False.")
+            return q, k
+        # Ids of another shape are the core's to refuse.
+        fits = isinstance(segment_ids, Tensor) and segment_ids.shape == (q.shape[0], q.shape[2])
+        if fits and segment_ids is not None and position_ids is None:
+            if state is not None:
+                raise ValueError(
+                    "a stream of segments does not know where in its segment a token stands; give position_ids, "
+                    "counted from the start of each segment."
+                )
+            position_ids = segment_positions(segment_ids)
+        turned: tuple[Tensor, Tensor] = self.rotary(q, k, 0 if state is None else state.length, position_ids)
+        return turned
+
     def _merge(self, heads: Tensor) -> Tensor:
         y: Tensor = self.out(heads.transpose(1, 2).flatten(2))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
@@ -190,8 +226,10 @@ class KernelAttention(nn.Module):
         context: Tensor | None = ...,
         key_mask: Tensor | None = ...,
         *,
+        segment_ids: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[False] = ...,
+        position_ids: Tensor | None = ...,
     ) -> Tensor: ...
 
     @overload
@@ -201,8 +239,10 @@ class KernelAttention(nn.Module):
         context: Tensor | None = ...,
         key_mask: Tensor | None = ...,
         *,
+        segment_ids: Tensor | None = ...,
         state: State | None = ...,
         return_state: Literal[True],
+        position_ids: Tensor | None = ...,
     ) -> tuple[Tensor, State]: ...
 
     def forward(
@@ -211,8 +251,10 @@ class KernelAttention(nn.Module):
         context: Tensor | None = None,
         key_mask: Tensor | None = None,
         *,
+        segment_ids: Tensor | None = None,
         state: State | None = None,
         return_state: bool = False,
+        position_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, State]:
         """(B, L, E) -> (B, L, E).
 
@@ -220,18 +262,28 @@ class KernelAttention(nn.Module):
             x: (B, L, E).
             context: (B, S, context_dim), whose tokens are attended to; default x itself.
             key_mask: (B, S) bool, True = attend; with a context it says nothing about x, all of whose tokens are real.
+            segment_ids: (B, L) integers that do not decrease along a row: packed sequences, each of which is alone.
             state: resume after what it has seen; causal only.
             return_state: also return the state after the last token; causal only.
+            position_ids: (B or 1, L), of rotary positions; default: counted from the tokens of the state on, padding
+                included.
         """
         crosses = context is not None
-        if crosses:
+        if context is not None:
             self._check_takes_context()
+            if segment_ids is not None:
+                raise ValueError(
+                    f"segment_ids are for self-attention, got a context of shape {shape(context)} too; give each "
+                    f"sequence a row of its own, with key_mask."
+                )
         context = x if context is None else context
         q, k, v = self._project(x, context)
         self._check_mask("context" if crosses else "x", key_mask, context)
         if state is not None or return_state:
             self._check_stream(x, context)
+        q, k = self._rotate(q, k, state, position_ids, segment_ids)
         common: dict[str, Any] = {"is_causal": self.causal, "key_mask": key_mask, "state": state}
+        common["segment_ids"] = segment_ids
         if crosses and key_mask is not None:  # it says nothing about x, even if that is as long
             common["query_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         common |= self._gate(context)
@@ -242,8 +294,16 @@ class KernelAttention(nn.Module):
         heads, after = self.core(q, k, v, **common, return_state=True)
         return self._merge(heads), after
 
-    def step(self, x: Tensor, state: State | None = None, *, key_mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts."""
+    def step(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts. Arguments as for the layer's call."""
         if not self.causal:
             raise ValueError(
                 "step needs a causal layer, this one was built with causal=False; build it with causal=True."
@@ -255,10 +315,11 @@ class KernelAttention(nn.Module):
                 f"return_state=True."
             )
         self._check_mask("x", key_mask, x)
+        q, k = self._rotate(q, k, state, position_ids, segment_ids)
         extra = self._gate(x)
         if self.positions is not None:
             extra |= self.positions.step(0 if state is None else state.length)
-        heads, after = self.core.step(q, k, v, state, key_mask=key_mask, **extra)
+        heads, after = self.core.step(q, k, v, state, key_mask=key_mask, segment_ids=segment_ids, **extra)
         return self._merge(heads), after
 
     def remember(self, context: Tensor, key_mask: Tensor | None = None) -> State:
@@ -323,3 +384,15 @@ def _positions(
     if relative == "2d" and "grid" not in mine:
         raise ValueError("relative='2d' needs grid=(rows, columns).")
     return RelativePositions(num_heads, causal=causal and relative == "1d", **mine)
+
+
+def _rotary(rotary: bool, head_dim: int, options: dict[str, Any]) -> RotaryPositions | None:
+    """The rotary positions that a layer was asked for; takes their options away from the core's."""
+    mine = {x: options.pop(x) for x in ROTARY_OPTIONS if x in options}
+    if flag("rotary", rotary):
+        return RotaryPositions(head_dim, **mine)
+    for name, value in mine.items():
+        raise ValueError(
+            f"{name}={value!r} is of rotary positions, got rotary=False; give rotary=True, or leave it out."
+        )
+    return None

@@ -73,6 +73,9 @@ class LocalCore(AttentionCore):
     def _stream_refusal(self, what: str) -> ValueError | None:
         return None
 
+    def _forget(self, state: State, samples: Tensor) -> State:
+        return self.near.forget(state, samples)
+
     def _misfit(self, call: Call, state: State) -> str | None:
         ours = self._made_by(call.scale) + self.near.made_by(call)
         problem = other_maker(dict(state.made_by), dict(ours))

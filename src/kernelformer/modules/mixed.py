@@ -21,22 +21,26 @@ class PairState(State):
     parts: tuple[State, State] = ()  # type: ignore[assignment]
 
     @staticmethod
-    def of(parts: tuple[State, State]) -> PairState:
-        """Join two states of one stream."""
+    def of(parts: tuple[State, State], last_id: Tensor | None = None) -> PairState:
+        """Join two states of one stream; the segment ids are the pair's, not the parts'."""
         first, second = parts
-        return PairState(first.tensors + second.tensors, first.length, first.made_by + second.made_by, parts=parts)
+        made_by = first.made_by + second.made_by
+        return PairState(first.tensors + second.tensors, first.length, made_by, last_id=last_id, parts=parts)
 
     def to(self, device: torch.device | str) -> PairState:
         """The same on another device."""
-        return self.of((self.parts[0].to(device), self.parts[1].to(device)))
+        last_id = None if self.last_id is None else self.last_id.to(device)
+        return self.of((self.parts[0].to(device), self.parts[1].to(device)), last_id)
 
     def detach(self) -> PairState:
         """The same, cut off from the graph."""
-        return self.of((self.parts[0].detach(), self.parts[1].detach()))
+        return self.of((self.parts[0].detach(), self.parts[1].detach()), self.last_id)
 
     def reorder(self, index: Tensor | Sequence[int]) -> PairState:
         """Samples by their index, repeats allowed."""
-        return self.of((self.parts[0].reorder(index), self.parts[1].reorder(index)))
+        order = torch.as_tensor(index, dtype=torch.long)
+        last_id = None if self.last_id is None else self.last_id[order.to(self.last_id.device)]
+        return self.of((self.parts[0].reorder(index), self.parts[1].reorder(index)), last_id)
 
 
 class MixedCore(AttentionCore):
@@ -79,6 +83,11 @@ class MixedCore(AttentionCore):
         return self.linear.feature_dim
 
     @property
+    def takes_segments(self) -> bool:  # type: ignore[override]
+        """Whether both cores can keep packed sequences apart."""
+        return self.exact.takes_segments and self.linear.takes_segments
+
+    @property
     def has_near(self) -> bool:  # type: ignore[override]
         """Whether the linear heads attend to near tokens exactly and to others not."""
         return self.linear.has_near
@@ -110,6 +119,11 @@ class MixedCore(AttentionCore):
     def _misfit(self, call: Call, state: State) -> str | None:
         """Each core checks its own part when it attends; here only what concerns the whole."""
         return None if isinstance(state, PairState) else f"state must be one of this core's, got {type(state).__name__}"
+
+    def _forget(self, state: State, samples: Tensor) -> State:
+        assert isinstance(state, PairState)
+        first, second = (core._forget(x, samples) for core, x in zip(self.cores, state.parts, strict=True))
+        return PairState.of((first, second), state.last_id)
 
     def _split(self, x: Tensor, which: int) -> Tensor:
         """The heads of one kind; of grouped keys, those that they look at, one for each query head."""

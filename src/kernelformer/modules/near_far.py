@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall
 from kernelformer.attention.near_keys import NearKeys, Tokens, join
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.recurrent import MadeBy, far_step
-from kernelformer.contract import compute_dtype, lookup
+from kernelformer.attention.recurrent import MadeBy, far_logits, far_step
+from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 from kernelformer.modules.call import Bias, Call
 
 NO_SINK = -1  # position of a sink that a sample does not have yet
@@ -36,6 +37,11 @@ class Far:
     spec: str
     tensors: Sequence[Tensor]
     beta: Tensor | None
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether its features are positive."""
+        return isinstance(lookup(self.spec), PositiveSpec)
 
 
 @dataclass(frozen=True)
@@ -61,17 +67,32 @@ class Stream:
         sinks = None
         if has_sinks:
             *tensors, key, value, position = tensors
-            sinks = Sinks(key, value, position, position >= 0)
+            sinks = Sinks(key, value, position, position)  # visible where the position is not negative
         *sums, key, value, mask = tensors
         return Stream(sums, (key, value, mask), sinks, state.length)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of a state."""
-        sinks: tuple[Tensor, ...] = ()
-        if self.sinks is not None:
-            key, value, position, visible = self.sinks
-            sinks = (key, value, position.masked_fill(~visible, NO_SINK))
-        return (*self.sums, *self.tokens, *sinks)
+        return (*self.sums, *self.tokens, *(() if self.sinks is None else self.sinks[:3]))
+
+    def has_sinks(self, buffers: object | None) -> bool:
+        """Whether every sample has all of its sinks; streams in buffers have."""
+        return self.sinks is None or isinstance(buffers, Buffers) or bool((self.sinks.position >= 0).all())
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The buffers that the last tokens of a stream lie in, and what is known of the tokens without looking.
+
+    Args:
+        keys: the buffers.
+        visible: no token was ever hidden since the buffers were made, nor one that they began with.
+        last_sink: the largest position of a sink.
+    """
+
+    keys: NearKeys
+    visible: bool
+    last_sink: int
 
 
 class NearFarAttention:
@@ -115,6 +136,9 @@ class NearFarAttention:
         key, value, mask = call.key.to(dtype), call.value.to(dtype), call.key_mask
         sums: Sequence[Tensor] = ()
         before = Stream.of(call.state, self.sinks > 0) if call.state is not None else None
+        if before is not None and before.sinks is not None:
+            known = before.sinks
+            before = replace(before, sinks=known._replace(visible=known.position >= 0))
         offset, past = 0, 0
         if before is not None:
             offset, past, sums = before.tokens[0].shape[2], before.length, before.sums
@@ -132,7 +156,8 @@ class NearFarAttention:
             tokens[:2] = (x.masked_fill(~tokens[2][:, None, :, None], 0) for x in tokens[:2])
         length = past + call.query.shape[2]
         if sinks is not None:
-            sinks = sinks._replace(position=sinks.position + past - offset)
+            position = (sinks.position + past - offset).masked_fill(~sinks.visible, NO_SINK)
+            sinks = sinks._replace(position=position)
         keep = (tokens[0].clone(), tokens[1].clone(), tokens[2].clone())  # views would keep all of a prompt
         return out, Stream(after, keep, sinks, length).tensors()
 
@@ -160,6 +185,7 @@ class NearFarAttention:
                 window=self.window,
                 offset=offset,
                 dropout=self.dropout,
+                own_sinks=sinks is not None and not call.in_stream and call.key.shape[2] > 0,
             )
         )
 
@@ -168,6 +194,8 @@ class NearFarAttention:
         if not self.sinks:
             return None
         key, value, mask = call.key, call.value, call.key_mask
+        if not call.in_stream:
+            key, value = key.detach(), value.detach()  # see `NearFarCall.own_sinks`
         batch, length = key.shape[0], key.shape[2]
         if before is not None:
             before = before._replace(position=before.position - (past - offset))
@@ -240,19 +268,15 @@ class NearFarAttention:
         beyond = (distance.abs() - bias.window).clamp_min(0).to(entries.dtype)
         return entries - bias.slope.to(entries.dtype).unsqueeze(1) * beyond
 
-    def step(self, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
+    def step(self, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...], Buffers | None]:
         """Attend with one token; also returns the buffers that the last keys lie in.
 
         In a few whole operations where nothing is differentiated, else as any other call.
         """
+        state, buffers = call.state, None if call.state is None else call.state.near
         is_plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        state = call.state
-        if state is None or not is_plain or not self.window:
-            out, after = self.attend(call, far)
-            assert after is not None
-            return out, after, None
-        before = Stream.of(state, self.sinks > 0)
-        if before.sinks is not None and not bool(before.sinks.visible.all()):
+        before = None if state is None else Stream.of(state, self.sinks > 0)
+        if before is None or not is_plain or not self.window or not before.has_sinks(buffers):
             out, after = self.attend(call, far)
             assert after is not None
             return out, after, None
@@ -263,18 +287,70 @@ class NearFarAttention:
             mask = before.tokens[2].new_ones(key.shape[0], 1)
         else:
             key, value = (x.masked_fill(~mask[:, None, :, None], 0) for x in (key, value))
-        joined, near = join(before.tokens, (key, value, mask), state.near, window=self.window)
-        rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # (B, G, R, D)
+        given = buffers.keys if isinstance(buffers, Buffers) else None
+        joined, keys = join(before.tokens, (key, value, mask), given, window=self.window)
+        facts = self._buffers(keys, before, buffers, call.key_mask is not None)
+        rows = query.view(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, G, R, D)
         first = max(0, joined[2].shape[1] - self.window)
         tokens = (joined[0][:, :, first:], joined[1][:, :, first:], joined[2][:, first:])
-        part = self._near(call, rows, tokens, before)
-        sums: Sequence[Tensor] = ()
-        if far is not None:
-            gone = (joined[0][:, :, :1], joined[1][:, :, :1], self._gone(joined[2], first, before))
-            part, sums = self._far(call, far, rows, gone, part, before.sums)
-        out, _, _ = finish(part)
+        simple = facts is not None and facts.visible and call.bias is None
+        simple = simple and facts is not None and before.length - facts.last_sink > self.window
+        gone = (joined[0][:, :, :1], joined[1][:, :, :1])
+        if simple and (far is None or far.is_positive):
+            out, sums = self._quick(call, rows, tokens, before, far, gone if first else None)
+        else:
+            near = self._near(call, rows, tokens, before)
+            out, sums = finish(near)[0], before.sums
+            if far is not None:
+                leaving = (*gone, self._gone(joined[2], first, before))
+                out, sums = self._merged(call, far, rows, leaving, near, before.sums)
         after_stream = Stream(sums, tokens, before.sinks, before.length + 1)
-        return out.flatten(1, 2).unsqueeze(2), after_stream.tensors(), near
+        return out.view(query.shape[0], query.shape[1], 1, -1), after_stream.tensors(), facts
+
+    def _buffers(self, keys: NearKeys | None, before: Stream, buffers: object | None, masked: bool) -> Buffers | None:
+        """The buffers of the state after a step, with what is known of the tokens in them."""
+        if keys is None:
+            return None
+        if isinstance(buffers, Buffers):
+            visible = buffers.visible and not masked
+            return buffers if keys is buffers.keys and visible == buffers.visible else replace(
+                buffers, keys=keys, visible=visible
+            )  # fmt: skip
+        last = -self.window if before.sinks is None else int(before.sinks.position.max())
+        return Buffers(keys, not masked and bool(before.tokens[2].all()), last)
+
+    def _quick(
+        self,
+        call: Call,
+        rows: Tensor,
+        tokens: Tokens,
+        before: Stream,
+        far: Far | None,
+        gone: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """One softmax over near keys, sinks and positive features, whose values are the means that they have summed up.
+
+        Where all tokens are visible, sinks are beyond the window, and there is no bias. ``gone`` is what has left the
+        window; before that there is no far part. Returns (B, G, R, E) and the sums.
+        """
+        scaled = rows * self.scale_of(call.scale)
+        logits, values, sums = [scaled @ tokens[0].mT], [tokens[1]], before.sums
+        if before.sinks is not None:
+            logits.append(scaled @ before.sinks.key.mT)
+            values.append(before.sinks.value)
+        if far is not None and gone is not None:
+            spec = cast(PositiveSpec, lookup(far.spec))
+            features, after = far_logits(spec, far.tensors, rows, (*gone, None), sums, call.scale)
+            logits.append(
+                features if far.beta is None else features + far.beta.to(rows.dtype).view(*rows.shape[1:3], 1)
+            )
+            values.append(after[1])
+            sums = after
+        shares = torch.cat(logits, 3).softmax(3).split([x.shape[2] for x in values], 3)
+        out = shares[0] @ values[0]
+        for share, x in zip(shares[1:], values[1:], strict=True):
+            out = out + share @ x
+        return out, sums
 
     def _gone(self, mask: Tensor, first: int, before: Stream) -> Tensor | None:
         """Whether the token that leaves the window is not to be taken in, (B, 1, 1, 1) bool."""
@@ -312,29 +388,36 @@ class NearFarAttention:
         empty = log < EMPTY / 2
         return Part(out.masked_fill(empty.unsqueeze(3), 0), log.masked_fill(empty, EMPTY))
 
-    def _far(
+    def _merged(
         self,
         call: Call,
         far: Far,
         rows: Tensor,
         gone: tuple[Tensor, Tensor, Tensor | None],
-        part: Part,
+        near: Part,
         sums: Sequence[Tensor],
-    ) -> tuple[Part, Sequence[Tensor]]:
-        """Take in the key that leaves the window, and merge what the far keys give."""
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Take in the key that leaves the window, and merge what the far keys give: (B, G, R, E), and their sums."""
         fades = call.bias is not None and call.bias.slope is not None
         added, after = far_step(lookup(far.spec), far.tensors, rows, gone, sums, call.scale, fades)
-        logs = rows.new_zeros(1, rows.shape[1] * rows.shape[2])
+        log, heads = added.log, rows.shape[1:3]
         if far.beta is not None:
-            logs = logs + far.beta.to(rows.dtype)
-        slope = None
+            log = log + far.beta.to(rows.dtype).view(heads)
         if call.bias is not None:
             _, tails, *rest = self._bias(call.bias)
-            logs, slope = logs + tails[0].to(rows.dtype).clamp_min(EMPTY), rest[0] if rest else None
-        if slope is not None:
-            after = (after[0] - slope.to(after[0].dtype).view(1, -1, 1, 1), *after[1:])
-        logs = logs.unflatten(1, rows.shape[1:3])
-        return merge(part, added._replace(log=added.log + logs)), after
+            log = log + tails[0].to(rows.dtype).clamp_min(EMPTY).view(heads)
+            if rest:
+                after = (after[0] - rest[0].to(after[0].dtype).view(1, -1, 1, 1), *after[1:])
+        if added.den is None:  # of two means with log masses the logistic function has the share
+            return torch.lerp(near.num, added.num, torch.sigmoid(log - near.log).unsqueeze(3)), after
+        return finish(merge(near, added._replace(log=log)))[0], after
+
+    def forget(self, state: State, samples: Tensor) -> State:
+        """A state whose near keys are hidden, far sums empty and sinks to come again, for some samples (B) bool."""
+        kept = Stream.of(state, self.sinks > 0)
+        values = [EMPTY, *[0.0] * len(kept.sums)][: len(kept.sums)] + [0.0] * 3
+        values += [] if kept.sinks is None else [0.0, 0.0, NO_SINK]
+        return replace(state.fill(samples, values), near=None)
 
     def made_by(self, call: Call) -> MadeBy:
         """What a stream that starts with this call depends on besides the settings."""

@@ -12,12 +12,14 @@ from kernelformer.errors import integer, positive_int, unknown
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.methods import DRAWN, METHODS, find_method
 from kernelformer.modules.positions import RelativePositions
+from kernelformer.modules.rotary import RotaryPositions
 
 SIZE = "num_features"  # the size of every method, whatever it calls it
 _CORE_OPTIONS = ("scale", "normalize_qk")
 _NOT_OPTIONS = ("method", "feature_map", "options", "head_dim", "num_heads")
 NEAR_OPTIONS = ("window", "sinks", "beta", "near_scale")  # of the part that attends to near tokens exactly
 POSITION_OPTIONS = ("relative", "scheme", "max_length", "max_distance", "num_buckets", "grid", "num_prefix")
+ROTARY_OPTIONS = ("rotary", "rotary_base", "rotary_dim", "rotary_scaling")
 _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", re.MULTILINE)  # of a docstring
 
 
@@ -173,10 +175,10 @@ def describe_options(method: str) -> list[Option]:
 
 
 def describe_positions() -> list[Option]:
-    """The options of relative positions, which an attention of a model or a layer has besides those of its method."""
+    """The options of positions, which an attention of a model or a layer has besides those of its method."""
     from kernelformer.modules.layer import KernelAttention  # which itself reads the options of methods
 
-    return _describe(POSITION_OPTIONS, [RelativePositions, KernelAttention], {})
+    return _describe((*POSITION_OPTIONS, *ROTARY_OPTIONS), [RelativePositions, RotaryPositions, KernelAttention], {})
 
 
 def arguments(kind: type) -> dict[str, str]:

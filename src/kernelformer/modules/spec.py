@@ -2,6 +2,7 @@
 
 favor+                                       a method
 nprf:num_features=64:relative=1d             with options
+favor+:rotary=True:rotary_base=500000        with rotary positions, in a layer
 favor+:algorithm=fft                         with what is an option of a call, in the benchmark
 2 x softmax, 4 x favor+:num_features=64      block by block
 softmax > favor+                             the encoder's attention and the decoder's
@@ -18,7 +19,7 @@ from typing import Any
 
 from kernelformer.limits import check_limit
 from kernelformer.modules.methods import METHODS
-from kernelformer.modules.options import POSITION_OPTIONS, cross_options, resolve_options
+from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, cross_options, resolve_options
 
 BETWEEN_SIDES = ">"
 _COMMA = re.compile(r",\s+(?![^(\[]*[)\]])")  # those within brackets belong to a value
@@ -112,12 +113,15 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_attention(text: str) -> tuple[str, dict[str, Any]]:
-    """Read the attention of a whole layer: as `parse_method`, with relative positions if ``relative`` is an option."""
+    """Read the attention of a whole layer: as `parse_method`, with options of relative and rotary positions.
+
+    Those of relative positions are known where ``relative`` is among them.
+    """
     spec = _checked(text)
     values = spec.values
     positions = {name: x for name, x in values.items() if "relative" in values and name in POSITION_OPTIONS}
     own = {name: x for name, x in values.items() if name not in positions}
-    return spec.method, {**resolve_options(spec.method, own, ("relative",)), **positions}
+    return spec.method, {**resolve_options(spec.method, own, ("relative", *ROTARY_OPTIONS)), **positions}
 
 
 def _checked(text: str) -> AttentionSpec:
@@ -128,10 +132,16 @@ def _checked(text: str) -> AttentionSpec:
 
 
 def without_positions(text: str) -> str:
-    """The same attention without relative positions."""
-    spec = AttentionSpec.parse(text)
+    """The same attention without relative and rotary positions."""
+    spec = AttentionSpec.parse(text).without(ROTARY_OPTIONS)
     named = [x.partition("=")[0] for x in spec.options]
     return str(spec.without(POSITION_OPTIONS) if "relative" in named else spec)
+
+
+def has_positions(text: str) -> bool:
+    """Whether a layer of this attention has relative or rotary positions, so that its input needs none."""
+    options = parse_attention(text)[1]
+    return "relative" in options or bool(options.get("rotary"))
 
 
 def for_cross_attention(text: str) -> str:

@@ -29,6 +29,7 @@ BYTES = partial(
     save_every=100,
 )
 FEW = ("softmax", "favor+:num_features=64", "elu")
+ROTARY = tuple(f"{x}:rotary=True" for x in FEW)
 
 RECIPES: dict[str, Recipe] = {
     "bytes": Recipe(
@@ -73,6 +74,26 @@ RECIPES: dict[str, Recipe] = {
             )
         },
         {CPU: (*FEW, BIASED)},
+    ),
+    "rotary": Recipe(
+        "byte-level language model with rotary positions, of the Python standard library or of --data",
+        "a size for a CPU: 0.25 M parameters, 60 to 90 seconds for each attention on one core",
+        {
+            CPU: partial(
+                BYTES,
+                attention=ROTARY[1],
+                task_options={"length": 512, "validation_samples": 128},
+                model={"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3},
+                steps=600,
+                batch_size=4,
+                warmup_steps=50,
+                redraw=100,
+                eval_every=200,
+                save_every=200,
+                keep=1,
+            )
+        },
+        {CPU: (*ROTARY, BIASED)},
     ),
     **PAPERS,
 }

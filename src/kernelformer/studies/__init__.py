@@ -67,6 +67,12 @@ STUDIES: dict[str, Study] = {
         ),
         Study("overhead", "How much of a training step is outside of tensor operations", "", settings.OverheadSettings),
         Study(
+            "packing",
+            "Tokens per second in training on short sequences, padded and packed into rows",
+            "",
+            settings.PackingSettings,
+        ),
+        Study(
             "tour",
             "Two minutes of figures: error by number of features, speed and memory by length, decoding by context",
             "Performer (2009.14794), Fig. 3 and 4",

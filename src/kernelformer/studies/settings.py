@@ -82,6 +82,21 @@ class OverheadSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackingSettings(Settings):
+    """Settings of `studies.packing`."""
+
+    attention: tuple[str, ...] = option(("softmax", "favor+:num_features=64", "elu"), SPECS)
+    length: int = option(1024, "tokens of a packed row", least=2)
+    median: int = option(290, "tokens of a sequence", least=2)
+    batch: int = option(8, "rows of a step", least=1)
+    width: int = option(128, least=1)
+    layers: int = option(2, least=1)
+    heads: int = option(4, least=1)
+    rounds: int = option(5, "passes of each, interleaved", least=1)
+    seed: int = option(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NormalizedSettings(Settings):
     """Settings of `studies.normalized`.
 

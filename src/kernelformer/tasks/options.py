@@ -83,6 +83,18 @@ class SkipOption:
 
 
 @dataclass(kw_only=True, eq=False)
+class PackOption:
+    """What becomes of sequences that are shorter than a row.
+
+    Args:
+        pack: several of them share a row, without seeing each other, instead of one that is padded; ``batch_size``
+            counts rows. For methods that take ``segment_ids``.
+    """
+
+    pack: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
 class ShareOptions:
     """How data without splits of its own is divided.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernelformer.data.batching import IGNORED, Sample, padded, spread_evenly
 from kernelformer.data.local_files import check_regular, existing
+from kernelformer.data.packed_rows import PackedRows, padded_segments
 from kernelformer.data.protein_samples import (
     BOS,
     EOS,
@@ -30,13 +31,13 @@ from kernelformer.data.readers import hash_files
 from kernelformer.data.splits import SPLITS
 from kernelformer.errors import choice, flag, integer
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.options import Location, RowOptions
+from kernelformer.tasks.options import Location, PackOption, RowOptions
 
 _ROUND = 64  # batches have a multiple of this length, so that there are few different shapes
 
 
 @dataclass(kw_only=True, eq=False)
-class Proteins(RowOptions):
+class Proteins(PackOption, RowOptions):
     """Predict the next amino acid of a protein; scored by perplexity and accuracy (Performer, App. A.1, C).
 
     Tokens: `data.protein_samples.TOKENS`: the 20 standard amino acids, the 5 anomalous ones B, O, U, X and Z as in the
@@ -67,7 +68,8 @@ class Proteins(RowOptions):
         deduplicate: use each sequence once, in whichever split: the first of a file; of several splits the test's, then
             the validation's. Sequences are compared whole, before they are cut.
 
-    Other options: see `tasks.options.RowOptions`; of what deduplication leaves, ``train_samples`` and so on are taken.
+    Other options: see `tasks.options.PackOption` and `RowOptions`; of what deduplication leaves, ``train_samples`` and
+    so on are taken, sequences also where rows are packed.
 
     Cost: 0.2 seconds for 20,000 sequences, and two bytes per amino acid.
     """
@@ -88,12 +90,15 @@ class Proteins(RowOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         default = 8192 if flag("concatenate", self.concatenate) else 1024
+        if flag("pack", self.pack) and self.concatenate:
+            raise ValueError("concatenate=True fills all rows by itself, got pack=True too; choose one of them.")
         self.longest = integer("length", default if self.length is None else self.length, at_least=2)
         self.source = Sequences(self.data, str(self.field), self.deduplicate, **self.reading)
         self._test_path = None if self.test_file is None else Path(str(self.test_file)).expanduser()
         if self._test_path is not None:
             check_regular(existing(self._test_path, f"one with {self.source.layout}", option="test_file"))
         self._packed: dict[str, Packed] = {}
+        self._rows: dict[str, PackedRows] = {}
         self._remarks: dict[str, str] = {}
 
     def settings(self) -> dict[str, Any]:
@@ -111,8 +116,18 @@ class Proteins(RowOptions):
         """Sequences that were left out or cut."""
         return [*self.source.remarks, *self._remarks.values()]
 
-    def split(self, name: str) -> ProteinSamples:
+    def split(self, name: str) -> ProteinSamples | PackedRows:
         """Samples; the other splits are read too, where sequences could be in both."""
+        samples = self._single(name)
+        if not self.pack:
+            return samples
+        if name not in self._rows:
+            lengths = np.diff(samples.offsets).tolist()
+            self._rows[name] = PackedRows(samples, lengths, self.longest, shifted=self.model == "causal-lm")
+        return self._rows[name]
+
+    def _single(self, name: str) -> ProteinSamples:
+        """Samples of a split, before they are packed."""
         if choice("split", name, SPLITS) not in self._packed:
             rows = self._sequences(name)
             chosen = spread_evenly(len(rows), self.limits[name])
@@ -153,13 +168,19 @@ class Proteins(RowOptions):
         return tokens, offsets
 
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """input_ids (B, L), labels (B, L), and of single sequences attention_mask (B, L), 1 = real, and labels -100."""
+        """input_ids (B, L), labels (B, L), and of single sequences attention_mask (B, L), 1 = real, and labels -100.
+
+        Packed rows also have segment_ids (B, L).
+        """
         ids, labels = ([sample[name] for sample in samples] for name in ("input_ids", "labels"))
         if self.concatenate:
             return {"input_ids": torch.stack(ids), "labels": torch.stack(labels)}
         tokens, mask = padded(ids, multiple=_ROUND, longest=self.longest, value=PAD)
         wanted, _ = padded(labels, multiple=_ROUND, longest=self.longest, value=IGNORED)
-        return {"input_ids": tokens, "attention_mask": mask, "labels": wanted}
+        batch = {"input_ids": tokens, "attention_mask": mask, "labels": wanted}
+        if self.pack:
+            batch["segment_ids"] = padded_segments(samples, multiple=_ROUND, longest=self.longest)
+        return batch
 
     def score(self, outcome: Outcome) -> dict[str, float]:
         """exp(loss), and the share of labels that were likeliest."""
@@ -174,7 +195,7 @@ class Proteins(RowOptions):
         n are counts in the training samples as cut; accuracy is that of always saying the most frequent. One is added,
         as the authors' code does, because the training set may lack what the test has.
         """
-        labels, train = self.split(split).label_counts(), self.split("train")
+        labels, train = self._single(split).label_counts(), self._single("train")
         counts = count_tokens(train.tokens[: train.offsets[-1]])
         some = np.arange(len(TOKENS)) >= FIRST
         some[EOS] = labels[EOS] > 0
