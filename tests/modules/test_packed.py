@@ -18,7 +18,17 @@ IDS = torch.tensor([[0] * 5 + [1] * 6 + [4] * 1 + [7] * 12, [2] * 11 + [3] * 2 +
 B, L = IDS.shape
 
 # Gradients where a kind of core, a family of maps or a switch is of its own; outputs of everything.
-LEARNING = ["softmax", "gaussian", "favor+", "favor+ unit", "trigonometric", "elu", "gmm-rks", "skyformer learned"]
+LEARNING = [
+    "softmax",
+    "gaussian",
+    "favor+",
+    "favor+ unit",
+    "trigonometric",
+    "elu",
+    "gmm-rks",
+    "skyformer learned",
+    "favor+ near",
+]
 
 
 def mixed() -> MixedCore:
@@ -114,7 +124,7 @@ def test_weights_are_zero_between_segments_and_a_bad_token_stays_in_its_own():
                 close(got[0, :, IDS[0] != 1], want[0, :, IDS[0] != 1])
 
 
-STREAMS = ["softmax", "gaussian", "favor+", "trigonometric", "rfa-gate", "loglinear", "mixed"]
+STREAMS = ["softmax", "gaussian", "favor+", "trigonometric", "rfa-gate", "loglinear", "mixed", "favor+ near", "local"]
 
 
 def stream(core, qkv, cuts, ids=IDS, *, key_mask=None, bias=None) -> tuple[torch.Tensor, object]:

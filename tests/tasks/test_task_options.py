@@ -31,7 +31,7 @@ def test_there_are_nine_shared_options_and_a_task_declares_one_only_for_another_
                     assert own[option].default != SHARED[option], (name, declared, option)
 
 
-@pytest.mark.parametrize("name", ["listops", "sparsity"])
+@pytest.mark.parametrize("name", ["listops", "recall", "sparsity"])
 def test_samples_that_are_made_have_a_number(name):
     with pytest.raises(ValueError, match="train_samples must be an integer of at least 1, got None"):
         make_task(name, train_samples=None)

@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 
 from kernelformer.errors import choice, flag, fraction, integer, number, positive_int, unknown
 from kernelformer.limits import check_layers
-from kernelformer.modules.spec import for_cross_attention, has_positions, parse_attention, without_positions
+from kernelformer.modules.spec import for_cross_attention, parse_attention
 
 POSITIONS = ("auto", "sinusoidal", "learned", "image", "none")
 POOLING = ("mean", "cls")
@@ -38,8 +38,8 @@ class KernelformerConfig(PreTrainedConfig):
         hidden_act: its activation, a name of transformers.
         attention: of every block, or a list with one for each.
         decoder_attention: self-attention of an encoder-decoder's decoder; None means as ``attention``.
-        cross_attention: from its decoder to its encoder; None means as ``decoder_attention``, without relative and
-            rotary positions, window and sinks (``softmax`` for ``local``, which is nothing else).
+        cross_attention: from its decoder to its encoder; None means as ``decoder_attention``, without relative
+            and rotary positions, window and sinks (``softmax`` for ``local``, which is nothing else).
         positions: ``sinusoidal``, ``learned``, ``image`` (learned rows, columns and channels), ``none``, or ``auto``:
             none where all self-attention has relative or rotary positions, else the model's own (learned for images,
             row and column for pixels, sinusoidal for text).
@@ -171,9 +171,9 @@ class KernelformerConfig(PreTrainedConfig):
             return [for_cross_attention(x) for x in self.decoder_specs]
         specs = _per_layer("cross_attention", self.cross_attention, self.decoder_layers)
         for spec in specs:
-            if has_positions(spec) or for_cross_attention(spec) != without_positions(spec):
+            if spec != for_cross_attention(spec):
                 raise ValueError(
-                    f"cross_attention has no relative positions, nor rotary ones, window or sinks, got {spec!r}; give "
+                    f"cross_attention has no relative positions, rotary ones, window or sinks, got {spec!r}; give "
                     f"{for_cross_attention(spec)!r}."
                 )
         return specs

@@ -164,16 +164,16 @@ class KernelAttention(nn.Module):
             )
 
     def _check_takes_context(self) -> None:
+        if self.rotary is not None:
+            raise ValueError(
+                "rotary positions are those of tokens that attend to themselves, got a context for a layer with "
+                "rotary=True; build the layer of a cross-attention with rotary=False."
+            )
         if self.core.has_near:
             raise ValueError(
                 f"a window and sinks are near tokens of one sequence, got a context for a layer of "
                 f"{self.core.method!r} with {near_settings(self.core)}; build the layer of a cross-attention without "
                 f"them, and not by 'local'."
-            )
-        if self.rotary is not None:
-            raise ValueError(
-                "rotary positions are those of tokens that attend to themselves, got a context for a layer with "
-                "rotary=True; build the layer of a cross-attention with rotary=False."
             )
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from kernelformer.errors import fraction, integer, positive_int, shape
 from kernelformer.modules.call import Call
 from kernelformer.modules.checks import other_maker
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.near_far import NearFarAttention, Stream
+from kernelformer.modules.near_far import NearFarAttention
+from kernelformer.modules.near_stream import Stream
 
 
 class LocalCore(AttentionCore):

@@ -20,8 +20,7 @@ from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.recurrent import MadeBy, far_logits, far_step
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 from kernelformer.modules.call import Bias, Call
-
-NO_SINK = -1  # position of a sink that a sample does not have yet
+from kernelformer.modules.near_stream import NO_SINK, Buffers, Stream, first_tokens, without_sinks
 
 
 @dataclass(frozen=True)
@@ -42,57 +41,6 @@ class Far:
     def is_positive(self) -> bool:
         """Whether its features are positive."""
         return isinstance(lookup(self.spec), PositiveSpec)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What a stream keeps.
-
-    Args:
-        sums: of the far keys, (B, G, ...) each; nothing where there is no far part.
-        tokens: the last keys (B, G, n, D), values (B, G, n, E) and their mask (B, n), at most a window of them.
-        sinks: their positions are counted from the start of the stream; None where there are none.
-        length: tokens so far.
-    """
-
-    sums: Sequence[Tensor]
-    tokens: Tokens
-    sinks: Sinks | None
-    length: int
-
-    @staticmethod
-    def of(state: State, has_sinks: bool) -> Stream:
-        """What a state holds."""
-        tensors = list(state.tensors)
-        sinks = None
-        if has_sinks:
-            *tensors, key, value, position = tensors
-            sinks = Sinks(key, value, position, position)  # visible where the position is not negative
-        *sums, key, value, mask = tensors
-        return Stream(sums, (key, value, mask), sinks, state.length)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of a state."""
-        return (*self.sums, *self.tokens, *(() if self.sinks is None else self.sinks[:3]))
-
-    def has_sinks(self, buffers: object | None) -> bool:
-        """Whether every sample has all of its sinks; streams in buffers have."""
-        return self.sinks is None or isinstance(buffers, Buffers) or bool((self.sinks.position >= 0).all())
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """The buffers that the last tokens of a stream lie in, and what is known of the tokens without looking.
-
-    Args:
-        keys: the buffers.
-        visible: no token was ever hidden since the buffers were made, nor one that they began with.
-        last_sink: the largest position of a sink.
-    """
-
-    keys: NearKeys
-    visible: bool
-    last_sink: int
 
 
 class NearFarAttention:
@@ -130,7 +78,7 @@ class NearFarAttention:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         if not call.in_stream:
-            out, _ = self._run(call, far, self._sinks(call, None, 0), None, 0)
+            out, _ = self._run(call, far, first_tokens(self.sinks, call, None), None, 0)
             return out, None
         dtype = compute_dtype(call.query.dtype)
         key, value, mask = call.key.to(dtype), call.value.to(dtype), call.key_mask
@@ -147,7 +95,7 @@ class NearFarAttention:
                 torch.cat(pair, axis) for *pair, axis in zip(before.tokens, (key, value, new), (2, 2, 1), strict=True)
             )
         call = replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
-        sinks = self._sinks(call, None if before is None else before.sinks, offset, past)
+        sinks = first_tokens(self.sinks, call, None if before is None else before.sinks, offset, past)
         out, after = self._run(call, far, sinks, [x.to(dtype) for x in sums], offset)
         first = max(0, key.shape[2] - self.window)
         kept = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
@@ -171,7 +119,7 @@ class NearFarAttention:
                 key=call.key,
                 value=call.value,
                 key_mask=call.key_mask,
-                far_mask=call.key_mask if sinks is None else _without(sinks, call.key, call.key_mask),
+                far_mask=call.key_mask if sinks is None else without_sinks(sinks, call.key, call.key_mask),
                 sinks=sinks or (),
                 bias=() if call.bias is None else self._bias(call.bias),
                 seed=torch.randint(1 << 62, ()) if self.dropout else None,
@@ -187,43 +135,6 @@ class NearFarAttention:
                 dropout=self.dropout,
                 own_sinks=sinks is not None and not call.in_stream and call.key.shape[2] > 0,
             )
-        )
-
-    def _sinks(self, call: Call, before: Sinks | None, offset: int, past: int = 0) -> Sinks | None:
-        """The first visible tokens of each sample: those that a stream has, then new ones, by position in the call."""
-        if not self.sinks:
-            return None
-        key, value, mask = call.key, call.value, call.key_mask
-        if not call.in_stream:
-            key, value = key.detach(), value.detach()  # see `NearFarCall.own_sinks`
-        batch, length = key.shape[0], key.shape[2]
-        if before is not None:
-            before = before._replace(position=before.position - (past - offset))
-            if not torch.compiler.is_compiling() and bool(before.visible.all()):
-                return before
-        number = torch.arange(1, self.sinks + 1, device=key.device).expand(batch, -1)
-        made = number.new_zeros(batch, 1) if before is None else before.visible.sum(1, keepdim=True)
-        new = key.new_ones(batch, length - offset, dtype=torch.bool) if mask is None else mask[:, offset:]
-        position = torch.searchsorted(new.cumsum(1).contiguous(), (number - made).contiguous()) + offset
-        visible = (position < length) & (number > made)
-        index = position.clamp(0, max(0, length - 1))[:, None, :, None].expand(-1, key.shape[1], -1, -1)
-        picked = []
-        for x in (key, value):
-            if length == 0:
-                picked.append(x.new_zeros(batch, x.shape[1], self.sinks, x.shape[3]))
-                continue
-            rows = x.gather(2, index.expand(-1, -1, -1, x.shape[3]))
-            picked.append(rows.masked_fill(~visible[:, None, :, None], 0))
-        sinks = Sinks(picked[0], picked[1], position, visible)
-        if before is None:
-            return sinks
-        old = before.visible
-        rows_old = old[:, None, :, None]
-        return Sinks(
-            torch.where(rows_old, before.key.to(key.dtype), sinks.key),
-            torch.where(rows_old, before.value.to(value.dtype), sinks.value),
-            torch.where(old, before.position, position),
-            old | visible,
         )
 
     def check_bias(self, bias: Bias) -> None:
@@ -422,12 +333,3 @@ class NearFarAttention:
     def made_by(self, call: Call) -> MadeBy:
         """What a stream that starts with this call depends on besides the settings."""
         return (("bias", call.bias is not None), ("slope", call.bias is not None and call.bias.slope is not None))
-
-
-def _without(sinks: Sinks, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Which keys (B, S) are visible and no sinks."""
-    batch, length = key.shape[0], key.shape[2]
-    whole = key.new_ones(batch, length, dtype=torch.bool) if mask is None else mask
-    inside = sinks.visible & (sinks.position >= 0) & (sinks.position < length)
-    index = torch.where(inside, sinks.position, length)  # one more column takes what is elsewhere
-    return torch.nn.functional.pad(whole, (0, 1)).scatter(1, index, False)[:, :length]

@@ -117,7 +117,7 @@ def report(plan: Plan) -> Comparison:
     first = plan.runs[0]
     task = make_task(first.task, **first.task_options)
     records = [replace(read_run(plan.folder_of(run)), label=run.label) for run in plan.runs]
-    comparison = Comparison(plan.title, task.metric, task.higher_is_better, task.about, records)
+    comparison = Comparison(plan.title, task.metric, task.higher_is_better, task.about, records, task.extra_metrics())
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_report(comparison, plan.folder / REPORT, samples=_samples(plan))
     about = {**plan.about, "task": task.name, "about": task.about, "baselines": task.baselines("validation")}
@@ -140,13 +140,14 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
     ]
     first = comparison.runs[0]
     head = {"title": comparison.title, "metric": comparison.metric, "higher_is_better": comparison.higher_is_better}
+    extra = {"extra_metrics": list(comparison.extra_metrics)} if comparison.extra_metrics else {}
     origin = {
         "curve": comparison.curve,
         "date": first.started,
         "command": first.command,
         "environment": first.environment,
     }
-    return {**head, **origin, "runs": runs}
+    return {**head, **extra, **origin, "runs": runs}
 
 
 def _samples(plan: Plan) -> dict[str, str]:

@@ -29,7 +29,9 @@ BYTES = partial(
     save_every=100,
 )
 FEW = ("softmax", "favor+:num_features=64", "elu")
-ROTARY = tuple(f"{x}:rotary=True" for x in FEW)
+WINDOW = ":window=64:sinks=4"
+NEAR = (f"favor+:num_features=64{WINDOW}", f"local{WINDOW}")  # near tokens exactly, with and without far ones
+ROTARY = tuple(f"{x}:rotary=True" for x in (*FEW, *NEAR))
 
 RECIPES: dict[str, Recipe] = {
     "bytes": Recipe(
@@ -58,6 +60,29 @@ RECIPES: dict[str, Recipe] = {
             )
         },
         {CPU: (*FEW, "skyformer")},
+    ),
+    "recall": Recipe(
+        "associative recall: the value of a key that was seen before, from near to four times a window of 64 away",
+        "the task of Zoology (2312.04927) in a size for a CPU: few keys and values, rows of 256 tokens",
+        {
+            CPU: partial(
+                Run,
+                task="recall",
+                attention="softmax",
+                task_options={"validation_samples": 256},
+                model={"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "positions": "learned"},
+                steps=2000,
+                batch_size=8,
+                learning_rate=3e-3,
+                warmup_steps=50,
+                schedule="cosine",
+                redraw=100,
+                eval_every=200,
+                save_every=500,
+                keep=1,
+            )
+        },
+        {CPU: (*FEW, *NEAR, f"loglinear:num_features=64{WINDOW}", "skyformer:num_landmarks=64:landmarks=learned")},
     ),
     "demo": Recipe(
         "byte-level language model of the Python standard library, in less than a minute for each attention",

@@ -145,6 +145,14 @@ def _curves(folder: Path) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
     return tuple(curves["loss"]), tuple(curves["eval_loss"])
 
 
+Spread = tuple[float | None, float | None]  # mean and deviation over seeds, None as in a `Summary`
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Mean and standard deviation of numbers, where there are enough for them."""
+    return fmean(values) if values else None, stdev(values) if len(values) > 1 else None
+
+
 @dataclass(frozen=True)
 class Summary:
     """One label over its seeds; None where no run has finished."""
@@ -160,6 +168,11 @@ class Summary:
     seconds: float | None  # median
     decode: tuple[tuple[int, float, int], ...]  # medians over seeds by context, ascending
 
+    def extra(self, metric: str) -> Spread:
+        """Another score of the runs that have it."""
+        scores = [run.result.scores.get(metric, math.nan) for run in self.runs if run.result is not None]
+        return spread_of([x for x in scores if math.isfinite(x)])
+
     @property
     def note(self) -> str:
         """A remark on runs that diverged or did not finish; empty where there are none."""
@@ -173,13 +186,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs that are measured by one metric."""
+    """Runs that are measured by one metric, and maybe by others of which each has a column too."""
 
     title: str
     metric: str
     higher_is_better: bool
     about: str
     runs: Sequence[RunRecord]
+    extra_metrics: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -237,13 +251,14 @@ def _summary(label: str, runs: tuple[RunRecord, ...]) -> Summary:
     values = tuple(end.value for end in ends if math.isfinite(end.value))
     rows = [row for end in ends for row in end.decode or ()]
     contexts = sorted({row[0] for row in rows})
+    mean, deviation = spread_of(values)
     at = {c: [row for row in rows if row[0] == c] for c in contexts}
     return Summary(
         label=label,
         runs=runs,
         values=values,
-        mean=fmean(values) if values else None,
-        deviation=stdev(values) if len(values) > 1 else None,
+        mean=mean,
+        deviation=deviation,
         tokens_per_second=median(end.tokens_per_second for end in ends) if ends else None,
         peak_bytes=max((end.peak_bytes for end in ends), default=None),
         parameters=max((end.parameters for end in ends), default=None),
@@ -266,22 +281,30 @@ def smoothed(points: Sequence[Point], key: str, share: float) -> Curve:
 
 def score(rows: Sequence[Summary], row: Summary) -> str:
     """Mean ± deviation, with the digits that all rows need: four of the largest mean, one of the smallest deviation."""
-    means = [abs(r.mean) for r in rows if r.mean]
+    return spread_text([(r.mean, r.deviation) for r in rows], (row.mean, row.deviation))
+
+
+def spread_text(column: Sequence[Spread], spread: Spread) -> str:
+    """One of a column as mean ± deviation, with the digits of `score`."""
+    means = [abs(mean) for mean, _ in column if mean]
     digits = [3 - math.floor(math.log10(max(means)))] if means else [3]
-    digits += [-math.floor(math.log10(r.deviation)) for r in rows if r.deviation]
+    digits += [-math.floor(math.log10(deviation)) for _, deviation in column if deviation]
     form = "{:.4g}" if means and max(means) >= 1e7 else f"{{:.{min(6, max(0, *digits))}f}}"
-    return " ± ".join(form.format(x) for x in (row.mean, row.deviation) if x is not None) or NONE
+    return " ± ".join(form.format(x) for x in spread if x is not None) or NONE
 
 
 def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """The summary as text: the head and a row per label; decoding only if somebody did."""
     rows, mark = comparison.summary(), MARK if comparison.unequal else ""
     better = "higher" if comparison.higher_is_better else "lower"
-    head = ["label", f"{comparison.metric.replace('_', ' ')} ({better} is better)", "tokens/s", "peak memory"]
-    head += ["parameters", "training", "decoding a token"]
+    extra = {name: [row.extra(name) for row in rows] for name in comparison.extra_metrics}
+    head = ["label", f"{comparison.metric.replace('_', ' ')} ({better} is better)"]
+    head += [name.replace("_", " ") for name in extra]
+    head += ["tokens/s", "peak memory", "parameters", "training", "decoding a token"]
     lines = []
-    for row in rows:
+    for index, row in enumerate(rows):
         line = [row.label, f"{score(rows, row)} (n={len(row.values)})" if row.values else NONE]
+        line += [spread_text(column, column[index]) for column in extra.values()]
         for value, show in (
             (row.tokens_per_second, lambda x: f"{x:,.0f}{mark}"),
             (row.peak_bytes, lambda x: human_bytes(x) + mark),
@@ -315,8 +338,10 @@ def table(comparison: Comparison) -> Table:
     notes += "".join(f"\n{name}: {whole}" for whole, name in short.items() if name != whole)
     out = Table(title=Text(visible(comparison.title)), caption=Text(CAPTION + notes), box=None, padding=(0, 2, 0, 0))
     out.title_justify = out.caption_justify = "left"
+    first = 2 + len(comparison.extra_metrics)
     for index, name in enumerate(head):
-        out.add_column(Text(name), justify="right" if index else "left", overflow="fold", no_wrap=1 < index < 6)
+        whole = first <= index < first + 4
+        out.add_column(Text(name), justify="right" if index else "left", overflow="fold", no_wrap=whole)
     for label, *rest in lines:
         out.add_row(*map(Text, (short[label], *rest)))
     return out

@@ -145,7 +145,9 @@ def _parse(path: Path, record: Mapping[str, Any]) -> Recorded:
         path=path,
         name=named["name"] if named else path.stem,
         date=_day(named["date"] if named else None) or _made(record),
-        comparison=Comparison(_text(record, "title"), metric, flag("higher_is_better", higher), about, runs),
+        comparison=Comparison(
+            _text(record, "title"), metric, flag("higher_is_better", higher), about, runs, _extra_metrics(record)
+        ),
         task=task,
         source=_text(record, "source"),
         note=_text(record, "note"),
@@ -158,6 +160,13 @@ def _parse(path: Path, record: Mapping[str, Any]) -> Recorded:
 
 def _text(record: Mapping[str, Any], key: str) -> str:
     return "" if record.get(key) is None else str(part(record, key, str))
+
+
+def _extra_metrics(record: Mapping[str, Any]) -> list[str]:
+    names: list[str] = part({"extra_metrics": [], **record}, "extra_metrics", list)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"extra_metrics must be names, got {names!r:.60}.")
+    return names
 
 
 def _scores(name: str, scores: Any, metric: str) -> dict[str, float]:

@@ -275,7 +275,7 @@ def _settings(record: Recorded) -> str:
 
 def _results(record: Recorded, places: Mapping[str, int], anchor: str) -> str:
     comparison = record.comparison
-    others = {row.label: _others(row, comparison.metric) for row in comparison.summary()}
+    others = {row.label: _others(row, comparison) for row in comparison.summary()}
     more = []
     for name, scores in record.baselines.items():
         value = f"{scores[comparison.metric]:.4g}" if comparison.metric in scores else NONE
@@ -286,12 +286,12 @@ def _results(record: Recorded, places: Mapping[str, int], anchor: str) -> str:
     return results_table(comparison, places, prefix=f"{anchor}-row", show=_method, below=others, more=more)
 
 
-def _others(row: Summary, metric: str) -> str:
-    """Means of all other scores."""
+def _others(row: Summary, comparison: Comparison) -> str:
+    """Means of all scores without a column."""
     values: dict[str, list[float]] = {}
     for run in row.runs:
         for name, x in run.result.scores.items() if run.result else ():
-            if name != metric and math.isfinite(x):
+            if name not in (comparison.metric, *comparison.extra_metrics) and math.isfinite(x):
                 values.setdefault(name, []).append(x)
     return _listed({name: fmean(some) for name, some in values.items()})
 

@@ -85,6 +85,10 @@ class Task(ABC):
     def score(self, outcome: Outcome) -> dict[str, float]:
         """The metric by its name, and other scores; without the metric where `judge` gives it."""
 
+    def extra_metrics(self) -> list[str]:
+        """Names of those other scores that a comparison shows beside the metric, a column each."""
+        return []
+
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
         """Scores, by name, of what needs no model, such as guessing by frequency."""
         return {}

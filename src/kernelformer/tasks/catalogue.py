@@ -17,6 +17,7 @@ from kernelformer.tasks.masked import Masked
 from kernelformer.tasks.pathfinder import Pathfinder
 from kernelformer.tasks.pixels import Pixels
 from kernelformer.tasks.proteins import MaskedProteins, Proteins
+from kernelformer.tasks.recall import Recall
 from kernelformer.tasks.retrieval import Retrieval
 from kernelformer.tasks.sentences import Sentences
 from kernelformer.tasks.sparsity import Sparsity
@@ -36,6 +37,7 @@ TASKS: dict[str, type[Task]] = {
         Pathfinder,
         Pixels,
         Proteins,
+        Recall,
         Retrieval,
         Sentences,
         Sparsity,

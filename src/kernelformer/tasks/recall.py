@@ -1,0 +1,118 @@
+"""Multi-query associative recall: which value stood beside a key, near or far (Zoology, 2312.04927)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from kernelformer.data.batching import Sample
+from kernelformer.data.recall import RecallRows, RecallRules
+from kernelformer.data.splits import SPLITS
+from kernelformer.errors import choice
+from kernelformer.tasks.base import Classification, Outcome
+from kernelformer.tasks.options import MadeSamples
+
+
+@dataclass(kw_only=True, eq=False)
+class Recall(MadeSamples, Classification):
+    """Tell the value of a key that was seen before; scored by the share of right answers, by distance too.
+
+    A row has L / 2 slots of two tokens each. It is made so:
+
+    1. num_pairs different keys are drawn, and for each a value; one value may stand beside several keys. The pairs
+       (key, value) are the first slots, in random order.
+    2. Every other slot is a query with probability query_share, and the first of them always: the key of one of the
+       pairs that are at most max(distances) tokens before it, all equally likely, and a filler.
+    3. All slots that are left get two fillers; fillers are drawn one by one.
+
+    After the key of a query its value is to be predicted, and nothing else counts in loss and accuracy. The answer is
+    not shown, so that a value stands in its pair alone, but where two keys have the same: what is far can be told by
+    memory alone. A window of w tokens holds the answers to distances up to w, and two layers of windows reach no
+    farther than 2 w - 1.
+
+    Departures from Zoology: a key may be asked for several times, distances are not by a power law, and fillers are
+    tokens of their own.
+
+    Args:
+        length: L, even.
+        num_pairs: of a row.
+        query_share: probability of a query in a slot without a pair.
+        distances: numbers of tokens from a key to the same key in a query, the ends of the ranges that are scored:
+            [64, 128] asks over 2 to 128 tokens, and scores those up to 64 and those above.
+        num_keys: different keys.
+        num_values: different values; guessing is right in one of so many answers.
+        num_fillers: different fillers.
+
+    Other options: see `tasks.options`. Rows are numbered, those of the test first, then validation and training, so
+    that splits are disjoint; row i is a function of (seed, i) and the options above.
+
+    Cost: nothing is kept; three million tokens a second on one core, made as they are needed.
+    """
+
+    train_samples: int = 1_000_000
+    validation_samples: int = 500
+    test_samples: int = 2000
+    length: int = RecallRules.length
+    num_pairs: int = RecallRules.num_pairs
+    query_share: float = RecallRules.query_share
+    distances: Sequence[int] = RecallRules.distances
+    num_keys: int = RecallRules.num_keys
+    num_values: int = RecallRules.num_values
+    num_fillers: int = RecallRules.num_fillers
+
+    name = "recall"
+    about = "value of a key that was seen before, at several distances (multi-query associative recall)"
+    model = "causal-lm"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rules = RecallRules(**{x.name: getattr(self, x.name) for x in fields(RecallRules)})
+
+    def settings(self) -> dict[str, Any]:
+        """Keys, values and fillers are tokens, and none is padding."""
+        return {
+            "vocab_size": self.rules.vocab_size,
+            "max_position_embeddings": self.length,
+            "pad_token_id": None,
+        }
+
+    def split(self, name: str) -> RecallRows:
+        """Rows of a split, made when they are asked for."""
+        before = itertools.takewhile(lambda split: split != choice("split", name, SPLITS), self.counts)
+        first = sum(self.counts[split] for split in before)
+        return RecallRows(self.rules, range(first, first + self.counts[name]), self.seed)
+
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """input_ids and labels, both (B, L); labels are -100 but for the answers."""
+        return {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
+
+    def extra_metrics(self) -> list[str]:
+        """The accuracy in each range of distances, the shortest first."""
+        return [f"accuracy_to_{distance}" for distance in sorted(self.distances)]
+
+    def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
+        """The accuracy in each range of distances; a range without a query has none."""
+        ends = torch.tensor([0, *sorted(self.distances)])
+        counts = torch.zeros(2, len(ends), dtype=torch.int64)  # queries, right answers
+        for first in range(0, len(data), batch_size):  # type: ignore[arg-type]
+            last = min(first + batch_size, len(data))  # type: ignore[arg-type]
+            samples = [data[i] for i in range(first, last)]
+            batch = self.collate(samples)
+            logits = model(batch["input_ids"].to(model.device)).logits[:, :-1]
+            right = logits.argmax(-1).cpu() == batch["labels"][:, 1:]
+            distances = torch.stack([sample["distances"] for sample in samples])[:, 1:]
+            for row, answers in enumerate((distances, distances[right])):
+                counts[row] += torch.bucketize(answers.flatten(), ends).bincount(minlength=len(ends))
+        shares = zip(self.extra_metrics(), *counts[:, 1:].tolist(), strict=True)
+        return {name: right / asked for name, asked, right in shares if asked}
+
+    def baselines(self, split: str) -> dict[str, dict[str, float]]:
+        """Scores of guessing among all values."""
+        return {"guessing": self.score(Outcome(math.log(self.num_values), 1 / self.num_values))}
