@@ -179,7 +179,7 @@ def test_every_method_attends_in_torchs_layer_as_it_does_alone(method):
         want = by_hand(layer, x, **call)
         torch.testing.assert_close(layer(x, **outer), want, rtol=0, atol=1e-10)
         same = torch.allclose(exact(x, **outer), want, rtol=0, atol=1e-6)
-        assert same == (method == "softmax")
+        assert same == (method in ("softmax", "local"))  # a window is longer than this text
         hidden = padding()
         padded = layer(x, src_key_padding_mask=hidden, **outer)
         if gated:

@@ -98,7 +98,7 @@ class Kernelformer(Contender):
         """Return the core itself; a trained bias within a window is promised to be one, since values cannot show it."""
         self.core = core = self._core(case)
         more: dict[str, Any] = {"algorithm": self.algorithm} if self.algorithm else {}
-        promised = core.has_near or (case.backward and self.algorithm in (None, "windowed"))
+        promised = any(_near_tokens(core)) or (case.backward and self.algorithm in (None, "windowed"))
         if case.bias == "window" and promised:
             more["max_distance"] = case.window
 
