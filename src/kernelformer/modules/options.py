@@ -126,7 +126,7 @@ def _check_near(method: str, options: Mapping[str, Any], known: Sequence[str]) -
     if options.get("attention_dropout") and not forms_weights:
         raise no_weights(method, f"attention_dropout={options['attention_dropout']!r}")
     for name in ("beta", "near_scale"):
-        if name in options and name in known and not has_near(options):
+        if name in known and options.get(name) not in (None, "learned") and not has_near(options):
             raise ValueError(
                 f"{name}={options[name]!r} is of near tokens that are attended to exactly, and {method!r} got neither "
                 f"window= nor sinks=; give one of them, or leave {name} out."

@@ -62,14 +62,16 @@ RECIPES: dict[str, Recipe] = {
         {CPU: (*FEW, "skyformer")},
     ),
     "recall": Recipe(
-        "associative recall: the value of a key that was seen before, from near to four times a window of 64 away",
-        "the task of Zoology (2312.04927) in a size for a CPU: few keys and values, rows of 256 tokens",
+        "associative recall: the value of a key that was seen before, from near to four times a window of 8 away",
+        "the task of Zoology (2312.04927) in a size for a CPU: few keys and values, rows of 32 tokens",
         {
             CPU: partial(
                 Run,
                 task="recall",
-                attention="softmax",
+                attention="softmax:rotary=True",
                 task_options={
+                    "length": 32,
+                    "distances": [8, 16, 30],
                     "num_pairs": 4,
                     "query_share": 1.0,
                     "num_keys": 8,
@@ -82,7 +84,6 @@ RECIPES: dict[str, Recipe] = {
                     "num_hidden_layers": 2,
                     "num_attention_heads": 2,
                     "intermediate_size": 128,
-                    "positions": "learned",
                 },
                 steps=400,
                 batch_size=64,  # of 8 or 16 rows 1000 steps teach only to guess among a row's values
@@ -95,7 +96,19 @@ RECIPES: dict[str, Recipe] = {
                 keep=1,
             )
         },
-        {CPU: (*FEW, *NEAR, f"loglinear:num_features=64{WINDOW}", "skyformer:num_landmarks=64:landmarks=learned")},
+        # No sinks: the pairs come first, and would be among them.
+        {
+            CPU: tuple(
+                f"{x}:rotary=True"
+                for x in (
+                    *FEW,
+                    "favor+:num_features=64:window=8",
+                    "local:window=8:sinks=0",
+                    "loglinear:num_features=64:window=8",
+                    "skyformer:num_landmarks=64:landmarks=learned",
+                )
+            )
+        },
     ),
     "demo": Recipe(
         "byte-level language model of the Python standard library, in less than a minute for each attention",
