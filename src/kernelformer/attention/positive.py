@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.engine import CausalGrads, Chunks, Engine, Merged, Part
+from kernelformer.attention.rescued import EMPTY as EMPTY
+from kernelformer.attention.rescued import Rescue, RescueGrads, rescue_backward, rescued_rows, sees_some
 from kernelformer.contract import PositiveChunks, Workspace
 
-EMPTY = -1e30  # log mass of no keys: vanishes against any real one, and differences of it stay finite
 LOST = 1e-30  # a causal row that sees less of its mixture than this is computed again in log space
 
 Tensors = Sequence[Tensor]  # log_mass (N, M, 1), mean (N, M, E)
@@ -235,12 +236,10 @@ class PositiveEngine(Engine):
                 row_scale[row, index], log[row, index], seen[row, index] = -1, r.log, 1
         return Part(out, log, seen), row_scale, t.state
 
-    def _rescues(
-        self, t: _Group, state: Tensors, inputs: Chunks, lost: Tensor
-    ) -> Iterator[tuple[int, Tensor, _Rescue]]:
+    def _rescues(self, t: _Group, state: Tensors, inputs: Chunks, lost: Tensor) -> Iterator[tuple[int, Tensor, Rescue]]:
         """Those of the lost rows that see a key, some queries of one head at a time."""
         xq, xk, _, hidden, _ = inputs
-        for row, index in _rescued(lost & _visible(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
+        for row, index in rescued_rows(lost & sees_some(t.before, hidden, xk.shape[1], xq.shape[1]), xk.shape[1]):
             yield row, index, self._rescue(t, state, row, index, xq, xk, hidden)
 
     def causal_backward(
@@ -284,14 +283,14 @@ class PositiveEngine(Engine):
 
         rescues = []
         if bool((row_scale < 0).any()):
-            for row, index in _rescued(row_scale < 0, xk.shape[1]):
+            for row, index in rescued_rows(row_scale < 0, xk.shape[1]):
                 r = self._rescue(t, state, row, index, xq, xk, hidden)
                 if merged is not None:
                     part = (r.log - merged.total[row, index]).exp_()
                     r.shares.mul_(part.view(-1, 1, 1))
                     r.shares_before.mul_(part.unsqueeze(1))
                 rescues.append(
-                    (row, index, r, _rescue_backward(r, g[row, index], out[row, index], v[row], self.normalize))
+                    (row, index, r, rescue_backward(r, g[row, index], out[row, index], v[row], self.normalize))
                 )
         later, later_mass, before = _later(t, grads, kv_local, mass_local, state[1].shape[0], rescues, take)
 
@@ -309,7 +308,7 @@ class PositiveEngine(Engine):
 
     def _rescue(
         self, t: _Group, state: Tensors, row: int, index: Tensor, xq: Tensor, xk: Tensor, hidden: Tensor | None
-    ) -> _Rescue:
+    ) -> Rescue:
         """Weigh every pair (feature, visible key) of the queries ``index`` of row ``row`` in log space.
 
         The queries are those of one head.
@@ -334,7 +333,7 @@ class PositiveEngine(Engine):
             total = total / 2
             root = total.exp()
         shares = pairs.sub_(total.view(-1, 1, 1)).exp_()
-        return _Rescue(one, q, k, shares, past.sub_(total.unsqueeze(1)).exp_(), before, root.unsqueeze(1), log)
+        return Rescue(one, q, k, shares, past.sub_(total.unsqueeze(1)).exp_(), before, root.unsqueeze(1), log)
 
 
 def _later(
@@ -343,7 +342,7 @@ def _later(
     kv_local: Tensor,
     mass_local: Tensor,
     rows: int,
-    rescues: list[tuple[int, Tensor, _Rescue, _RescueGrads]],
+    rescues: list[tuple[int, Tensor, Rescue, RescueGrads]],
     take: Callable[..., Tensor],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What queries after a chunk ask of its keys, (N c, M, E) and (N c, M, 1), and what the group asks of the state.
@@ -365,66 +364,3 @@ def _later(
                 d_kv[row // together] += d.kv_before
                 d_mass[row // together] += d.mass_before
     return later, later_mass, [d_kv, d_mass]
-
-
-def _visible(before: Tensor, hidden: Tensor | None, size: int, queries: int) -> Tensor:
-    """Which query rows (N c, R C) see any key at all."""
-    earlier = before.amax(1) > EMPTY / 2
-    if hidden is None:
-        return torch.ones_like(earlier)
-    here = (~hidden).cumsum(1) > 0
-    return (here | earlier).repeat(1, queries // size)
-
-
-def _rescued(lost: Tensor, size: int) -> list[tuple[int, Tensor]]:
-    """The rows n with lost queries, a few queries of one head at a time, so that (queries, M, C) stays small.
-
-    Args:
-        lost: (N c, R C) bool.
-        size: C.
-    """
-    return [
-        (row, head * size + part)
-        for row in lost.any(1).nonzero().squeeze(1).tolist()
-        for head, queries in enumerate(lost[row].split(size))
-        if bool(queries.any())
-        for part in queries.nonzero().squeeze(1).split(32)
-    ]
-
-
-@dataclass
-class _Rescue:
-    """Some queries of one chunk, feature by feature and key by key: what they were too small for is exact here."""
-
-    chunks: PositiveChunks
-    xq: Tensor  # (1, r, D)
-    xk: Tensor  # (1, C, D)
-    shares: Tensor  # (r, M, C) of the keys of the chunk; unnormalized, their weights divided by the root
-    shares_before: Tensor  # (r, M) of what came before it
-    mean: Tensor  # (M, E) before it
-    root: Tensor  # (r, 1) of the row's size, unnormalized; else 1
-    log: Tensor  # (r) of the row's size
-
-    def sums(self, v: Tensor) -> Tensor:
-        """The rows' outputs (r, E), for values (C, E)."""
-        return (self.shares_before @ self.mean + self.shares.sum(1) @ v) * self.root
-
-
-@dataclass
-class _RescueGrads:
-    """Gradients of a rescue."""
-
-    query: Tensor  # (r, M), of the log features
-    key: Tensor  # (M, C), of the log features
-    value: Tensor  # (C, E)
-    kv_before: Tensor  # (M, E)
-    mass_before: Tensor  # (M, 1)
-
-
-def _rescue_backward(r: _Rescue, g: Tensor, out: Tensor, v: Tensor, normalize: bool) -> _RescueGrads:
-    delta = -(g * out).sum(1, keepdim=True) if normalize else g.new_zeros(g.shape[0], 1)
-    g = g * r.root
-    pairs = r.shares * (g @ v.T + delta).unsqueeze(1)
-    past = r.shares_before * (g @ r.mean.T + delta)
-    value = r.shares.sum(1).T @ g
-    return _RescueGrads(pairs.sum(2) + past, pairs.sum(0), value, r.shares_before.T @ g, r.shares_before.T @ delta)

@@ -14,7 +14,6 @@ those of the last three.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from kernelformer.attention.engine import CausalGrads, Chunks, Engine, Merged, Part
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD as GUARD
+from kernelformer.attention.signed_rows import Group, Rows, later_grads, make_rows, running_sums, times
 from kernelformer.contract import Role, SignedChunks, Workspace
 
 Tensors = Sequence[Tensor]
@@ -34,36 +34,6 @@ def _norm(phi: Tensor) -> Tensor:
 
 def _unit(phi: Tensor, norm: Tensor) -> Tensor:
     return phi / norm.clamp_min(torch.finfo(phi.dtype).tiny)
-
-
-@dataclass
-class _Rows:
-    """How the sums of some queries become outputs."""
-
-    scale: Tensor  # (N, C, 1): 1 / denominator, 0 where there is none, or the size of an unnormalized row
-    guarded: Tensor | None  # (N, C, 1) bool: the guard is the denominator
-
-    def split(self, g: Tensor, out: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of the numerator (N, C, E), the denominator (N, C, 1) and the guard's product of norms (N, C,
-        1)."""
-        g_num = g * self.scale
-        if not normalize:
-            return g_num, None, None
-        g_den = torch.linalg.vecdot(g_num, out).neg_().unsqueeze(2)
-        if self.guarded is None:
-            return g_num, g_den, None
-        return g_num, g_den.masked_fill(self.guarded, 0), g_den.masked_fill(~self.guarded, 0) * GUARD
-
-
-def _rows(den: Tensor | None, bound: Tensor | None, factor: Tensor | None, like: Tensor) -> _Rows:
-    if den is None:
-        size = like.new_ones(*like.shape[:2], 1) if factor is None else factor.exp()
-        return _Rows(size, None)
-    guarded = None
-    if bound is not None:
-        guarded = den < bound
-        den = torch.maximum(den, bound)
-    return _Rows(torch.where(den > 0, den.reciprocal(), 0.0), guarded)
 
 
 class SignedEngine(Engine):
@@ -147,14 +117,14 @@ class SignedEngine(Engine):
         if self.guard:
             norm_sum.add_(self._norms(phi, hidden, size).sum(1, keepdim=True))
 
-    def _read(self, state: Tensors, x: Tensor) -> tuple[Tensor, _Rows]:
+    def _read(self, state: Tensors, x: Tensor) -> tuple[Tensor, Rows]:
         scale, kv, k_sum, norm_sum = state
         phi, factor = self._map(x, "query", kv.shape[1])
         den = self._dot(phi, k_sum) if self.normalize else None
         bound = self._norms(phi) * (GUARD * norm_sum) if self.guard else None
         if factor is not None:
             factor = factor + scale
-        return phi, _rows(den, bound, factor, x)
+        return phi, make_rows(den, bound, factor, x)
 
     def read(self, state: Tensors, x: Tensor) -> Tensor:
         """Numerator times 1 / denominator."""
@@ -201,10 +171,10 @@ class SignedEngine(Engine):
         if self.guard:
             norms = self._norms(phi, hidden)
             self._add_norm_slope(slope, d_norm, phi, norms)
-            norm_grad = _times(d_norm * norms, size)
+            norm_grad = times(d_norm * norms, size)
         dv = torch.bmm(phi, d_kv, out=self.work.take("dv", *v.shape))
         slope = slope if size is None else slope.mul_(size)
-        return self._pull_keys(x, phi, slope, factor, norm_grad, hidden), _times(dv, size)
+        return self._pull_keys(x, phi, slope, factor, norm_grad, hidden), times(dv, size)
 
     def _pull_keys(
         self,
@@ -226,7 +196,7 @@ class SignedEngine(Engine):
             log_grad = log_grad + norm_grad
         return self.chunks.pull(x, "key", phi, slope, log_grad, self.work.take("dxk", *x.shape))
 
-    def _group(self, state: Tensors, inputs: Chunks) -> _Group:
+    def _group(self, state: Tensors, inputs: Chunks) -> Group:
         """Map a group of chunks, run the recurrence of the state over them, and take the chunks' own scores."""
         xq, xk, v, hidden, mask = inputs
         rows, features, width = state[1].shape
@@ -251,21 +221,21 @@ class SignedEngine(Engine):
             scaled.sum(1).unsqueeze(2),
             (norm_k if keys is None else norm_k * keys).sum(1, keepdim=True).expand(many, 1, 1),
         ]
-        old, end = _running(state[1:], sums, decay, rows, self.work)
+        old, end = running_sums(state[1:], sums, decay, rows, self.work)
         phi_q, factor_q = self._map(xq, "query", features)
         norm_q = self._norms(phi_q) if self.guard else None
         products = torch.bmm(phi_q, phi_k.transpose(1, 2), out=self.work.take("products", many, xq.shape[1], size))
         scores = torch.mul(products, visible, out=self.work.take("scores", *products.shape))
         den = bound = norms = None
         if self.normalize:
-            den = _times(self._dot(phi_q, old[1]), share).add_(scores.sum(2, keepdim=True))
+            den = times(self._dot(phi_q, old[1]), share).add_(scores.sum(2, keepdim=True))
         if norm_q is not None:
-            norms = _times(old[2], share) + torch.matmul(visible, norm_k)
+            norms = times(old[2], share) + torch.matmul(visible, norm_k)
             bound = GUARD * norm_q * norms
         if factor_q is not None and factor is not None:
             factor_q = factor_q + own.repeat(1, xq.shape[1] // size, 1)
-        row = _rows(den, bound, factor_q, xq)
-        return _Group(
+        row = make_rows(den, bound, factor_q, xq)
+        return Group(
             phi_q, phi_k, norm_q, norm_k, norms, factor, visible, share, keys, decay, old, scores, row,
             factor_q, den, [scale, *end],
         )  # fmt: skip
@@ -275,7 +245,7 @@ class SignedEngine(Engine):
         xq, v = inputs.xq, inputs.v
         t = self._group(state, inputs)
         past = torch.bmm(t.phi_q, t.old[0], out=self.work.take("out", *xq.shape[:2], v.shape[2]))
-        out = _times(past, t.share).baddbmm_(t.scores, v)
+        out = times(past, t.share).baddbmm_(t.scores, v)
         return out.mul_(t.rows.scale), out.new_zeros(out.shape[:2]), t.state
 
     def causal_part(self, state: Tensors, inputs: Chunks) -> tuple[Part, Tensor, list[Tensor]]:
@@ -283,7 +253,7 @@ class SignedEngine(Engine):
         xq, v = inputs.xq, inputs.v
         t = self._group(state, inputs)
         past = torch.bmm(t.phi_q, t.old[0], out=self.work.take("out", *xq.shape[:2], v.shape[2]))
-        num = _times(past, t.share).baddbmm_(t.scores, v)
+        num = times(past, t.share).baddbmm_(t.scores, v)
         den, guard = t.sums()
         return Part(num, t.log(), den, guard), num.new_zeros(num.shape[:2]), t.state
 
@@ -303,19 +273,19 @@ class SignedEngine(Engine):
         rows = t.rows
         if merged is not None:
             guarded = None if merged.guarded is None or not self.guard else merged.guarded.unsqueeze(2)
-            rows = _Rows((t.log() - merged.total).exp_().unsqueeze(2), guarded)
+            rows = Rows((t.log() - merged.total).exp_().unsqueeze(2), guarded)
         g_num, g_den, g_guard = rows.split(g, out, self.normalize)
         slopes = torch.bmm(g_num, v.transpose(1, 2), out=self.work.take("products", *t.scores.shape))
         if g_den is not None:
             slopes.add_(g_den)
         slopes.mul_(t.visible)
 
-        past = _times(t.phi_q, t.share)
-        slope = _times(torch.bmm(g_num, t.old[0].transpose(1, 2), out=self.work.take("slope", *t.phi_q.shape)), t.share)
+        past = times(t.phi_q, t.share)
+        slope = times(torch.bmm(g_num, t.old[0].transpose(1, 2), out=self.work.take("slope", *t.phi_q.shape)), t.share)
         local_kv = torch.bmm(past.transpose(1, 2), g_num, out=self.work.take("local", *t.old[0].shape))
         local = [local_kv, torch.zeros_like(t.old[1]), torch.zeros_like(t.old[2])]
         if g_den is not None:
-            slope.addcmul_(_times(g_den, t.share), t.old[1].transpose(1, 2))
+            slope.addcmul_(times(g_den, t.share), t.old[1].transpose(1, 2))
             local[1] = self._sum(past, g_den)
         slope.baddbmm_(slopes, t.phi_k)
         unit_k = norm_grad = None
@@ -324,7 +294,7 @@ class SignedEngine(Engine):
             assert t.norms is not None
             self._add_norm_slope(slope, g_guard * t.norms, t.phi_q, t.norm_q)
             asked = g_guard * t.norm_q  # of the sum of norms that a row sees
-            local[2] = _times(asked, t.share).sum(1, keepdim=True)
+            local[2] = times(asked, t.share).sum(1, keepdim=True)
             unit_k = _unit(t.phi_k, t.norm_k) if self.length is None else None
             norm_slope = torch.matmul(t.visible.transpose(1, 2), asked)
         log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
@@ -334,90 +304,17 @@ class SignedEngine(Engine):
                 log_grad = log_grad + asked * t.norms
         dxq = self.chunks.pull(xq, "query", t.phi_q, slope, log_grad, self.work.take("dxq", *xq.shape))
 
-        later, before = _later(grads, local, t.decay, state[1].shape[0], self.work)
+        later, before = later_grads(grads, local, t.decay, state[1].shape[0], self.work)
         dv = torch.bmm(t.phi_k, later[0], out=self.work.take("dv", *v.shape))
-        dv = _times(dv, t.keys).baddbmm_(t.scores.transpose(1, 2), g_num)
+        dv = times(dv, t.keys).baddbmm_(t.scores.transpose(1, 2), g_num)
         slope = torch.bmm(v, later[0].transpose(1, 2), out=self.work.take("slope", *t.phi_k.shape))
         slope.add_(later[1].transpose(1, 2))
         if unit_k is not None:
             slope.addcmul_(later[2], unit_k)
-        slope = _times(slope, t.keys).baddbmm_(slopes.transpose(1, 2), t.phi_q)
+        slope = times(slope, t.keys).baddbmm_(slopes.transpose(1, 2), t.phi_q)
         if g_guard is not None:
-            norm_grad = (_times(later[2], t.keys) + norm_slope) * t.norm_k
+            norm_grad = (times(later[2], t.keys) + norm_slope) * t.norm_k
         if unit_k is not None:
             slope.addcmul_(norm_slope, unit_k)
         dxk = self._pull_keys(xk, t.phi_k, slope, t.factor, norm_grad, inputs.hidden)
         return CausalGrads(dxq, dxk, dv, before, None if log_grad is None else log_grad.squeeze(2))
-
-
-@dataclass
-class _Group:
-    """Some consecutive chunks of a causal sequence, mapped: rows are (row of the block, chunk)."""
-
-    phi_q: Tensor  # (N c, R C, M)
-    phi_k: Tensor  # (N c, C, M), without the factor
-    norm_q: Tensor | None  # (N c, R C, 1)
-    norm_k: Tensor  # (N c, C, 1)
-    norms: Tensor | None  # (N c, R C, 1): sum of the norms that a row sees
-    factor: Tensor | None  # (N c, C, 1): log factors of the keys
-    visible: Tensor  # (N c or 1, R C, C): the mask times the keys' factors relative to the row's scale
-    share: Tensor | None  # (N c, R C, 1): factor of the past at the row's scale, None = 1
-    keys: Tensor | None  # (N c, C, 1): factor of a key at the scale after the chunk, None = 1
-    decay: Tensor | None  # (N c, 1, 1): factor of the past at the scale after the chunk, None = 1
-    old: list[Tensor]  # (N c, ...): kv, k_sum, norm_sum before the chunk
-    scores: Tensor  # (N c, R C, C)
-    rows: _Rows
-    factor_q: Tensor | None  # (N c, R C, 1): log factor of the query, and of the scale of what it sees
-    den: Tensor | None  # (N c, R C, 1)
-    state: list[Tensor]  # (N, ...) after the group
-
-    def sums(self) -> tuple[Tensor, Tensor | None]:
-        """The denominator of a part and the product of norms for its guard, (N c, R C) each."""
-        assert self.den is not None
-        guard = None
-        if self.norm_q is not None and self.norms is not None:
-            guard = (self.norm_q * self.norms).squeeze(2)
-        return self.den.squeeze(2), guard
-
-    def log(self) -> Tensor:
-        """The scale of a part's sums, (N c, R C); EMPTY where there is nothing to sum."""
-        den, guard = self.sums()
-        log = torch.zeros_like(den) if self.factor_q is None else self.factor_q.squeeze(2)
-        empty = den == 0 if guard is None else (den == 0) & (guard == 0)
-        return log.masked_fill(empty, EMPTY)
-
-
-def _times(x: Tensor, factor: Tensor | None) -> Tensor:
-    return x if factor is None else x * factor
-
-
-def _running(
-    start: Tensors, adds: Sequence[Tensor], decay: Tensor | None, rows: int, work: Workspace
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Sums before each chunk, (N c, ...), and after the last, (N, ...)."""
-    old, end = [], []
-    for index, (now, add) in enumerate(zip(start, adds, strict=True)):
-        steps = add.unflatten(0, (rows, -1))
-        before = work.take(f"before{index}", *steps.shape)
-        for c in range(steps.shape[1]):
-            before[:, c] = now
-            now = steps[:, c] + (now if decay is None else now * decay.view(rows, -1, 1, 1)[:, c])
-        old.append(before.flatten(0, 1))
-        end.append(now)
-    return old, end
-
-
-def _later(
-    grads: list[Tensor], local: Sequence[Tensor], decay: Tensor | None, rows: int, work: Workspace
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The same backwards: gradients of the sums after each chunk, (N c, ...), and before the first, (N, ...)."""
-    later, before = [], []
-    for index, (now, own) in enumerate(zip(grads, local, strict=True)):
-        steps = own.unflatten(0, (rows, -1))
-        after = work.take(f"after{index}", *steps.shape)
-        for c in reversed(range(steps.shape[1])):
-            after[:, c] = now
-            now = steps[:, c] + (now if decay is None else now * decay.view(rows, -1, 1, 1)[:, c])
-        later.append(after.flatten(0, 1))
-        before.append(now)
-    return later, before

@@ -180,3 +180,53 @@ def other_maker(theirs: dict[str, object], ours: dict[str, object]) -> str | Non
     if not other:
         return None
     return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in other)
+
+
+def check_near(
+    method: str,
+    near: dict[str, int | None],
+    *,
+    normalize: bool,
+    aligns: bool,
+    near_scale: float | None,
+    dropout: float,
+) -> None:
+    """Check that near tokens, by their settings, fit a feature map, or that nothing is set for them if there are none.
+
+    Args:
+        method: for messages.
+        near: ``window`` and ``sinks``; empty where no token is attended to exactly.
+        normalize: whether the core divides by the sum of the weights.
+        aligns: whether the map moves the keys.
+        near_scale: of the near scores, or None.
+        dropout: of the near weights.
+    """
+    if not near:
+        if dropout:
+            raise ValueError(
+                f"attention_dropout={dropout:g} drops attention weights, which method {method!r} never forms; leave it "
+                f"at 0, use an exact method ('softmax', 'gaussian', 'local'), or a window. Dropout of the output is "
+                f"KernelAttention's dropout=."
+            )
+        if near_scale is not None:
+            raise ValueError(f"near_scale={near_scale:g} is of the exact part, got no window and no sinks.")
+        return
+    asked = ", ".join(f"{name}={x}" for name, x in near.items())
+    if not normalize:
+        raise ValueError(
+            f"{method!r} without normalization cannot share one with near keys, got {asked}; use a normalized method "
+            f"such as 'favor+', or for skyformer kernel='softmax'."
+        )
+    if aligns:
+        raise ValueError(
+            f"align=True moves the keys of {method!r} by what cancels under its own normalization only, got {asked}; "
+            f"leave one of them out."
+        )
+
+
+def cannot_stream(method: str, what: str) -> ValueError:
+    """The error for a stream of a method whose state would grow, where ``what`` asks for one."""
+    return ValueError(
+        f"{method!r} cannot stream, but {what} was asked for: its state would grow with the context. Use a method with "
+        f"a feature map, such as 'favor+', or keep keys and values and call the core with all of them."
+    )

@@ -17,6 +17,7 @@ from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.bias import check_bias, check_step_bias
 from kernelformer.modules.call import Call
 from kernelformer.modules.checks import (
+    cannot_stream,
     check_floats,
     check_gate,
     check_inputs,
@@ -318,7 +319,7 @@ class AttentionCore(nn.Module):
 
     def _stream_refusal(self, what: str) -> ValueError | None:
         """Why it cannot stream, where ``what`` asks for it; None where it can."""
-        return self._cannot_stream(what)
+        return cannot_stream(self.method, what)
 
     def _misfit(self, call: Call, state: State) -> str | None:
         """Why a call cannot go on from its state; None where it can."""
@@ -395,9 +396,3 @@ class AttentionCore(nn.Module):
                 f"{self.method!r} takes no relative position bias, got bias of shape {shape(bias)}; use 'softmax', or "
                 f"a normalized method with a feature map such as 'nprf', or put positions into the inputs."
             )
-
-    def _cannot_stream(self, what: str) -> ValueError:
-        return ValueError(
-            f"{self.method!r} cannot stream, but {what} was asked for: its state would grow with the context. Use a "
-            f"method with a feature map, such as 'favor+', or keep keys and values and call the core with all of them."
-        )

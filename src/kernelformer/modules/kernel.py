@@ -18,7 +18,7 @@ from kernelformer.errors import choice, flag, fraction, integer, positive_int, s
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.biased import FADES, NEAR, BiasedAttention
 from kernelformer.modules.call import Call
-from kernelformer.modules.checks import check_scale, other_maker
+from kernelformer.modules.checks import check_near, check_scale, other_maker
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.near_far import Far, NearFarAttention
 
@@ -73,7 +73,15 @@ class KernelCore(AttentionCore):
         self.near_scale = None if near_scale is None else check_scale(near_scale)
         self.attention_dropout = fraction("attention_dropout", attention_dropout)
         choice("beta", beta, ("learned", "zero"))
-        self._check_near()
+        near = {"window": self.window, "sinks": self.sinks} if self.has_near else {}
+        check_near(
+            method,
+            near,
+            normalize=self.normalize,
+            aligns=feature_map.aligns,
+            near_scale=self.near_scale,
+            dropout=self.attention_dropout,
+        )
         self.beta: nn.Parameter | None = None
         if self.has_near and beta == "learned":
             self.beta = nn.Parameter(torch.zeros(self.num_heads))
@@ -82,30 +90,6 @@ class KernelCore(AttentionCore):
     def has_near(self) -> bool:  # type: ignore[override]
         """Whether some keys are attended to exactly."""
         return self.window is not None or self.sinks > 0
-
-    def _check_near(self) -> None:
-        """Raise a ValueError where the settings of the exact part do not fit the map, or there is none to set."""
-        if not self.has_near:
-            if self.attention_dropout:
-                raise ValueError(
-                    f"attention_dropout={self.attention_dropout:g} drops attention weights, which method "
-                    f"{self.method!r} never forms; leave it at 0, use an exact method ('softmax', 'gaussian', "
-                    f"'local'), or a window. Dropout of the output is KernelAttention's dropout=."
-                )
-            if self.near_scale is not None:
-                raise ValueError(f"near_scale={self.near_scale:g} is of the exact part, got no window and no sinks.")
-            return
-        asked = f"window={self.window}, sinks={self.sinks}"
-        if not self.normalize:
-            raise ValueError(
-                f"{self.method!r} without normalization cannot share one with near keys, got {asked}; use a normalized "
-                f"method such as 'favor+', or for skyformer kernel='softmax'."
-            )
-        if self.feature_map.aligns:
-            raise ValueError(
-                f"align=True moves the keys of {self.method!r} by what cancels under its own normalization only, got "
-                f"{asked}; leave one of them out."
-            )
 
     @property
     def near(self) -> NearFarAttention | None:
