@@ -16,7 +16,7 @@ from kernelformer.modules.options import applicable_options
 from kernelformer.modules.spec import for_cross_attention, parse_attention
 
 L = 23
-BIASED = ["favor+ near", "trigonometric near", "skyformer softmax near", "hyperbolic sinks", "local"]
+BIASED = ["favor+ near", "nprf near", "trigonometric near", "skyformer softmax near", "hyperbolic sinks", "local"]
 
 
 def matrix(table, L, S):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.contract import no_tangents
+from kernelformer.contract import compute_dtype, no_tangents
 from kernelformer.errors import shape
 
 _LAYOUT = "(batch, heads, length, head_dim)"
@@ -180,6 +180,16 @@ def other_maker(theirs: dict[str, object], ours: dict[str, object]) -> str | Non
     if not other:
         return None
     return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in other)
+
+
+def other_tensor(kept: Tensor, needed: tuple[int, ...], query: Tensor) -> str | None:
+    """How a tensor of a state differs from what inputs of this dtype and device need, or None."""
+    if kept.shape != needed:
+        return f"the state has shape {shape(kept)}, these inputs need {needed}"
+    dtype, device = compute_dtype(query.dtype), query.device
+    if kept.dtype != dtype or kept.device != device:
+        return f"the state is {kept.dtype} on {kept.device}, these inputs need {dtype} on {device}"
+    return None
 
 
 def check_near(

@@ -18,7 +18,7 @@ from kernelformer.errors import choice, flag, fraction, integer, positive_int, s
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.biased import FADES, NEAR, BiasedAttention
 from kernelformer.modules.call import Call
-from kernelformer.modules.checks import check_near, check_scale, other_maker
+from kernelformer.modules.checks import check_near, check_scale, other_maker, other_tensor
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.near_far import Far, NearFarAttention
 
@@ -313,7 +313,7 @@ class KernelCore(AttentionCore):
         return (query.shape, key.shape, value.shape, *kinds, self._made_by(scale))
 
     def _normalizes_itself(self, call: Call) -> bool:
-        return call.bias is not None and not call.in_stream and self.biased.normalize_qk
+        return call.bias is not None and not self.has_near and not call.in_stream and self.biased.normalize_qk
 
     def _accept(self, call: Call) -> Call:
         call = super()._accept(call)
@@ -394,9 +394,4 @@ class KernelCore(AttentionCore):
             main = state.tensors[1]
             heads = self.num_heads if self._by_query_head(call) else self._key_heads(call.key)
             needed = (call.key.shape[0], heads, self.feature_dim, call.value.shape[-1])
-        if main.shape != needed:
-            return f"the state has shape {shape(main)}, these inputs need {needed}"
-        dtype, device = compute_dtype(call.query.dtype), call.query.device
-        if main.dtype != dtype or main.device != device:
-            return f"the state is {main.dtype} on {main.device}, these inputs need {dtype} on {device}"
-        return None
+        return other_tensor(main, needed, call.query)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.state import MadeBy
-from kernelformer.contract import compute_dtype, no_autocast
-from kernelformer.errors import fraction, integer, positive_int, shape
+from kernelformer.contract import no_autocast
+from kernelformer.errors import fraction, integer, positive_int
 from kernelformer.modules.call import Call
-from kernelformer.modules.checks import other_maker
+from kernelformer.modules.checks import other_maker, other_tensor
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.near_far import NearFarAttention
 from kernelformer.modules.near_stream import Stream
@@ -84,12 +84,7 @@ class LocalCore(AttentionCore):
             return problem
         kept = Stream.of(state, self.sinks > 0).tokens[1]
         needed = (call.key.shape[0], call.key.shape[1], kept.shape[2], call.value.shape[-1])
-        if kept.shape != needed:
-            return f"the state has shape {shape(kept)}, these inputs need {needed}"
-        dtype, device = compute_dtype(call.query.dtype), call.query.device
-        if kept.dtype != dtype or kept.device != device:
-            return f"the state is {kept.dtype} on {kept.device}, these inputs need {dtype} on {device}"
-        return None
+        return other_tensor(kept, needed, call.query)
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
