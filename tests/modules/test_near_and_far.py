@@ -50,13 +50,13 @@ def test_a_bias_that_ends_within_the_window_equals_the_definition(variant, is_ca
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("variant", ["favor+ near", "trigonometric near", "local"])
+@pytest.mark.parametrize("variant", ["favor+ near", "trigonometric near", "hyperbolic sinks", "local"])
 def test_a_slope_equals_the_definition(variant, is_causal, small_blocks):
     core, qkv = build(variant), inputs(L, G=2, grad=True)
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0], dtype=torch.float64)
     table = -slope.unsqueeze(1) * torch.arange(1 - L, L).abs()
     leaves, how = [*qkv, *core.parameters()], {"is_causal": is_causal, "key_mask": padding(2, L)}
-    out = core(*qkv, bias=table, max_distance=2, slope=slope, **how)
+    out = core(*qkv, bias=table, max_distance=2 if core.window else 0, slope=slope, **how)
     want = attend(variant, core, *qkv, bias=matrix(table, L, L), **how)
     close(out, want)
     both = (torch.autograd.grad(x.square().sum(), leaves, retain_graph=True) for x in (out, want))
@@ -249,11 +249,14 @@ def test_positions_that_the_far_part_cannot_have_are_refused(relative):
 
 def test_a_bias_that_the_far_part_cannot_have_is_refused():
     core, qkv = build("favor+ near"), inputs(9)
-    table = torch.randn(4, 17, dtype=torch.float64)
+    table, slope = torch.randn(4, 17, dtype=torch.float64), torch.full((4,), 0.5, dtype=torch.float64)
+    bent = -0.5 * torch.arange(-8, 9).abs().double().expand(4, -1).clone()
+    bent[:, [2, 14]] += 1  # at distance 6, between the window and where the line begins
     for bias, how, said in (
         (table, {}, "nothing is known of it; give max_distance=5 or less"),
         (clipped(7, 9, 9)[0], {"max_distance": 7}, "got max_distance=7 and window=5; make the window at least 7"),
         (torch.zeros(4, 5, 5, dtype=torch.float64), {}, "a bias on a grid"),
+        (bent, {"max_distance": 7, "slope": slope}, "falls by it per token beyond max_distance=5, and it does not"),
     ):
         with pytest.raises(ValueError, match=said):
             core(*qkv, bias=bias, **how)

@@ -45,7 +45,7 @@ class NearBias(NamedTuple):
 
     Args:
         band: (H, 2 w - 1) over distances j - i from -(w - 1) to w - 1.
-        tails: (2, H), at distance w on the left and on the right, for sinks beyond the window.
+        tails: (2, H), at distance w on the left and, at least 1, on the right, for sinks beyond the window.
         slope: (H), what the tails fall by per token, or None.
     """
 
@@ -197,7 +197,8 @@ class Near:
         tails = self.bias.tails.to(self.work.dtype).view(2, 1, self.s.H, 1, 1)
         bias = torch.where(distance.unsqueeze(1) <= 0, tails[0], tails[1])
         if self.bias.slope is not None:
-            beyond = (distance.abs() - self.window).unsqueeze(1)
+            start_of_tail = torch.where(distance <= 0, self.window, max(self.window, 1))
+            beyond = (distance.abs() - start_of_tail).unsqueeze(1)
             bias = bias - self.bias.slope.to(bias).view(1, -1, 1, 1) * beyond
         bias = bias.clamp_min(EMPTY).masked_fill(~visible.unsqueeze(1), EMPTY)  # (b, H, c C, s)
         return bias.view(-1, self.s.G, self.s.R, chunks, size, self.count).transpose(2, 3)

@@ -62,7 +62,7 @@ def check_bias(
     check_slope(slope, table, heads)
     check_values(table)
     if window is not None:
-        _check_tail(table, layout.L - 1 + layout.offset, window, slope, call.is_causal)
+        check_tail(table, layout.L - 1 + layout.offset, window, slope, call.is_causal)
     return Bias(table, layout, algorithm, window, slope)
 
 
@@ -106,7 +106,7 @@ def check_slope(slope: Tensor | None, table: Tensor, heads: int) -> None:
         raise ValueError(f"{wrong}; got {slope.tolist()}.")
 
 
-def _check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is_causal: bool) -> None:
+def check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is_causal: bool) -> None:
     """Check that the bias beyond the window is the straight line that the caller says it is."""
     table = table.detach()
     if slope is None:

@@ -20,6 +20,7 @@ from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.recurrent import far_logits, far_step
 from kernelformer.attention.state import MadeBy
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
+from kernelformer.modules.bias import check_tail
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.near_stream import NO_SINK, Buffers, Stream, first_tokens, without_sinks
 
@@ -122,7 +123,7 @@ class NearFarAttention:
                 key_mask=call.key_mask,
                 far_mask=call.key_mask if sinks is None else without_sinks(sinks, call.key, call.key_mask),
                 sinks=sinks or (),
-                bias=() if call.bias is None else self._bias(call.bias),
+                bias=() if call.bias is None else self._bias(call.bias, call.is_causal),
                 seed=torch.randint(1 << 62, ()) if self.dropout else None,
                 tensors=() if far is None else far.tensors,
                 beta=None if far is None else far.beta,
@@ -138,7 +139,7 @@ class NearFarAttention:
             )
         )
 
-    def check_bias(self, bias: Bias) -> None:
+    def check_bias(self, bias: Bias, is_causal: bool) -> None:
         """Check that a bias can go with the window."""
         if bias.layout.rows:
             raise ValueError(
@@ -151,17 +152,20 @@ class NearFarAttention:
                 f"(max_distance=...) or fall by a slope beyond the window, and nothing is known of it; give "
                 f"max_distance={self.window} or less."
             )
-        if bias.window > self.window and bias.slope is None:
+        if bias.window > self.window and bias.slope is not None:
+            check_tail(bias.table, bias.layout.L - 1 + bias.layout.offset, self.window, bias.slope, is_causal)
+        elif bias.window > self.window:
             raise ValueError(
                 f"the bias must be constant beyond the window, got max_distance={bias.window} and "
                 f"window={self.window}; make the window at least {bias.window}, or max_distance at most {self.window}."
             )
 
-    def _bias(self, bias: Bias) -> tuple[Tensor, ...]:
+    def _bias(self, bias: Bias, is_causal: bool = True) -> tuple[Tensor, ...]:
         """What `near.NearBias` holds: the bias within the window, at the window, and the slope."""
-        self.check_bias(bias)
+        self.check_bias(bias, is_causal)
         distances = torch.arange(min(0, 1 - self.window), self.window, device=bias.table.device)
-        ends = torch.tensor([-self.window, self.window], device=bias.table.device)
+        # A key's own distance belongs to the left: without a window, the right begins at 1.
+        ends = torch.tensor([-self.window, max(self.window, 1)], device=bias.table.device)
         tails = self._at(bias, ends).T
         near = self._at(bias, distances) if self.window else bias.table[:, :0]
         return (near, tails) if bias.slope is None else (near, tails, bias.slope)
