@@ -271,3 +271,18 @@ def test_a_state_of_another_window_is_refused(variant):
         build(variant).step(*one, state)
     with pytest.raises(ValueError, match="sinks"):
         build(variant, sinks=1).step(*one, build(variant)(*inputs(9), is_causal=True, return_state=True)[1])
+
+
+def test_a_stream_of_no_samples_steps_and_dropout_is_of_training_steps_too():
+    core = build("favor+ near", torch.float32)
+    q, k, v = inputs(9, B=0, dtype=torch.float32)
+    with torch.no_grad():
+        _, state = core(q, k, v, is_causal=True, return_state=True)
+        out, state = core.step(*(x[:, :, :1] for x in (q, k, v)), state)
+        assert out.shape == (0, 4, 1, 6)
+        assert state.length == 10
+        dropped = build("favor+ near", torch.float32, attention_dropout=0.5).train()
+        q, k, v = inputs(9, dtype=torch.float32)
+        _, state = dropped(q, k, v, is_causal=True, return_state=True)
+        one = [x[:, :, :1] for x in (q, k, v)]
+        assert not torch.equal(dropped.step(*one, state)[0], dropped.step(*one, state)[0])

@@ -114,7 +114,7 @@ class Kernelformer(Contender):
         return reference_attention(copy.deepcopy(self.core).double(), q, k, v, is_causal=case.causal, bias=bias)
 
     def runner(self, case: Case) -> Callable[[], Any]:
-        """Return the call; in decoding it is one step after another, which starts with full windows."""
+        """return the call; in decoding one step after another, after the whole context, or full windows of a bias."""
         case = self._own_case(case)
         if case.task != "decode":
             return super().runner(case)
@@ -131,9 +131,19 @@ class Kernelformer(Contender):
                 out, self.state = self.core.step(q[:, :, one], k[:, :, one], v[:, :, one], self.state, bias=bias)
             return out
 
-        for t in range(count):
+        if bias is None:
+            self._read(case)
+        for t in range(0 if bias is None else count):
             take(t)
         return lambda: take(count - 1)
+
+    def _read(self, case: Case) -> None:
+        """Take the context of a case into the state, some tokens at a time; the same ones over and over."""
+        tokens = case.inputs(min(case.length, FILLED))
+        with torch.no_grad():
+            for start in range(0, case.length, FILLED):
+                part = [x[:, :, : case.length - start] for x in tokens]
+                _, self.state = self.core(*part, is_causal=True, state=self.state, return_state=True)
 
 
 def _near_tokens(core: AttentionCore) -> tuple[int, int]:

@@ -200,7 +200,7 @@ class AttentionCore(nn.Module):
         scale = self._resolve_scale(scale)
         fits = self._fits(query, key, value, scale) if key_mask is None else ()
         if fits and bias is not None:
-            fits = (*fits, bias.shape, bias.dtype, bias.device) if isinstance(bias, Tensor) else ()
+            fits = (*fits, bias.shape, bias.dtype, bias.device, slope is None) if isinstance(bias, Tensor) else ()
         call = Call(
             query=query,
             key=key,

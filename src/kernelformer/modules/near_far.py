@@ -190,23 +190,28 @@ class NearFarAttention:
         In a few whole operations where nothing is differentiated, else as any other call.
         """
         state, buffers = call.state, None if call.state is None else call.state.near
-        is_plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        is_plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self.dropout)
         before = None if state is None else Stream.of(state, self.sinks > 0)
         if before is None or not is_plain or not self.window or not before.has_sinks(buffers):
             out, after = self.attend(call, far)
             assert after is not None
             return out, after, None
         dtype = compute_dtype(call.query.dtype)
-        query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
+        query, key, value = call.query, call.key, call.value
+        if query.dtype != dtype:
+            query, key, value = (x.to(dtype) for x in (query, key, value))
         mask = call.key_mask
         if mask is None:
-            mask = before.tokens[2].new_ones(key.shape[0], 1)
+            known = isinstance(buffers, Buffers) and buffers.visible and before.tokens[2].shape[1] > 0
+            mask = before.tokens[2][:, -1:] if known else before.tokens[2].new_ones(key.shape[0], 1)
         else:
             key, value = (x.masked_fill(~mask[:, None, :, None], 0) for x in (key, value))
         given = buffers.keys if isinstance(buffers, Buffers) else None
         joined, keys = join(before.tokens, (key, value, mask), given, window=self.window)
         facts = self._buffers(keys, before, buffers, call.key_mask is not None)
-        rows = query.view(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, G, R, D)
+        rows = query.reshape(
+            query.shape[0], key.shape[1], query.shape[1] // key.shape[1], query.shape[3]
+        )  # (B, G, R, D)
         first = max(0, joined[2].shape[1] - self.window)
         tokens = (joined[0][:, :, first:], joined[1][:, :, first:], joined[2][:, first:])
         simple = facts is not None and facts.visible and call.bias is None
@@ -221,7 +226,7 @@ class NearFarAttention:
                 leaving = (*gone, self._gone(joined[2], first, before))
                 out, sums = self._merged(call, far, rows, leaving, near, before.sums)
         after_stream = Stream(sums, tokens, before.sinks, before.length + 1)
-        return out.view(query.shape[0], query.shape[1], 1, -1), after_stream.tensors(), facts
+        return out.reshape(query.shape[0], query.shape[1], 1, value.shape[3]), after_stream.tensors(), facts
 
     def _buffers(self, keys: NearKeys | None, before: Stream, buffers: object | None, masked: bool) -> Buffers | None:
         """The buffers of the state after a step, with what is known of the tokens in them."""
@@ -232,7 +237,8 @@ class NearFarAttention:
             return buffers if keys is buffers.keys and visible == buffers.visible else replace(
                 buffers, keys=keys, visible=visible
             )  # fmt: skip
-        last = -self.window if before.sinks is None else int(before.sinks.position.max())
+        some = before.sinks is not None and before.sinks.position.numel() > 0
+        last = int(before.sinks.position.max()) if some and before.sinks is not None else -self.window
         return Buffers(keys, not masked and bool(before.tokens[2].all()), last)
 
     def _quick(

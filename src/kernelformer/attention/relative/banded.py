@@ -242,7 +242,10 @@ class Banded:
         phi = self.features_of(t, shift)
         kv, ks = self._block_sums(phi, t.v)
         old, new = before.at(shift), after.at(shift)
-        far, far_ks = (self._far(a, b, c, chunks) for a, b, c in zip((kv, ks), old, new, strict=True))
+        far, far_ks = (
+            self._far(name, a, b, c, chunks)
+            for name, a, b, c in zip(("far_kv", "far_ks"), (kv, ks), old, new, strict=True)
+        )
         x = self.load(self.call.query, place[0] * size, place[1] * size, "band_q" if self.keeps else "band_k")
         divided = self._directions(x)
         logits = self.map.queries(x, shift.transpose(1, 2), self.take("band_logs", *x.shape[:2], self.features))
@@ -250,9 +253,9 @@ class Banded:
         left.copy_(by_blocks(torch.softmax(logits, -1, out=logits), 1))
         return Segment(place[0] * size, x, divided, left, t, phi, shift, kv, ks, far, far_ks, old, new)
 
-    def _far(self, blocks: Tensor, before: Tensor, after: Tensor, chunks: int) -> Tensor:
+    def _far(self, name: str, blocks: Tensor, before: Tensor, after: Tensor, chunks: int) -> Tensor:
         """What chunks see beyond their bands, (c, N, M, X), from the sums of blocks and of what is around them."""
-        far = self.take(f"far{blocks.shape[3]}", chunks, *blocks.shape[1:])
+        far = self.take(name, chunks, *blocks.shape[1:])
         behind, ahead = self.tails
         assert behind is not None
         total = before.clone()

@@ -104,8 +104,9 @@ class BandedBackward:
         behind, ahead = self.banded.tails
         assert behind is not None
         results = []
-        for d_far, blocks, old, new in zip(d_fars, (s.kv, s.ks), s.before, s.after, strict=True):
-            chunks, grads = d_far.shape[0], self.take(f"band_d{d_far.shape[3]}", *blocks.shape).zero_()
+        names = ("band_dkv", "band_dks")
+        for name, d_far, blocks, old, new in zip(names, d_fars, (s.kv, s.ks), s.before, s.after, strict=True):
+            chunks, grads = d_far.shape[0], self.take(name, *blocks.shape).zero_()
             total = torch.zeros_like(old)
             for i in range(chunks - 1, 0, -1):
                 total += d_far[i]
