@@ -45,8 +45,8 @@ def normalized(label: str) -> str:
 
 
 def exact(label: str) -> bool:
-    """Whether the label is an exact method, without options."""
-    return label in METHODS and METHODS[label].family == "exact"
+    """Whether the label is a method that attends to all tokens exactly, without options."""
+    return label in METHODS and METHODS[label].family == "exact" and METHODS[label].quadratic
 
 
 def linear(label: str) -> bool:
