@@ -83,12 +83,12 @@ class FormulaMap(FeatureMap):
     @staticmethod
     def log_phi(x: Tensor, tensors: Sequence[Tensor], role: Role, **settings: object) -> Tensor:
         """``log phi(x)``, (*, C, D) -> (*, C, M), by differentiable operations."""
-        raise NotImplementedError
+        raise TypeError("a map by its formula says log_phi or phi, and this one says neither.")
 
     @staticmethod
     def phi(x: Tensor, tensors: Sequence[Tensor], role: Role, **settings: object) -> Tensor:
         """``phi(x)``, (*, C, D) -> (*, C, M), by differentiable operations."""
-        raise NotImplementedError
+        raise TypeError("a map by its formula says log_phi or phi, and this one says neither.")
 
     def first_values(self) -> dict[str, Tensor]:
         """The parameters by name, with the values that they start from: (heads, ...) each, heads = `self.heads`."""

@@ -34,7 +34,7 @@ class Family:
 
     def sizes(self, module: Any) -> tuple[int, int]:
         """Number of heads and head dimension of an attention; those of an interface are seen when it is called."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not say the sizes of a {type(module).__name__}.")
 
     def has_bias(self, module: nn.Module, name: str, cross: bool) -> bool:
         """Tell whether an attention adds a relative bias to its logits.
