@@ -113,6 +113,8 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
         "skyformer",
         {"num_landmarks": 8, "landmarks": "learned", "kernel": "softmax", "gamma": 0.1},
     ),
+    "wildcat": ("wildcat", {"num_landmarks": 7}),
+    "wildcat greedy": ("wildcat", {"num_landmarks": 7, "pivots": "greedy"}),
     "nystromformer": ("nystromformer", {"num_landmarks": 6}),
     "nystromformer all": ("nystromformer", {"num_landmarks": 50, "rounds": 8}),
     "linformer": ("linformer", {"max_length": 150, "rank": 7}),
@@ -140,6 +142,7 @@ VARIANTS |= {
         "loglinear",
         "skyformer softmax",
         "skyformer learned softmax",
+        "wildcat",
     )
 }
 VARIANTS |= {
@@ -153,7 +156,8 @@ VARIANTS |= {
 WHOLE = [
     name
     for name, (method, options) in VARIANTS.items()
-    if (method == "skyformer" and options.get("landmarks") != "learned") or method in ("nystromformer", "linformer")
+    if (method == "skyformer" and options.get("landmarks") != "learned")
+    or method in ("nystromformer", "linformer", "wildcat")
 ]
 NEARS = [name for name, (method, options) in VARIANTS.items() if "window" in options or "sinks" in options]
 FORGETS = [name for name, (method, _) in VARIANTS.items() if method == "rfa-gate"]  # causal only
@@ -201,7 +205,7 @@ def signed(variant: str) -> bool:
     if not isinstance(method, str):
         return method is SignedFormula
     return (
-        method in ("trigonometric", "skyformer", "nystromformer", "rfa", "rfa-gate")
+        method in ("trigonometric", "skyformer", "wildcat", "nystromformer", "rfa", "rfa-gate")
         or method.endswith("-rks")
         or options.get("activation") in ("gelu", "cos", "tanh", "identity")
     )

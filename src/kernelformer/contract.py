@@ -173,6 +173,11 @@ class SignedSpec(Spec):
         return False
 
     @property
+    def guarded(self) -> bool:
+        """Whether a denominator is kept from vanishing by the guard; without it, a row that has none is zero."""
+        return not self.nonnegative
+
+    @property
     def has_factor(self) -> bool:
         """Whether keys carry a log factor."""
         return False

@@ -34,4 +34,4 @@ def make_engine(
     assert isinstance(spec, SignedSpec)
     signed = spec.bind(tensors, scale, cancels, learn)
     length = spec.length(cancels)
-    return SignedEngine(signed, normalize, work, parts, spec.nonnegative, length), signed.tensor_grads
+    return SignedEngine(signed, normalize, work, parts, spec.guarded, length), signed.tensor_grads

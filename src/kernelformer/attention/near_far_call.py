@@ -123,7 +123,7 @@ class NearFarCall:
     def guarded(self) -> bool:
         """Whether a row may be divided by the guard of a signed map."""
         known = lookup(self.spec) if self.spec else None
-        return isinstance(known, SignedSpec) and not known.nonnegative
+        return isinstance(known, SignedSpec) and known.guarded
 
 
 class Run:

@@ -155,7 +155,7 @@ def _take_signed(
     column = phi_k.transpose(-1, -2)
     kv = torch.addcmul(kv, column, value)
     k_sum = k_sum + column
-    if guard and not spec.nonnegative:
+    if guard and spec.guarded:
         norm_sum = norm_sum + norm_k
     return log_scale, kv, k_sum, norm_sum
 
@@ -172,7 +172,7 @@ def _answer_signed(
         root = (0.5 * (factor + log_scale)).exp()
         return out * root * root
     den = phi_q @ k_sum
-    if not spec.nonnegative:
+    if spec.guarded:
         length = spec.length(normalize)
         norm_q = phi_q.norm(dim=-1, keepdim=True) if length is None else length
         den = torch.maximum(den, GUARD * norm_q * norm_sum)
@@ -228,7 +228,7 @@ def far_step(
     log_scale, kv, k_sum, norm_sum = after
     den, guard = (phi @ k_sum).squeeze(-1), None
     empty = den == 0
-    if not spec.nonnegative:
+    if spec.guarded:
         length = spec.length(False)
         norm = phi.norm(dim=-1) if length is None else phi.new_full(phi.shape[:-1], length)
         guard = norm * norm_sum.squeeze(-1)

@@ -45,12 +45,12 @@ class SignedEngine(Engine):
         normalize: bool,
         work: Workspace,
         parts: bool,
-        nonnegative: bool,
+        guarded: bool,
         length: float | None,
     ) -> None:
         super().__init__(normalize, work, parts)
         self.chunks, self.length = chunks, length
-        self.guard = normalize and not nonnegative
+        self.guard = normalize and guarded
 
     @staticmethod
     def state_shapes(features: int, width: int) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from kernelformer.feature_maps.nystrom import NystromMap
 from kernelformer.feature_maps.positive import PositiveMap
 from kernelformer.feature_maps.rfa import ScaledFourierMap
 from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap
+from kernelformer.feature_maps.wildcat import WildcatMap
 
 __all__ = [
     "FastFoodMap",
@@ -23,4 +24,5 @@ __all__ = [
     "PositiveMap",
     "ScaledFourierMap",
     "TrigonometricMap",
+    "WildcatMap",
 ]

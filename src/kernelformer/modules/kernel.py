@@ -49,6 +49,7 @@ class KernelCore(AttentionCore):
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
+    causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence
 
     def __init__(
         self,
@@ -301,7 +302,7 @@ class KernelCore(AttentionCore):
     def _not_causal(self, what: str) -> ValueError:
         return ValueError(
             f"{self.method!r} takes its landmarks from the whole sequence, later tokens included, but {what} was asked "
-            f"for; use landmarks='learned', which do not see it."
+            f"for; use {self.causal_way}, which do not see it."
         )
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from kernelformer.feature_maps import (
     PositiveMap,
     ScaledFourierMap,
     TrigonometricMap,
+    WildcatMap,
 )
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
 from kernelformer.modules.core import AttentionCore
@@ -36,8 +37,10 @@ from kernelformer.modules.papers import (
     RFA,
     SKYFORMER,
     TRANSFORMER,
+    WILDCAT,
     Paper,
 )
+from kernelformer.modules.wildcat import WildcatCore
 
 Family = Literal["exact", "positive", "signed", "landmarks", "other"]
 Fact = bool | Mapping[str, Any]  # true, false, or true with these options
@@ -294,6 +297,21 @@ METHODS: dict[str, Method] = {
         bias={"kernel": "softmax"},
         window={"kernel": "softmax"},
         per_head={"landmarks": "learned"},
+    ),
+    "wildcat": Method(
+        about="softmax attention to pivoted landmarks among the keys, without training",
+        make=WildcatMap,
+        core=WildcatCore,
+        unused=("normalize",),  # outputs are clipped to the range of the values
+        paper=WILDCAT,
+        equation="Sec. 3",
+        phi="e^(q Z) at s pivoted keys Z, which carry the weights of all; signed",
+        cost="L s²",
+        family="landmarks",
+        size="num_landmarks",
+        causal=False,
+        streaming=False,
+        per_head=False,
     ),
     "nystromformer": Method(
         about="softmax attention through segment means",

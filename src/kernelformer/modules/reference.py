@@ -26,6 +26,8 @@ from kernelformer.attention.reference import (
 from kernelformer.feature_maps.nystrom import NystromMap
 from kernelformer.feature_maps.nystrom_reference import aligned, nystrom_kernel, segment_means
 from kernelformer.feature_maps.reference import is_signed, log_phi, phi
+from kernelformer.feature_maps.wildcat import WildcatMap
+from kernelformer.feature_maps.wildcat_reference import wildcat_kernel
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
@@ -105,10 +107,15 @@ def reference_attention(
     if gate is not None:
         factor = _left_of(gate, query.shape[2], key_mask)
     feature_map, normalize = core.feature_map, core.normalize
+    qkv, masks = (query, key, value), (key_mask, query_mask)
     if near is not None and scores is not None:
-        return _near_far(core, (query, key, value), scores, (near, visible), (key_mask, query_mask), bias)
+        out = _near_far(core, qkv, scores, (near, visible), masks, bias)
+        return _clip(out, value, key_mask) if isinstance(feature_map, WildcatMap) else out
+    if isinstance(feature_map, WildcatMap):
+        weights, bound = _landmark_weights(feature_map, query, key, masks, visible, factor)
+        return _clip(weighted_attention(weights, value, visible, normalize, bound), value, key_mask)
     if isinstance(feature_map, NystromMap):
-        return _nystrom(feature_map, (query, key, value), visible, (key_mask, query_mask), factor, normalize)
+        return _nystrom(feature_map, qkv, visible, masks, factor, normalize)
     logs = log_phi(feature_map, query, "query"), log_phi(feature_map, key, "key")
     if logs[0] is not None and logs[1] is not None:
         return positive_attention(logs[0], logs[1], value, visible, normalize, bias)
@@ -131,9 +138,9 @@ def _near_far(
     extra = torch.zeros_like(scores) if bias is None else bias + torch.zeros_like(scores)
     if core.beta is not None:
         extra = extra + core.beta.to(scores.dtype)[:, None, None]
-    if isinstance(feature_map, NystromMap):
-        weights, bound = _nystrom_weights(feature_map, query, key, masks, far, extra.exp())
-        return near_far_attention(scores, value, near, far, weights, bound / GUARD)
+    if isinstance(feature_map, NystromMap | WildcatMap):
+        weights, bound = _landmark_weights(feature_map, query, key, masks, far, extra.exp())
+        return near_far_attention(scores, value, near, far, weights, None if bound is None else bound / GUARD)
     logs = log_phi(feature_map, query, "query"), log_phi(feature_map, key, "key")
     if logs[0] is not None and logs[1] is not None:
         weights = log_kernel(logs[0], logs[1]) + extra
@@ -161,19 +168,22 @@ def _nystrom(
     query, key, value = qkv
     if feature_map.options["align"]:
         query, key = aligned(query, key, *masks)
-    weights, bound = _nystrom_weights(feature_map, query, key, masks, visible, factor)
+    weights, bound = _landmark_weights(feature_map, query, key, masks, visible, factor)
     return weighted_attention(weights, value, visible, normalize, bound)
 
 
-def _nystrom_weights(
-    feature_map: NystromMap,
+def _landmark_weights(
+    feature_map: NystromMap | WildcatMap,
     query: Tensor,
     key: Tensor,
     masks: tuple[Tensor | None, Tensor | None],
     visible: Tensor,
     factor: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Weights (*, L, S), and the bound of the denominator from below, (*, L, 1)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Weights (*, L, S), and the bound of the denominator from below, (*, L, 1), or None."""
+    if isinstance(feature_map, WildcatMap):
+        weights = wildcat_kernel(feature_map, query, key, *masks)
+        return weights if factor is None else weights * factor, None
     weights = nystrom_kernel(feature_map, query, key, *masks)
     size_q, size_k = (torch.ones_like(x[..., :1]) for x in (query, key))
     if feature_map.options["kernel"] == "softmax":
@@ -181,6 +191,21 @@ def _nystrom_weights(
     weights = size_q * weights * size_k.transpose(-1, -2)
     bound = feature_map.gamma * guard_bound(size_q, size_k, visible, factor)
     return weights if factor is None else weights * factor, bound
+
+
+def _clip(out: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Outputs (B, H, L, E) within the range of the real values, which is constant for the gradient."""
+    clipped = []
+    for b, x in enumerate(value.detach()):
+        real = x if key_mask is None else x[:, key_mask[b]]
+        if real.shape[1] == 0:
+            clipped.append(torch.zeros_like(out[b]))
+            continue
+        low, high = real.amin(1, keepdim=True), real.amax(1, keepdim=True)
+        rounding = 8 * torch.finfo(out.dtype).eps * torch.maximum(low.abs(), high.abs())
+        low, high = low - rounding, high + rounding
+        clipped.append(torch.where(out[b] < low, low, torch.where(out[b] > high, high, out[b])))
+    return torch.stack(clipped)
 
 
 def _left_of(gate: Tensor, length: int, key_mask: Tensor | None) -> Tensor:

@@ -104,7 +104,7 @@ def _features(
         phi_k, sizes[1] = phi_k * size, sizes[1] * size.squeeze(-1)
     if hidden is not None:
         phi_k, sizes[1] = phi_k.masked_fill(hidden, 0), sizes[1].masked_fill(hidden.squeeze(-1), 0)
-    return (phi_q, phi_k, None, None) if known.nonnegative else (phi_q, phi_k, sizes[0], sizes[1])
+    return (phi_q, phi_k, sizes[0], sizes[1]) if known.guarded else (phi_q, phi_k, None, None)
 
 
 def _block(phi_q: Tensor, phi_k: Tensor, columns: Tensor, spectrum: Tensor, places: Places) -> Tensor:

@@ -185,10 +185,10 @@ class SignedTiles(Tiles):
     """By values, with one shift per tile for the keys' log factors, and the guard's sums of lengths."""
 
     def __init__(
-        self, chunks: SignedChunks, work: Workspace, normalize_qk: bool, nonnegative: bool, length: float | None
+        self, chunks: SignedChunks, work: Workspace, normalize_qk: bool, guarded: bool, length: float | None
     ) -> None:
         super().__init__(work, normalize_qk)
-        self.chunks, self.guard, self.length = chunks, not nonnegative, length
+        self.chunks, self.guard, self.length = chunks, guarded, length
 
     def empty_shift(self, rows: int, features: int, like: Tensor) -> Tensor:
         """One for all features."""
@@ -295,4 +295,4 @@ def make_tiles(
         return PositiveTiles(positive, work, normalize_qk), positive
     assert isinstance(spec, SignedSpec)
     signed = spec.bind(tensors, scale, True, learn)
-    return SignedTiles(signed, work, normalize_qk, spec.nonnegative, spec.length(True)), signed
+    return SignedTiles(signed, work, normalize_qk, spec.guarded, spec.length(True)), signed
