@@ -13,12 +13,17 @@ from torch import nn
 import kernelformer as kf
 from kernelformer.hf import conversion, convert, cores, undo
 from kernelformer.hf.find import find_attentions, probing
+from kernelformer.hf.propose import propose
 from tiny_models import DECODERS, ENCODERS, HEADS, KINDS, PAIRS, distance, inputs, outputs, padded, tiny, tokens
 
 KEEP = [11, 4]
-NEEDS_LANDMARKS = {"skyformer": {"num_landmarks": 4}, "nystromformer": {"num_landmarks": 4}}
+NEEDS_LANDMARKS = {
+    "skyformer": {"num_landmarks": 4},
+    "nystromformer": {"num_landmarks": 4},
+    "wildcat": {"num_landmarks": 4},
+}
 BIASED = [x for x in kf.list_methods() if x.startswith(("favor", "trig", "relu", "elu", "gmm", "fastfood", "generative",
-                                                        "nprf", "loglinear")) or x in ("rfa", "local")]  # fmt: skip
+                                                        "nprf", "loglinear")) or x in ("rfa", "local", "wildcat")]  # fmt: skip
 FEATURES = {"favor+": {"num_features": 32}, "loglinear": {"num_features": 16}, "elu": {}, "trigonometric": {}}
 
 
@@ -83,7 +88,8 @@ def test_a_padded_batch_gives_what_the_cut_sequence_gives(kind, method):
 
 def refuses(method, kind):
     """What a method says of a model: encoders, decoders, and T5, which is both and has a relative bias."""
-    whole, biased = method in ("skyformer", "nystromformer", "linformer"), method in ("softmax", *BIASED)
+    whole = method in ("skyformer", "wildcat", "nystromformer", "linformer")
+    biased = method in ("softmax", *BIASED)
     return {
         "BertModel": "causal" if method == "rfa-gate" else None,
         "ViTModel": "causal" if method == "rfa-gate" else None,
@@ -459,3 +465,14 @@ def test_landmarks_across_do_not_take_the_mask_of_the_keys_for_the_queries():
     whole = outputs(model, **given)
     cut = outputs(model, input_ids=ids[1:, :4], decoder_input_ids=given["decoder_input_ids"][1:])
     torch.testing.assert_close(whole[1:], cut, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_proposed_can_be_done(kind):
+    model = tiny(kind)
+    for distilled in (False, True):
+        method, options = kf.modules.parse_method(propose(model, distilled=distilled))
+        convert(model, method, **options)
+        outputs(model, **inputs(model))
+        undo(model)
+        assert method == ("loglinear" if distilled or kind in (*DECODERS, *PAIRS) else "wildcat")

@@ -183,7 +183,8 @@ def test_what_the_output_needs_most_stays_exact(model, text, tmp_path):
 
 def test_some_layers_alone_are_converted(model, tmp_path):
     found = converting.run(model, tmp_path / "k", Setting(features=4, layers="1", samples=2, batch=2))
-    assert [x["method"] for x in found.conversion] == ["softmax", "loglinear"]
+    assert [x["method"] for x in found.conversion] == ["softmax", "wildcat"]  # of an encoder, without training
+    assert found.setting.attention == "wildcat:window=32:sinks=1"
     assert "random tokens" in found.remarks[-1]
 
 
@@ -198,7 +199,7 @@ def test_layers_are_numbers_ranges_or_patterns():
 def test_features_are_whatever_the_method_calls_them():
     assert Setting(attention="skyformer", features=7).method() == ("skyformer", {"num_landmarks": 7})
     assert Setting(attention="linformer", features=7).method() == ("linformer", {"rank": 7})
-    assert Setting().method() == ("loglinear", {"num_features": 128})
+    assert Setting(attention="loglinear").method() == ("loglinear", {"num_features": 128})
     assert Setting(attention="elu").method() == ("elu", {})
 
 

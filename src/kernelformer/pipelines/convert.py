@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,18 @@ def run(
         log: called with what happens.
     """
     from kernelformer.hf import conversion, convert
+    from kernelformer.hf.propose import propose
 
     check_target(source, target, force)
-    method, options = setting.method()
+    if setting.attention:
+        setting.method()  # what is wrong with it is said before anything is read
     chosen = setting.chosen()
     texts = divide_texts(setting.distill, setting.text, setting.samples, setting.seed)
     log(f"reading {source}")
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
+    if not setting.attention:
+        setting = replace(setting, attention=propose(origin.model, distilled=setting.distill is not None))
+    method, options = setting.method()
     name = Path(source).resolve().name if Path(source).exists() else str(source)
     result = ConversionResult(setting, name, type(origin.model).__name__, check_length(origin, setting.length))
     result.remarks = list(origin.remarks)
@@ -100,7 +106,7 @@ def run(
         rows = evaluation.used.texts if evaluation.used.windows is None else evaluation.used.windows
         if rows < setting.samples:
             result.remarks.append(f"{setting.samples} samples were asked for, and the texts to measure on make {rows}")
-    log(f"converting to {method}")
+    log(f"converting to {setting.attention}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
     stages = _stages(student, setting) if texts.training else {}
     keeps = bool(setting.keep or setting.keep_heads)

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from kernelformer.settings import Settings, option
 
-DEFAULT = "loglinear"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertSettings(Settings):
     """How to convert.
 
     Args:
-        attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest.
+        attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest. Empty:
+            ``wildcat`` with a window for encoders that are not distilled, else ``loglinear`` (`hf.propose`).
         features: number of features, landmarks or the rank, whichever the method has; None: 128.
         layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
         keep: so many attentions stay exact: those that the model's output needs most, see `choose_exact`.
@@ -32,7 +31,7 @@ class ConvertSettings(Settings):
         seed: of draws and of the order of texts.
     """
 
-    attention: str = option(DEFAULT, "method, or method:option=value", parse=lambda _, text: text or DEFAULT)
+    attention: str = option("", "method, or method:option=value; default: wildcat for encoders, loglinear to distil")
     features: int | None = option(None, "features, landmarks or rank; default: 128", least=1)
     layers: str = option("", "0-3,5 or patterns of names; default: all")
     keep: int = option(0, "attentions that stay exact: those that the output needs most", least=0)
