@@ -236,6 +236,20 @@ def test_different_methods_per_layer_and_per_part():
     model(**batch("seq2seq")).loss.backward()
 
 
+def test_cross_attention_of_unit_vectors_is_by_others_unless_said_or_saved_before(tmp_path):
+    attention = "nprf:num_features=8:relative=1d:max_distance=4:scale=2.0:seed=3"
+    methods = {"auto": "favor+", "nprf:num_features=4": "nprf", None: "nprf"}
+    for cross, method in methods.items():
+        model = build("seq2seq", attention, cross_attention=cross)
+        assert {x.cross.core.method for x in model.stack.blocks} == {method}
+    assert build("seq2seq", attention).config.cross_specs == ["favor+:num_features=8:seed=3"] * 2
+    build("seq2seq", attention).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["cross_attention"] == "auto"
+    (tmp_path / "config.json").write_text(json.dumps({**config, "cross_attention": None}))  # as it was written before
+    assert KernelformerConfig.from_pretrained(tmp_path).cross_specs == ["nprf:num_features=8:scale=2.0:seed=3"] * 2
+
+
 def test_blocks_draw_differently_and_the_same_again():
     maps = [x for x in build("seq2seq", "favor+:num_features=8").modules() if isinstance(x, FeatureMap)]
     assert len({x.seed_number for x in maps}) == len(maps) == 6

@@ -235,6 +235,13 @@ def test_encoder_and_decoder_may_have_attentions_of_their_own(tmp_path):
     assert (config.encoder_specs, config.cross_specs) == (["softmax"], ["favor+:num_features=8"])
 
 
+def test_a_run_goes_on_with_the_cross_attention_that_it_was_started_with(tmp_path):
+    run, task = Run("translation", "nprf:num_features=8:relative=1d", model=MODEL), make_task("translation")
+    (tmp_path / "config.json").write_text('{"cross_attention": null}')  # before there was a default for nprf
+    assert build_model(run, task).config.cross_attention == "auto"
+    assert build_model(run, task, tmp_path).config.cross_specs == ["nprf:num_features=8"]
+
+
 def test_heads_may_be_wider_or_narrower_than_their_share():
     torch.manual_seed(0)
     for method in ("softmax", "favor+", "skyformer"):

@@ -60,24 +60,35 @@ def landmarks(
         heads = []
         for h in range(count):
             mine = [x[h] for x in tokens]
-            Z = _smallest(mine, hashes, numbers)
+            orders: Sequence[Sequence[float]] = hashes
             if kind == "leverage":
-                Z = _smallest(mine, _waiting_times(mine, hashes, Z, feature_map.gamma), numbers)
-            heads.append(Z)
+                orders = _waiting_times(feature_map, mine, hashes, [n - n // 2 for n in numbers])
+            heads.append(_smallest(mine, orders, numbers))
         out.append(heads)
     return out
 
 
 def _waiting_times(
-    tokens: Sequence[Tensor], hashes: Sequence[Sequence[int]], Z: Tensor, gamma: float
+    feature_map: NystromMap, tokens: Sequence[Tensor], hashes: Sequence[Sequence[int]], kept: Sequence[int]
 ) -> list[list[float]]:
-    """``-log(u) / score``: the smallest are a sample with probabilities in proportion to the ridge leverage scores."""
-    inverse = torch.linalg.inv(gaussian(Z, Z) + gamma * _eye(Z))
+    """``-log(u) / score``: the smallest are a sample with probabilities in proportion to the scores.
+
+    Scores are what the tokens of the smallest hashes, ``kept`` of queries and of keys, do not explain of a token;
+    these tokens themselves are there already, and wait for 0.
+    """
+    Z = _smallest(tokens, hashes, kept)
+    inverse = torch.linalg.inv(gaussian(Z, Z) + feature_map.gamma * _eye(Z))
     times = []
-    for x, numbers in zip(tokens, hashes, strict=True):
+    for x, numbers, salt, count in zip(tokens, hashes, feature_map.salt, kept, strict=True):
         kappa = gaussian(x, Z)
-        scores = (1 - (kappa @ inverse * kappa).sum(-1)).clamp_min(gamma).tolist()
-        times.append([-math.log((u + 0.5) / 2**53) / r for u, r in zip(numbers, scores, strict=True)])
+        scores = (1 - (kappa @ inverse * kappa).sum(-1)).clamp_min(feature_map.gamma).tolist()
+        last = sorted(numbers)[:count][-1:]
+        times.append(
+            [
+                0.0 if [u] <= last else -math.log((splitmix(u + int(salt)) + 0.5) / 2**53) / r
+                for u, r in zip(numbers, scores, strict=True)
+            ]
+        )
     return times
 
 

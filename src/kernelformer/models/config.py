@@ -10,10 +10,11 @@ from transformers.activations import ACT2FN
 
 from kernelformer.errors import choice, flag, fraction, integer, number, positive_int, unknown
 from kernelformer.limits import check_layers
-from kernelformer.modules.spec import for_cross_attention, parse_attention
+from kernelformer.modules.spec import default_cross_attention, for_cross_attention, parse_attention
 
 POSITIONS = ("auto", "sinusoidal", "learned", "image", "none")
 POOLING = ("mean", "cls")
+AUTO = "auto"  # cross-attention that goes with the decoder's attention
 # Fields of every Hugging Face configuration that come as keyword arguments without being fields.
 _COMMON = {"num_labels", "name_or_path", "torch_dtype", "output_attentions", "attn_implementation", "model_type"}
 _COMMON |= {"_commit_hash", "experts_implementation", "per_layer_config", "tie_last_hidden_states"}
@@ -39,7 +40,10 @@ class KernelformerConfig(PreTrainedConfig):
         attention: of every block, or a list with one for each.
         decoder_attention: self-attention of an encoder-decoder's decoder; None means as ``attention``.
         cross_attention: from its decoder to its encoder; None means as ``decoder_attention``, without relative
-            and rotary positions, window and sinks (``softmax`` for ``local``, which is nothing else).
+            and rotary positions, window and sinks (``softmax`` for ``local``, which is nothing else). ``auto``, the
+            default, is the same, but for ``nprf`` it is ``favor+``: unit vectors have logits in [-1, 1], so that
+            without a bias no source token can stand out (results/README.md has the figures). Models that were saved
+            before this default have None, and stay what they were.
         positions: ``sinusoidal``, ``learned``, ``image`` (learned rows, columns and channels), ``none``, or ``auto``:
             none where all self-attention has relative or rotary positions, else the model's own (learned for images,
             row and column for pixels, sinusoidal for text).
@@ -74,7 +78,7 @@ class KernelformerConfig(PreTrainedConfig):
     hidden_act: str = "gelu"
     attention: str | list[str] = "favor+"
     decoder_attention: str | list[str] | None = None
-    cross_attention: str | list[str] | None = None
+    cross_attention: str | list[str] | None = AUTO
     positions: str = "auto"
     max_position_embeddings: int = 1024
     share_bias: bool = False
@@ -169,6 +173,8 @@ class KernelformerConfig(PreTrainedConfig):
         """One attention from decoder to encoder for each of its blocks."""
         if self.cross_attention is None:
             return [for_cross_attention(x) for x in self.decoder_specs]
+        if self.cross_attention == AUTO:
+            return [default_cross_attention(x) for x in self.decoder_specs]
         specs = _per_layer("cross_attention", self.cross_attention, self.decoder_layers)
         for spec in specs:
             if spec != for_cross_attention(spec):

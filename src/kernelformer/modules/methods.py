@@ -73,6 +73,7 @@ class Method:
         bias: whether it takes a relative position bias.
         window: whether it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``.
         cross: whether it can attend to another sequence; a method that cannot is causal only.
+        cross_method: what a model takes for attention to another sequence by default; None: the same method.
         per_head: whether each head has a map of its own.
     """
 
@@ -93,6 +94,7 @@ class Method:
     bias: Fact = True
     window: Fact = True
     cross: Fact = True
+    cross_method: str | None = None
     per_head: Fact = field(default_factory=lambda: {"per_head": True})
 
     @property
@@ -195,6 +197,7 @@ METHODS: dict[str, Method] = {
         equation="Sec. 3",
         phi="`favor+` of unit vectors, meant for a bias",
         family="positive",
+        cross_method="favor+",  # without a bias, logits in [-1, 1] let no token stand out
     ),
     "trigonometric": Method(
         about="cosine and sine random features, signed",

@@ -19,7 +19,13 @@ from typing import Any
 
 from kernelformer.limits import check_limit
 from kernelformer.modules.methods import METHODS
-from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, cross_options, resolve_options
+from kernelformer.modules.options import (
+    POSITION_OPTIONS,
+    ROTARY_OPTIONS,
+    cross_options,
+    method_options,
+    resolve_options,
+)
 
 BETWEEN_SIDES = ">"
 _COMMA = re.compile(r",\s+(?![^(\[]*[)\]])")  # those within brackets belong to a value
@@ -154,6 +160,20 @@ def for_cross_attention(text: str) -> str:
         return str(spec)
     method, kept = cross_options(spec.method, spec.values)
     return str(replace(spec.without(set(spec.values).difference(kept)), method=method))
+
+
+def default_cross_attention(text: str) -> str:
+    """The attention to another sequence that a model with this self-attention has where none is given.
+
+    As `for_cross_attention`, by the `cross_method` of its method if there is one, with the options that both have; the
+    scale of unit vectors is not among them.
+    """
+    spec = AttentionSpec.parse(for_cross_attention(text))
+    other = METHODS[spec.method].cross_method if spec.method in METHODS else None
+    if other is None:
+        return str(spec)
+    shared = set(method_options(spec.method)).intersection(method_options(other)) - {"scale"}
+    return str(replace(spec.without(set(spec.values) - shared), method=other))
 
 
 def parse_blocks(text: str) -> list[AttentionSpec]:

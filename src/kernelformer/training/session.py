@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import set_seed  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations.integration_utils import is_tensorboard_available
+from transformers.utils import CONFIG_NAME
 
 from kernelformer.commands import resume_command
 from kernelformer.environment import environment
@@ -27,7 +28,7 @@ from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.modules import redraw
 from kernelformer.modules.redraw import random_maps
 from kernelformer.quiet import silent_libraries
-from kernelformer.records import MODEL, RESULT, RUN, Result, read_head
+from kernelformer.records import MODEL, RESULT, RUN, Result, read_head, read_object
 from kernelformer.tasks import Task, make_task
 from kernelformer.terminal import VisibleConsole
 from kernelformer.training.callbacks import Bar, Board, LastDraw, Stop
@@ -116,7 +117,7 @@ def train(
         for remark in remarks:
             say(remark)
         meter = Meter(args.device, args.gradient_accumulation_steps)
-        model = build_model(run, task)
+        model = build_model(run, task, checkpoint)
         say(f"model: {model.num_parameters():,} parameters, attention {run.label}")
         if run.start is not None and checkpoint is None:
             check_vocabulary(task, Path(run.start))
@@ -156,10 +157,18 @@ def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None,
         )
 
 
-def build_model(run: Run, task: Task) -> PreTrainedModel:
-    """The model with its first weights, a function of the run alone."""
+def build_model(run: Run, task: Task, checkpoint: Path | None = None) -> PreTrainedModel:
+    """The model with its first weights, a function of the run alone.
+
+    Args:
+        run: the settings.
+        task: whose model it is.
+        checkpoint: that the run goes on from: its cross-attention stays what the default was when it was started.
+    """
     set_seed(run.seed)
-    settings = {**task.settings(), **run.model}
+    name = "cross_attention"
+    saved = {} if checkpoint is None else {name: read_object(checkpoint / CONFIG_NAME).get(name)}
+    settings = {**saved, **task.settings(), **run.model}
     if run.label_smoothing and settings.get("num_labels") == 1:
         raise ValueError(
             f"label_smoothing is for classes, got {run.label_smoothing:g} and task {task.name!r} with num_labels=1, "
