@@ -62,7 +62,7 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "favor+ m < d": ("favor+", {"num_features": 5}),
     **{
         f"favor+ {draw}": ("favor+", {"num_features": M, "draw": draw})
-        for draw in ("iid", "spherical", "hadamard", "givens")
+        for draw in ("iid", "simplex", "spherical", "hadamard", "givens")
     },
     "favor+ hadamard chi": ("favor+", {"num_features": M, "draw": "hadamard", "norms": "chi"}),
     "hyperbolic": ("favor+hyperbolic", {"num_features": M // 2}),

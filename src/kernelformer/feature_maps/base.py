@@ -38,10 +38,10 @@ class FeatureMap(nn.Module):
         num_heads: H.
         num_features: number of frequencies drawn; 0 for a map without any.
         seed: of the random draws.
-        draw: how frequencies are drawn: ``orthogonal``, ``iid``, ``spherical``, ``hadamard`` or ``givens``; see
-            `draws.draw_frequencies`.
-        norms: lengths of the frequencies: ``chi``, as of Gaussian vectors, or ``sqrt``, all sqrt(D). None: chi for iid
-            and orthogonal draws, else sqrt.
+        draw: how frequencies are drawn: ``orthogonal``, ``iid``, ``simplex``, ``spherical``, ``hadamard`` or
+            ``givens``; see `draws.draw_frequencies`.
+        norms: lengths of the frequencies: ``chi``, as of Gaussian vectors, or ``sqrt``, all sqrt(D). None: chi for iid,
+            orthogonal and simplex draws, else sqrt.
         per_head: one independent map for each head instead of one for all.
         num_key_heads: G, with ``per_head``: one map for each of so many key heads instead of each query head, which
             keeps the state of grouped queries at the size of the key heads. None means num_heads.
