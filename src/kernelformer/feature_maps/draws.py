@@ -117,8 +117,8 @@ def draw_frequencies(
         dim: D.
         gen: the source of randomness.
         draw: ``iid`` Gaussian rows; ``orthogonal`` (exactly unbiased, lower variance: Performer, Theorem 2);
-            ``simplex``, rows that point away from each other (exactly unbiased; at norms of x and y up to 0.7 a fraction
-            of the orthogonal rows' error, from 1.5 on no better); ``spherical``, orthogonal rows of norm sqrt(D);
+            ``simplex``, rows that point away from each other (exactly unbiased; at norms of x and y up to 0.7 less than
+            half the orthogonal rows' error, from 1.5 on no less); ``spherical``, orthogonal rows of norm sqrt(D);
             ``hadamard`` and ``givens``, structured and nearly unbiased.
         norms: ``chi``, row norms drawn as those of Gaussian vectors; ``sqrt``, all sqrt(D). Default: chi for iid,
             orthogonal and simplex, else sqrt, which for ``hadamard`` with D not a power of two holds on average only.
