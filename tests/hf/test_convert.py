@@ -18,7 +18,8 @@ from tiny_models import DECODERS, ENCODERS, HEADS, KINDS, PAIRS, distance, input
 KEEP = [11, 4]
 NEEDS_LANDMARKS = {"skyformer": {"num_landmarks": 4}, "nystromformer": {"num_landmarks": 4}}
 BIASED = [x for x in kf.list_methods() if x.startswith(("favor", "trig", "relu", "elu", "gmm", "fastfood", "generative",
-                                                        "nprf", "loglinear", "hedge")) or x in ("rfa", "local")]  # fmt: skip
+                                                        "nprf", "loglinear", "hedgehog")) or x in ("rfa", "local")
+          ]  # fmt: skip
 FEATURES = {"favor+": {"num_features": 32}, "loglinear": {"num_features": 16}, "elu": {}, "trigonometric": {}}
 
 

@@ -65,6 +65,11 @@ def hadamard_matrix(dim: int) -> Tensor:
     return h / math.sqrt(dim)
 
 
+def hadamard_signs(padded: int, gen: Generator) -> Tensor:
+    """The diagonals D1, D2 and D3 of a `hadamard_block`, (3, d')."""
+    return torch.stack([_signs(padded, gen) for _ in range(3)])
+
+
 def hadamard_block(dim: int, gen: Generator) -> Tensor:
     """``H D1 H D2 H D3`` of the next power of two d', its first D columns, rescaled so that rows have norm 1 on
     average.
@@ -72,8 +77,8 @@ def hadamard_block(dim: int, gen: Generator) -> Tensor:
     Rows of the whole matrix are orthonormal; those of the D columns of d' > D are so only nearly.
     """
     padded = 1 << (dim - 1).bit_length()
-    h = hadamard_matrix(padded)
-    block = h * _signs(padded, gen) @ h * _signs(padded, gen) @ h * _signs(padded, gen)
+    h, (one, two, three) = hadamard_matrix(padded), hadamard_signs(padded, gen)
+    block: Tensor = h * one @ h * two @ h * three
     return block[:, :dim] * math.sqrt(padded / dim)
 
 
