@@ -59,7 +59,7 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "favor+ per head": ("favor+", {"num_features": M, "per_head": True}),
     "favor+ unit": ("favor+", {"num_features": M, "normalize_qk": True}),
     "nprf": ("nprf", {"num_features": M}),
-    "favor+ m < d": ("favor+", {"num_features": 5}),
+    "favor+ m < d": ("favor+", {"num_features": 5, "draw": "simplex"}),
     **{
         f"favor+ {draw}": ("favor+", {"num_features": M, "draw": draw})
         for draw in ("iid", "spherical", "hadamard", "givens")
@@ -124,6 +124,7 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "rfa-gate shared": ("rfa-gate", {"num_features": 9, "per_head": False}),
     "loglinear free keys": ("loglinear", {"num_features": M, "unit_keys": False}),
     "loglinear unnormalized": ("loglinear", {"num_features": M, "per_head": False, "normalize": False}),
+    "hedgehog": ("hedgehog", {}),
 }
 NEAR = {"window": 5, "sinks": 2}
 # The same with near tokens exactly: a map of each kind, with one set of frequencies and with one per head.
@@ -140,6 +141,7 @@ VARIANTS |= {
         "gmm-rks",
         "fastfood-prf by rows",
         "loglinear",
+        "hedgehog",
         "skyformer softmax",
         "skyformer learned softmax",
         "wildcat",

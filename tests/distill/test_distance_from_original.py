@@ -157,6 +157,7 @@ def test_there_is_a_prediction_only_where_a_formula_holds():
 
     assert found("softmax") == "exact"
     assert found("loglinear") == "learned"
+    assert found("hedgehog") == "learned"
     assert found("elu") == "no formula"
     assert found("favor+", kernel="gaussian") == "another kernel"
     assert found("favor+", normalize_qk=True) == "another kernel"

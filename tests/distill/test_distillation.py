@@ -75,7 +75,7 @@ def by_definition(core, q, k, seen, scale, bias=None):
     return torch.where(want > 0, want * (want / got).log(), 0).sum(-1)
 
 
-@pytest.mark.parametrize("method", ["loglinear", "gmm-prf", "fastfood-prf", "favor+"])
+@pytest.mark.parametrize("method", ["loglinear", "hedgehog", "gmm-prf", "fastfood-prf", "favor+"])
 @pytest.mark.parametrize("groups", [4, 2])
 def test_the_loss_of_transfer_is_the_divergence_of_the_rows(method, groups):
     q, k, v = inputs(groups=groups)

@@ -29,6 +29,7 @@ MAPS = {
     )
 }
 MAPS["loglinear unnormalized"] = ("loglinear", {"num_features": 24, "normalize": False})
+MAPS["hedgehog"] = ("hedgehog", {"num_features": 5})  # starts with another W in each head
 MAPS["trigonometric"] = ("trigonometric", {"num_features": 24, "per_head": True})
 MAPS["relu"] = ("relu", {"num_features": 24, "per_head": True})
 maps = pytest.mark.parametrize("name", MAPS)

@@ -35,7 +35,7 @@ def test_the_methods_have_a_line_each():
         "softmax", "gaussian", "local", "favor+", "favor+hyperbolic", "favor+regularized", "nprf", "trigonometric",
         "relu", "elu",
         "gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "skyformer",
-        "nystromformer", "linformer", "rfa", "rfa-gate", "loglinear",
+        "nystromformer", "linformer", "rfa", "rfa-gate", "loglinear", "hedgehog",
     ]  # fmt: skip
     assert all(about for about in kf.list_methods().values())
     assert "num_features" in kf.method_options("favor+")

@@ -5,6 +5,7 @@ from kernelformer.feature_maps.elementwise import GeneralizedMap
 from kernelformer.feature_maps.fastfood import FastFoodMap
 from kernelformer.feature_maps.formula import FormulaMap
 from kernelformer.feature_maps.fourier import TrigonometricMap
+from kernelformer.feature_maps.hedgehog import HedgehogMap
 from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.feature_maps.nystrom import NystromMap
 from kernelformer.feature_maps.positive import PositiveMap
@@ -18,6 +19,7 @@ __all__ = [
     "FormulaMap",
     "GeneralizedMap",
     "GenerativeMap",
+    "HedgehogMap",
     "LogLinearMap",
     "MixtureMap",
     "NystromMap",

@@ -17,7 +17,8 @@ from torch import Tensor
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec
 from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.projection import Dense, Identity, Projection, Transform
+from kernelformer.feature_maps.projection import Identity, Projection, Transform
+from kernelformer.feature_maps.structured import dense_or_fast
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ class GeneralizedMap(FeatureMap):
         eps = 1e-3 if eps is None else number("eps", eps, at_least=0)
         width = num_features if projection else head_dim
         kind = LogElementwiseSpec if ACTIVATIONS[activation].log else ElementwiseSpec
-        transform: Transform = Dense() if projection else Identity()
+        transform: Transform = dense_or_fast(draw, num_features, head_dim) if projection else Identity()
         super().__init__(
             kind(activation, eps, 1 / math.sqrt(width), transform),
             head_dim=head_dim,

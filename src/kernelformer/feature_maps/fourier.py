@@ -12,7 +12,8 @@ from torch import Tensor
 from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.projection import Dense, Projection, Transform
+from kernelformer.feature_maps.projection import Projection, Transform
+from kernelformer.feature_maps.structured import dense_or_fast
 
 _ROW = {"softmax": 0.5, "gaussian": 0.0}
 
@@ -136,8 +137,9 @@ class TrigonometricMap(FeatureMap):
     ) -> None:
         num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
+        transform = dense_or_fast(draw, num_features, head_dim)
         super().__init__(
-            FourierSpec(row=_ROW[kernel], amplitude=1 / math.sqrt(num_features), transform=Dense()),
+            FourierSpec(row=_ROW[kernel], amplitude=1 / math.sqrt(num_features), transform=transform),
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features,

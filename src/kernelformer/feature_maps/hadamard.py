@@ -53,6 +53,29 @@ def fwht(x: Tensor) -> Tensor:
     return x.reshape(*lead, dim, width)
 
 
+class FastHadamard:
+    """`fwht` between two buffers of the caller, for chunks.
+
+    Args:
+        dim: d', a power of two.
+        like: dtype and device.
+    """
+
+    def __init__(self, dim: int, like: Tensor) -> None:
+        self.stages = [hadamard(size, like.dtype, like.device) for size in _factors(dim)]
+
+    def __call__(self, x: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+        """``H x`` over the axis before the last; the result is in one of the two buffers, the other is spare."""
+        inner = x.shape[-1]
+        for h in self.stages:
+            size = h.shape[0]
+            stage, into = x.view(-1, size, inner), spare.view(-1, size, inner)
+            torch.bmm(h.expand(stage.shape[0], size, size), stage, out=into)
+            x, spare = spare, x
+            inner *= size
+        return x, spare
+
+
 def fastfood(x: Tensor, scale: Tensor, gauss: Tensor, signs: Tensor, permutation: Tensor) -> Tensor:
     """``S H G P H B x / sqrt(d')`` block by block (KL-Transformer, Eq. 6, with sigma = 1).
 
@@ -125,8 +148,8 @@ class FastFoodProjection(Projection):
         return (order + first).reshape(-1)
 
     @functools.cached_property
-    def _stages(self) -> list[Tensor]:
-        return [hadamard(size, self.scale.dtype, self.scale.device) for size in _factors(self.dim)]
+    def _hadamard(self) -> FastHadamard:
+        return FastHadamard(self.dim, self.scale)
 
     @functools.cached_property
     def _index(self) -> Tensor:
@@ -135,17 +158,6 @@ class FastFoodProjection(Projection):
     @functools.cached_property
     def _inverse(self) -> Tensor:
         return self._over_all(self.tensors[3].argsort(-1))
-
-    def _hadamard(self, x: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-        """``H x`` over the axis of d'; the result is in one of the two buffers, the other is spare."""
-        inner = x.shape[-1]
-        for h in self._stages:
-            size = h.shape[0]
-            stage, into = x.view(-1, size, inner), spare.view(-1, size, inner)
-            torch.bmm(h.expand(stage.shape[0], size, size), stage, out=into)
-            x, spare = spare, x
-            inner *= size
-        return x, spare
 
     def _forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``y = H G P H B x`` and, where G learns, ``p = P H B x``, (N, blocks, d', C), and a spare buffer."""

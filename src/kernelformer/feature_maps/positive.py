@@ -13,6 +13,7 @@ from kernelformer.contract import PositiveChunks, PositiveSpec, Role
 from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.projection import Dense, Projection, Transform
+from kernelformer.feature_maps.structured import dense_or_fast
 
 _ROW = {"softmax": -0.5, "gaussian": -1.0}
 
@@ -123,8 +124,9 @@ class PositiveMap(FeatureMap):
                 )
             norms = "sqrt"
         width = 2 * num_features if flag("hyperbolic", hyperbolic) else num_features
+        transform = Dense(mirrored=True) if hyperbolic else dense_or_fast(draw, num_features, head_dim)
         super().__init__(
-            ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=Dense(mirrored=hyperbolic)),
+            ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=transform),
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features,

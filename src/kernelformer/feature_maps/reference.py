@@ -18,6 +18,7 @@ from kernelformer.feature_maps.elementwise import GeneralizedMap
 from kernelformer.feature_maps.fastfood import FastFoodMap
 from kernelformer.feature_maps.formula import FormulaMap
 from kernelformer.feature_maps.fourier import TrigonometricMap
+from kernelformer.feature_maps.hedgehog import HedgehogMap
 from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.feature_maps.positive import PositiveMap
 from kernelformer.feature_maps.rfa import ScaledFourierMap
@@ -44,6 +45,7 @@ def log_phi(feature_map: FeatureMap, x: Tensor, role: Role) -> Tensor | None:
     hyperbolic      both signs of w_i, log(2m) instead of log(m)                    (Performer, Lemma 1)
     prf             w_i . x - |x|^2 - log(M) / 2                                    (KL-Transformer, Eq. 9)
     loglinear       w_i . x + b_i, of keys less its log-sum-exp over i
+    hedgehog        w_i . x less its log-sum-exp over i, then the same of -w_i . x
     """
     options = feature_map.options
     squares = x.square().sum(-1, keepdim=True)
@@ -55,6 +57,9 @@ def log_phi(feature_map: FeatureMap, x: Tensor, role: Role) -> Tensor | None:
         weight, bias = (feature_map.w_q, feature_map.b_q) if role == "query" else (feature_map.w_k, feature_map.b_k)
         logs = _project(x, weight) + _by_head(bias.to(x.dtype), x.shape[1]).unsqueeze(1)
         return logs.log_softmax(-1) if role == "key" and options["unit_keys"] else logs
+    if isinstance(feature_map, HedgehogMap):
+        z = _project(x, feature_map.w_q if role == "query" else feature_map.w_k)
+        return torch.cat([z.log_softmax(-1), (-z).log_softmax(-1)], -1)
     if isinstance(feature_map, PositiveMap):
         z = _project(x, frequencies(feature_map, x.dtype))
         z = torch.cat([z, -z], -1) if options["hyperbolic"] else z
@@ -104,7 +109,8 @@ def is_signed(feature_map: FeatureMap) -> bool:
         return type(feature_map).log_phi is FormulaMap.log_phi and not feature_map.nonnegative
     if isinstance(feature_map, GeneralizedMap):
         return feature_map.options["activation"] not in _NONNEGATIVE
-    return not isinstance(feature_map, PositiveMap | LogLinearMap) and feature_map.options.get("features") != "prf"
+    positive = isinstance(feature_map, PositiveMap | LogLinearMap | HedgehogMap)
+    return not positive and feature_map.options.get("features") != "prf"
 
 
 def frequencies(feature_map: FeatureMap, dtype: torch.dtype) -> Tensor:

@@ -24,13 +24,14 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
         options: by method; `method_options` lists them, and the map's class explains them. For all: ``num_features``,
             the size, whatever the method calls it (``num_landmarks``, ``rank``; exact methods and elu have none, and
             take any), ``seed`` (also where nothing is drawn), ``scale`` and ``normalize_qk``. For random maps:
-            ``num_features`` (256), ``seed`` (0), ``draw`` ("orthogonal", "iid", "spherical", "hadamard", "givens"; not
-            for fastfood), ``norms``, ``per_head`` (True for gmm, fastfood, rfa and loglinear, else False),
-            ``num_key_heads`` (maps by key head, so that grouped queries have the state of their key heads), ``kernel``
-            ("softmax", "gaussian"; Performer's maps). For learned kernels: ``components``, ``tied``, ``covariance``,
-            ``mean_std`` (gmm), ``learn``, ``sigma``, ``transform`` (fastfood), ``width``, ``depth`` (generative),
-            ``smoothing`` (rks). For exact methods: ``attention_dropout``. For normalized linear methods: ``window``,
-            ``sinks`` and ``beta``, by which near tokens and the first ones are attended to exactly (`KernelCore`).
+            ``num_features`` (256), ``seed`` (0), ``draw`` ("orthogonal", "iid", "simplex", "spherical", "hadamard",
+            "givens"; not for fastfood), ``norms``, ``per_head`` (True for gmm, fastfood, rfa, loglinear and hedgehog,
+            else False), ``num_key_heads`` (maps by key head, so that grouped queries have the state of those),
+            ``kernel`` ("softmax", "gaussian"; Performer's maps). For learned kernels: ``components``, ``tied``,
+            ``covariance``, ``mean_std`` (gmm), ``learn``, ``sigma``, ``transform`` (fastfood), ``width``, ``depth``
+            (generative), ``smoothing`` (rks). For exact methods: ``attention_dropout``. For normalized linear methods:
+            ``window``, ``sinks`` and ``beta``, by which near tokens and the first ones are attended to exactly
+            (`KernelCore`).
 
     Raises:
         ValueError: unknown method or option, with the known ones, or two names for one size.

@@ -13,6 +13,7 @@ from kernelformer.feature_maps import (
     FeatureMap,
     GeneralizedMap,
     GenerativeMap,
+    HedgehogMap,
     LogLinearMap,
     MixtureMap,
     NystromMap,
@@ -28,6 +29,7 @@ from kernelformer.modules.gated import GatedCore
 from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.local import LocalCore
 from kernelformer.modules.papers import (
+    HEDGEHOG,
     KL_TRANSFORMER,
     LINEAR_TRANSFORMER,
     LINFORMER,
@@ -369,6 +371,13 @@ METHODS: dict[str, Method] = {
         about="free positive map, for fitting a pretrained model",
         make=LogLinearMap,
         phi="exp(wx + b), w and b free, own ones for queries and keys; a key's features sum to 1",
+        family="positive",
+    ),
+    "hedgehog": Method(
+        about="softmax features of both signs, learned",
+        make=HedgehogMap,
+        paper=HEDGEHOG,
+        phi="(softmax Wx, softmax -Wx), learned W, own ones for queries and keys, 2m features",
         family="positive",
     ),
 }

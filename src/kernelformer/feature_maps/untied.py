@@ -1,0 +1,267 @@
+"""Positive maps with weights of their own for queries and keys, and for each head of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role, register
+from kernelformer.feature_maps.base import FeatureMap, parameter
+from kernelformer.feature_maps.projection import Dense, Projection
+
+
+@dataclass(frozen=True)
+class UntiedSpec(PositiveSpec):
+    """``log phi(x) = W x + b``, less the log-sum-exp of each part of the features that sums to 1.
+
+    Tensors: w (B or 1, H or 1, m, D) and, where there is one, b (B or 1, H or 1, M) of the queries, then of the keys.
+
+    Args:
+        query_units: into how many equal parts the features of a query go, each divided by its sum; 0: none is.
+        key_units: the same for the features of a key.
+        mirrored: W is w and -w, one below the other, M = 2 m; else w.
+        grouped: the R query heads of a key head have maps of their own, w (B or 1, G, R, m, D) and b (B or 1, G, R, M)
+            of the queries; their rows come head after head, (B, G, R L, D).
+    """
+
+    query_units: int = 0
+    key_units: int = 0
+    mirrored: bool = False
+    grouped: bool = False
+
+    def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+        """One feature per row of W."""
+        return self._linear.width(tensors, head_dim)
+
+    @property
+    def tied(self) -> bool:
+        """Queries and keys have maps of their own."""
+        return False
+
+    @property
+    def _linear(self) -> Dense:
+        return Dense(mirrored=self.mirrored)
+
+    def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
+        """The formula as it stands."""
+        w, *bias = _of(role, tensors)
+        by_head = role == "query" and self.grouped
+        rows: Tensor = x.unflatten(2, (w.shape[2], -1)) if by_head else x  # (B, G, R, L, D)
+        logs = self._linear.project(rows, [w], math.sqrt(scale))
+        for b in bias:
+            logs = logs + b.unsqueeze(-2)
+        units = self.query_units if role == "query" else self.key_units
+        if units:
+            logs = logs.unflatten(-1, (units, -1)).log_softmax(-1).flatten(-2)
+        return logs.flatten(2, 3) if by_head else logs
+
+    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
+        """In chunks; every summand differs from feature to feature, so nothing cancels."""
+        queries, keys = _of("query", tensors), _of("key", tensors)
+        group = queries[0].shape[1] if self.grouped else 1
+        if self.grouped:
+            queries = [x.flatten(0, 1) for x in queries]
+        parts = []
+        for (w, *bias), units in ((queries, self.query_units), (keys, self.key_units)):
+            grads = [torch.zeros_like(b, memory_format=torch.contiguous_format) for b in bias] if learn else []
+            parts.append(LogUnits(self._linear.bind([w], math.sqrt(scale), learn), bias, grads, units))
+        return UntiedChunks(parts[0], parts[1], group)
+
+
+def _of(role: Role, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of one role: the first half is that of the queries."""
+    half = len(tensors) // 2
+    return list(tensors[:half] if role == "query" else tensors[half:])
+
+
+class LogUnits(Projection):
+    """``z = W x + b``, less the log-sum-exp of each of ``units`` equal parts of z.
+
+    Args:
+        linear: x -> W x.
+        bias: b (N, M), or nothing.
+        grads: gradient of b, to be summed up, where there is a b that learns.
+        units: 0 leaves z as it is.
+    """
+
+    def __init__(self, linear: Projection, bias: list[Tensor], grads: list[Tensor], units: int) -> None:
+        self.linear, self.bias, self.grads, self.units = linear, bias, grads, units
+
+    def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Summands ride on the product where nothing comes between."""
+        return self._logs(self.linear.rows, 2, x, out, shift)
+
+    def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
+        """The same transposed."""
+        return self._logs(self.linear.columns, 1, x, out, shift)
+
+    def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """``grad - phi sum(grad)`` of each part, then back through W."""
+        grad = self._pull(self.linear.rows, 2, x, grad)
+        return self.linear.pull_rows(x, grad, out)
+
+    def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """The same for a transposed gradient."""
+        grad = self._pull(self.linear.columns, 1, x, grad)
+        return self.linear.pull_columns(x, grad, out)
+
+    def at(self, row: int) -> Projection:
+        """Row ``row`` as views."""
+        bias, grads = ([x[row : row + 1] for x in some] for some in (self.bias, self.grads))
+        return LogUnits(self.linear.at(row), bias, grads, self.units)
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Gradients of w and b."""
+        return [*self.linear.tensor_grads(), *self.grads]
+
+    def _affine(self, product: Callable[..., Tensor], dim: int, x: Tensor, out: Tensor, shift: Tensor | None) -> Tensor:
+        """``out = W x + b + shift``; ``dim`` is the axis of the features."""
+        for b in self.bias:
+            b = b.unsqueeze(3 - dim)
+            shift = b if shift is None else shift + b
+        return product(x, out, shift)
+
+    def _logs(self, product: Callable[..., Tensor], dim: int, x: Tensor, out: Tensor, shift: Tensor | None) -> Tensor:
+        if not self.units:
+            return self._affine(product, dim, x, out, shift)
+        parts = self._affine(product, dim, x, out, None).unflatten(dim, (self.units, -1))
+        parts.sub_(parts.logsumexp(dim + 1, keepdim=True))
+        return out if shift is None else out.add_(shift)
+
+    def _pull(self, product: Callable[..., Tensor], dim: int, x: Tensor, grad: Tensor) -> Tensor:
+        """The gradient at W x, from that of what `rows` or `columns` gave; adds to that of b."""
+        if self.units:
+            logs = self._affine(product, dim, x, torch.empty_like(grad), None)
+            shares, parts = (y.unflatten(dim, (self.units, -1)) for y in (logs, grad))
+            total = parts.sum(dim + 1, keepdim=True)
+            grad = torch.addcmul(parts, shares.softmax(dim + 1), total, value=-1).flatten(dim, dim + 1)
+        for b in self.grads:
+            b += grad.sum(3 - dim)
+        return grad
+
+
+class UntiedChunks(PositiveChunks):
+    """`UntiedSpec` on chunks.
+
+    Args:
+        query: log phi of the queries.
+        key: log phi of the keys.
+        group: R, query heads of a row that have maps of their own, N R of them; 1 where they share the row's.
+    """
+
+    def __init__(self, query: Projection, key: Projection, group: int = 1) -> None:
+        self.query, self.key, self.group = query, key, group
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Rows (N, R C, X) with a map for each head, (N R, C, X): a view."""
+        return x if self.group == 1 else x.view(x.shape[0] * self.group, -1, x.shape[2])
+
+    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        shift = shift if self.group == 1 else shift.repeat_interleave(self.group, 0)
+        self.query.rows(self._by_head(x), self._by_head(out), shift)
+        return out
+
+    def keys(self, x: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return self.key.columns(x, out)
+
+    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        self.query.pull_rows(self._by_head(x), self._by_head(grad), self._by_head(out))
+        return out
+
+    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return self.key.pull_columns(x, grad, out)
+
+    def at(self, row: int, head: int = 0) -> PositiveChunks:
+        """Row ``row`` as views, for the queries of one head."""
+        return UntiedChunks(self.query.at(row * self.group + (head if self.group > 1 else 0)), self.key.at(row))
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Gradients in the order of the tensors."""
+        queries = self.query.tensor_grads()
+        if self.group > 1:
+            queries = [x.unflatten(0, (-1, self.group)) for x in queries]
+        return [*queries, *self.key.tensor_grads()]
+
+
+class UntiedMap(FeatureMap):
+    """What maps with an `UntiedSpec` share: the weights of queries and keys, by head.
+
+    Parameters: w_q (H, m, D) of the queries, w_k (G, m, D) of the keys; H = G = 1 where the heads share one map. A
+    subclass that learns more names it in `learns`, has a parameter of each role by that name, and sets all in
+    `_reset_learned`.
+
+    Args:
+        spec: without groups of queries.
+        rows: m.
+        settings: what tells this map from others of its class, by the names of the options.
+
+    The others are those of `FeatureMap`; nothing is redrawn.
+    """
+
+    learns: ClassVar[tuple[str, ...]] = ("w",)  # without the role, in the order of the spec's tensors
+    w_q: nn.Parameter
+    w_k: nn.Parameter
+
+    def __init__(
+        self,
+        spec: UntiedSpec,
+        *,
+        head_dim: int,
+        num_heads: int,
+        rows: int,
+        seed: int,
+        per_head: bool,
+        num_key_heads: int | None,
+        settings: Mapping[str, object],
+        draw: str = "orthogonal",
+    ) -> None:
+        super().__init__(
+            replace(spec, grouped=num_key_heads not in (None, num_heads)),
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_features=0,
+            seed=seed,
+            draw=draw,
+            per_head=per_head,
+            num_key_heads=num_key_heads,
+            settings=settings,
+        )
+        self.spread_spec = spec
+        self.spread_spec_id = register(spec)
+        self.query_heads = num_heads if per_head else 1
+        self.w_q, self.w_k = (parameter(x, rows, head_dim) for x in (self.query_heads, self.heads))
+
+    def _start_at(self, w: Tensor) -> None:
+        """The same first w (G, m, D) for queries and keys."""
+        self.w_k.copy_(w)
+        self.w_q.copy_(w.repeat_interleave(self.query_heads // self.heads, 0))
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads with maps of their own share the map of a key head."""
+        return self.num_key_heads != self.num_heads
+
+    def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """The parameters of the queries, then of the keys."""
+        named = [[self.get_parameter(f"{name}_{role}") for name in self.learns] for role in "qk"]
+        queries, keys = ([x.to(dtype).unsqueeze(0) for x in some] for some in named)
+        if self.grouped:
+            queries = [x.unflatten(1, (self.heads, -1)) for x in queries]
+        return [*queries, *keys]
+
+    def for_query_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Maps of keys repeated, those of queries as they are."""
+        if not self.grouped:
+            return list(tensors)
+        repeats = tensors[0].shape[2]
+        keys = [x.repeat_interleave(repeats, 1) for x in _of("key", tensors)]
+        return [*(x.flatten(1, 2) for x in _of("query", tensors)), *keys]
