@@ -58,6 +58,9 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "favor+ unnormalized": ("favor+", {"num_features": M, "normalize": False, "kernel": "gaussian"}),
     "favor+ per head": ("favor+", {"num_features": M, "per_head": True}),
     "favor+ unit": ("favor+", {"num_features": M, "normalize_qk": True}),
+    "favor++": ("favor++", {"num_features": M}),  # calibrated, as the next ones: see `calibrated`
+    "favor++ unnormalized": ("favor++", {"num_features": M, "normalize": False, "normalize_qk": True}),
+    "favor#": ("favor#", {"num_features": M}),
     "nprf": ("nprf", {"num_features": M}),
     "favor+ m < d": ("favor+", {"num_features": 5}),
     **{
@@ -131,6 +134,7 @@ VARIANTS |= {
         "signed formula",
         "favor+",
         "favor+ per head",
+        "favor#",
         "nprf",
         "trigonometric",
         "tanh",
@@ -169,8 +173,20 @@ def build(variant: str, dtype: torch.dtype = torch.float64, **more) -> torch.nn.
     else:
         near = {name: settings.pop(name) for name in NEAR if name in settings}
         core = KernelCore(variant, method(**settings), **near)
+    if core.calibrates:
+        calibrated(core)
     learn_something(core)
     return core.to(dtype)
+
+
+def calibrated(core: torch.nn.Module) -> None:
+    """Statistics of queries and keys that differ by head, by coordinate and from each other, with means."""
+    gen = torch.Generator().manual_seed(5)
+    heads, dim = core.num_heads, core.head_dim
+    mix = torch.randn(2, heads, dim, dim, generator=gen, dtype=torch.float64) * 0.3
+    query, key = torch.randn(2, 2, heads, 40, dim, generator=gen, dtype=torch.float64) @ mix.unsqueeze(1) + 0.2
+
+    core.calibrate(query, 2 * key)
 
 
 def learn_something(core: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ from kernelformer.feature_maps.formula import FormulaMap
 from kernelformer.feature_maps.fourier import TrigonometricMap
 from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.feature_maps.nystrom import NystromMap
+from kernelformer.feature_maps.optimal import OptimalMap
 from kernelformer.feature_maps.positive import PositiveMap
 from kernelformer.feature_maps.rfa import ScaledFourierMap
 from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap
@@ -20,6 +21,7 @@ __all__ = [
     "LogLinearMap",
     "MixtureMap",
     "NystromMap",
+    "OptimalMap",
     "PositiveMap",
     "ScaledFourierMap",
     "TrigonometricMap",

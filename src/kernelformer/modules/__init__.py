@@ -1,6 +1,7 @@
 """Attention as modules: the core by name, the layer with projections, the redraw schedule."""
 
 from kernelformer.modules.build import build_attention
+from kernelformer.modules.calibration import calibrate
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.functional import kernel_attention
@@ -31,6 +32,7 @@ __all__ = [
     "RotaryPositions",
     "SoftmaxCore",
     "build_attention",
+    "calibrate",
     "kernel_attention",
     "list_methods",
     "method_options",

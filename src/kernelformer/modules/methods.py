@@ -16,6 +16,7 @@ from kernelformer.feature_maps import (
     LogLinearMap,
     MixtureMap,
     NystromMap,
+    OptimalMap,
     PositiveMap,
     ScaledFourierMap,
     TrigonometricMap,
@@ -27,6 +28,8 @@ from kernelformer.modules.gated import GatedCore
 from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.local import LocalCore
 from kernelformer.modules.papers import (
+    FAVOR_PLUS_PLUS,
+    FAVOR_SHARP,
     KL_TRANSFORMER,
     LINEAR_TRANSFORMER,
     LINFORMER,
@@ -183,6 +186,25 @@ METHODS: dict[str, Method] = {
         equation="Theorem 1",
         phi="exp(wx - x²/2), w on a sphere",
         family="positive",
+    ),
+    "favor++": Method(
+        about="optimal positive random features, calibrated",
+        make=OptimalMap,
+        fixed={"dense": False},
+        paper=FAVOR_PLUS_PLUS,
+        phi="exp(A w² + √(1-4A) wx - x²/2), A calibrated",
+        family="positive",
+        per_head=True,
+    ),
+    "favor#": Method(
+        about="dense positive random features of balanced queries and keys, calibrated",
+        make=OptimalMap,
+        fixed={"dense": True},
+        default={"balance": True},
+        paper=FAVOR_SHARP,
+        phi="`favor++` with a matrix A, of balanced tq and k/t",
+        family="positive",
+        per_head=True,
     ),
     "nprf": Method(
         about="positive features of unit vectors, for relative positions",
@@ -370,25 +392,3 @@ def list_methods() -> dict[str, str]:
         name: method.about if method.paper is None else f"{method.about} ({method.paper.name})"
         for name, method in METHODS.items()
     }
-
-
-def methods_table() -> str:
-    """The table of all methods in Markdown, as the README shows it."""
-    head = ("name", "paper, equation", "phi", "cost", "causal", "decoding", "bias", "window")
-    rows = [head, tuple("---" for _ in head), *(_row(name, method) for name, method in METHODS.items())]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _row(name: str, method: Method) -> tuple[str, ...]:
-    paper = "this library"
-    if method.paper is not None:
-        paper = f"[{method.paper.name}]({method.paper.url})" + (f", {method.equation}" if method.equation else "")
-    causal = _cell(method.causal) if method.cross else "only"
-    decoding = "keeps all keys" if method.quadratic else _cell(method.streaming)
-    return f"`{name}`", paper, method.phi, method.cost, causal, decoding, _cell(method.bias), _cell(method.window)
-
-
-def _cell(fact: Fact) -> str:
-    if isinstance(fact, bool):
-        return "yes" if fact else "no"
-    return ", ".join(f'`{name}="{value}"`' for name, value in fact.items())

@@ -106,10 +106,10 @@ def reference_attention(
         factor = _left_of(gate, query.shape[2], key_mask)
     feature_map, normalize = core.feature_map, core.normalize
     if near is not None and scores is not None:
-        return _near_far(core, (query, key, value), scores, (near, visible), (key_mask, query_mask), bias)
+        return _near_far(core, (query, key, value), scores, (near, visible), (key_mask, query_mask), bias, scale)
     if isinstance(feature_map, NystromMap):
         return _nystrom(feature_map, (query, key, value), visible, (key_mask, query_mask), factor, normalize)
-    logs = log_phi(feature_map, query, "query"), log_phi(feature_map, key, "key")
+    logs = log_phi(feature_map, query, "query", scale), log_phi(feature_map, key, "key", scale)
     if logs[0] is not None and logs[1] is not None:
         return positive_attention(logs[0], logs[1], value, visible, normalize, bias)
     phi_q, phi_k = phi(feature_map, query, "query"), phi(feature_map, key, "key")
@@ -123,6 +123,7 @@ def _near_far(
     near_and_far: tuple[Tensor, Tensor],
     masks: tuple[Tensor | None, Tensor | None],
     bias: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Near keys by softmax, far ones by the kernel times exp(beta + bias)."""
     query, key, value = qkv
@@ -134,7 +135,7 @@ def _near_far(
     if isinstance(feature_map, NystromMap):
         weights, bound = _nystrom_weights(feature_map, query, key, masks, far, extra.exp())
         return near_far_attention(scores, value, near, far, weights, bound / GUARD)
-    logs = log_phi(feature_map, query, "query"), log_phi(feature_map, key, "key")
+    logs = log_phi(feature_map, query, "query", scale), log_phi(feature_map, key, "key", scale)
     if logs[0] is not None and logs[1] is not None:
         weights = log_kernel(logs[0], logs[1]) + extra
         return log_attention(torch.where(near, scores, weights), value, near | far)
