@@ -123,6 +123,7 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "rfa shared": ("rfa", {"num_features": 9, "draw": "iid", "per_head": False}),
     "rfa-gate": ("rfa-gate", {"num_features": M}),
     "rfa-gate shared": ("rfa-gate", {"num_features": 9, "per_head": False}),
+    "loglinear like favor#": ("loglinear", {"num_features": M, "start": "favor#"}),
     "loglinear free keys": ("loglinear", {"num_features": M, "unit_keys": False}),
     "loglinear unnormalized": ("loglinear", {"num_features": M, "per_head": False, "normalize": False}),
 }

@@ -32,6 +32,7 @@ from kernelformer.modules.reference import reference_attention
 SLOW = (
     "favor++",
     "favor++ unnormalized",
+    "loglinear like favor#",
     "favor+ per head near",
     "fastfood-prf by rows near",
     "gmm-rks near",
