@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from kernelformer.contract import wide_dtype
 from kernelformer.feature_maps.base import FeatureMap
 
+MOMENTS = "statistics.moments"  # how the name of the sums in a state dict ends; they are float64 in every model
+
 
 def optimal_exponents(spread: Tensor) -> Tensor:
     """``a = (1 - 2 l - sqrt((2 l + 1)^2 + 8 l)) / 16``, entry by entry; l >= 0 is the mean square of a coordinate.

@@ -56,7 +56,7 @@ class Calibrated(nn.Module):
         _calibrated_map(self).reset_calibration()
 
 
-def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False) -> dict[str, int]:
+def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, exact: bool = False) -> dict[str, int]:
     """Calibrate every attention of a model that has something to calibrate, by running it.
 
         kf.calibrate(model, [{"input_ids": ids, "attention_mask": mask} for ids, mask in texts])
@@ -69,9 +69,12 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False) 
         model: any module with attention cores inside; that which is called.
         batches: arguments of calls of the model: a tensor, a tuple of arguments, or a mapping of arguments by name.
         reset: forget earlier statistics; else they go on.
+        exact: the attentions to calibrate attend by softmax meanwhile, in quadratic time, so that later ones are given
+            what they would be given by the model that theirs stands for: for a pretrained model, whose attention random
+            features without calibration may be far from.
 
     Returns:
-        The number of queries that each core has counted, by the name of its module; those of one head.
+        The number of queries that the first map of each core has counted, by the name of the core's module.
 
     Raises:
         ValueError: the model has nothing to calibrate, there are no batches, or none reached an attention.
@@ -90,7 +93,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False) 
     for core in cores.values() if not reset else ():
         _calibrated_map(core).check_calibration(core.scale)
     seen: dict[str, Tensor] = {}
-    with _evaluating(model), torch.no_grad(), _watching(cores, seen):
+    with _evaluating(model), torch.no_grad(), _watching(cores, seen), _attending_exactly(cores if exact else {}):
         count = 0
         for batch in batches:
             _call(model, batch)
@@ -187,6 +190,22 @@ def _watching(cores: Mapping[str, Calibrated], seen: dict[str, Tensor]) -> Itera
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _attending_exactly(cores: Mapping[str, Calibrated]) -> Iterator[None]:
+    """Softmax in the place of what cores do, for a block."""
+    from kernelformer.modules.exact import SoftmaxCore  # which is itself a core
+
+    for core in cores.values():
+        full = cast("AttentionCore", core)
+        sizes: dict[str, Any] = {"head_dim": full.head_dim, "num_heads": full.num_heads, "scale": full.scale}
+        vars(core)["forward"] = SoftmaxCore("softmax", normalize_qk=full.normalize_qk, **sizes).forward
+    try:
+        yield
+    finally:
+        for core in cores.values():
+            del vars(core)["forward"]
 
 
 @contextmanager
