@@ -241,3 +241,30 @@ def test_a_calibration_that_fails_changes_nothing_and_idle_cores_are_named():
         assert all(torch.equal(y, before[name]) for name, y in model.state_dict().items())
     with pytest.warns(UserWarning, match="1 of 3 attentions saw no tokens and stay as they were: mixed.linear"):
         assert kf.calibrate(model, [x])["mixed.linear"] == 0
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "T5ForConditionalGeneration"])
+def test_a_converted_model_attends_exactly_meanwhile_and_keeps_its_statistics(kind, tmp_path):
+    pytest.importorskip("transformers")
+    from kernelformer.hf import convert, cores, load
+    from tiny_models import tiny
+
+    exact, model = (convert(tiny(kind), method, num_features=8) for method in ("softmax", "favor#"))
+    ids = torch.arange(24).view(2, 12) + 5
+    batch = {"input_ids": ids, **({"decoder_input_ids": ids[:, :7]} if kind.startswith("T5") else {})}
+    seen = {}
+    for name, core in cores(exact).items():
+        core.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[:2]}))
+    exact(**batch)
+    assert set(kf.calibrate(model, [batch], exact=True).values()) <= {14, 24, 48}
+    for name, core in cores(model).items():
+        alone = copy.deepcopy(core)
+        alone.reset_calibration()
+        alone.calibrate(*(x.detach() for x in seen[name]))
+        torch.testing.assert_close(moments(core), moments(alone), msg=name)
+    model.save_pretrained(tmp_path)
+    for dtype in (None, torch.float32):
+        other = load(tmp_path, dtype=dtype)
+        for name, core in cores(other).items():
+            assert torch.equal(moments(core), moments(cores(model)[name]))
+    assert torch.equal(load(tmp_path)(**batch)[0], model(**batch)[0])
