@@ -58,6 +58,9 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "favor+ unnormalized": ("favor+", {"num_features": M, "normalize": False, "kernel": "gaussian"}),
     "favor+ per head": ("favor+", {"num_features": M, "per_head": True}),
     "favor+ unit": ("favor+", {"num_features": M, "normalize_qk": True}),
+    "favor++": ("favor++", {"num_features": M}),  # calibrated, as the next ones: see `calibrated`
+    "favor++ unnormalized": ("favor++", {"num_features": M, "normalize": False, "normalize_qk": True}),
+    "favor#": ("favor#", {"num_features": M}),
     "nprf": ("nprf", {"num_features": M}),
     "favor+ m < d": ("favor+", {"num_features": 5, "draw": "simplex"}),
     **{
@@ -122,6 +125,7 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "rfa shared": ("rfa", {"num_features": 9, "draw": "iid", "per_head": False}),
     "rfa-gate": ("rfa-gate", {"num_features": M}),
     "rfa-gate shared": ("rfa-gate", {"num_features": 9, "per_head": False}),
+    "loglinear like favor#": ("loglinear", {"num_features": M, "start": "favor#"}),
     "loglinear free keys": ("loglinear", {"num_features": M, "unit_keys": False}),
     "loglinear unnormalized": ("loglinear", {"num_features": M, "per_head": False, "normalize": False}),
     "hedgehog": ("hedgehog", {}),
@@ -134,6 +138,7 @@ VARIANTS |= {
         "signed formula",
         "favor+",
         "favor+ per head",
+        "favor#",
         "nprf",
         "trigonometric",
         "tanh",
@@ -175,8 +180,20 @@ def build(variant: str, dtype: torch.dtype = torch.float64, **more) -> torch.nn.
     else:
         near = {name: settings.pop(name) for name in NEAR if name in settings}
         core = KernelCore(variant, method(**settings), **near)
+    if core.calibrates:
+        calibrated(core)
     learn_something(core)
     return core.to(dtype)
+
+
+def calibrated(core: torch.nn.Module) -> None:
+    """Statistics of queries and keys that differ by head, by coordinate and from each other, with means."""
+    gen = torch.Generator().manual_seed(5)
+    heads, dim = core.num_heads, core.head_dim
+    mix = torch.randn(2, heads, dim, dim, generator=gen, dtype=torch.float64) * 0.3
+    query, key = torch.randn(2, 2, heads, 40, dim, generator=gen, dtype=torch.float64) @ mix.unsqueeze(1) + 0.2
+
+    core.calibrate(query, 2 * key)
 
 
 def learn_something(core: torch.nn.Module) -> None:

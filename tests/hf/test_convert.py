@@ -23,8 +23,8 @@ NEEDS_LANDMARKS = {
     "wildcat": {"num_landmarks": 4},
 }
 BIASED = [x for x in kf.list_methods() if x.startswith(("favor", "trig", "relu", "elu", "gmm", "fastfood", "generative",
-                                                        "nprf", "loglinear", "hedgehog")) or x in ("rfa", "local", "wildcat")
-          ]  # fmt: skip
+                                                        "nprf", "loglinear", "hedgehog"))
+          or x in ("rfa", "local", "wildcat")]  # fmt: skip
 FEATURES = {"favor+": {"num_features": 32}, "loglinear": {"num_features": 16}, "elu": {}, "trigonometric": {}}
 
 

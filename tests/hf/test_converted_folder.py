@@ -222,7 +222,7 @@ def test_folders_of_other_versions_are_refused(values, words, tmp_path):
         ("options", {"num_features": 32}, "do not fit"),
         ("options", {"novelty": 1}, "unknown option"),
         ("method", "favor+", "do not fit"),
-        ("method", "favor++", "unknown method 'favor++'"),
+        ("method", "favor+++", "unknown method 'favor+++'"),
         ("name", "bert.encoder.layer.7", "cannot be converted"),
         ("num_heads", 5, "do not fit"),
         ("exact_heads", [9], "exact heads must be"),

@@ -12,7 +12,7 @@ import kernelformer as kf
 from definition import VARIANTS
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules import METHODS, KernelCore
-from kernelformer.modules.methods import methods_table
+from kernelformer.modules.methods_table import methods_table
 from kernelformer.modules.options import applicable_options, maps_by_head
 
 README = Path(__file__).parents[2] / "README.md"

@@ -32,8 +32,8 @@ def layer_of(method, **options):
 
 def test_the_methods_have_a_line_each():
     assert METHODS == [
-        "softmax", "gaussian", "local", "favor+", "favor+hyperbolic", "favor+regularized", "nprf", "trigonometric",
-        "relu", "elu",
+        "softmax", "gaussian", "local", "favor+", "favor+hyperbolic", "favor+regularized", "favor++", "favor#", "nprf",
+        "trigonometric", "relu", "elu",
         "gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "skyformer",
         "nystromformer", "linformer", "rfa", "rfa-gate", "loglinear", "hedgehog",
     ]  # fmt: skip
@@ -50,7 +50,8 @@ def test_every_listed_option_is_taken(method):
         "activation": "sigmoid", "projection": True, "eps": 0.1, "components": 4, "tied": True, "mean_std": 0.0,
         "covariance": "full", "smoothing": 0.5, "learn": "S", "sigma": 2.0, "transform": "fwht", "width": 7, "depth": 1,
         "num_landmarks": 6, "gamma": 0.1, "inverse": "iterative", "landmarks": "segments", "rounds": 3, "conv": 3,
-        "max_length": 20, "rank": 5, "own_gate": True, "align": False, "unit_keys": False,
+        "max_length": 20, "rank": 5, "own_gate": True, "align": False, "unit_keys": False, "balance": True,
+        "start": "favor#",
         "attention_dropout": 0.1, "num_key_heads": 2, "window": 3, "sinks": 1, "beta": "zero", "near_scale": 0.4,
     }  # fmt: skip
     options = {name: values[name] for name in kf.method_options(method) if name not in ("hyperbolic", "regularized")}

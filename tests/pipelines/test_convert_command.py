@@ -181,6 +181,17 @@ def test_what_the_output_needs_most_stays_exact(model, text, tmp_path):
         converting.run(model, tmp_path / "l", Setting(text=text, keep=2))
 
 
+@pytest.mark.parametrize("keep", [0, 1])
+def test_calibrated_features_take_the_statistics_of_other_texts(model, text, tmp_path, keep):
+    found = converting.run(
+        model, tmp_path / "c", Setting(attention="favor#", features=8, text=text, samples=4, keep=keep)
+    )
+    assert (found.texts["calibrated on"].texts, found.texts["calibrated on"].available) == (4, 16)
+    sums = [x for name, x in load(tmp_path / "c").named_buffers() if name.endswith("statistics.moments")]
+    assert len(sums) == 2 - keep
+    assert all((x[:, :, -1, -1] > 20).all() for x in sums)
+
+
 def test_some_layers_alone_are_converted(model, tmp_path):
     found = converting.run(model, tmp_path / "k", Setting(features=4, layers="1", samples=2, batch=2))
     assert [x["method"] for x in found.conversion] == ["softmax", "wildcat"]  # of an encoder, without training

@@ -8,6 +8,7 @@ from kernelformer.feature_maps.fourier import TrigonometricMap
 from kernelformer.feature_maps.hedgehog import HedgehogMap
 from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.feature_maps.nystrom import NystromMap
+from kernelformer.feature_maps.optimal import OptimalMap
 from kernelformer.feature_maps.positive import PositiveMap
 from kernelformer.feature_maps.rfa import ScaledFourierMap
 from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap
@@ -23,6 +24,7 @@ __all__ = [
     "LogLinearMap",
     "MixtureMap",
     "NystromMap",
+    "OptimalMap",
     "PositiveMap",
     "ScaledFourierMap",
     "TrigonometricMap",

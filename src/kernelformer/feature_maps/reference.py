@@ -20,6 +20,7 @@ from kernelformer.feature_maps.formula import FormulaMap
 from kernelformer.feature_maps.fourier import TrigonometricMap
 from kernelformer.feature_maps.hedgehog import HedgehogMap
 from kernelformer.feature_maps.loglinear import LogLinearMap
+from kernelformer.feature_maps.optimal import OptimalMap
 from kernelformer.feature_maps.positive import PositiveMap
 from kernelformer.feature_maps.rfa import ScaledFourierMap
 from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap, SpectralMap
@@ -37,12 +38,15 @@ _ACTIVATIONS = {
 _NONNEGATIVE = ("relu", "exp", "sigmoid", "abs", "elu")
 
 
-def log_phi(feature_map: FeatureMap, x: Tensor, role: Role) -> Tensor | None:
+def log_phi(feature_map: FeatureMap, x: Tensor, role: Role, scale: float = 1.0) -> Tensor | None:
     """``log phi(x)``, (B, H, L, D) -> (B, H, L, M), of the maps that are exponentials; None for the others.
+
+    ``scale``, which x has in it already, is of the statistics of calibrated maps, which have not.
 
     favor+          w_i . x - |x|^2 / 2 - log(m) / 2            softmax kernel      (Performer, Eq. 7)
                     w_i . x - |x|^2 - log(m) / 2                Gaussian kernel
     hyperbolic      both signs of w_i, log(2m) instead of log(m)                    (Performer, Lemma 1)
+    favor++, #      w_i^T A w_i + w_i^T (I - 4 A)^(1/2) y - |y|^2 / 2 + log det(I - 4 A) / 4 - log(m) / 2, y balanced
     prf             w_i . x - |x|^2 - log(M) / 2                                    (KL-Transformer, Eq. 9)
     loglinear       w_i . x + b_i, of keys less its log-sum-exp over i
     hedgehog        w_i . x less its log-sum-exp over i, then the same of -w_i . x
@@ -60,6 +64,8 @@ def log_phi(feature_map: FeatureMap, x: Tensor, role: Role) -> Tensor | None:
     if isinstance(feature_map, HedgehogMap):
         z = _project(x, feature_map.w_q if role == "query" else feature_map.w_k)
         return torch.cat([z.log_softmax(-1), (-z).log_softmax(-1)], -1)
+    if isinstance(feature_map, OptimalMap):
+        return _optimal(feature_map, x, role, scale)
     if isinstance(feature_map, PositiveMap):
         z = _project(x, frequencies(feature_map, x.dtype))
         z = torch.cat([z, -z], -1) if options["hyperbolic"] else z
@@ -71,7 +77,7 @@ def log_phi(feature_map: FeatureMap, x: Tensor, role: Role) -> Tensor | None:
     return None
 
 
-def phi(feature_map: FeatureMap, x: Tensor, role: Role) -> Tensor:
+def phi(feature_map: FeatureMap, x: Tensor, role: Role, scale: float = 1.0) -> Tensor:
     """``phi(x)``, (B, H, L, D) -> (B, H, L, M).
 
         trigonometric   exp(|x|^2 / 2) / sqrt(m) [cos(w_i . x), sin(w_i . x)]           (Performer, Eq. 5)
@@ -80,7 +86,7 @@ def phi(feature_map: FeatureMap, x: Tensor, role: Role) -> Tensor:
 
     and the exponentials of `log_phi`.
     """
-    logs = log_phi(feature_map, x, role)
+    logs = log_phi(feature_map, x, role, scale)
     if logs is not None:
         return logs.exp()
     options = feature_map.options
@@ -109,8 +115,8 @@ def is_signed(feature_map: FeatureMap) -> bool:
         return type(feature_map).log_phi is FormulaMap.log_phi and not feature_map.nonnegative
     if isinstance(feature_map, GeneralizedMap):
         return feature_map.options["activation"] not in _NONNEGATIVE
-    positive = isinstance(feature_map, PositiveMap | LogLinearMap | HedgehogMap)
-    return not positive and feature_map.options.get("features") != "prf"
+    positive = PositiveMap | LogLinearMap | OptimalMap | HedgehogMap
+    return not isinstance(feature_map, positive) and feature_map.options.get("features") != "prf"
 
 
 def frequencies(feature_map: FeatureMap, dtype: torch.dtype) -> Tensor:
@@ -131,6 +137,37 @@ def frequencies(feature_map: FeatureMap, dtype: torch.dtype) -> Tensor:
         return feature_map.noise.to(dtype) * feature_map.sigma.to(dtype)[:, None]
     assert feature_map.omega is not None
     return feature_map.omega.to(dtype)
+
+
+def _optimal(feature_map: OptimalMap, x: Tensor, role: Role, scale: float) -> Tensor:
+    """OPRF and SDERF; A as a function of the matrix M."""
+    assert feature_map.statistics is not None
+    assert feature_map.omega is not None
+    squares = x.square().sum(-1, keepdim=True)
+    moments, omega = feature_map.statistics.moments.to(x.dtype), feature_map.omega.to(x.dtype)
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    constant = 0.5 * math.log(feature_map.num_features)
+    if not bool(moments.any()):  # favor+
+        return _project(x, omega) - 0.5 * squares - constant
+    (q, k), (qq, kk) = ((moments / moments[..., -1:, -1:])[..., :-1, part] for part in (-1, slice(-1)))
+    t = torch.diag_embed((kk / qq).diagonal(0, 1, 2) ** 0.25) if feature_map.options["balance"] else eye.expand_as(qq)
+    q, k = t @ q.unsqueeze(2), t.inverse() @ k.unsqueeze(2)
+    M = scale * (t @ qq @ t + t.inverse() @ kk @ t.inverse() + q @ k.mT + k @ q.mT)
+    if not feature_map.options["dense"]:
+        M = eye * M.diagonal(0, 1, 2).mean(1)[:, None, None]
+    A = (eye - 2 * M - _root((2 * M + eye) @ (2 * M + eye) + 8 * M)) / 16
+    y = torch.einsum("bhld,hde->bhle", x, _by_head(t if role == "query" else t.inverse(), x.shape[1]))
+    constants = torch.einsum("hmd,hde,hme->hm", omega, A, omega) + 0.25 * torch.logdet(eye - 4 * A).unsqueeze(1)
+    z = _project(y, omega @ _root(eye - 4 * A)) + _by_head(constants, x.shape[1]).unsqueeze(1)
+    return z - 0.5 * y.square().sum(-1, keepdim=True) - constant
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root of positive matrices, by the iteration of Denman and Beavers."""
+    root, inverse = x, torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
+    for _ in range(20):
+        root, inverse = (root + inverse.inverse()) / 2, (inverse + root.inverse()) / 2
+    return root
 
 
 def _mixture(feature_map: MixtureMap, dtype: torch.dtype) -> Tensor:

@@ -221,7 +221,7 @@ class WildcatMap(FeatureMap):
             landmarks = landmarks.masked_fill(~valid.unsqueeze(3), 0)
         gram = landmark_gram(landmarks.to(wide_dtype(landmarks)), valid, RIDGE)
         offset = (-0.5 * landmarks.square().sum(3)).masked_fill(~valid, -torch.inf)
-        return [landmarks, offset, inverse_root(gram, "cholesky").to(dtype), centre, tau]
+        return [landmarks, offset, inverse_root(gram, "cholesky", RIDGE).to(dtype), centre, tau]
 
     def _choose(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Indices of the landmarks among keys as the kernel sees them, and which slots have one, (B, H, r) each."""

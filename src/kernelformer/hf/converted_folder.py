@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from kernelformer.feature_maps.statistics import MOMENTS
 from kernelformer.files import read_json
 from kernelformer.hf.attend import CORE
 from kernelformer.hf.plan import Conversion
@@ -143,7 +144,7 @@ def load_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
     if dtype is not None:
         cores = torch.float64 if dtype == torch.float64 else torch.float32
         for name, x in weights.items():
-            if x.is_floating_point():
+            if x.is_floating_point() and not name.endswith(MOMENTS):
                 weights[name] = x.to(cores if CORE in name.split(".") else dtype)
     try:
         # Assigned and not copied, so that each keeps the precision that it was saved with.

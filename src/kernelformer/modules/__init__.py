@@ -1,13 +1,15 @@
 """Attention as modules: the core by name, the layer with projections, the redraw schedule."""
 
 from kernelformer.modules.build import build_attention
+from kernelformer.modules.calibration import calibrate
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.functional import kernel_attention
 from kernelformer.modules.groups import parameter_groups
 from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.layer import KernelAttention
-from kernelformer.modules.methods import METHODS, Method, list_methods
+from kernelformer.modules.method import Method
+from kernelformer.modules.methods import METHODS, list_methods
 from kernelformer.modules.mixed import MixedCore
 from kernelformer.modules.multihead import MultiheadAttention
 from kernelformer.modules.options import method_options
@@ -31,6 +33,7 @@ __all__ = [
     "RotaryPositions",
     "SoftmaxCore",
     "build_attention",
+    "calibrate",
     "kernel_attention",
     "list_methods",
     "method_options",

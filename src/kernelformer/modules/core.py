@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.state import MadeBy
@@ -15,6 +15,7 @@ from kernelformer.contract import autocasts, compute_dtype
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.bias import check_bias, check_step_bias
+from kernelformer.modules.calibration import Calibrated
 from kernelformer.modules.call import Call
 from kernelformer.modules.checks import (
     cannot_stream,
@@ -30,7 +31,7 @@ from kernelformer.modules.checks import (
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 
 
-class AttentionCore(nn.Module):
+class AttentionCore(Calibrated):
     """Attention over given queries, keys and values: everything between the projections.
 
     `forward` and `step` check their arguments and make a `Call` of them. A method implements `_attend` and, where it

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
 from kernelformer.errors import unknown
 from kernelformer.feature_maps import (
     FastFoodMap,
-    FeatureMap,
     GeneralizedMap,
     GenerativeMap,
     HedgehogMap,
     LogLinearMap,
     MixtureMap,
     NystromMap,
+    OptimalMap,
     PositiveMap,
     ScaledFourierMap,
     TrigonometricMap,
     WildcatMap,
 )
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
-from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.gated import GatedCore
-from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.local import LocalCore
+from kernelformer.modules.method import QUADRATIC_COST, Method
 from kernelformer.modules.papers import (
+    FAVOR_PLUS_PLUS,
+    FAVOR_SHARP,
     HEDGEHOG,
     KL_TRANSFORMER,
     LINEAR_TRANSFORMER,
@@ -40,89 +36,8 @@ from kernelformer.modules.papers import (
     SKYFORMER,
     TRANSFORMER,
     WILDCAT,
-    Paper,
 )
 from kernelformer.modules.wildcat import WildcatCore
-
-Family = Literal["exact", "positive", "signed", "landmarks", "other"]
-Fact = bool | Mapping[str, Any]  # true, false, or true with these options
-QUADRATIC_COST = "L²"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One method, with everything that the library knows about it.
-
-    A fact that depends on options is the mapping of the options that make it true: skyformer is causal with
-    ``{"landmarks": "learned"}``. `holds` evaluates it. A bias and a window need a normalized sum: with
-    ``normalize=False`` no method takes one.
-
-    Args:
-        about: what it is, in one line, without the paper.
-        make: class of its feature map, or of the whole core where it has no map.
-        core: class that attends through the feature map.
-        fixed: settings that make it this method.
-        default: settings that the caller may change, where they differ from the defaults of the class.
-        unused: options of its classes that mean nothing to this method.
-        paper: where it was published; None: here.
-        equation: of the paper, where it has one.
-        phi: its feature map, or what it does instead, in a few signs: w frequencies, m their number.
-        cost: time in the length L: m features, d head dimension, C components, s landmarks, r rank.
-        family: ``exact``; ``positive`` or ``signed`` features, with the default options; ``landmarks``; ``other``.
-        size: the option that sets how many features, landmarks or rows it has; None where there is nothing to set.
-        causal: whether it can attend to earlier tokens only.
-        streaming: whether it can attend token by token, with a state.
-        bias: whether it takes a relative position bias.
-        window: whether it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``.
-        cross: whether it can attend to another sequence; a method that cannot is causal only.
-        cross_method: what a model takes for attention to another sequence by default; None: the same method.
-        per_head: whether each head has a map of its own.
-    """
-
-    about: str
-    make: type[FeatureMap] | type[AttentionCore]
-    core: type[KernelCore] = KernelCore
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    default: Mapping[str, Any] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
-    paper: Paper | None = None
-    equation: str = ""
-    phi: str
-    family: Family
-    cost: str = "L m"
-    size: str | None = "num_features"
-    causal: Fact = True
-    streaming: Fact = True
-    bias: Fact = True
-    window: Fact = True
-    cross: Fact = True
-    cross_method: str | None = None
-    per_head: Fact = field(default_factory=lambda: {"per_head": True})
-
-    @property
-    def quadratic(self) -> bool:
-        """Whether its time is quadratic in the length."""
-        return self.cost == QUADRATIC_COST
-
-    @property
-    def has_map(self) -> bool:
-        """Whether it attends through a feature map."""
-        return issubclass(self.make, FeatureMap)
-
-    @property
-    def own_scale(self) -> bool:
-        """Whether it has a scale of its own instead of 1 / sqrt(D): unit vectors have, and elu."""
-        return "scale" in self.default or bool(self.fixed.get("normalize_qk"))
-
-    def holds(self, fact: Fact, options: Mapping[str, Any] | None = None) -> bool:
-        """Whether a fact of this record is true with these options; those that are not given have their defaults."""
-        if isinstance(fact, bool):
-            return fact
-        parameters = inspect.signature(self.make).parameters
-        defaults = {name: x.default for name, x in parameters.items()}
-        settings = {**defaults, **self.default, **(options or {}), **self.fixed}
-        return all(settings.get(name) == value for name, value in fact.items())
-
 
 _POSITIVE = {"hyperbolic": False, "regularized": False}
 _RKS = {"features": "rks"}
@@ -190,6 +105,25 @@ METHODS: dict[str, Method] = {
         equation="Theorem 1",
         phi="exp(wx - x²/2), w on a sphere",
         family="positive",
+    ),
+    "favor++": Method(
+        about="optimal positive random features, calibrated",
+        make=OptimalMap,
+        fixed={"dense": False},
+        paper=FAVOR_PLUS_PLUS,
+        phi="exp(A w² + √(1-4A) wx - x²/2), A calibrated",
+        family="positive",
+        per_head=True,
+    ),
+    "favor#": Method(
+        about="dense positive random features of balanced queries and keys, calibrated",
+        make=OptimalMap,
+        fixed={"dense": True},
+        default={"balance": True},
+        paper=FAVOR_SHARP,
+        phi="`favor++` with a matrix A, of balanced tq and k/t",
+        family="positive",
+        per_head=True,
     ),
     "nprf": Method(
         about="positive features of unit vectors, for relative positions",
@@ -400,25 +334,3 @@ def list_methods() -> dict[str, str]:
         name: method.about if method.paper is None else f"{method.about} ({method.paper.name})"
         for name, method in METHODS.items()
     }
-
-
-def methods_table() -> str:
-    """The table of all methods in Markdown, as the README shows it."""
-    head = ("name", "paper, equation", "phi", "cost", "causal", "decoding", "bias", "window")
-    rows = [head, tuple("---" for _ in head), *(_row(name, method) for name, method in METHODS.items())]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _row(name: str, method: Method) -> tuple[str, ...]:
-    paper = "this library"
-    if method.paper is not None:
-        paper = f"[{method.paper.name}]({method.paper.url})" + (f", {method.equation}" if method.equation else "")
-    causal = _cell(method.causal) if method.cross else "only"
-    decoding = "keeps all keys" if method.quadratic else _cell(method.streaming)
-    return f"`{name}`", paper, method.phi, method.cost, causal, decoding, _cell(method.bias), _cell(method.window)
-
-
-def _cell(fact: Fact) -> str:
-    if isinstance(fact, bool):
-        return "yes" if fact else "no"
-    return ", ".join(f'`{name}="{value}"`' for name, value in fact.items())

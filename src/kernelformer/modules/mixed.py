@@ -101,6 +101,17 @@ class MixedCore(AttentionCore):
         """Go to the next draw of the linear heads, or to number ``draw``."""
         self.linear.resample(draw)
 
+    def calibrate(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, query_mask: Tensor | None = None
+    ) -> None:
+        """Count queries and keys of the linear heads into the statistics of their map."""
+        self._accept(Call(query=query, key=key, value=key, scale=self.scale, key_mask=key_mask, query_mask=query_mask))
+        self.linear.calibrate(self._split(query, 1), self._split(key, 1), key_mask, query_mask=query_mask)
+
+    def reset_calibration(self) -> None:
+        """Forget the statistics of the linear heads."""
+        self.linear.reset_calibration()
+
     def refusal(self, causal: bool) -> ValueError | None:
         """Why the linear core cannot attend with this causality; None where it can."""
         return self.linear.refusal(causal)

@@ -109,14 +109,14 @@ def reference_attention(
     feature_map, normalize = core.feature_map, core.normalize
     qkv, masks = (query, key, value), (key_mask, query_mask)
     if near is not None and scores is not None:
-        out = _near_far(core, qkv, scores, (near, visible), masks, bias)
+        out = _near_far(core, qkv, scores, (near, visible), masks, bias, scale)
         return _clip(out, value, key_mask) if isinstance(feature_map, WildcatMap) else out
     if isinstance(feature_map, WildcatMap):
         weights, bound = _landmark_weights(feature_map, query, key, masks, visible, factor)
         return _clip(weighted_attention(weights, value, visible, normalize, bound), value, key_mask)
     if isinstance(feature_map, NystromMap):
         return _nystrom(feature_map, qkv, visible, masks, factor, normalize)
-    logs = log_phi(feature_map, query, "query"), log_phi(feature_map, key, "key")
+    logs = log_phi(feature_map, query, "query", scale), log_phi(feature_map, key, "key", scale)
     if logs[0] is not None and logs[1] is not None:
         return positive_attention(logs[0], logs[1], value, visible, normalize, bias)
     phi_q, phi_k = phi(feature_map, query, "query"), phi(feature_map, key, "key")
@@ -130,6 +130,7 @@ def _near_far(
     near_and_far: tuple[Tensor, Tensor],
     masks: tuple[Tensor | None, Tensor | None],
     bias: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Near keys by softmax, far ones by the kernel times exp(beta + bias)."""
     query, key, value = qkv
@@ -141,7 +142,7 @@ def _near_far(
     if isinstance(feature_map, NystromMap | WildcatMap):
         weights, bound = _landmark_weights(feature_map, query, key, masks, far, extra.exp())
         return near_far_attention(scores, value, near, far, weights, None if bound is None else bound / GUARD)
-    logs = log_phi(feature_map, query, "query"), log_phi(feature_map, key, "key")
+    logs = log_phi(feature_map, query, "query", scale), log_phi(feature_map, key, "key", scale)
     if logs[0] is not None and logs[1] is not None:
         weights = log_kernel(logs[0], logs[1]) + extra
         return log_attention(torch.where(near, scores, weights), value, near | far)

@@ -21,7 +21,7 @@ from kernelformer.errors import positive_int
 from kernelformer.files import write_json, write_text
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.sentence_files import copy_sentence_files
-from kernelformer.modules import METHODS, method_options, parse_method
+from kernelformer.modules import METHODS, AttentionCore, calibrate, method_options, parse_method
 from kernelformer.pipelines.convert_settings import ConvertSettings
 from kernelformer.pipelines.convert_texts import (
     Batches,
@@ -108,11 +108,14 @@ def run(
             result.remarks.append(f"{setting.samples} samples were asked for, and the texts to measure on make {rows}")
     log(f"converting to {setting.attention}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
+    statistics = _calibration_inputs(student, origin, result, texts, evaluation)
+    _calibrate(student, statistics, log)
     stages = _stages(student, setting) if texts.training else {}
     keeps = bool(setting.keep or setting.keep_heads)
     _measure(result, "all converted" if keeps else "converted", origin, student, inputs, log)
     if keeps:
         _keep(student, origin, result, texts, evaluation, log)
+        _calibrate(student, statistics, log)
         _measure(result, "converted", origin, student, inputs, log)
     checkpoint = Checkpoint.of(target, _identity(source, setting, result), force)
     if stages:
@@ -123,6 +126,29 @@ def run(
     _write(student, origin, target, result, inputs)
     checkpoint.remove()
     return result
+
+
+def _calibration_inputs(
+    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation
+) -> Batches:
+    """Inputs to calibrate on; none where the method has nothing to calibrate."""
+    if not any(isinstance(x, AttentionCore) and x.calibrates for x in student.modules()):
+        return []
+    setting = result.setting
+    samples, batch = setting.samples, setting.batch
+    rows, used = choice_inputs(origin, texts, evaluation, result.length, samples, batch, setting.seed)
+    if used is None:
+        result.remarks.append("calibrated on what is measured on; give more texts, or others to learn from")
+    else:
+        result.texts["calibrated on"] = used
+    return rows
+
+
+def _calibrate(student: Any, rows: Batches, log: Log) -> None:
+    """Take statistics of the queries and keys that exact attention would have."""
+    if rows:
+        log("calibrating")
+        calibrate(student, rows, reset=True, exact=True)
 
 
 def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, log: Log) -> None:

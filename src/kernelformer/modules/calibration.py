@@ -1,0 +1,220 @@
+"""Statistics of queries and keys for maps that depend on them: of one core, and of a whole model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kernelformer.feature_maps.statistics import CalibratedMap, moments_of
+from kernelformer.modules.call import Call
+
+if TYPE_CHECKING:
+    from kernelformer.modules.core import AttentionCore
+
+
+class Calibrated(nn.Module):
+    """What an attention core offers to a calibration."""
+
+    method: str
+    scale: float
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether its map depends on statistics of queries and keys, so that `calibrate` has something to do."""
+        phi = getattr(self, "feature_map", None)
+        return isinstance(phi, CalibratedMap) and phi.statistics is not None
+
+    def calibrate(
+        self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, query_mask: Tensor | None = None
+    ) -> None:
+        """Count queries and keys into the statistics of the map, beside those of earlier calls.
+
+        They are like those of `forward`, before the scale. All pairs of a query and a key count alike, whichever
+        sample they are from; hidden tokens leave no trace. States from before do not fit afterwards.
+
+        Args:
+            query: (B, H, L, D).
+            key: (B, G, S, D), G divides H.
+            key_mask: (B, S) bool, which keys are real.
+            query_mask: (B, L) bool, which queries are real; default as in `forward`.
+
+        Raises:
+            ValueError: the method has nothing to calibrate; other heads or another head_dim than the core's; NaN or an
+                infinity in a real token; no real token. Nothing is counted then.
+        """
+        phi = _calibrated_map(self)
+        phi.check_calibration(self.scale)
+        phi.calibrate(_moments(self, query, key, key_mask, query_mask), self.scale)
+
+    def reset_calibration(self) -> None:
+        """Forget all statistics: the map is as it was before the first calibration."""
+        _calibrated_map(self).reset_calibration()
+
+
+def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, exact: bool = False) -> dict[str, int]:
+    """Calibrate every attention of a model that has something to calibrate, by running it.
+
+        kf.calibrate(model, [{"input_ids": ids, "attention_mask": mask} for ids, mask in texts])
+
+    The model runs without gradients and in evaluation mode, as it is: what an attention is given in `forward` is what
+    its map will see, after projections, positions and normalization. Statistics change when all batches are through,
+    and not at all if something fails.
+
+    Args:
+        model: any module with attention cores inside; that which is called.
+        batches: arguments of calls of the model: a tensor, a tuple of arguments, or a mapping of arguments by name.
+        reset: forget earlier statistics; else they go on.
+        exact: the attentions to calibrate attend by softmax meanwhile, in quadratic time, so that later ones are given
+            what they would be given by the model that theirs stands for: for a pretrained model, whose attention random
+            features without calibration may be far from.
+
+    Returns:
+        The number of queries that the first map of each core has counted, by the name of the core's module.
+
+    Raises:
+        ValueError: the model has nothing to calibrate, there are no batches, or none reached an attention.
+    """
+    cores = {name: x for name, x in model.named_modules() if isinstance(x, Calibrated) and x.calibrates}
+    if not cores:
+        raise ValueError(
+            f"{type(model).__name__} has no attention with statistics to calibrate; use 'favor++', 'favor#', or "
+            f"'loglinear' with start='favor#'."
+        )
+    if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"batches must be several of them, each a tensor, a tuple or a mapping, got {type(batches).__name__}; put "
+            f"a single one into a list."
+        )
+    for core in cores.values() if not reset else ():
+        _calibrated_map(core).check_calibration(core.scale)
+    seen: dict[str, Tensor] = {}
+    with _evaluating(model), torch.no_grad(), _watching(cores, seen), _attending_exactly(cores if exact else {}):
+        count = 0
+        for batch in batches:
+            _call(model, batch)
+            count += 1
+    if not seen:
+        raise ValueError(
+            f"{count} batches reached none of the {len(cores)} attentions to calibrate in {type(model).__name__}; give "
+            f"batches that run through it, and to a decoder use_cache=False."
+        )
+    for name, moments in seen.items():
+        phi = _calibrated_map(cores[name])
+        if reset:
+            phi.reset_calibration()
+        phi.calibrate(moments, cores[name].scale)
+    idle = [name for name in cores if name not in seen]
+    if idle:
+        warnings.warn(
+            f"{len(idle)} of {len(cores)} attentions saw no tokens and stay as they were: {', '.join(idle)}.",
+            stacklevel=2,
+        )
+    return {name: int(seen[name][0, 0, -1, -1]) if name in seen else 0 for name in cores}
+
+
+def _calibrated_map(core: Calibrated) -> CalibratedMap:
+    """The map of a core.
+
+    Raises:
+        ValueError: it has no statistics.
+    """
+    if not core.calibrates:
+        raise ValueError(
+            f"{core.method!r} has no statistics to calibrate; use 'favor++', 'favor#', or 'loglinear' with "
+            f"start='favor++' or start='favor#'."
+        )
+    return cast(CalibratedMap, core.feature_map)
+
+
+def _moments(
+    core: Calibrated, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+) -> Tensor:
+    """`moments_of` the real tokens, as the map of a core sees them."""
+    full, phi = cast("AttentionCore", core), _calibrated_map(core)
+    call = Call(query=query, key=key, value=key, scale=full.scale, key_mask=key_mask, query_mask=query_mask)
+    call = full._accept(call)
+    with torch.no_grad():
+        tokens = full._normalize_qk(call.query, call.key, call.key_mask)
+        masks = {"queries": call.real_queries, "keys": call.key_mask}
+        rows = [_rows(x, mask, phi.heads) for x, mask in zip(tokens, masks.values(), strict=True)]
+        for name, x in zip(masks, rows, strict=True):
+            bad = int((~x.isfinite()).any(2).sum())
+            if bad or not x.shape[1]:
+                what = f"{bad} of {x.shape[0] * x.shape[1]} with NaN or an infinity" if bad else "none that is real"
+                raise ValueError(
+                    f"calibration takes finite {name}, got {what}; hide tokens by key_mask and query_mask, or leave "
+                    f"the batch out. Nothing was counted."
+                )
+        return moments_of(rows[0], rows[1])
+
+
+def _rows(x: Tensor, mask: Tensor | None, heads: int) -> Tensor:
+    """Real tokens for each map: (B, H or G, L, D) -> (heads, N, D)."""
+    if x.shape[1] < heads:
+        x = x.repeat_interleave(heads // x.shape[1], 1)
+    tokens = x.unflatten(1, (heads, -1)).movedim(3, 1)  # (B, L, heads, R, D)
+    kept = tokens.flatten(0, 1) if mask is None else tokens[mask]
+    rows: Tensor = kept.transpose(0, 1).flatten(1, 2)
+    return rows
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, tuple | list):
+        model(*batch)
+    else:
+        model(batch)
+
+
+@contextmanager
+def _watching(cores: Mapping[str, Calibrated], seen: dict[str, Tensor]) -> Iterator[None]:
+    """Sum up the moments of what cores are called with, by name."""
+
+    def hook(name: str) -> Any:
+        def count(core: Calibrated, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            given = {**dict(zip(("query", "key"), args, strict=False)), **keywords}
+            new = _moments(core, *(given.get(x) for x in ("query", "key", "key_mask", "query_mask")))  # type: ignore[arg-type]
+            seen[name] = seen[name] + new if name in seen else new
+
+        return count
+
+    handles = [x.register_forward_pre_hook(hook(name), with_kwargs=True) for name, x in cores.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _attending_exactly(cores: Mapping[str, Calibrated]) -> Iterator[None]:
+    """Softmax in the place of what cores do, for a block."""
+    from kernelformer.modules.exact import SoftmaxCore  # which is itself a core
+
+    for core in cores.values():
+        full = cast("AttentionCore", core)
+        sizes: dict[str, Any] = {"head_dim": full.head_dim, "num_heads": full.num_heads, "scale": full.scale}
+        vars(core)["forward"] = SoftmaxCore("softmax", normalize_qk=full.normalize_qk, **sizes).forward
+    try:
+        yield
+    finally:
+        for core in cores.values():
+            del vars(core)["forward"]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a block; afterwards each part is as it was."""
+    modes = [(x, x.training) for x in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
