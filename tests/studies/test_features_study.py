@@ -24,7 +24,7 @@ RESIDUES = list("ACDEFGHIKLMNPQRSTVWY")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A BERT over letters, with grouped ids of one length and a tokenizer made of its vocabulary alone."""
+    """A BERT over letters, with a tokenizer made of its vocabulary alone."""
     path = tmp_path_factory.mktemp("models") / "bert"
     config = transformers.BertConfig(
         vocab_size=25, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
@@ -157,10 +157,10 @@ def test_the_time_at_equal_error_is_the_least_of_the_sizes_that_are_enough():
 
 
 def test_the_study_measures_draws_and_goes_on(model, decoder, text, tmp_path, monkeypatch):
-    options = ["--norms", "1", "--length", "24", "--heads", "2", "--head-dim", "8", "--features", "4,8"]
-    options += ["--time-length", "16", "--rounds", "1", "--window", "0,2", "--out", str(tmp_path)]
+    options = ["--norms", "1", "--length", "24", "--heads", "2", "--head-dim", "8", "--features", "4"]
+    options += ["--time-length", "16", "--rounds", "1", "--window", "0,2", "--threads", "1", "--out", str(tmp_path)]
     options += ["--attention", "favor+,nystromformer,loglinear", "--model", f"{model},{decoder}", "--text", str(text)]
-    original = features.captured_case if hasattr(features, "captured_case") else features.make_case
+    original = features.make_case
 
     def stops(settings, name):
         if name == "llama":
@@ -182,13 +182,13 @@ def test_the_study_measures_draws_and_goes_on(model, decoder, text, tmp_path, mo
     assert record["left_out"]["llama, window 2"] == {"nystromformer": "not causal"}
     assert record["left_out"]["bert, window 2"] == {"nystromformer": "takes no window"}
     assert list(record["cases"]) == ["isotropic, norm 1", "anisotropic, norm 1", "bert", "llama"]
-    # Of each case two without a window, three with it; then two sizes of each attention.
-    assert len(record["rows"]) == 3 * (2 + 6 + 3 + 4) + (2 + 4 + 3 + 4)
+    # Of each case two references without a window, three with it, and the attentions.
+    assert len(record["rows"]) == 3 * (2 + 3 + 3 + 2) + (2 + 2 + 3 + 2)
     rows = {(x["data"], x["window"], x["attention"], x["size"]): x for x in record["rows"]}
     assert rows["bert", 0, EXACT, None]["output_mean"] == 0
     assert rows["bert", 2, UNIFORM, None]["row_mean"] == rows["bert", 0, UNIFORM, None]["row_mean"]
     assert rows["bert", 2, WINDOW_ALONE, None]["row_mean"] > 0
-    one = rows["isotropic, norm 1", 0, "favor+", 8]
+    one = rows["isotropic, norm 1", 0, "favor+", 4]
     assert one["output_mean"] == pytest.approx(sum(one["outputs"]) / 3)
     assert len(set(one["outputs"])) == 3
     assert {(x["causal"], x["window"]) for x in record["times"]} == {(a, b) for a in (False, True) for b in (0, 2)}

@@ -46,7 +46,7 @@ def default_attentions() -> list[str]:
 
 def is_learned(spec: str) -> bool:
     """Whether an attention has weights to train."""
-    return any(True for _ in Sized.of(spec).build(head_dim=8, num_heads=1, length=8).parameters())
+    return any(True for _ in Sized.of(spec, 8).build(head_dim=8, num_heads=1, length=8).parameters())
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Sized:
         if not method.holds(method.window, self.options):
             return False
         try:
-            self.build(head_dim=8, num_heads=1, length=8, window=2)
+            Sized.of(self.spec, 8).build(head_dim=8, num_heads=1, length=8, window=2)
         except ValueError:  # an option that stands against it
             return False
         return True
