@@ -113,14 +113,10 @@ def near_options(settings: Settings, window: int) -> dict[str, int]:
     return {"window": window, "sinks": settings.sinks} if window else {}
 
 
-def calibrated(core: AttentionCore, query: Tensor, key: Tensor) -> AttentionCore:
-    """The core, calibrated on other queries and keys (B, H, L, D) if it has statistics."""
-    calibrate = getattr(core, "calibrate", None)
-    if calibrate is not None:
-        try:
-            calibrate(query, key)
-        except ValueError:  # it has none
-            return core
+def calibrated(core: Any, query: Tensor, key: Tensor) -> Any:
+    """The core, calibrated on other queries and keys (B, H, L, D) where its map depends on their statistics."""
+    if getattr(core, "calibrates", False):
+        core.calibrate(query, key)
     return core
 
 
