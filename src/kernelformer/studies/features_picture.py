@@ -12,6 +12,7 @@ from kernelformer.studies.features_data import SYNTHETIC, synthetic_name
 from kernelformer.studies.features_result import EXACT, UNIFORM, WINDOW_ALONE, Result, Row
 
 INK = {UNIFORM: "#808080", WINDOW_ALONE: "#1b1e23"}
+GREYS = (14, 15)  # of the colours of matplotlib's tab20: those of a reference
 TOP = 3.0
 Panel = Callable[[Any], None]
 
@@ -64,15 +65,27 @@ def _panels(result: Result) -> list[list[Panel]]:
 def _scale(axis: Any) -> None:
     """Logarithmic errors with plain numbers; what is above `TOP` is of no use, and would press the rest together."""
     axis.set_yscale("log", subs=[])
-    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axis.yaxis.set_major_locator(_ticks(1, 2, 5))
     axis.yaxis.set_major_formatter("{x:g}")
     low, high = axis.get_ylim()
     axis.set_ylim(min(low, TOP / 10), min(high, TOP))
     axis.grid(True, alpha=0.15)
 
 
+def _ticks(*digits: int) -> Any:
+    """Ticks of a logarithmic axis at these digits; matplotlib's own crowd where the range is small."""
+    from matplotlib.ticker import FixedLocator
+
+    return FixedLocator([x * 10.0**power for power in range(-8, 5) for x in digits])
+
+
 def _styles(result: Result) -> dict[str, dict[str, Any]]:
-    return {name: {**style(i), "markersize": 4, "linewidth": 1.2} for i, name in enumerate(result.attentions)}
+    """Look of each attention: there are more than a report has colours for."""
+    import matplotlib as mpl
+
+    dark_first = [mpl.colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2)) if i not in GREYS]
+    looks = ({**style(i), "color": dark_first[i % 18], "markersize": 4} for i in range(len(result.attentions)))
+    return dict(zip(result.attentions, looks, strict=True))
 
 
 def _panel(axis: Any, result: Result, name: str, window: int, by_time: bool, rows: bool) -> None:
@@ -97,7 +110,7 @@ def _panel(axis: Any, result: Result, name: str, window: int, by_time: bool, row
     exact = result.seconds(curves[EXACT][0])
     if by_time:
         axis.set_xscale("log", subs=[])
-        axis.xaxis.get_major_locator().set_params(subs=(1, 3))
+        axis.xaxis.set_major_locator(_ticks(1, 3))
         axis.xaxis.set_major_formatter(lambda x, _: human_time(x))
         if exact is not None:
             axis.axvline(exact, color=INK[WINDOW_ALONE], linewidth=0.8)
