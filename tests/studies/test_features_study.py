@@ -18,7 +18,7 @@ from kernelformer.studies.features_result import EXACT, UNIFORM, WINDOW_ALONE, P
 from kernelformer.studies.settings import FeaturesSettings
 
 transformers = pytest.importorskip("transformers")
-SMALL = {"features": (4, 8), "length": 24, "heads": 3, "head_dim": 8, "time_length": 16, "rounds": 1}
+SMALL = {"features": (4, 8), "length": 24, "heads": 3, "samples": 3, "head_dim": 8, "time_length": 16, "rounds": 1}
 RESIDUES = list("ACDEFGHIKLMNPQRSTVWY")
 
 
@@ -152,7 +152,7 @@ def test_the_time_at_equal_error_is_the_least_of_the_sizes_that_are_enough():
 
 
 def test_the_study_measures_draws_and_goes_on(model, decoder, text, tmp_path, monkeypatch):
-    options = ["--norms", "1", "--length", "24", "--heads", "2", "--head-dim", "8", "--features", "4"]
+    options = ["--norms", "1", "--length", "24", "--heads", "2", "--samples", "2", "--head-dim", "8", "--features", "4"]
     options += ["--time-length", "16", "--rounds", "1", "--window", "0,2", "--threads", "1", "--out", str(tmp_path)]
     options += ["--attention", "favor+,nystromformer,loglinear", "--model", f"{model},{decoder}", "--text", str(text)]
     original = features.make_case

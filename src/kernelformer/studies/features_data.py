@@ -82,22 +82,22 @@ def make_case(settings: Settings, name: str) -> Case:
 
 
 def synthetic_case(settings: Settings, kind: str, norm: float) -> Case:
-    """Draw queries and keys of one norm in random directions, and Gaussian values; heads are independent samples.
+    """Draw queries and keys of one norm in random directions, and Gaussian values; samples take the place of heads.
 
     Isotropic: all directions alike. Anisotropic: variances 1 / i in D orthogonal directions, which are random, and a
-    head's own for queries and keys.
+    sample's own, the same for queries and keys.
     """
-    heads, length, dim = settings.heads, settings.length, settings.head_dim
+    samples, length, dim = settings.samples, settings.length, settings.head_dim
     gen = torch.Generator().manual_seed(settings.seed)
-    basis = torch.linalg.qr(torch.randn(heads, dim, dim, generator=gen)).Q
+    basis = torch.linalg.qr(torch.randn(samples, dim, dim, generator=gen)).Q
     spread = torch.ones(dim) if kind == "isotropic" else torch.arange(1, dim + 1) ** -0.5
 
     def draw() -> Tensor:
-        x = (torch.randn(1, heads, length, dim, generator=gen) * spread) @ basis
+        x = (torch.randn(1, samples, length, dim, generator=gen) * spread) @ basis
         return F.normalize(x, dim=-1).mul_(norm * dim**0.25)
 
     vectors = [draw() for _ in range(4)]
-    value = torch.randn(1, heads, length, dim, generator=gen)
+    value = torch.randn(1, samples, length, dim, generator=gen)
     about = About(kind, norm, length, dim, False, norm, norm)
     return Case(about, vectors[0], vectors[1], value, vectors[2], vectors[3])
 
