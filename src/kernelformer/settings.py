@@ -90,7 +90,7 @@ def as_text(value: Any) -> str:
         return ""
     return (
         ",".join(f"{x:g}" if isinstance(x, float) else str(x) for x in value)
-        if isinstance(value, tuple)
+        if isinstance(value, tuple | list)
         else str(value)
     )
 
@@ -153,7 +153,9 @@ def plain(settings: Any) -> dict[str, Any]:
     values = {}
     for each in fields(settings):
         value, how = getattr(settings, each.name), each.metadata.get(OPTION, Option())
-        if isinstance(value, Path) or (how.path and value is not None):
+        if how.path and isinstance(value, tuple):
+            value = tuple(Path(x).name for x in value)
+        elif isinstance(value, Path) or (how.path and value is not None):
             value = Path(value).name
         values[each.name] = list(value) if isinstance(value, tuple) else value
     return values

@@ -47,6 +47,14 @@ STUDIES: dict[str, Study] = {
             settings.NoSettings,
         ),
         Study(
+            "features",
+            "Error of attention by number of features, and time at equal error, for all maps that stand for softmax",
+            "",
+            settings.FeaturesSettings,
+            resumes=True,
+            writes="features.md",
+        ),
+        Study(
             "approximation",
             "Spectral error inside a real encoder, condition numbers and the statistical dimension",
             "Skyformer (2111.00035), Fig. 1, Theorem 2 and App. F",

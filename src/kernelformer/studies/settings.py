@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernelformer.measure.settings import BOUNDS
-from kernelformer.settings import Settings, integers, option, parse_layers
+from kernelformer.settings import Settings, integers, numbers, option, parse_layers, split_names
 
 ENCODER_ATTENTIONS = ("softmax", "favor+:num_features=256", *BOUNDS)
 SPECS = "name or name:option=value, separated by commas"
@@ -163,3 +163,40 @@ class LengthsSettings(Settings):
     memory: bool = option(True, "measure peak memory too")
     allow_pickle: bool = option(False, "read weights from a pickle, which can run code")
     rounds: int = 5  # passes of each, interleaved; at least so many
+
+
+def _windows(name: str, text: str) -> tuple[int, ...]:
+    """Integers of at least 0 between commas."""
+    parts = split_names(text)
+    if not all(x.isdecimal() for x in parts):
+        raise ValueError(f"{name} takes integers of at least 0, separated by commas, got {text!r}; say 0,32.")
+    return tuple(int(x) for x in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesSettings(Settings):
+    """Settings of `studies.features`."""
+
+    attention: tuple[str, ...] = option((), f"{SPECS}; default: all that stand for softmax without training")
+    features: tuple[int, ...] = option((16, 32, 64, 128, 256), "numbers of features or landmarks", least=2)
+    norms: tuple[float, ...] = option(
+        (0.5, 1.0, 2.0, 3.0, 4.0),
+        "of synthetic queries and keys, times sqrt(scale); 'none' for none",
+        least=0.01,
+        parse=lambda name, text: () if text in ("", "none") else numbers(name, text),
+    )
+    model: tuple[str, ...] = option((), "pretrained models, folders or names, separated by commas", path=True)
+    text: tuple[str, ...] = option((), "held-out text, a file for all models or one for each", path=True)
+    texts: int = option(1, "texts of a model to measure on, and as many to calibrate on", least=1)
+    length: int = option(512, "tokens, at most, of a text", least=2)
+    heads: int = option(8, "heads of a model, spread over its layers, and of a timed forward", least=1)
+    samples: int = option(3, "of synthetic queries, keys and values", least=1)
+    head_dim: int = option(64, "of synthetic queries and keys", least=2)
+    window: tuple[int, ...] = option((0, 32), "tokens nearby that are exact; 0: none", least=0, parse=_windows)
+    sinks: int = option(1, "first tokens that are exact, with a window", least=0)
+    draws: int = option(3, "of each map", least=3)
+    errors: tuple[float, ...] = option((0.5, 0.2, 0.1), "of the output, for the time at equal error", least=1e-6)
+    time_length: int = option(4096, "tokens of a timed forward", least=1)
+    rounds: int = option(3, "timed forwards of each, interleaved", least=1)
+    allow_pickle: bool = option(False, "read pickled weights", switch=True)
+    seed: int = option(0, least=0)
