@@ -111,6 +111,7 @@ VARIANTS: dict[str, tuple[str | type[FormulaMap], dict]] = {
     "skyformer aligned": ("skyformer", {"num_landmarks": 7, "kernel": "softmax", "gamma": 0.1, "align": True}),
     "skyformer segments": ("skyformer", {"num_landmarks": 6, "landmarks": "segments", "inverse": "iterative"}),
     "skyformer leverage": ("skyformer", {"num_landmarks": 8, "landmarks": "leverage", "gamma": 0.1}),
+    "skyformer pivoted": ("skyformer", {"num_landmarks": 8, "landmarks": "pivoted", "gamma": 0.1}),
     "skyformer learned": ("skyformer", {"num_landmarks": 8, "landmarks": "learned"}),
     "skyformer learned softmax": (
         "skyformer",

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernelformer.feature_maps.pivots import pivots
+from kernelformer.feature_maps import pivots as module
 
 
 def tokens(rows=3, count=40, dim=5, seed=0, size=1.0):
     gen = torch.Generator().manual_seed(seed)
     return size * torch.randn(rows, count, dim, generator=gen, dtype=torch.float64)
+
+
+def pivots(x, weight, real, salt, count):
+    """Rows (N, S, D) as samples of one head."""
+    index, valid = module.pivots(x[:, None], None if weight is None else weight[:, None], real, salt, count)
+    return index[:, 0], valid[:, 0]
 
 
 def kernel(x, y):
@@ -80,8 +86,6 @@ def test_equal_tokens_are_explained_by_one():
 
 
 def test_rows_are_chosen_alone_however_many_there_are(monkeypatch):
-    from kernelformer.feature_maps import pivots as module
-
     x = tokens(6, 50, size=0.7)
     together = pivots(x, x.square().sum(2), None, salt(5), 20)
     monkeypatch.setattr(module, "_NUMBERS", 1)

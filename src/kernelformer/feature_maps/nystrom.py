@@ -29,6 +29,7 @@ from kernelformer.feature_maps.landmarks import (
     rank_hash,
     together,
 )
+from kernelformer.feature_maps.pivots import at, pivots
 
 _ROW = {"gaussian": 0.0, "softmax": 0.5}
 CHUNK = 1024  # tokens whose leverage scores are taken at once
@@ -148,7 +149,8 @@ class NystromMap(FeatureMap):
         kernel: ``gaussian`` or ``softmax``.
         landmarks: ``uniform``, tokens by a random number that depends on the seed, the draw and the rank among the real
             tokens; ``leverage``, half of them so, and the others with probabilities in proportion to approximate ridge
-            leverage scores, which the first half gives; ``segments``, means of stretches of tokens; ``learned``,
+            leverage scores, which the first half gives; ``pivoted``, one after another, queries or keys, by what those
+            before leave to explain (`pivots`); ``segments``, means of stretches of tokens; ``learned``,
             parameters that do not see the sequence, which is what causal attention needs.
         align: softmax kernel only: move and stretch keys and queries towards each other first (`landmarks.aligned`).
             Softmax attention does not notice, but the Gaussian kernel between them grows, and errors fall: keys far
@@ -177,7 +179,7 @@ class NystromMap(FeatureMap):
     ) -> None:
         choice("kernel", kernel, _ROW)
         choice("inverse", inverse, ("cholesky", "iterative"))
-        choice("landmarks", landmarks, ("uniform", "leverage", "segments", "learned"))
+        choice("landmarks", landmarks, ("uniform", "leverage", "pivoted", "segments", "learned"))
         num_landmarks = positive_int("num_landmarks", num_landmarks)
         if num_landmarks < 2 and landmarks != "learned":
             raise ValueError("landmarks are taken from queries and from keys, got num_landmarks=1; use at least 2.")
@@ -220,7 +222,7 @@ class NystromMap(FeatureMap):
     @property
     def is_random(self) -> bool:
         """Whether landmarks are drawn."""
-        return self.landmarks in ("uniform", "leverage")
+        return self.landmarks in ("uniform", "leverage", "pivoted")
 
     @property
     def sees_sequence(self) -> bool:
@@ -275,6 +277,8 @@ class NystromMap(FeatureMap):
             nothing = query.new_zeros(*query.shape[:2], 1, query.shape[3], dtype=dtype)
             return self._tensors(nothing, nothing[..., 0].bool(), scale)
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        if self.landmarks == "pivoted":
+            return self._tensors(*self._pivoted(query.to(dtype), key.to(dtype), query_mask, key_mask, scale), scale)
         half = self.num_landmarks // 2
         parts = [
             Tokens(x.to(dtype), mask, min(slots, x.shape[2]))
@@ -288,6 +292,19 @@ class NystromMap(FeatureMap):
                 orders = self._by_leverage(parts, orders, scale)
             chosen = [t.take(order) for t, order in zip(parts, orders, strict=True)]
         return self._tensors(*together(chosen), scale)
+
+    def _pivoted(
+        self, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Landmarks among all rows of [Q; K], and which slots have one."""
+        parts, masks = [], []
+        for x, mask in ((query, query_mask), (key, key_mask)):
+            parts.append(x if mask is None else x.masked_fill(~mask[:, None, :, None], 0))
+            masks.append(x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool) if mask is None else mask)
+        rows, real = torch.cat(parts, 2), torch.cat(masks, 1)
+        count = min(self.num_landmarks, rows.shape[2])
+        index, valid = pivots(math.sqrt(scale) * rows, None, real, self.salt[0], count)
+        return at(rows, index, valid), valid
 
     def _tensors(self, points: Tensor, valid: Tensor | None, scale: float) -> list[Tensor]:
         """From landmarks in the units of x, (B or 1, H, s, D), and which slots have one."""

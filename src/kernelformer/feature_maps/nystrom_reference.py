@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.feature_maps.nystrom import NystromMap
+from kernelformer.feature_maps.pivots_reference import choose, gaussian, splitmix
 
 
 def nystrom_kernel(
@@ -50,6 +51,9 @@ def landmarks(
         )
         tokens = [real_q, real_k]
         numbers = [min(slots // 2, query.shape[2]), min(slots - slots // 2, key.shape[2])]
+        if kind == "pivoted":
+            out.append([_pivoted(feature_map, x) for x in torch.cat(tokens, 1)])
+            continue
         if kind == "segments":
             out.append([_segments([x[h] for x in tokens], numbers) for h in range(count)])
             continue
@@ -92,6 +96,12 @@ def _waiting_times(
     return times
 
 
+def _pivoted(feature_map: NystromMap, x: Tensor) -> Tensor:
+    """Landmarks among the real queries and keys of one head (n, D) by pivoted Cholesky of their kernel."""
+    count, salt = min(feature_map.num_landmarks, len(x)), int(feature_map.salt[0])
+    return x[choose(x.detach(), range(len(x)), count, salt, torch.zeros_like(x[:, 0]))]
+
+
 def _segments(tokens: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
     return torch.cat([segment_means(x, n) for x, n in zip(tokens, numbers, strict=True)])
 
@@ -109,19 +119,6 @@ def _smallest(tokens: Sequence[Tensor], orders: Sequence[Sequence[float]], numbe
     for x, order, count in zip(tokens, orders, numbers, strict=True):
         parts.append(x[sorted(range(len(order)), key=lambda i: order[i])[:count]])
     return torch.cat(parts)
-
-
-def splitmix(x: int) -> int:
-    """The last step of splitmix64, in 64 bits, of which 53 are kept."""
-    mask = (1 << 64) - 1
-    x = ((x & mask) ^ ((x & mask) >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
-    return (x ^ (x >> 31)) & ((1 << 53) - 1)
-
-
-def gaussian(x: Tensor, y: Tensor) -> Tensor:
-    """``exp(-|x_i - y_j|^2 / 2)`` by differences: (*, L, D), (*, S, D) -> (*, L, S)."""
-    return torch.exp(-0.5 * (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1))
 
 
 def aligned(query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -48,22 +48,31 @@ def _(x: Tensor, weight: Tensor | None, real: Tensor | None, salt: Tensor | None
 def pivots(
     x: Tensor, weight: Tensor | None, real: Tensor | None, salt: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Choose landmarks among the tokens of each row.
+    """Choose landmarks among the tokens of each sample and head.
 
     Args:
-        x: (N, S, D), as the kernel sees them; those that are not real are finite.
-        weight: (N, S), logarithms of factors of the residuals; None means 0.
-        real: (N, S) bool, tokens to choose from; None means all.
+        x: (B, H, S, D), as the kernel sees them; those that are not real are finite.
+        weight: (B, H, S), logarithms of factors of the residuals; None means 0.
+        real: (B, S) bool, tokens to choose from; None means all.
         salt: () int64, says what is drawn; None for the greedy choice.
         count: r, at most S.
 
     Returns:
-        indices (N, r) int64, and which of them are landmarks, (N, r) bool: where the others explain everything, or
-        there are too few real tokens, the last are not. Cost: O(N S r (D + r)) time, O(N S r) memory for as many rows
-        N as fit in 64 MiB, one at least.
+        indices (B, H, r) int64, and which of them are landmarks, (B, H, r) bool: where the others explain everything,
+        or there are too few real tokens, the last are not. Cost: O(S r (D + r)) time and O(S r) memory per sample and
+        head, as many of which are done at once as fit in 64 MiB.
     """
-    result: tuple[Tensor, Tensor] = _pivots(x.detach(), None if weight is None else weight.detach(), real, salt, count)
-    return result
+    batch, heads = x.shape[:2]
+    rows = None if weight is None else weight.detach().flatten(0, 1)
+    tokens = None if real is None else real.repeat_interleave(heads, 0)
+    index, valid = _pivots(x.detach().flatten(0, 1), rows, tokens, salt, count)
+    return index.view(batch, heads, count), valid.view(batch, heads, count)
+
+
+def at(x: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """The chosen tokens (B, H, r, D) of x (B, H, S, D), with zeros where there is none."""
+    chosen = x.gather(2, index.unsqueeze(3).expand(-1, -1, -1, x.shape[3]))
+    return chosen.masked_fill(~valid.unsqueeze(3), 0)
 
 
 class _Choice:

@@ -22,7 +22,7 @@ from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.landmarks import inverse_root, landmark_gram
-from kernelformer.feature_maps.pivots import pivots
+from kernelformer.feature_maps.pivots import at, pivots
 
 RIDGE = 1e-6  # gamma
 STRETCH = 3.946  # tau^2 max|q| / max|k|, from the paper
@@ -216,21 +216,13 @@ class WildcatMap(FeatureMap):
             landmarks = key.new_zeros(batch, heads, 1, dim)
             valid = torch.zeros_like(landmarks[..., 0], dtype=torch.bool)
         else:
-            index, valid = self._choose(((key - centre.unsqueeze(2)) * factor).detach(), key_mask)
-            landmarks = (key.gather(2, index.unsqueeze(3).expand(-1, -1, -1, dim)) - centre.unsqueeze(2)) * factor
-            landmarks = landmarks.masked_fill(~valid.unsqueeze(3), 0)
+            x = ((key - centre.unsqueeze(2)) * factor).detach()
+            salt = self.salt if self.is_random else None
+            index, valid = pivots(x, x.square().sum(3), key_mask, salt, min(self.num_landmarks, tokens))
+            landmarks = at((key - centre.unsqueeze(2)) * factor, index, valid)
         gram = landmark_gram(landmarks.to(wide_dtype(landmarks)), valid, RIDGE)
         offset = (-0.5 * landmarks.square().sum(3)).masked_fill(~valid, -torch.inf)
         return [landmarks, offset, inverse_root(gram, "cholesky", RIDGE).to(dtype), centre, tau]
-
-    def _choose(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Indices of the landmarks among keys as the kernel sees them, and which slots have one, (B, H, r) each."""
-        batch, heads, tokens = x.shape[:3]
-        rows, count = x.flatten(0, 1), min(self.num_landmarks, tokens)
-        real = None if key_mask is None else key_mask.repeat_interleave(heads, 0)
-        salt = self.salt if self.is_random else None
-        index, valid = pivots(rows, rows.square().sum(2), real, salt, count)
-        return index.view(batch, heads, count), valid.view(batch, heads, count)
 
     def _say(self, tokens: int) -> None:
         if self.num_landmarks > tokens > 0 and not self.has_said:
