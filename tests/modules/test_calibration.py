@@ -11,6 +11,7 @@ from torch import nn
 import kernelformer as kf
 from kernelformer.feature_maps import LogLinearMap
 from kernelformer.modules import MixedCore
+from kernelformer.modules.reference import reference_attention
 
 H, D = 4, 8
 NAN, INF = float("nan"), float("inf")
@@ -65,8 +66,27 @@ def test_grouped_queries_have_the_statistics_of_their_key_head(key_heads, G):
         for x, got in zip((queries, keys), moments(core)[:, i], strict=True):
             torch.testing.assert_close(got[:-1, :-1], x.T @ x)
             torch.testing.assert_close(got[-1], torch.cat([x.sum(0), torch.tensor([len(x)])]))
-    state = core(q, k, v, is_causal=True, return_state=True)[1]
+    out, state = core(q, k, v, is_causal=True, return_state=True)
     assert state.tensors[1].shape[1] == maps
+    torch.testing.assert_close(out, reference_attention(core, q, k, v, is_causal=True))
+    bias = torch.randn(H, 23, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    distances = torch.arange(12) - torch.arange(12)[:, None] + 11
+    want = reference_attention(core, q, k, v, bias=bias[:, distances])
+    torch.testing.assert_close(core(q, k, v, bias=bias), want)
+
+
+@pytest.mark.parametrize("G", [2, 4])
+def test_far_tokens_of_grouped_queries_stand_on_the_scale_of_near_ones(G):
+    core = build(num_key_heads=G, window=3, sinks=1)
+    q, k, v = tokens(G=G)
+    core.calibrate(q, k)
+    for is_causal in (False, True):
+        want = reference_attention(core, q, k, v, is_causal=is_causal)
+        torch.testing.assert_close(core(q, k, v, is_causal=is_causal), want)
+    with torch.no_grad():
+        _, state = core(*(x[:, :, :11] for x in (q, k, v)), is_causal=True, return_state=True)
+        last, _ = core.step(*(x[:, :, 11:] for x in (q, k, v)), state)
+        torch.testing.assert_close(last, want[:, :, 11:])
 
 
 def test_unit_vectors_are_what_counts_where_the_map_sees_them():

@@ -204,7 +204,8 @@ class FeatureMap(nn.Module):
                     del state_dict[name]  # nor may a child of the map take its part
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        self.take_numbers()  # as loaded: a strict=False dict may have left the buffers as they were
+        # As loaded: a strict=False dict may have left the buffers as they were. Parts of a map load after it.
+        FeatureMap.take_numbers(self)
 
     def take_numbers(self) -> None:
         """Seed and draw from their buffers, after something other than `load_state_dict` has filled them.

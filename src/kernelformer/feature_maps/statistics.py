@@ -89,13 +89,15 @@ class Statistics(nn.Module):
         with torch.inference_mode(False), torch.no_grad():  # a later call may need gradients
             device, dtype = self.moments.device, wide_dtype(self.moments)
             moments = self.moments.detach().to("cpu", torch.float64, copy=True).contiguous()
-            if not bool(moments.isfinite().all()) or bool((moments.diagonal(0, 2, 3) < 0).any()):
+            found = self._derive(moments)
+            sums = bool(moments.isfinite().all()) and bool((moments.diagonal(0, 2, 3) >= 0).all())
+            if not sums or not all(bool(x.isfinite().all()) for x in found.values()):
                 raise ValueError(
                     "statistics of a calibrated map hold NaN, infinities or negative squares, where sums over finite "
                     "tokens are expected; load them anew, or begin again with reset_calibration()."
                 )
             self._buffers["moments"] = moments.to(device, dtype)
-            for name, x in self._derive(moments).items():
+            for name, x in found.items():
                 self._buffers[name] = x.contiguous().to(device, dtype)
             seen = bool(moments.any())
             data = ctypes.string_at(moments.data_ptr(), moments.nbytes) if seen else b""
@@ -111,7 +113,7 @@ class Statistics(nn.Module):
             t = torch.where((size_q > 0) & (size_k > 0), (size_k / size_q) ** 0.25, t)
         qk = (q * t).unsqueeze(2) * (k / t).unsqueeze(1)
         pairs = qq * t.unsqueeze(1) * t.unsqueeze(2) + kk / t.unsqueeze(1) / t.unsqueeze(2) + qk + qk.mT
-        if not self.dense or not bool(moments.any()):
+        if not self.dense or not bool(moments.any()) or not bool(pairs.isfinite().all()):
             basis = torch.eye(t.shape[1], dtype=t.dtype, device=t.device).expand_as(qq)
             spread = pairs.diagonal(0, 1, 2).mean(1, keepdim=True).expand_as(t)
         else:
@@ -160,7 +162,7 @@ class Statistics(nn.Module):
             self.refresh()
         except ValueError as problem:
             errors.append(f"{prefix.removesuffix('.')}: {problem}")
-            self._replace(before)
+            self._buffers["moments"] = before  # what follows from them was not touched
 
 
 def moments_of(query: Tensor, key: Tensor) -> Tensor:
@@ -188,6 +190,11 @@ class CalibratedMap(FeatureMap):
         """That of any map, and its statistics: a state from before a calibration does not fit after it."""
         digest = "" if self.statistics is None else self.statistics.digest
         return {**super().identity, **({"statistics": digest} if digest else {})}
+
+    def learned_weights(self) -> list[Tensor]:
+        """Those of any map without the sums, which nothing but what follows from them depends on: steps compare all."""
+        sums = None if self.statistics is None else self.statistics.moments
+        return [x for x in super().learned_weights() if x is not sums]
 
     def check_calibration(self, scale: float) -> None:
         """Raise a ValueError where a calibration would lose something; ``scale`` is that of the core."""
