@@ -77,8 +77,11 @@ def test_synthetic_vectors_have_their_norm_as_the_kernel_sees_them(kind):
 
 def test_attentions_are_those_that_stand_for_softmax_without_training():
     specs = default_attentions()
-    assert {"favor+", "trigonometric", "nystromformer", "skyformer:kernel=softmax:landmarks=leverage"} <= set(specs)
-    assert not {"softmax", "relu", "elu", "nprf", "gmm-prf", "loglinear", "linformer", "skyformer"} & set(specs)
+    assert {"favor+", "favor+:draw=simplex", "favor++", "favor#", "trigonometric", "wildcat"} <= set(specs)
+    assert {"nystromformer", "skyformer:kernel=softmax:landmarks=leverage"} <= set(specs)
+    assert not {"softmax", "relu", "elu", "nprf", "gmm-prf", "loglinear", "hedgehog", "linformer", "skyformer"} & set(
+        specs
+    )
     assert is_learned("loglinear")
     assert [x.size for x in sizes_of("favor+:num_features=5", FeaturesSettings())] == [5]
     assert [x.size for x in sizes_of("elu", FeaturesSettings())] == [None]
@@ -122,15 +125,16 @@ def test_captured_heads_are_the_models_own(decoder, model, text):
 
 
 def test_a_core_is_calibrated_where_it_can_be():
-    class Core:
-        calibrates, seen = True, None
+    case = synthetic_case(FeaturesSettings(**SMALL), "anisotropic", 2.0)
 
-        def calibrate(self, query, key):
-            self.seen = (query, key)
+    def output(method, calibrate):
+        core = build_attention(method, head_dim=8, num_heads=3, num_features=4)
+        if calibrate:
+            core = calibrated(core, case.other_query, case.other_key)
+        return core(case.query, case.key, case.value)
 
-    assert calibrated(Core(), "q", "k").seen == ("q", "k")
-    core = build_attention("favor+", head_dim=8, num_heads=1)
-    assert calibrated(core, "q", "k") is core
+    assert not torch.allclose(output("favor#", True), output("favor#", False))
+    assert torch.equal(output("favor+", True), output("favor+", False))
 
 
 def test_the_time_at_equal_error_is_the_least_of_the_sizes_that_are_enough():

@@ -19,12 +19,14 @@ from kernelformer.studies.settings import FeaturesSettings as Settings
 
 # Options that make another map of a method; one that is not here is measured with its defaults.
 VARIANTS: dict[str, tuple[str, ...]] = {
+    "favor+": ("", "draw=simplex"),
     "skyformer": (
         "kernel=softmax:landmarks=uniform",
         "kernel=softmax:landmarks=segments",
         "kernel=softmax:landmarks=leverage",
         "kernel=softmax:landmarks=leverage:align=True",
     ),
+    "wildcat": ("", "pivots=greedy"),
 }
 
 
@@ -113,9 +115,9 @@ def near_options(settings: Settings, window: int) -> dict[str, int]:
     return {"window": window, "sinks": settings.sinks} if window else {}
 
 
-def calibrated(core: Any, query: Tensor, key: Tensor) -> Any:
+def calibrated(core: AttentionCore, query: Tensor, key: Tensor) -> AttentionCore:
     """The core, calibrated on other queries and keys (B, H, L, D) where its map depends on their statistics."""
-    if getattr(core, "calibrates", False):
+    if core.calibrates:
         core.calibrate(query, key)
     return core
 
