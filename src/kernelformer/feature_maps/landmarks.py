@@ -35,7 +35,7 @@ def sharper(inverse: Tensor, product: Tensor) -> Tensor:
 
 
 def inverse_square_root(matrix: Tensor, ridge: float) -> Tensor:
-    """The symmetric root ``W = A^-1/2`` by products alone, neither factored nor divided by: ``W W = A^-1``.
+    """The symmetric root ``W = A^-1/2`` by products of matrices alone: ``W W = A^-1``.
 
         Y <- Y P,  Z <- P Z,  P = (15 I - 10 Z Y + 3 (Z Y)^2) / 8           Y = A / c, Z = I at the start
 
