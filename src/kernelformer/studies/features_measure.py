@@ -25,6 +25,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "kernel=softmax:landmarks=segments",
         "kernel=softmax:landmarks=leverage",
         "kernel=softmax:landmarks=leverage:align=True",
+        "kernel=softmax:landmarks=pivoted",
     ),
     "wildcat": ("", "pivots=greedy"),
 }

@@ -14,6 +14,7 @@ from kernelformer.studies.features_result import EXACT, UNIFORM, WINDOW_ALONE, R
 INK = {UNIFORM: "#808080", WINDOW_ALONE: "#1b1e23"}
 GREYS = (14, 15)  # of the colours of matplotlib's tab20: those of a reference
 TOP = 3.0
+BOTTOM = 0.01  # what has as many landmarks as there are keys is exact, and would press the rest together
 Panel = Callable[[Any], None]
 
 
@@ -68,7 +69,7 @@ def _scale(axis: Any) -> None:
     axis.yaxis.set_major_locator(_ticks(1, 2, 5))
     axis.yaxis.set_major_formatter("{x:g}")
     low, high = axis.get_ylim()
-    axis.set_ylim(min(low, TOP / 10), min(high, TOP))
+    axis.set_ylim(max(min(low, TOP / 10), BOTTOM), min(high, TOP))
     axis.grid(True, alpha=0.15)
 
 
