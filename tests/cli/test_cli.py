@@ -110,6 +110,7 @@ STUDIES = {
     "packing": ([], "kernelformer.studies.packing.run"),
     "tour": ([], "kernelformer.studies.tour.run"),
     "normalized": ([], "kernelformer.studies.normalized.run"),
+    "features": ([], "kernelformer.studies.features.run"),
     "lengths": (["x"], "kernelformer.studies.lengths.run"),
     "conversion": (["x", "--text", "y", "--held-out", "z"], "kernelformer.studies.conversion.run"),
 }

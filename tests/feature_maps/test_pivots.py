@@ -102,3 +102,16 @@ def test_more_landmarks_explain_more_and_random_ones_nearly_as_much_as_greedy():
         left[name] = [float(residuals(x[0], index[0, :t].tolist()).mean()) for t in (8, 16, 32, 64)]
         assert left[name] == sorted(left[name], reverse=True)
     assert left["random"][-1] < 1.3 * left["greedy"][-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("number", [None, 3])
+@pytest.mark.parametrize("apart", [0.0, 1e-6, 1e-3])
+def test_long_tokens_that_are_almost_equal_do_not_end_the_choice(number, apart, dtype):
+    x = tokens(2, 64, 8, size=0.3)
+    x[0, :4] = 4.0 + apart * tokens(1, 4, 8, seed=1)[0]
+    x, drawn = x.to(dtype), None if number is None else salt(number)
+    index, valid = pivots(x, x.square().sum(2), None, drawn, 32)
+    assert valid.all()
+    alone, _ = pivots(x[:1], x[:1].square().sum(2), None, drawn, 32)
+    assert torch.equal(alone[0], index[0])

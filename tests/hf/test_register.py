@@ -17,7 +17,7 @@ from kernelformer.hf.attend import attend, bias_table, make_mask, read_mask
 from tiny_models import HEADS, PAIRS, distance, inputs, outputs, padded, tiny, tokens
 
 NAMES = list(kf.list_methods())
-WHOLE = ["skyformer", "nystromformer", "linformer"]  # see the whole sequence at once
+WHOLE = ["skyformer", "wildcat", "nystromformer", "linformer"]  # see the whole sequence at once
 CAUSAL = [x for x in NAMES if x not in WHOLE]
 
 

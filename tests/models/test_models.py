@@ -39,7 +39,7 @@ SMALL = {
 }
 CAUSAL = ("causal-lm", "pixel-lm")
 GENERATE = (*CAUSAL, "seq2seq")
-NOT_CAUSAL = ("nystromformer", "linformer", "skyformer")
+NOT_CAUSAL = ("nystromformer", "linformer", "skyformer", "wildcat")
 
 
 def spec(method, **more):
@@ -516,7 +516,7 @@ def test_wrong_configurations_say_what_to_change():
         build("causal-lm", "nystromformer")
     with raises("causal only"):
         build("classifier", "rfa-gate")
-    for method in ("nystromformer", "skyformer"):
+    for method in ("nystromformer", "skyformer", "wildcat"):
         with raises("later ones included, which a decoder must not see"):
             build("seq2seq", "elu", cross_attention=method)
     with raises("takes no relative positions"):

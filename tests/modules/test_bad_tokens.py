@@ -13,7 +13,7 @@ from kernelformer.modules import MixedCore
 L = 40
 PLACES = {"first": 0, "middle": 21, "end of a chunk": 31, "last": L - 1}
 BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
-METHODS = [x for x in kf.list_methods() if x not in ("skyformer", "nystromformer", "linformer")]
+METHODS = [x for x in kf.list_methods() if x not in ("skyformer", "wildcat", "nystromformer", "linformer")]
 BIASED = ["softmax", "favor+", "nprf", "trigonometric", "relu", "elu", "loglinear"]
 ALGORITHMS = ["direct", "windowed", "fft"]
 # torch's attention is the only algorithm of softmax

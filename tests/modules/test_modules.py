@@ -16,7 +16,7 @@ from definition import STREAMING, build, close, inputs
 
 METHODS = list(kf.list_methods())
 NEEDS = {"linformer": {"max_length": 64}}
-CAUSAL = [m for m in METHODS if m not in ("skyformer", "nystromformer", "linformer")]
+CAUSAL = [m for m in METHODS if m not in ("skyformer", "wildcat", "nystromformer", "linformer")]
 BIDIRECTIONAL = [m for m in METHODS if m != "rfa-gate"]
 MODES = [(m, False) for m in BIDIRECTIONAL] + [(m, True) for m in CAUSAL]
 
@@ -35,7 +35,7 @@ def test_the_methods_have_a_line_each():
         "softmax", "gaussian", "local", "favor+", "favor+hyperbolic", "favor+regularized", "favor++", "favor#", "nprf",
         "trigonometric", "relu", "elu",
         "gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "skyformer",
-        "nystromformer", "linformer", "rfa", "rfa-gate", "loglinear", "hedgehog",
+        "wildcat", "nystromformer", "linformer", "rfa", "rfa-gate", "loglinear", "hedgehog",
     ]  # fmt: skip
     assert all(about for about in kf.list_methods().values())
     assert "num_features" in kf.method_options("favor+")
@@ -51,7 +51,7 @@ def test_every_listed_option_is_taken(method):
         "covariance": "full", "smoothing": 0.5, "learn": "S", "sigma": 2.0, "transform": "fwht", "width": 7, "depth": 1,
         "num_landmarks": 6, "gamma": 0.1, "inverse": "iterative", "landmarks": "segments", "rounds": 3, "conv": 3,
         "max_length": 20, "rank": 5, "own_gate": True, "align": False, "unit_keys": False, "balance": True,
-        "start": "favor#",
+        "start": "favor#", "pivots": "greedy",
         "attention_dropout": 0.1, "num_key_heads": 2, "window": 3, "sinks": 1, "beta": "zero", "near_scale": 0.4,
     }  # fmt: skip
     options = {name: values[name] for name in kf.method_options(method) if name not in ("hyperbolic", "regularized")}

@@ -91,3 +91,11 @@ def test_large_norms_do_not_overflow_in_single_precision(size):
     if size == 3:  # of norm 5 as the kernel sees them; weights of longer ones span more than single precision does
         exact = build(64).double()(q.double(), k.double(), v.double())
         assert (out - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-12, 1e-3])
+def test_queries_of_no_length_get_the_mean_of_the_values(size):
+    q, k, v = (x.float() for x in inputs())
+    out = build(16)(size * q, 10 * k, v)
+    exact = F.scaled_dot_product_attention(size * q, 10 * k, v)
+    assert (out - exact).abs().max() < (1e-5 if size < 1e-3 else 1e-3)

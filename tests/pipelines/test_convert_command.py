@@ -417,7 +417,7 @@ def test_targets_that_would_harm_something_are_refused(model, tmp_path):
 
 def test_force_replaces_a_converted_model_and_a_failure_leaves_the_old_one(model, tmp_path, monkeypatch):
     target = tmp_path / "d"
-    converting.run(model, target, Setting(features=4, samples=1))
+    converting.run(model, target, Setting(attention="loglinear", features=4, samples=1))
     old = hashes(target)
 
     def fail(*_):
@@ -426,9 +426,9 @@ def test_force_replaces_a_converted_model_and_a_failure_leaves_the_old_one(model
     with monkeypatch.context() as patch:
         patch.setattr(converting, "write_text", fail)
         with pytest.raises(OSError, match="disk full"):
-            converting.run(model, target, Setting(features=8, samples=1), force=True)
+            converting.run(model, target, Setting(attention="loglinear", features=8, samples=1), force=True)
     assert hashes(target) == old
-    converting.run(model, target, Setting(features=8, samples=1), force=True)
+    converting.run(model, target, Setting(attention="loglinear", features=8, samples=1), force=True)
     assert load(target).conversion.layers[0].options == {"num_features": 8}
     assert [x.name for x in tmp_path.iterdir()] == ["d"]
 

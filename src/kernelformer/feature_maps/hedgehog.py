@@ -60,7 +60,7 @@ class HedgehogMap(UntiedMap):
     def _reset_learned(self) -> None:
         heads, rows, dim = self.w_k.shape
         if rows == dim:
-            self._start_at(torch.eye(dim).expand(heads, dim, dim))
+            self._start_at(torch.eye(dim, device="cpu").expand(heads, dim, dim))
             return
         gen = generator(self.seed_number, FIRST)
         w = torch.stack([draw_frequencies(rows, dim, gen, norms="sqrt") for _ in range(heads)])

@@ -18,7 +18,8 @@ from kernelformer.feature_maps.landmarks import rank_hash
 from kernelformer.kernels import squared_distance
 
 BLOCK = 32  # proposals at a time
-# What is explained up to this adds nothing: rounding, and in float32 the ridge as well.
+# What is explained up to this, times the squared norm where it is above 1, adds nothing: it is rounding, and in float32
+# below the ridge.
 FLOOR = {torch.float32: 1e-6, torch.float64: 1e-10}
 _NUMBERS = 1 << 24  # of the factors that are built at once: 64 MiB in float32
 
@@ -96,13 +97,13 @@ class _Choice:
         self.used = 0  # rows of the factor
         self.chosen: list[tuple[Tensor, Tensor]] = []  # of each round: tokens, and which are landmarks
         self.room = torch.full((rows,), count, device=x.device)
-        self.floor = FLOOR[x.dtype]
+        self.floor = FLOOR[x.dtype] * (2 * self.half).clamp_min(1)  # (N, S)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """All rounds: in each the first proposal is accepted, if there is anything left to explain."""
-        for number in range(self.wanted):
-            if not self._round(number):
-                break
+        """All rounds, which end: in each the first proposal is accepted or found to be explained."""
+        number = 0
+        while self._round(number):
+            number += 1
         index, accepted = (torch.cat(parts, 1) for parts in zip(*self.chosen, strict=True))
         order = _accepted_first(accepted)[:, : self.wanted]
         index, accepted = index.gather(1, order), accepted.gather(1, order)
@@ -112,7 +113,7 @@ class _Choice:
 
     def _propose(self, number: int) -> tuple[Tensor, Tensor]:
         """Tokens (N, b), and thresholds (b) in [0, 1) for the shares of their residuals that must be left."""
-        share = self.weight * self.residual
+        share = self.weight * self.residual  # of what is explained up to the floor 0
         if self.salt is None:
             return share.argmax(1, keepdim=True), share.new_zeros(1)
         numbers = torch.arange(2 * self.block, device=share.device) + 2 * self.block * number
@@ -123,21 +124,24 @@ class _Choice:
         return tokens, uniform[self.block :]
 
     def _round(self, number: int) -> bool:
-        """Propose, accept, and explain what the accepted ones do; False where no more are to come."""
+        """Propose, accept, and take off what the accepted ones explain; False where no more are to come."""
         tokens, thresholds = self._propose(number)
         before = self.factor[:, : self.used].gather(2, tokens.unsqueeze(1).expand(-1, self.used, -1))  # (N, t, b)
         points = self.x.gather(1, tokens.unsqueeze(2).expand(-1, -1, self.x.shape[2]))
         rest = torch.baddbmm(torch.exp(-0.5 * squared_distance(points, points)), before.mT, before, alpha=-1)
         need = thresholds.to(rest.dtype) * rest.diagonal(dim1=1, dim2=2)
         # Where nothing is left to explain, any token may have been proposed.
-        need = need.clamp_min_(self.floor).masked_fill_(self.residual.gather(1, tokens) <= self.floor, torch.inf)
-        accepted, lower = self._accept(rest, need)
+        floor = self.floor.gather(1, tokens)
+        need = torch.maximum(need, floor).masked_fill_(self.residual.gather(1, tokens) == 0, torch.inf)
+        accepted, lower, left = self._accept(rest, need)
+        # Rounding may find something left where nothing is, and would propose it for ever.
+        self.residual.scatter_reduce_(1, tokens, torch.where(left > floor, torch.inf, 0).to(left), "amin")
         most = int(accepted.sum(1).max())
         order = _accepted_first(accepted)[:, :most]
         accepted, tokens = accepted.gather(1, order), tokens.gather(1, order)
         self.chosen.append((tokens, accepted))
         if most == 0:
-            return False
+            return self._goes_on()
         lower = lower.gather(1, order.unsqueeze(2).expand(-1, -1, lower.shape[2]))
         lower = lower.gather(2, order.unsqueeze(1).expand(-1, most, -1))
         lower.diagonal(dim1=1, dim2=2).masked_fill_(~accepted, 1)
@@ -145,12 +149,16 @@ class _Choice:
         self._explain(points, before.gather(2, order.unsqueeze(1).expand(-1, self.used, -1)), lower, accepted)
         # A token is explained by itself, whatever rounding says.
         own = torch.zeros_like(self.residual, dtype=torch.bool).scatter_(1, tokens, accepted)
-        self.residual.masked_fill_(own, 0)
+        self.residual.masked_fill_(own | (self.residual <= self.floor), 0)
         self.room = self.room - accepted.sum(1)
-        return bool((self.room > 0).any())
+        return self._goes_on()
 
-    def _accept(self, rest: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:
-        """Which proposals become landmarks, (N, b), and the factor of ``rest`` (N, b, b) over them.
+    def _goes_on(self) -> bool:
+        """Whether some row wants more landmarks and has something left to explain."""
+        return bool(((self.room > 0) & (self.residual > 0).any(1)).any())
+
+    def _accept(self, rest: Tensor, need: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Which proposals become landmarks (N, b), the factor of ``rest`` (N, b, b) over them, and what is left (N, b).
 
         One does if more than ``need`` (N, b) of its residual is left.
         """
@@ -165,7 +173,7 @@ class _Choice:
             column = rest[:, c] * torch.where(taken, pivot, torch.inf).rsqrt().unsqueeze(1)
             lower[:, c:, c] = column[:, c:]
             rest = torch.baddbmm(rest, column.unsqueeze(2), column.unsqueeze(1), alpha=-1)
-        return accepted, lower
+        return accepted, lower, rest.diagonal(dim1=1, dim2=2)
 
     def _explain(self, points: Tensor, before: Tensor, lower: Tensor, accepted: Tensor) -> None:
         """New rows of the factor, ``lower^-1 (kappa(z, x) - before^T G)`` for landmarks z, and the residuals' fall."""

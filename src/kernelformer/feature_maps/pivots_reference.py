@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32  # proposals from the same residuals
+FLOOR = 1e-10  # what is explained up to this, times the squared norm where it is above 1, is explained
 
 
 def choose(x: Tensor, tokens: Sequence[int], count: int, salt: int | None, logs: Tensor) -> list[int]:
@@ -24,11 +25,12 @@ def choose(x: Tensor, tokens: Sequence[int], count: int, salt: int | None, logs:
         logs: w, (S).
     """
     weight = (logs - logs[list(tokens)].max()).exp() if tokens else logs
+    floor = (FLOOR * x.square().sum(1).clamp_min(1)).tolist()
     chosen: list[int] = []
     number = 0
     while len(chosen) < count:
-        before = _residuals(x, tokens, chosen)
-        if not before or max(before.values()) <= 1e-10:
+        before = {i: y for i, y in _residuals(x, tokens, chosen).items() if y > floor[i]}
+        if not before:
             break
         if salt is None:
             chosen.append(max(before, key=lambda i: before[i] * float(weight[i])))
@@ -37,7 +39,7 @@ def choose(x: Tensor, tokens: Sequence[int], count: int, salt: int | None, logs:
             token = _draw(before, weight, _uniform(salt, 2 * BLOCK * number + c))
             left = _residuals(x, tokens, chosen)[token]
             need = _uniform(salt, 2 * BLOCK * number + BLOCK + c) * before[token]
-            if left > max(need, 1e-10) and len(chosen) < count:
+            if left > max(need, floor[token]) and len(chosen) < count:
                 chosen.append(token)
         number += 1
     return chosen

@@ -252,7 +252,7 @@ class UntiedMap(FeatureMap):
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """The parameters of the queries, then of the keys."""
-        named = [[self.get_parameter(f"{name}_{role}") for name in self.learns] for role in "qk"]
+        named = [[getattr(self, f"{name}_{role}") for name in self.learns] for role in "qk"]
         queries, keys = ([x.to(dtype).unsqueeze(0) for x in some] for some in named)
         if self.grouped:
             queries = [x.unflatten(1, (self.heads, -1)) for x in queries]

@@ -25,6 +25,7 @@ from kernelformer.feature_maps.landmarks import inverse_root, landmark_gram
 from kernelformer.feature_maps.pivots import at, pivots
 
 RIDGE = 1e-6  # gamma
+LEAST_PRODUCT = 1e-6  # of max|q| and max|k|
 STRETCH = 3.946  # tau^2 max|q| / max|k|, from the paper
 
 
@@ -144,11 +145,11 @@ class WildcatMap(FeatureMap):
 
     clipped to the range of the values. Landmarks Z are keys that pivoted Cholesky chooses for every sample and
     head; M = kappa(Z, Z), gamma = 1e-6. Keys are centred and divided by tau, queries are multiplied by it,
-    ``tau^2 = 3.946 max|k| / max|q|`` over the real tokens of a sample and head. The choice, tau and the range are
-    constants for the gradient. With as many landmarks as keys it is exact up to gamma.
+    ``tau^2 = 3.946 max|k| / max|q|`` over the real tokens of a sample and head. The choice, tau and the range are constants
+    for the gradient. With as many landmarks as keys it is exact up to gamma.
 
     Args:
-        num_landmarks: r.
+        num_landmarks: r, the number of keys that stand for all.
         pivots: ``random``, with probability in proportion to what is left to explain, or ``greedy``, the largest.
         seed: of the draws.
 
@@ -210,7 +211,7 @@ class WildcatMap(FeatureMap):
             key = key.masked_fill(~key_mask[:, None, :, None], 0)
         batch, heads, tokens, dim = key.shape
         centre = key.sum(2) / _count(key, key_mask)
-        tau = _tau(query, key.detach() - centre.detach().unsqueeze(2), query_mask, key_mask)  # (B, H, 1)
+        tau = _tau(query, key.detach() - centre.detach().unsqueeze(2), query_mask, key_mask, scale)  # (B, H, 1)
         factor = (math.sqrt(scale) / tau).unsqueeze(3)
         if tokens == 0:
             landmarks = key.new_zeros(batch, heads, 1, dim)
@@ -225,7 +226,7 @@ class WildcatMap(FeatureMap):
         return [landmarks, offset, inverse_root(gram, "cholesky", RIDGE).to(dtype), centre, tau]
 
     def _say(self, tokens: int) -> None:
-        if self.num_landmarks > tokens > 0 and not self.has_said:
+        if self.num_landmarks > tokens > 0 and not self.has_said and not torch.compiler.is_compiling():
             self.has_said = True
             warnings.warn(
                 f"num_landmarks={self.num_landmarks} of {tokens} keys: all of them are landmarks, and attention is "
@@ -239,8 +240,11 @@ def _count(key: Tensor, mask: Tensor | None) -> Tensor | int:
 
 
 @torch.no_grad()
-def _tau(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
-    """``sqrt(3.946 max|k| / max|q|)`` over real tokens, (B, H, 1); 1 where one of them is 0."""
+def _tau(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, scale: float) -> Tensor:
+    """``sqrt(3.946 max|k| / max|q|)`` over real tokens, (B, H, 1); 1 where all keys are equal.
+
+    Queries count as long enough for products of `LEAST_PRODUCT`: with less all keys are one, whatever tau is.
+    """
     largest = []
     for x, mask in ((query, query_mask), (key, key_mask)):
         if x.shape[2] == 0:
@@ -249,5 +253,5 @@ def _tau(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor
         norms = norms if mask is None else norms.masked_fill(~mask.unsqueeze(1), 0)
         largest.append(norms.amax(2))
     q, k = largest
-    tau = (STRETCH * k / q).sqrt()
-    return torch.where((q > 0) & (k > 0), tau, 1.0).unsqueeze(2)
+    tau = (STRETCH * k / torch.maximum(q, LEAST_PRODUCT / (scale * k))).sqrt()
+    return torch.where(k > 0, tau, 1.0).unsqueeze(2)

@@ -44,7 +44,7 @@ def _head(feature_map: WildcatMap, query: Tensor, key: Tensor, centre: Tensor, a
     """One head: queries (L, D), centred keys (S, D), the real queries (n, D), and which keys are real."""
     with torch.no_grad():
         largest = [float(x.norm(dim=-1).max()) if x.numel() else 0.0 for x in (key[real], asked)]
-        tau = (3.946 * largest[0] / largest[1]) ** 0.5 if min(largest) > 0 else 1.0
+        tau = (3.946 * largest[0] / max(largest[1], 1e-6 / largest[0])) ** 0.5 if largest[0] > 0 else 1.0
     query, scaled = query * tau, key / tau
     tokens = [i for i in range(len(key)) if bool(real[i])]
     salt = int(feature_map.salt) if feature_map.is_random else None
