@@ -328,11 +328,10 @@ def test_the_attention_matrix_gives_the_output(variant, is_causal):
     q, k, v = inputs(15, 15)
     matrix = core.attention_matrix(q, k, is_causal=is_causal)
     assert matrix.shape == (2, 4, 15, 15)
-    if core.method == "wildcat":  # clips: its weights are those of unit vectors, each in its range
-        assert matrix.min() >= -1e-12
-        assert matrix.max() <= 1 + 1e-12
-    else:
-        close(matrix @ v, core(q, k, v, is_causal=is_causal))
+    want = matrix @ v
+    if core.method == "wildcat":
+        want = want.clamp(v.amin(2, keepdim=True), v.amax(2, keepdim=True))
+    close(want, core(q, k, v, is_causal=is_causal))
     if is_causal:
         assert torch.equal(matrix.triu(1), torch.zeros_like(matrix))
 

@@ -99,3 +99,27 @@ def test_queries_of_no_length_get_the_mean_of_the_values(size):
     out = build(16)(size * q, 10 * k, v)
     exact = F.scaled_dot_product_attention(size * q, 10 * k, v)
     assert (out - exact).abs().max() < (1e-5 if size < 1e-3 else 1e-3)
+
+
+def test_weights_sum_to_one_and_a_bad_query_leaves_the_others_alone():
+    q, k, v = inputs()
+    core = build(16)
+    matrix = core.attention_matrix(q, k)
+    torch.testing.assert_close(matrix.sum(-1), torch.ones_like(matrix[..., 0]))
+    assert matrix.min() < 0
+    want = core(q[:, :, 1:], k, v)
+    for bad in (torch.nan, torch.inf):
+        q[:, :, 0] = bad
+        torch.testing.assert_close(core(q, k, v)[:, :, 1:], want)
+
+
+@pytest.mark.parametrize(("norm", "scale"), [(30, 1.0), (100, 0.125)])
+def test_gradients_of_very_long_queries_and_keys_are_finite(norm, scale):
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 100, d, generator=gen) for d in (64, 64, 2))
+    q, k = (norm * F.normalize(x, dim=-1) for x in (q, k * torch.rand(1, 1, 100, 1, generator=gen)))
+    q.requires_grad_()
+    core = kf.build_attention("wildcat", head_dim=64, num_heads=1, scale=scale)
+    out = core(q, k * torch.rand(1, 1, 100, 1, generator=gen), v)
+    assert out.isfinite().all()
+    assert torch.autograd.grad(out.square().sum(), q)[0].isfinite().all()

@@ -47,7 +47,7 @@ def finish(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
         bound = GUARD * guard
         guarded = den < bound
         den = torch.maximum(den, bound)
-    seen = seen & (den > 0)
+    seen = seen & (den > torch.finfo(den.dtype).tiny)
     inverse = den.reciprocal().masked_fill_(~seen, 0)
     total = den.log().add_(log).masked_fill_(~seen, NOTHING)
     return num.mul_(inverse.unsqueeze(-1)), total, guarded

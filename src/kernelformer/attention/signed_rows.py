@@ -43,7 +43,7 @@ def make_rows(den: Tensor | None, bound: Tensor | None, factor: Tensor | None, l
     if bound is not None:
         guarded = den < bound
         den = torch.maximum(den, bound)
-    return Rows(torch.where(den > 0, den.reciprocal(), 0.0), guarded)
+    return Rows(torch.where(den > torch.finfo(den.dtype).tiny, den.reciprocal(), 0.0), guarded)
 
 
 @dataclass

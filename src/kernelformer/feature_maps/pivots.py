@@ -91,8 +91,7 @@ class _Choice:
         self.residual = torch.ones_like(logs)
         if real is not None:
             self.residual.masked_fill_(~real, 0)
-            logs = logs.masked_fill(~real, -torch.inf)
-        self.weight = (logs - logs.amax(1, keepdim=True)).double().exp_().nan_to_num_(0)
+        self.weight = logs.double()
         self.factor = x.new_empty(rows, count + self.block, tokens)
         self.used = 0  # rows of the factor
         self.chosen: list[tuple[Tensor, Tensor]] = []  # of each round: tokens, and which are landmarks
@@ -113,7 +112,9 @@ class _Choice:
 
     def _propose(self, number: int) -> tuple[Tensor, Tensor]:
         """Tokens (N, b), and thresholds (b) in [0, 1) for the shares of their residuals that must be left."""
-        share = self.weight * self.residual  # of what is explained up to the floor 0
+        logs = torch.log(self.residual.double()).add_(self.weight)
+        # Relative to the largest that is left: weights of long tokens are beyond any range.
+        share = logs.sub_(logs.amax(1, keepdim=True)).exp_().nan_to_num_(0)
         if self.salt is None:
             return share.argmax(1, keepdim=True), share.new_zeros(1)
         numbers = torch.arange(2 * self.block, device=share.device) + 2 * self.block * number

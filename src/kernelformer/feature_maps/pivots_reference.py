@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,6 @@ def choose(x: Tensor, tokens: Sequence[int], count: int, salt: int | None, logs:
         salt: says what is drawn; None for the greedy choice.
         logs: w, (S).
     """
-    weight = (logs - logs[list(tokens)].max()).exp() if tokens else logs
     floor = (FLOOR * x.square().sum(1).clamp_min(1)).tolist()
     chosen: list[int] = []
     number = 0
@@ -33,10 +33,10 @@ def choose(x: Tensor, tokens: Sequence[int], count: int, salt: int | None, logs:
         if not before:
             break
         if salt is None:
-            chosen.append(max(before, key=lambda i: before[i] * float(weight[i])))
+            chosen.append(max(before, key=lambda i: math.log(before[i]) + float(logs[i])))
             continue
         for c in range(BLOCK):
-            token = _draw(before, weight, _uniform(salt, 2 * BLOCK * number + c))
+            token = _draw(before, logs, _uniform(salt, 2 * BLOCK * number + c))
             left = _residuals(x, tokens, chosen)[token]
             need = _uniform(salt, 2 * BLOCK * number + BLOCK + c) * before[token]
             if left > max(need, floor[token]) and len(chosen) < count:
@@ -49,9 +49,10 @@ def _uniform(salt: int, number: int) -> float:
     return (splitmix(number + salt) + 0.5) / 2**53
 
 
-def _draw(residuals: dict[int, float], weight: Tensor, uniform: float) -> int:
+def _draw(residuals: dict[int, float], logs: Tensor, uniform: float) -> int:
     """The token at which the sum of the weights first exceeds its share ``uniform`` of the whole."""
-    shares = {i: x * float(weight[i]) for i, x in residuals.items()}
+    weights = {i: math.log(x) + float(logs[i]) for i, x in residuals.items()}
+    shares = {i: math.exp(x - max(weights.values())) for i, x in weights.items()}
     left = uniform * sum(shares.values())
     for token, share in shares.items():
         left -= share

@@ -68,7 +68,13 @@ class Statistics(nn.Module):
 
     def add(self, moments: Tensor) -> None:
         """Count in the moments of more queries and keys, as `moments_of` gives them."""
-        self._replace(self.moments + moments.to(self.moments))
+        total = self.moments + moments.to(self.moments)
+        if not bool(total.isfinite().all()):
+            raise ValueError(
+                "sums over these queries and keys overflow, so that nothing was counted; tokens this large cannot be "
+                "attended to either: look for what makes them."
+            )
+        self._replace(total)
 
     def reset_parameters(self) -> None:
         """Begin anew, having seen nothing."""

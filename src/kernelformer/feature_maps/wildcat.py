@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace, compute_dtype, wide_dtype
 from kernelformer.errors import choice, positive_int
@@ -145,8 +146,8 @@ class WildcatMap(FeatureMap):
 
     clipped to the range of the values. Landmarks Z are keys that pivoted Cholesky chooses for every sample and
     head; M = kappa(Z, Z), gamma = 1e-6. Keys are centred and divided by tau, queries are multiplied by it,
-    ``tau^2 = 3.946 max|k| / max|q|`` over the real tokens of a sample and head. The choice, tau and the range are constants
-    for the gradient. With as many landmarks as keys it is exact up to gamma.
+    ``tau^2 = 3.946 max|k| / max|q|`` over the real tokens of a sample and head. The choice, tau and the range are
+    constants for the gradient. With as many landmarks as keys it is exact up to gamma.
 
     Args:
         num_landmarks: r, the number of keys that stand for all.
@@ -235,6 +236,20 @@ class WildcatMap(FeatureMap):
             )
 
 
+@contextmanager
+def unsaid(model: nn.Module) -> Iterator[None]:
+    """Calls that only try a model say nothing of the landmarks that their few tokens have, and count as no call."""
+    maps = [x for x in model.modules() if isinstance(x, WildcatMap)]
+    said = [x.has_said for x in maps]
+    for x in maps:
+        x.has_said = True
+    try:
+        yield
+    finally:
+        for x, before in zip(maps, said, strict=True):
+            x.has_said = before
+
+
 def _count(key: Tensor, mask: Tensor | None) -> Tensor | int:
     return max(1, key.shape[2]) if mask is None else mask.sum(1).clamp_min(1)[:, None, None].to(key)
 
@@ -250,7 +265,7 @@ def _tau(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor
         if x.shape[2] == 0:
             return key.new_ones(*key.shape[:2], 1)
         norms = torch.linalg.vector_norm(x.to(key.dtype), dim=3)
-        norms = norms if mask is None else norms.masked_fill(~mask.unsqueeze(1), 0)
+        norms = norms.masked_fill(~norms.isfinite() if mask is None else ~(norms.isfinite() & mask.unsqueeze(1)), 0)
         largest.append(norms.amax(2))
     q, k = largest
     tau = (STRETCH * k / torch.maximum(q, LEAST_PRODUCT / (scale * k))).sqrt()

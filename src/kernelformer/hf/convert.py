@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from kernelformer.cache import StateCache
+from kernelformer.feature_maps.wildcat import unsaid
 from kernelformer.hf.adapters import family_of, restore_bias, tabulate_bias
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import CORE, CROSS
@@ -244,7 +245,8 @@ def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
 
     handles = [core.register_forward_pre_hook(count(name)) for name, core in cores(model).items()]
     try:
-        run(model, inputs)
+        with unsaid(model):
+            run(model, inputs)
     finally:
         for handle in handles:
             handle.remove()

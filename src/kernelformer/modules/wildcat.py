@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,12 @@ class WildcatCore(KernelCore):
     """
 
     causal_way = "'skyformer' with kernel='softmax' and landmarks='learned', or a method such as 'favor+'"
+
+    def attention_matrix(self, query: Tensor, key: Tensor, **how: Any) -> Tensor:
+        """The weights (B, H, L, S) as they are, signed, with sum 1; see `AttentionCore.attention_matrix`."""
+        plain = copy.copy(self)  # unit vectors are no values, whose range would say anything
+        plain.__class__ = KernelCore  # type: ignore[assignment]
+        return KernelCore.attention_matrix(plain, query, key, **how)
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         out, after = super()._attend(call)
