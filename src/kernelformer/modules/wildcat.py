@@ -34,7 +34,8 @@ class WildcatCore(KernelCore):
         if self.near is not None and self.near.dropout:
             return out, after
         lowest, highest = value_range(call.value.detach(), call.key_mask, self.num_heads)
-        return torch.clamp(out, lowest.to(out.dtype), highest.to(out.dtype)), after
+        bounds = lowest.to(out.dtype), highest.to(out.dtype)
+        return (torch.clamp if out.requires_grad else torch.clamp_)(out, *bounds), after
 
 
 def value_range(value: Tensor, key_mask: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
