@@ -43,7 +43,7 @@ def test_the_law_is_that_of_one_choice_after_another():
         left = residuals(x[0], [i]).clamp_min(0)
         left[i] = 0
         expected[i] = first[i] * left * weight[0].exp() / (left * weight[0].exp()).sum()
-    draws = 1200
+    draws = 600
     seen = torch.zeros(5, 5, dtype=torch.float64)
     for number in range(draws):
         index, valid = pivots(x, weight, None, salt(number), 2)

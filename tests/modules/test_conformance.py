@@ -30,6 +30,21 @@ from kernelformer.modules.reference import reference_attention
 # Windows of maps whose kind has another one with a window, and which pass without, and the special cases of another
 # map: with `make test-all`.
 SLOW = (
+    "favor+ spherical",
+    "favor+ givens",
+    "favor+ hadamard chi",
+    "regularized iid",
+    "sigmoid",
+    "gelu",
+    "cos",
+    "relu without eps",
+    "exp without projection",
+    "exp unnormalized",
+    "elu unnormalized",
+    "gmm-rks diagonal",
+    "rfa shared",
+    "rfa-gate shared",
+    "loglinear free keys",
     "favor++",
     "favor++ unnormalized",
     "loglinear like favor#",
