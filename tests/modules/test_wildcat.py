@@ -123,3 +123,16 @@ def test_gradients_of_very_long_queries_and_keys_are_finite(norm, scale):
     out = core(q, k * torch.rand(1, 1, 100, 1, generator=gen), v)
     assert out.isfinite().all()
     assert torch.autograd.grad(out.square().sum(), q)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"pivots": "greedy"}, {"window": 5}])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_key_makes_its_sample_and_head_nan_and_no_other(bad, options):
+    q, k, v = inputs()
+    want = build(16, **options)(q, k, v)
+    k[0, 0, 3] = bad
+    out = build(16, **options)(q, k, v)
+    assert out[0, 0].isnan().all()
+    assert torch.equal(out[1], want[1])
+    core = kf.build_attention("wildcat", head_dim=8, num_heads=1, num_landmarks=16, **options)
+    assert core(q[:1, :1], k[:1, :1], v[:1, :1]).isnan().all()

@@ -88,9 +88,8 @@ class _Choice:
         rows, tokens = x.shape[:2]
         self.half = 0.5 * x.square().sum(2)
         logs = x.new_zeros(rows, tokens) if weight is None else weight
-        self.residual = torch.ones_like(logs)
-        if real is not None:
-            self.residual.masked_fill_(~real, 0)
+        usable = self.half.isfinite()  # nothing is like a token with NaN or an infinity
+        self.residual = (usable if real is None else usable & real).to(x.dtype)
         self.weight = logs.double()
         self.factor = x.new_empty(rows, count + self.block, tokens)
         self.used = 0  # rows of the factor
@@ -99,10 +98,10 @@ class _Choice:
         self.floor = FLOOR[x.dtype] * (2 * self.half).clamp_min(1)  # (N, S)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """All rounds, which end: in each the first proposal is accepted or found to be explained."""
-        number = 0
-        while self._round(number):
-            number += 1
+        """All rounds; in each the first proposal of a row is accepted or found to be explained."""
+        for number in range(self.wanted + self.x.shape[1]):
+            if not self._round(number):
+                break
         index, accepted = (torch.cat(parts, 1) for parts in zip(*self.chosen, strict=True))
         order = _accepted_first(accepted)[:, : self.wanted]
         index, accepted = index.gather(1, order), accepted.gather(1, order)

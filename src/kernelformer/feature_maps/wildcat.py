@@ -212,16 +212,17 @@ class WildcatMap(FeatureMap):
             key = key.masked_fill(~key_mask[:, None, :, None], 0)
         batch, heads, tokens, dim = key.shape
         centre = key.sum(2) / _count(key, key_mask)
-        tau = _tau(query, key.detach() - centre.detach().unsqueeze(2), query_mask, key_mask, scale)  # (B, H, 1)
+        centred = key - centre.unsqueeze(2)
+        tau = _tau(query, centred.detach(), query_mask, key_mask, scale)  # (B, H, 1)
         factor = (math.sqrt(scale) / tau).unsqueeze(3)
         if tokens == 0:
             landmarks = key.new_zeros(batch, heads, 1, dim)
             valid = torch.zeros_like(landmarks[..., 0], dtype=torch.bool)
         else:
-            x = ((key - centre.unsqueeze(2)) * factor).detach()
+            x = centred.detach() * factor
             salt = self.salt if self.is_random else None
             index, valid = pivots(x, x.square().sum(3), key_mask, salt, min(self.num_landmarks, tokens))
-            landmarks = at((key - centre.unsqueeze(2)) * factor, index, valid)
+            landmarks = at(centred, index, valid) * factor
         gram = landmark_gram(landmarks.to(wide_dtype(landmarks)), valid, RIDGE)
         offset = (-0.5 * landmarks.square().sum(3)).masked_fill(~valid, -torch.inf)
         return [landmarks, offset, inverse_root(gram, "cholesky", RIDGE).to(dtype), centre, tau]
