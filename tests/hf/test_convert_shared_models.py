@@ -21,9 +21,9 @@ from kernelformer.cli.app import app
 from kernelformer.distill.hidden_states import HiddenStateErrors
 from kernelformer.hf import convert, register, undo
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
-from kernelformer.hf.find import evaluating
 from kernelformer.hf.implementation import CONVERTED
 from kernelformer.measure.lengths import Subject
+from kernelformer.modules.evaluating import evaluating
 from kernelformer.pipelines import convert as converting
 from kernelformer.pipelines.convert import Setting
 from kernelformer.pipelines.convert_texts import divide_texts

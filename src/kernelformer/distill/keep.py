@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from kernelformer.distill.hidden_states import output_divergence
 from kernelformer.hf.attend import CORE, CROSS
 from kernelformer.hf.convert import conversion, cores
-from kernelformer.hf.find import evaluating
 from kernelformer.hf.plan import EXACT, Layer, check_kept
 from kernelformer.modules import AttentionCore
 from kernelformer.modules.build import move_to_inputs
+from kernelformer.modules.evaluating import evaluating
 
 Batch = Mapping[str, Any]
 Log = Callable[[int, int], None]

@@ -16,9 +16,10 @@ from kernelformer.distill.hidden_states import HiddenStateErrors
 from kernelformer.distill.predict import CEILING, predicted_error
 from kernelformer.hf.attend import attend, attend_exactly, read_mask
 from kernelformer.hf.convert import Layer, conversion, cores
-from kernelformer.hf.find import evaluating, probing
+from kernelformer.hf.find import probing
 from kernelformer.hf.plan import check_kept
 from kernelformer.modules import AttentionCore
+from kernelformer.modules.evaluating import evaluating
 
 QUERIES = 32  # of each text, evenly spread, whose weights are compared: all would be L x L numbers
 FLOOR = 1e-9  # of a weight in a divergence: signed maps have weights of 0 and below

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from kernelformer.distill.losses import attention_loss, output_loss
 from kernelformer.hf.attend import attend_exactly, causal_without_mask, read_mask
 from kernelformer.hf.convert import conversion, cores
-from kernelformer.hf.find import evaluating, probing
+from kernelformer.hf.find import probing
+from kernelformer.modules.evaluating import evaluating
 
 Batches = Iterator[Mapping[str, Tensor]]
 Log = Callable[[int, float], None]

@@ -18,6 +18,7 @@ from kernelformer.hf.adapters import FAMILIES, family_of
 from kernelformer.hf.adapters.base import AdaptedFamily, Way
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import ARGUMENTS, attend_exactly, causal_without_mask, check_keywords, read_mask
+from kernelformer.modules.evaluating import evaluating
 
 PROBE = "kernelformer_probe"
 TOKENS = 6  # of the inputs that a model is tried with
@@ -202,19 +203,6 @@ def run(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
     given = try_inputs(model) if inputs is None else inputs
     with evaluating(model):
         model(**given)
-
-
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put models into evaluation mode for a block; afterwards each part is as it was."""
-    modes = [(x, x.training) for model in models for x in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def try_inputs(model: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kernelformer.feature_maps.statistics import CalibratedMap, moments_of
 from kernelformer.modules.call import Call
+from kernelformer.modules.evaluating import evaluating
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
@@ -93,7 +94,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, 
     for core in cores.values() if not reset else ():
         _calibrated_map(core).check_calibration(core.scale)
     seen: dict[str, Tensor] = {}
-    with _evaluating(model), torch.no_grad(), _watching(cores, seen), _attending_exactly(cores if exact else {}):
+    with evaluating(model), torch.no_grad(), _watching(cores, seen), _attending_exactly(cores if exact else {}):
         count = 0
         for batch in batches:
             _call(model, batch)
@@ -206,15 +207,3 @@ def _attending_exactly(cores: Mapping[str, Calibrated]) -> Iterator[None]:
     finally:
         for core in cores.values():
             del vars(core)["forward"]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a block; afterwards each part is as it was."""
-    modes = [(x, x.training) for x in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

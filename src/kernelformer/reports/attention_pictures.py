@@ -14,7 +14,8 @@ from kernelformer.errors import shape
 from kernelformer.formatting import visible
 from kernelformer.hf import cores
 from kernelformer.hf.attend import attend_exactly
-from kernelformer.hf.find import evaluating, probing
+from kernelformer.hf.find import probing
+from kernelformer.modules.evaluating import evaluating
 
 _CALL = ("is_causal", "key_mask", "scale", "query_mask", "bias", "max_distance", "slope", "num_prefix", "algorithm")
 
