@@ -54,8 +54,8 @@ def training_arguments(run: Run, folder: Path) -> TrainingArguments:
         lr_scheduler_type=SCHEDULES[run.schedule],
         max_grad_norm=run.max_grad_norm or 0.0,
         bf16=run.precision == "bf16",
-        gradient_checkpointing=run.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if run.gradient_checkpointing else None,
+        activation_checkpointing=run.gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False} if run.gradient_checkpointing else None,
         seed=run.seed,
         logging_steps=run.log_every,
         logging_nan_inf_filter=False,  # it would hide a loss that is not finite
