@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -124,35 +125,56 @@ def cached_in(keys: Tensor) -> StateLayer | None:
     return layer
 
 
+def _tensors(layer: Any) -> list[Tensor]:
+    """All tensors that a layer of a cache keeps."""
+    if isinstance(layer, StateLayer):
+        return [tensor for state in (layer.state, layer.memory) if state is not None for tensor in state.tensors]
+    kept = [x for y in vars(layer).values() for x in (y if isinstance(y, list) else [y])]
+    return [x for x in kept if isinstance(x, Tensor)]
+
+
 class StateCache(Cache):
     """Cache of the states of all layers of a model, as `generate` carries them from token to token.
 
     Args:
         num_layers: of the decoder; None: as many as turn up.
         cross: of cross-attention, in the second half of transformers' `EncoderDecoderCache`.
+        layers: the first ones, where some are no `StateLayer`: attentions that were not replaced keep keys and values
+            in a layer of transformers.
     """
 
-    layers: list[StateLayer]  # type: ignore[assignment]
+    layers: list[Any]
 
-    def __init__(self, num_layers: int | None = None, *, cross: bool = False) -> None:
+    def __init__(
+        self, num_layers: int | None = None, *, cross: bool = False, layers: Sequence[Any] | None = None
+    ) -> None:
         self.cross = cross
-        super().__init__(layers=[StateLayer(cross) for _ in range(num_layers or 0)])
+        given = list(layers or ())
+        super().__init__(layers=[*given, *(StateLayer(cross) for _ in range((num_layers or 0) - len(given)))])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take keys and values of a converted model, see `StateLayer.update`."""
         for layer in self.layers:
-            layer.check()
+            if isinstance(layer, StateLayer):
+                layer.check()
         while len(self.layers) <= layer_idx:
             self.layers.append(StateLayer(self.cross))
-        return self.layers[layer_idx].update(key_states, value_states)
+        layer = self.layers[layer_idx]
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        if layer.is_sliding and key_states.shape[2] > 1:  # it keeps a view, and with it all keys until the next token
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise before any layer has changed: a state cannot go back."""
+        StateLayer().crop(tokens_to_remove)
 
     @property
     def nbytes(self) -> int:
-        """Memory that all states keep, in bytes, see `storage_bytes`."""
-        states = (x for layer in self.layers for x in (layer.state, layer.memory) if x is not None)
-        return storage_bytes(tensor for state in states for tensor in state.tensors)
+        """Memory that all states, keys and values keep, in bytes, see `storage_bytes`."""
+        return storage_bytes(tensor for layer in self.layers for tensor in _tensors(layer))
 
     @property
     def is_initialized(self) -> bool:

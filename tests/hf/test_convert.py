@@ -13,7 +13,7 @@ from torch import nn
 import kernelformer as kf
 from kernelformer.hf import conversion, convert, cores, undo
 from kernelformer.hf.find import find_attentions, probing
-from kernelformer.hf.propose import propose
+from kernelformer.hf.propose import proposal, propose
 from tiny_models import DECODERS, ENCODERS, HEADS, KINDS, PAIRS, distance, inputs, outputs, padded, tiny, tokens
 
 KEEP = [11, 4]
@@ -258,7 +258,7 @@ def test_attention_that_is_not_covered_is_named_and_nothing_is_converted():
         model = getattr(transformers, kind)(config).eval()
         before, given = snapshot(model), {"input_ids": tokens()}
         want = outputs(model, **given)
-        with pytest.raises(ValueError, match=r"not covered.*(DisentangledSelfAttention|XLNetRelativeAttention)"):
+        with pytest.raises(ValueError, match=r"no attention .*(DisentangledSelfAttention|XLNetRelativeAttention) has"):
             convert(model, "favor+")
         same(model, before)
         assert torch.equal(outputs(model, **given), want)
@@ -476,4 +476,12 @@ def test_what_is_proposed_can_be_done(kind):
         convert(model, method, **options)
         outputs(model, **inputs(model))
         undo(model)
-        assert method == ("loglinear" if distilled or kind in (*DECODERS, *PAIRS) else "wildcat")
+        pair = any(x.cross for x in find_attentions(model))
+        assert method == ("loglinear" if distilled or pair else "local" if kind in DECODERS else "wildcat")
+
+
+def test_a_decoder_without_training_takes_what_measures_better():
+    found = proposal(tiny("GPT2LMHeadModel"), distilled=False, compare=lambda specs: {x: -len(x) for x in specs})
+    assert found.attention == "loglinear:window=64:sinks=4"
+    assert "local:window=64:sinks=4 -23" in found.reason
+    assert "no texts" in proposal(tiny("GPT2LMHeadModel"), distilled=False).reason

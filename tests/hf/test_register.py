@@ -13,7 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernelformer as kf
 from kernelformer.hf import StateCache, convert, register
-from kernelformer.hf.attend import attend, bias_table, make_mask, read_mask
+from kernelformer.hf.attend import CORE, attend, bias_table, make_mask, read_mask
+from kernelformer.hf.register import Registered
 from tiny_models import HEADS, PAIRS, distance, inputs, outputs, padded, tiny, tokens
 
 NAMES = list(kf.list_methods())
@@ -57,10 +58,47 @@ def test_every_causal_method_keeps_the_future_out_of_decoders(kind, method):
     torch.testing.assert_close(want[1:, 3:], cut, rtol=0, atol=1e-6)
 
 
-def test_windows_are_for_models_without_cross_attention():
-    model = tiny("BartForConditionalGeneration", attn_implementation="local")
-    with pytest.raises(ValueError, match=r"BartAttention .* got 'local' with window=64, sinks=4; use .*convert"):
-        outputs(model, **inputs(model))
+def as_many(model):
+    """Inputs of an encoder-decoder with as many queries as keys in cross-attention, and padded keys."""
+    ids, mask = padded(tokens(2, 7), [7, 4])
+    return {**inputs(model, ids, mask), "decoder_input_ids": tokens(2, 7, seed=2)}
+
+
+@pytest.mark.parametrize("method", ["wildcat", "skyformer", "nystromformer"])
+def test_landmarks_across_do_not_take_the_mask_of_the_keys_for_the_queries(method):
+    model = tiny("BartForConditionalGeneration")
+    other = copy.deepcopy(model.config)  # decoders attend to themselves by something causal
+    other._attn_implementation_internal = method
+    for layer in model.model.decoder.layers:
+        layer.encoder_attn.config = other
+    given = as_many(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = outputs(model, **given)
+        cut = outputs(model, input_ids=given["input_ids"][1:, :4], decoder_input_ids=given["decoder_input_ids"][1:])
+    torch.testing.assert_close(whole[1:], cut, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["BartForConditionalGeneration", "BertLMHeadModel"])
+def test_windows_are_left_out_across(kind):
+    model = tiny(kind, attn_implementation="local")  # its window is longer than the texts: all of it is exact
+    given = as_many(model) if model.config.is_encoder_decoder else inputs(model)
+    torch.testing.assert_close(outputs(model, **given), outputs(tiny(kind), **given), rtol=0, atol=1e-6)
+    near = {name: x.has_near for name, x in model.named_modules() if name.endswith(f".{CORE}")}
+    assert {name for name, x in near.items() if not x} == {x for x in near if "encoder_attn" in x or "cross" in x}
+    assert len(set(near.values())) == 2
+
+
+def test_an_attention_that_does_not_say_what_it_is_gets_no_window_and_no_landmarks():
+    query = torch.zeros(2, HEADS, 5, 8)
+    module = Module()
+    module.is_causal, module.config = False, transformers.BartConfig()
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    mask[0, ..., 3:] = False
+    for method, words in (("local", r"window=64, sinks=4.*'local'; use .*convert"), ("nystromformer", "mask of the")):
+        with pytest.raises(ValueError, match=words):
+            Registered(method, {})(module, query, query, query, mask)
+        module._modules.clear()
 
 
 @pytest.mark.parametrize("method", WHOLE)

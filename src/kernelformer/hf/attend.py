@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import causal_mask_function
 from transformers.utils.output_capturing import _active_collector
 
 from kernelformer.cache import StateLayer, cached_in
 from kernelformer.errors import shape
+from kernelformer.hf.eager import NOT_SDPA, attend_eagerly
+from kernelformer.hf.pattern_mask import PatternMask, is_plain
 from kernelformer.modules import AttentionCore
 
 CORE = "kernel"  # the name of the core among the children of an attention module
@@ -53,6 +55,14 @@ _REFUSED = {
 }
 
 
+def _no_pattern() -> ValueError:
+    return ValueError(
+        "this model asks for a mask that is neither causal nor bidirectional (a sliding window, chunks, blocks, or "
+        "sequences packed into one row); kernel attention sees all tokens. Give one sequence a row with an "
+        "attention_mask, or use a model without windows."
+    )
+
+
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -74,12 +84,8 @@ def make_mask(
         ValueError: a pattern that is neither causal nor without order: windows, chunks, packed sequences; keys that are
             not those of the tokens so far: a cache of fixed length.
     """
-    if mask_function not in (causal_mask_function, bidirectional_mask_function):
-        raise ValueError(
-            "this model asks for a mask that is neither causal nor bidirectional (a sliding window, chunks, blocks, or "
-            "sequences packed into one row); kernel attention sees all tokens. Give one sequence a row with an "
-            "attention_mask, or use a model without windows."
-        )
+    if not is_plain(mask_function):
+        raise _no_pattern()
     causal = mask_function is causal_mask_function
     if causal and int(q_offset) + q_length != kv_offset + kv_length:
         raise ValueError(
@@ -155,8 +161,13 @@ def causal_without_mask(module: nn.Module, given: bool | None) -> bool:
 def attend_exactly(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as the original model does, by transformers' SDPA; see `causal_without_mask` and `attend` for shapes."""
+    """Attend as the original model does; see `causal_without_mask` and `attend` for shapes.
+
+    By transformers' SDPA, and by the model's own eager attention where SDPA cannot: soft-capped logits, sinks.
+    """
     options["is_causal"] = causal_without_mask(module, options.get("is_causal"))
+    if any(options.get(name) is not None for name in NOT_SDPA):
+        return attend_eagerly(module, query, key, value, mask, **options)
     out: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, mask, **options)
     return out
 
@@ -169,8 +180,8 @@ def check_keywords(keywords: dict[str, Any], method: str, module: nn.Module) -> 
             continue
         if name in _REFUSED:
             raise ValueError(
-                f"{kind} asks for {_REFUSED[name]} ({name}={value!r:.40}), which {method!r} cannot honour; such models "
-                f"are not covered, with any choice of layers. Use a model without."
+                f"{kind} asks for {_REFUSED[name]} ({name}={value!r:.40}), which {method!r} cannot honour. Use a model "
+                f"without, or kernelformer.hf.convert, which keeps such attentions as they are."
             )
         if value is not False:
             raise ValueError(f"{kind} gets {name}={value!r:.40}, which {method!r} does not know.")
@@ -203,7 +214,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | PatternMask | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -233,6 +244,8 @@ def attend(
         (B, L, H, E), and the weights (B, H, L, S) where ``output_attentions`` asks for them.
     """
     check_keywords(keywords, core.method, module)
+    if isinstance(attention_mask, PatternMask):
+        raise _no_pattern()
     if dropout:
         warnings.warn(
             f"{type(module).__name__} asks for attention dropout of {dropout:g}, which kernel attention leaves out: "
@@ -247,7 +260,7 @@ def attend(
         extra["query_mask"] = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool)
     layer, after = cached_in(key), causal and key.shape[2] != query.shape[2]
     weights = None
-    if _wants_weights(keywords):
+    if wants_weights(keywords):
         if layer is not None or after:
             raise ValueError("output_attentions needs all keys at once; call the model with use_cache=False.")
         weights = core.attention_matrix(query, key, is_causal=causal, key_mask=key_mask, **extra)
@@ -266,7 +279,7 @@ def attend(
     return out.transpose(1, 2), weights
 
 
-def _wants_weights(keywords: dict[str, Any]) -> bool:
+def wants_weights(keywords: dict[str, Any]) -> bool:
     """Tell whether the caller of the model asked for attentions; some models keep this keyword from their attention."""
     collected = _active_collector.get() or {}
     return bool(keywords.get("output_attentions")) or any(x.endswith("attentions") for x in collected)

@@ -11,16 +11,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from kernelformer.cache import StateCache
+from kernelformer.cache import StateCache, StateLayer
 from kernelformer.feature_maps.wildcat import unsaid
 from kernelformer.hf.adapters import family_of, restore_bias, tabulate_bias
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import CORE, CROSS
 from kernelformer.hf.derive import derive, underive
 from kernelformer.hf.find import find_attentions, held_configs, run
-from kernelformer.hf.implementation import CONVERTED, register_converted
+from kernelformer.hf.implementation import CONVERTED, MIXED, register_converted
+from kernelformer.hf.kept import KeptAttention
 from kernelformer.hf.plan import EXACT, Conversion, Layer, make_plan
 from kernelformer.modules import AttentionCore
 from kernelformer.modules.build import move_to_inputs
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
+_CACHES = "kernelformer.hf.new_cache(model), a StateCache or a DynamicCache"  # that a converted model knows
 BEFORE = "_attention_before"  # of a converted model: its configurations and their implementation
 
 
@@ -48,6 +50,11 @@ class ConvertedModel:
 
     _is_stateful = True  # a state cannot go back, so no assisted decoding
     conversion: Conversion
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the model; a cache of a class that it does not know is refused first."""
+        _check_cache(self, options.get("past_key_values"))
+        return super().__call__(*args, **options)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(
         self,
@@ -60,9 +67,13 @@ class ConvertedModel:
         """Give `generate` a cache of states instead of keys and values."""
         kind = generation_config.cache_implementation
         if kind is not None:
-            raise ValueError(f"this model keeps states, got cache_implementation={kind!r}; leave it out.")
+            raise ValueError(
+                f"this model keeps states, got cache_implementation={kind!r}; leave it out, or give past_key_values: "
+                f"{_CACHES}."
+            )
         given = model_kwargs.get("past_key_values")
         if given is not None:
+            _check_cache(self, given)
             given._is_user_defined = True  # as transformers marks it
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = new_cache(self)
@@ -80,11 +91,56 @@ class ConvertedModel:
 
 
 def new_cache(model: Any) -> StateCache | EncoderDecoderCache:
-    """Make an empty cache for a converted decoder; `generate` makes one itself."""
-    conversion(model)
+    """Make an empty cache for a converted decoder; `generate` makes one itself.
+
+    Of attentions that were replaced it keeps states, of others what the model itself keeps: keys and values of all
+    tokens, or of those in a sliding window.
+
+    Raises:
+        ValueError: the model was not converted, or has a cache of a class of its own.
+    """
+    plan = conversion(model)
+    own = StateCache(layers=_cache_layers(model, plan))
     if model.config.is_encoder_decoder or getattr(model.config, "add_cross_attention", False):
-        return EncoderDecoderCache(StateCache(), StateCache(cross=True))
-    return StateCache()
+        kept = {model.get_submodule(x.name).layer_idx for x in plan.layers if x.cross and x.reason}
+        across = [DynamicLayer() if i in kept else StateLayer(cross=True) for i in range(max(kept, default=-1) + 1)]
+        return EncoderDecoderCache(own, StateCache(cross=True, layers=across))
+    return own
+
+
+def _cache_layers(model: Any, plan: Conversion) -> list[Any]:
+    """Layers of a cache for self-attention by their number; none where all are states, which come as they turn up."""
+    known = getattr(model, "_supports_default_dynamic_cache", lambda: True)()
+    try:
+        layers = DynamicCache(config=model.config).layers if known else None
+    except KeyError:  # a type of layers that transformers has no cache for
+        layers = None
+    except AttributeError:  # a configuration that says nothing of layers
+        layers = []
+    if layers is None:
+        raise ValueError(
+            f"{type(model).__name__} has a cache of a class of its own, which states cannot go into; call it with "
+            f"use_cache=False."
+        )
+    if all(type(x) is DynamicLayer for x in layers) and not any(x.reason for x in plan.layers):
+        return []
+    own = [x for x in plan.layers if x.causal and not x.cross and not x.reason]
+    states = {model.get_submodule(x.name).layer_idx for x in own}
+    return [StateLayer() if i in states else x for i, x in enumerate(layers)]
+
+
+def _check_cache(model: object, cache: Any) -> None:
+    """Raise for a cache of another class than those that a converted model knows."""
+    parts = [cache]
+    if isinstance(cache, EncoderDecoderCache):
+        parts = [cache.self_attention_cache, cache.cross_attention_cache]
+    for part in parts:
+        if part is not None and not isinstance(part, StateCache | DynamicCache):
+            fixed = " of fixed length" if getattr(part, "is_compileable", False) else ""
+            raise ValueError(
+                f"past_key_values of a converted {type(model).__name__} got a {type(part).__name__}, a cache{fixed} "
+                f"that it does not know; give {_CACHES}, or leave it out."
+            )
 
 
 def conversion(model: nn.Module) -> Conversion:
@@ -96,8 +152,9 @@ def conversion(model: nn.Module) -> Conversion:
 
 
 def cores(model: nn.Module) -> dict[str, AttentionCore]:
-    """Collect the cores of a converted model, by the names of its attentions."""
-    return {x.name: model.get_submodule(f"{x.name}.{CORE}" if x.name else CORE) for x in conversion(model).layers}  # type: ignore[misc]
+    """Collect the cores of a converted model, by the names of its attentions; what was kept for a reason has none."""
+    names = [x.name for x in conversion(model).layers if not x.reason]
+    return {name: model.get_submodule(f"{name}.{CORE}" if name else CORE) for name in names}  # type: ignore[misc]
 
 
 def convert(
@@ -120,15 +177,18 @@ def convert(
     before, to find its attentions, and after, to see that each is called. Maps become submodules: their draws and
     parameters are trained, moved and saved with the model.
 
+    What no kernel can do is kept as the model has it, and `model.conversion` says why: sliding windows (Mistral, Gemma,
+    Qwen2, ModernBERT), which are linear already, soft-capped logits, sinks, disentangled attention (DeBERTa).
+
     A converted decoder generates in constant memory. Relative biases (T5, MPNet) go on as relative biases, for methods
-    that take one. Attention dropout is left out, with a warning (see `attend`). Windows, soft caps and sinks are
-    refused. The model gets configurations of its own, so that another model of the same configuration is left alone.
+    that take one. Attention dropout is left out, with a warning (see `attend`). The model gets configurations of its
+    own, so that another model of the same configuration is left alone.
 
     Args:
         model: of transformers, or any module with `torch.nn.MultiheadAttention` inside.
         method: a name from `list_methods`; ``softmax`` changes nothing but the implementation.
         layers: which attentions, by their number in `model.conversion`, or by patterns of their names such as
-            ``"decoder.*"``, one or several; None: all. The others attend exactly.
+            ``"decoder.*"``, one or several; None: all that can be. The others attend exactly.
         exact_heads: heads that stay exact, by attention (number or name).
         inputs: keyword arguments of a call to try the model with; default: made from its configuration. A plain PyTorch
             model without them is not tried; its first call then checks that every attention is reached.
@@ -139,7 +199,8 @@ def convert(
         The model itself.
 
     Raises:
-        ValueError: an attention that is not covered or not called, or that the method cannot do; nothing is converted.
+        ValueError: an attention that is not covered or not called, that was chosen and has to be kept, or that the
+            method cannot do; or nothing that could be replaced. Nothing is converted.
     """
     if not isinstance(model, nn.Module) or not isinstance(method, str):
         raise ValueError(
@@ -175,7 +236,7 @@ def apply(model: nn.Module, plan: Conversion) -> None:
     dropout_left_out(model, {layer.name: x for layer, x in attentions if isinstance(x, KernelMultiheadAttention)})
     tabulate_bias(model)
     if isinstance(model, PreTrainedModel):
-        vars(model)[BEFORE] = _own_configs(model)
+        vars(model)[BEFORE] = _own_configs(model, MIXED if any(x.reason for x in plan.layers) else CONVERTED)
         derive(model, ConvertedModel)
     model.conversion = plan  # type: ignore[assignment]
 
@@ -185,6 +246,8 @@ def _build(module: nn.Module, layer: Layer, number: int) -> nn.Module:
     family = family_of(module)
     if family.way != layer.way:
         raise ValueError(f"{layer.name} of {type(module).__name__} is converted by {family.way!r}, not {layer.way!r}.")
+    if layer.reason:
+        return KeptAttention(layer.reason)
     core = layer.build(number)
     problem = core.refusal(layer.causal)
     if problem is not None:
@@ -202,7 +265,7 @@ def _build(module: nn.Module, layer: Layer, number: int) -> nn.Module:
     return new.train(module.training)
 
 
-def _own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
+def _own_configs(model: nn.Module, implementation: str) -> list[tuple[Any, Any]]:
     """Give a model configurations that no other model has, for its own implementation; returns what they said before.
 
     A configuration may serve several models, and it says for all of them how to attend.
@@ -213,7 +276,7 @@ def _own_configs(model: nn.Module) -> list[tuple[Any, Any]]:
     configs = {id(x): x for _, _, x in held_configs(model)}.values()
     before = [(x, x._attn_implementation_internal) for x in configs]
     for config in configs:
-        config._attn_implementation_internal = CONVERTED
+        config._attn_implementation_internal = implementation
     return before
 
 
@@ -234,8 +297,10 @@ def undo(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
-    """Run the model and check that every core is called."""
-    counts = dict.fromkeys(cores(model), 0)
+    """Run the model and check that every core is called, and every attention that was kept."""
+    called: dict[str, nn.Module] = {x.name: model.get_submodule(x.name) for x in conversion(model).layers if x.reason}
+    called |= cores(model)
+    counts = dict.fromkeys(called, 0)
 
     def count(name: str) -> Any:
         def hook(*_: Any) -> None:
@@ -243,7 +308,7 @@ def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
 
         return hook
 
-    handles = [core.register_forward_pre_hook(count(name)) for name, core in cores(model).items()]
+    handles = [module.register_forward_pre_hook(count(name)) for name, module in called.items()]
     try:
         with unsaid(model):
             run(model, inputs)
@@ -258,9 +323,9 @@ def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
 
 
 def _record_calls(model: nn.Module, counts: Mapping[str, int]) -> list[str]:
-    """Record how often each attention was called; returns those that were not."""
+    """Record how often each attention was called that was counted; returns those that were not."""
     layers = conversion(model).layers
-    model.conversion = Conversion(tuple(replace(x, calls=counts[x.name]) for x in layers))  # type: ignore[assignment]
+    model.conversion = Conversion(tuple(replace(x, calls=counts.get(x.name, x.calls)) for x in layers))  # type: ignore[assignment]
     return [name for name, count in counts.items() if count == 0]
 
 
@@ -270,7 +335,7 @@ def _verify_first_call(model: nn.Module, *_: Any) -> None:
     It is a plain function and the counts are the modules' own, so that a copy of the model checks itself.
     """
     _remove_first_check(model)
-    modules: dict[str, Any] = {x.name: model.get_submodule(x.name) for x in conversion(model).layers}
+    modules: dict[str, Any] = {x.name: model.get_submodule(x.name) for x in conversion(model).layers if not x.reason}
     idle = _record_calls(model, {name: x.calls for name, x in modules.items()})
     if idle:
         warnings.warn(

@@ -18,6 +18,7 @@ from kernelformer.hf.adapters import FAMILIES, family_of
 from kernelformer.hf.adapters.base import AdaptedFamily, Way
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import ARGUMENTS, attend_exactly, causal_without_mask, check_keywords, read_mask
+from kernelformer.hf.kept import KEPT_KEYWORDS, is_causal, make_mask_of_pattern, reason_to_keep
 from kernelformer.modules.evaluating import evaluating
 
 PROBE = "kernelformer_probe"
@@ -31,7 +32,7 @@ class Attention:
     Args:
         name: of the module, as `named_modules` has it.
         way: how its computation is replaced: through transformers' `AttentionInterface`, by an adapter of ours, or as a
-            `torch.nn.MultiheadAttention`.
+            `torch.nn.MultiheadAttention`; "own" where it cannot be.
         num_heads: H.
         head_dim: D.
         scale: of the product q . k.
@@ -39,6 +40,7 @@ class Attention:
         calls: in one pass; several where layers share their weights, 0 where nobody has tried.
         cross: whether its keys were those of other tokens than its queries.
         num_key_heads: G, fewer than H for grouped queries; None where nobody has tried.
+        reason: why it cannot be replaced and is kept; "" for all others.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Attention:
     calls: int = 0
     cross: bool = False
     num_key_heads: int | None = None
+    reason: str = ""
 
 
 @dataclass
@@ -60,6 +63,7 @@ class _Seen:
     causal: bool
     cross: bool
     key_heads: int
+    reason: str = ""
     calls: int = 1
 
 
@@ -73,19 +77,22 @@ class Probe:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
         """Attend exactly, and record sizes, scale and mask."""
-        check_keywords({name: x for name, x in options.items() if name not in ARGUMENTS}, "kernel attention", module)
+        known = (*ARGUMENTS, *KEPT_KEYWORDS)
+        check_keywords({name: x for name, x in options.items() if name not in known}, "kernel attention", module)
         before = self.seen.get(id(module))
         if before is not None:
             before.calls += 1
         else:
-            scale, causal = options.get("scaling"), causal_without_mask(module, options.get("is_causal"))
+            scale, reason = options.get("scaling"), reason_to_keep(options, mask)
+            causal = causal_without_mask(module, options.get("is_causal"))
             self.seen[id(module)] = _Seen(
                 query.shape[1],
                 query.shape[3],
                 query.shape[3] ** -0.5 if scale is None else float(scale),
-                read_mask(mask, query, key, causal)[1],
+                is_causal(module, mask, options) if reason else read_mask(mask, query, key, causal)[1],
                 query.shape[2] != key.shape[2],
                 key.shape[1],
+                reason,
             )
         return attend_exactly(module, query, key, value, mask, **options)
 
@@ -124,14 +131,14 @@ def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -
     """Find all attentions of a model, in the order of its modules.
 
     A model of transformers is run once on a few tokens, with exact attention, to see which of its modules attend and
-    with what; a plain PyTorch model is run where ``inputs`` are given.
+    with what; a plain PyTorch model is run where ``inputs`` are given. Those that cannot be replaced say why.
 
     Args:
         model: any module.
         inputs: keyword arguments of a call; default: made from the configuration.
 
     Raises:
-        ValueError: there is no attention, one is not covered, or one is not called.
+        ValueError: there is no attention, none can be replaced, one is not covered, or one is not called.
     """
     if any("conversion" in vars(x) or isinstance(x, KernelMultiheadAttention) for x in model.modules()):
         raise ValueError(
@@ -157,6 +164,8 @@ def find_attentions(model: nn.Module, inputs: Mapping[str, Any] | None = None) -
     _refuse(model, [f"{x} ({type(possible[x]).__name__})" for x in uncovered], idle)
     if not attentions:
         raise ValueError(f"{type(model).__name__} has no attention: nothing in it to convert.")
+    if all(x.reason for x in attentions):
+        raise _nothing(model, attentions)
     return attentions
 
 
@@ -169,11 +178,21 @@ def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
     family, seen = family_of(module), probe.seen.get(id(module))
     if family.way != "interface":
         heads, dim = family.sizes(module)
-        return Attention(name, family.way, heads, dim, dim**-0.5, False, probe.calls(module))
+        reason = family.reason_to_keep(module)
+        return Attention(name, family.way, heads, dim, dim**-0.5, False, probe.calls(module), reason=reason)
     if seen is None:
         return None
     return Attention(
-        name, "interface", seen.heads, seen.dim, seen.scale, seen.causal, seen.calls, seen.cross, seen.key_heads
+        name,
+        "interface",
+        seen.heads,
+        seen.dim,
+        seen.scale,
+        seen.causal,
+        seen.calls,
+        seen.cross,
+        seen.key_heads,
+        seen.reason,
     )
 
 
@@ -192,6 +211,18 @@ def _refuse(model: nn.Module, uncovered: list[str], idle: list[Attention]) -> No
             f"{kind} did not call {_few([x.name for x in idle])} when it was tried, so that a conversion would change "
             f"nothing there. Nothing was converted; give inputs= that reach them."
         )
+
+
+def _nothing(model: nn.Module, attentions: list[Attention]) -> ValueError:
+    """Say for a model without anything to convert what each of its attentions is."""
+    names: dict[str, list[str]] = {}
+    for x in attentions:
+        names.setdefault(f"{type(model.get_submodule(x.name)).__name__} has {x.reason}", []).append(x.name)
+    reasons = "; ".join(f"{reason} ({_few(some)})" for reason, some in names.items())
+    return ValueError(
+        f"{type(model).__name__} has no attention that a kernel could replace: {reasons}. Nothing was converted; use a "
+        f"model with full attention in some layers, such as BERT, RoBERTa, ModernBERT, Llama or Gemma 3."
+    )
 
 
 def _few(names: list[str]) -> str:
@@ -266,8 +297,8 @@ def probing(model: PreTrainedModel, probe: Any, mask: Any = sdpa_mask) -> Iterat
 
 
 def _whole_mask(*args: Any, **options: Any) -> Any:
-    """Make a mask also where SDPA would do without: it shows whether attention is causal."""
-    return sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
+    """Make a mask also where SDPA would do without: it shows whether attention is causal, or has a pattern."""
+    return make_mask_of_pattern(*args, **{**options, "allow_is_causal_skip": False})
 
 
 @contextmanager
@@ -277,7 +308,8 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
     def note(module: nn.Module, *_: Any) -> None:
         probe.seen.setdefault(id(module), _Seen(0, 0, 1.0, False, False, 0)).calls += 1
 
-    handles = [x.register_forward_pre_hook(note) for x in model.modules() if type(x) is nn.MultiheadAttention]
+    unseen = (x for x in model.modules() if family_of(x).way in ("multihead", "own"))  # by an interface
+    handles = [x.register_forward_pre_hook(note) for x in unseen]
     try:
         with probing(model, probe, _whole_mask) if isinstance(model, PreTrainedModel) else nullcontext():
             yield

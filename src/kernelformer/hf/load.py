@@ -208,7 +208,9 @@ class _Loader:
         dtype = options.pop("dtype", options.pop("torch_dtype", None))
         if isinstance(dtype, str):
             dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
-        asked = [name for name, x in options.items() if name not in _HUB and x not in (None, False, "")]
+        # Where peft is installed, adapter_kwargs comes along with nothing in it.
+        given = {x: any(y.values()) if isinstance(y, dict) else y not in (None, False, "") for x, y in options.items()}
+        asked = [name for name, said in given.items() if said and name not in _HUB]
         if asked:
             raise ValueError(
                 f"a converted model is loaded with dtype= alone, got {asked[0]}={options[asked[0]]!r}; use "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,11 +28,12 @@ class Layer:
         head_dim: D.
         scale: of the model.
         causal: whether it is.
-        method: `EXACT` where it was kept.
+        method: `EXACT` where it was kept, by choice or for a reason.
         options: of the method.
         exact_heads: those that attend exactly in a layer that was replaced.
         calls: in one pass, when the conversion was verified; 0: not verified.
         cross: whether its keys are those of other tokens than its queries.
+        reason: why it could not be replaced and goes on as the model has it; "" for all others.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Layer:
     exact_heads: tuple[int, ...] = ()
     calls: int = 0
     cross: bool = False
+    reason: str = ""
 
     @property
     def replaced(self) -> bool:
@@ -84,8 +86,9 @@ class Conversion:
         return all(x.calls for x in self.layers)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """The plan as plain values."""
-        return [{**asdict(x), "exact_heads": list(x.exact_heads)} for x in self.layers]
+        """The plan as plain values; ``reason`` only where there is one."""
+        rows = [{**asdict(x), "exact_heads": list(x.exact_heads)} for x in self.layers]
+        return [{name: x for name, x in row.items() if name != "reason" or x} for row in rows]
 
     @classmethod
     def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> Conversion:
@@ -97,8 +100,9 @@ class Conversion:
         lines = []
         for x in self.layers:
             exact = f", heads {', '.join(map(str, x.exact_heads))} exact" if x.exact_heads else ""
+            kept = f", kept: {x.reason}" if x.reason else ""
             called = f"called {x.calls}x" if x.calls else "not verified: give inputs="
-            lines.append(f"{x.name}: {AttentionSpec.make(x.method, **x.options)}{exact} ({called})")
+            lines.append(f"{x.name}: {AttentionSpec.make(x.method, **x.options)}{exact}{kept} ({called})")
         return "\n".join(lines)
 
 
@@ -128,13 +132,14 @@ def make_plan(
     Args:
         attentions: of a model.
         method: see `convert`, also for the next three.
-        layers: None: all.
+        layers: None: all that can be replaced; of patterns, too.
         exact_heads: by attention.
         options: of the method.
         longest: tokens that the model takes; for methods that have a ``max_length``.
 
     Raises:
-        ValueError: an option, an attention or a head that is not there, or an option of exact attention.
+        ValueError: an option, an attention or a head that is not there, an option of exact attention, or an attention
+            that cannot be replaced.
     """
     settings = resolve_options(method, options)
     if method == EXACT and settings:
@@ -143,7 +148,7 @@ def make_plan(
         )
     if "max_length" in method_options(method) and longest is not None:
         settings.setdefault("max_length", longest)
-    chosen = select([x.name for x in attentions], layers)
+    chosen = _select(attentions, layers)
     heads = _heads(attentions, exact_heads or {})
     return Conversion(
         tuple(
@@ -155,6 +160,28 @@ def make_plan(
     )
 
 
+def _select(attentions: Sequence[Attention], layers: Sequence[int | str] | int | str | None) -> set[int]:
+    """The numbers of the attentions that are meant and can be replaced.
+
+    Raises:
+        ValueError: a number or a name means one that is kept, or a pattern means no other.
+    """
+    names, chosen = [x.name for x in attentions], set[int]()
+    several = isinstance(layers, Iterable) and not isinstance(layers, str)
+    for wanted in [[x] for x in layers] if several else [layers]:  # type: ignore[union-attr]
+        meant = select(names, wanted)
+        free = {i for i in meant if not attentions[i].reason}
+        if not free:
+            kept = attentions[min(meant)]
+            others = ", ".join(str(i) for i, x in enumerate(attentions) if not x.reason)
+            raise ValueError(
+                f"layers={wanted!r} means {kept.name}, which has {kept.reason}, and is kept as it is; nothing was "
+                f"converted. Those that can be converted have the numbers {others}."
+            )
+        chosen |= free
+    return chosen
+
+
 def _layer(attention: Attention, method: str, heads: tuple[int, ...], options: Mapping[str, Any]) -> Layer:
     """Plan one attention; where all heads are exact, all of it is, and cross-attention has no window.
 
@@ -164,6 +191,8 @@ def _layer(attention: Attention, method: str, heads: tuple[int, ...], options: M
         method, options = cross_options(method, options)
     copied = ("name", "way", "num_heads", "head_dim", "scale", "causal", "cross")
     own: dict[str, Any] = {x: getattr(attention, x) for x in copied}
+    if attention.reason:
+        return Layer(**own, method=EXACT, reason=attention.reason)
     if method == EXACT or len(heads) == attention.num_heads:
         return Layer(**own, method=EXACT)
     settings = dict(options)
@@ -181,7 +210,7 @@ def _heads(attentions: Sequence[Attention], exact: Mapping[int | str, Sequence[i
     """Exact heads by the number of their attention."""
     heads: dict[int, tuple[int, ...]] = {}
     for wanted, numbers in exact.items():
-        for i in select([x.name for x in attentions], wanted):
+        for i in _select(attentions, wanted):
             for x in numbers:
                 if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < attentions[i].num_heads:
                     raise ValueError(f"{attentions[i].name} has heads 0 to {attentions[i].num_heads - 1}, got {x!r}.")

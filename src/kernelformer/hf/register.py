@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kernelformer.errors import unknown
-from kernelformer.hf.attend import CORE, attend, make_mask
+from kernelformer.hf.attend import CORE, CROSS, attend, causal_without_mask, make_mask, read_mask
 from kernelformer.hf.load import register_auto
 from kernelformer.modules import AttentionCore, list_methods, method_options
 from kernelformer.modules.build import build_core, move_to_inputs
-from kernelformer.modules.options import applicable_options, near_settings
+from kernelformer.modules.options import applicable_options, cross_options, near_settings
 
 SETTINGS = "registered_as"  # attribute of cores that were built on the way: for whom
 
@@ -21,8 +21,9 @@ SETTINGS = "registered_as"  # attribute of cores that were built on the way: for
 class Registered:
     """Attention by a method, with a core that is built when a module first attends.
 
-    The core becomes a child of the module, with a draw of its own where modules know their number (``layer_idx``). A
-    method that learns should be there before an optimizer is, and when weights are loaded: use `convert`.
+    Cross-attention is told by the module or the call, see `_crosses`; it has no window. The core becomes a child of the
+    module, with a draw of its own where modules know their number (``layer_idx``). A method that learns should be there
+    before an optimizer is, and when weights are loaded: use `convert`.
     """
 
     def __init__(self, method: str, options: dict[str, Any]) -> None:
@@ -34,23 +35,31 @@ class Registered:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with the module's core, which is built at the first call; see `attend` for shapes."""
         core, settings = module._modules.get(CORE), self._options(module)
+        causal = causal_without_mask(module, given.get("is_causal"))
+        key_mask, causal = read_mask(attention_mask, query, key, causal)
+        cross = _crosses(module, query, key, causal)
         if not isinstance(core, AttentionCore) or getattr(core, SETTINGS, None) != (self.method, settings):
             self._refuse_learned(module, core)
             scale = given.get("scaling")
+            method, options = cross_options(self.method, settings) if cross else (self.method, settings)
             with torch.inference_mode(False):  # its parameters may be trained later
                 core = build_core(
-                    self.method,
+                    method,
                     num_heads=query.shape[1],
                     head_dim=query.shape[3],
                     scale=query.shape[3] ** -0.5 if scale is None else float(scale),
                     layer=int(getattr(module, "layer_idx", None) or 0),
-                    **settings,
+                    **options,
                 )
                 move_to_inputs(core, query)
-            _refuse_cross(module, core)
             core.train(module.training)
             setattr(core, SETTINGS, (self.method, settings))
+            if cross is None and core.has_near:
+                raise _untold(module, core, f"a window ({near_settings(core)}) is for self-attention")
             module.add_module(CORE, core)
+        if cross is None and key_mask is not None and core.refusal(True) is not None:
+            raise _untold(module, core, "a mask of the keys hides queries too in self-attention")
+        setattr(core, CROSS, cross is True)
         return attend(core, module, query, key, value, attention_mask, **given)
 
     def _refuse_learned(self, module: nn.Module, core: nn.Module | None) -> None:
@@ -68,15 +77,27 @@ class Registered:
         return {**more, **self.options}
 
 
-def _refuse_cross(module: nn.Module, core: AttentionCore) -> None:
-    """Raise for a window in a model that has cross-attention, which cannot be told from self-attention here."""
-    config = getattr(module, "config", None)
-    crosses = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
-    if core.has_near and crosses:
-        raise ValueError(
-            f"{type(module).__name__} is of a model with cross-attention, which has no near tokens, got "
-            f"{core.method!r} with {near_settings(core)}; use kernelformer.hf.convert, which leaves them out there."
-        )
+def _crosses(module: nn.Module, query: Tensor, key: Tensor, causal: bool) -> bool | None:
+    """Tell whether the keys are those of other tokens than the queries; None where nothing says it.
+
+    Causal attention is to a token's own past. Without order, self-attention has as many queries as keys; where
+    cross-attention has as many too, the module has to say what it is: in a decoder, only cross-attention has no order.
+    """
+    config, kind = getattr(module, "config", None), type(module).__name__.lower()
+    if getattr(module, CROSS, False):
+        return True
+    if causal or not (getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)):
+        return False
+    if query.shape[2] != key.shape[2] or "cross" in kind:
+        return True
+    return False if "selfattention" in kind else getattr(module, "is_decoder", None)
+
+
+def _untold(module: nn.Module, core: AttentionCore, why: str) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} is of a model with cross-attention and does not say whether it is one, and {why}, "
+        f"got {core.method!r}; use kernelformer.hf.convert, which sees it when it tries the model."
+    )
 
 
 def register(**options: Any) -> list[str]:
@@ -89,8 +110,9 @@ def register(**options: Any) -> list[str]:
     Importing kernelformer.hf registers nothing. Of each implementation both halves are registered: the attention, and
     the mask function without which a model would get no mask at all and lose its causality. Padding leaves numerator
     and denominator; what cannot be honoured (soft-capping, sliding windows, sinks, packed sequences) raises. Attention
-    dropout is left out, with a warning (see `attend`). Calling it again changes the options, also of models that are
-    there, unless their maps have parameters: those raise then.
+    dropout is left out, with a warning (see `attend`). Cross-attention is told from self-attention and has no window;
+    where it cannot be told, a window and landmarks with padding raise. Calling it again changes the options, also of
+    models that are there, unless their maps have parameters: those raise then.
 
     A model that ignores its ``attn_implementation`` goes on as it is, without a word: `convert` says so. What
     maps learn is not read again by `from_pretrained`: `convert` saves and loads it.

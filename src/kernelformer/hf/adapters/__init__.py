@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from kernelformer.hf.adapters.base import Family
+from kernelformer.hf.adapters.disentangled import Disentangled
 from kernelformer.hf.adapters.mpnet import MPNet
 from kernelformer.hf.adapters.multihead import Multihead
 from kernelformer.hf.adapters.t5 import T5
 
-FAMILIES: tuple[Family, ...] = (MPNet(), T5(), Multihead())
+FAMILIES: tuple[Family, ...] = (MPNet(), T5(), Disentangled(), Multihead())
 _INTERFACE = Family()  # all others
 
 

@@ -13,7 +13,7 @@ from kernelformer.hf.implementation import kernel_attention
 from kernelformer.modules import AttentionCore
 
 Interface = Callable[..., tuple[Tensor, Tensor | None]]
-Way = Literal["interface", "adapter", "multihead"]  # saved with a converted model
+Way = Literal["interface", "adapter", "multihead", "own"]  # saved with a converted model; "own" is never replaced
 _INTERFACE = "interface"  # attribute of an adapted module
 
 
@@ -45,6 +45,10 @@ class Family:
             cross: whether its keys are those of other tokens than its queries.
         """
         return False
+
+    def reason_to_keep(self, module: nn.Module) -> str:
+        """Say why an attention of this family cannot be replaced, however it is called; "" if it can."""
+        return ""
 
     def build(self, module: nn.Module, core: AttentionCore) -> nn.Module:
         """Make what `install` puts into the model; it may raise, and nothing is changed yet."""
