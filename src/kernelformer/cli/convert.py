@@ -33,6 +33,7 @@ def convert(
     with plain_errors(lambda: _next(target)):
         from kernelformer.pipelines import convert as converting
         from kernelformer.reports import conversion as conversion_report
+        from kernelformer.reports import judgement
 
         with progress_bar() as progress:
             bar = progress.add_task("", total=None)
@@ -49,6 +50,8 @@ def convert(
             console.print(f"{what} {used}", highlight=False, markup=False)
         for remark in result.remarks:
             console.print(f"note: {remark}")
+        for line in judgement.remarks(result.judged):
+            console.print(line, highlight=False, markup=False)
         console.print(f"model: {target}   figures: {target / 'report.json'}")
 
 

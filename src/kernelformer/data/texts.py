@@ -46,6 +46,11 @@ class TextRows:
     def batches(self, batch: int, seed: int, *, start: int = 0, skip: int = 0) -> Iterator[dict[str, Tensor]]:
         """Yield inputs without end; see the function `batches`."""
         positive_int("batch", batch)
+        if batch > 1 and self.task != "causal" and self.tokenizer.pad_token_id is None:
+            raise ValueError(
+                f"the tokenizer has no padding token, so that texts of different lengths cannot stand in one batch of "
+                f"{batch}; give --batch 1, or name one as pad_token in tokenizer_config.json."
+            )
         first_row = integer("skip", skip, at_least=0) * batch
         while True:
             chosen = [self.rows[i] for i in order(first_row, batch, len(self.rows), seed)]
@@ -54,7 +59,8 @@ class TextRows:
                 ids = torch.stack(chosen)
                 yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 continue
-            tokens = self.tokenizer(chosen, truncation=True, max_length=self.length, padding=True, return_tensors="pt")
+            more: dict[str, Any] = {"padding": batch > 1, "return_tensors": "pt"}
+            tokens = self.tokenizer(chosen, truncation=True, max_length=self.length, **more)
             inputs = {x: tokens[x] for x in ("input_ids", "attention_mask")}
             if self.task == "masked":
                 inputs["input_ids"] = mask_tokens(inputs["input_ids"], self.tokenizer, seed * 1_000_003 + first_row)[0]
@@ -258,7 +264,7 @@ def check_readable(source: Source, texts: Sequence[str]) -> None:
     """Check that a model can read texts.
 
     Raises:
-        ValueError: it has no tokenizer, or one that knows not one token of the first texts.
+        ValueError: it has no tokenizer, one that knows not one token of the first texts, or one of another model.
     """
     if source.tokenizer is None:
         raise ValueError(
@@ -272,6 +278,12 @@ def check_readable(source: Source, texts: Sequence[str]) -> None:
         raise ValueError(
             f"the tokenizer of {source.path} knows nothing of these texts: {texts[0][:40]!r} has no token but the "
             f"unknown one. Give texts that the model was made for."
+        )
+    words = source.model.config.get_text_config().vocab_size
+    if max(seen) >= words:
+        raise ValueError(
+            f"the tokenizer of {source.path} is of another model: {texts[0][:40]!r} has token {max(seen)}, and the "
+            f"model knows {words}; put its own tokenizer there."
         )
 
 

@@ -78,30 +78,43 @@ class Checkpoint:
             return f"it has no readable {FILE}: {first.rstrip('.')}"
         return ", ".join(sorted(x for x in {*left, *self.identity} if left.get(x) != self.identity.get(x)))
 
-    def load(self, model: Any) -> tuple[dict[str, list[float]], Any]:
-        """Put the weights so far into a model; returns the losses by stage, and the optimizer's state in the last."""
+    def stages(self) -> list[str]:
+        """Name the stages that have begun."""
+        return list(self._read()["losses"]) if (self.folder / FILE).is_file() else []
+
+    def load(self, model: Any) -> tuple[dict[str, list[float]], Any, dict[str, Any]]:
+        """Put the weights so far into a model; returns losses by stage, the state of the last, and what was noted."""
         if not (self.folder / FILE).is_file():
-            return {}, None
+            return {}, None, {}
         kept = self._read()
         model.load_state_dict(kept["weights"])
-        return kept["losses"], kept["optimizer"]
+        return kept["losses"], kept["optimizer"], kept["noted"]
 
     def save(
         self,
         model: Any,
         losses: dict[str, list[float]],
-        optimizer: Callable[[], Any] = lambda: None,
+        state: Callable[[], Any] = lambda: None,
+        noted: dict[str, Any] | None = None,
         *,
         now: bool = False,
     ) -> None:
-        """Write all of it, if it is time (or ``now``) and anything was learned; ``optimizer`` gives its state."""
+        """Write all of it, if it is time (or ``now``) and anything was learned.
+
+        Args:
+            model: its weights.
+            losses: by stage.
+            state: gives the state of the last stage, see `Progress.state`.
+            noted: of stages before it, plain values.
+            now: whether it is time or not.
+        """
         begin = time.monotonic()
         early = begin - self.last < max(SECONDS, self.cost / SHARE)
         if not any(losses.values()) or (early and not now):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / FILE) as part:
-            record = {"identity": self.identity, "losses": losses, "optimizer": optimizer()}
+            record = {"identity": self.identity, "losses": losses, "optimizer": state(), "noted": noted or {}}
             torch.save({**record, "weights": model.state_dict()}, part)
         self.last = time.monotonic()
         self.cost = self.last - begin

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,13 @@ class Mean:
     def value(self) -> float | None:
         """The mean; None where there were no values."""
         return self.total / self.count if self.count else None
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean of independent values; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    return float(torch.tensor(values, dtype=torch.float64).std() / math.sqrt(len(values)))
 
 
 class HiddenStateErrors:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,38 +12,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kernelformer.distill.losses import attention_loss, output_loss
-from kernelformer.hf.attend import attend_exactly, causal_without_mask, read_mask
+from kernelformer.distill.progress import Log, Progress, Stage
+from kernelformer.distill.seen import Reuse, Watched, real_tokens
+from kernelformer.hf.capture import AttentionCall
 from kernelformer.hf.convert import conversion, cores
-from kernelformer.hf.find import probing
+from kernelformer.modules import AttentionCore
 from kernelformer.modules.evaluating import evaluating
 
 Batches = Iterator[Mapping[str, Tensor]]
-Log = Callable[[int, float], None]
-WARM_UP = 20
+ONCE = Reuse()
 
 
-@dataclass
-class Progress:
-    """Progress of a stage, with which a run that was stopped goes on as if it had not been.
-
-    Args:
-        losses: of the steps so far.
-        saved: what `state` gave, to go on from.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    saved: dict[str, Any] | None = None
-    optimizer: torch.optim.Optimizer | None = None  # of the run that is going on
-
-    def state(self) -> dict[str, Any] | None:
-        """State of the optimizer, as tensors and plain values; None before the first run."""
-        return self.saved if self.optimizer is None else self.optimizer.state_dict()
-
-    def start(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin a run with this optimizer, from the state that was saved if there is one."""
-        if self.saved is not None:
-            optimizer.load_state_dict(self.saved)
-        self.optimizer = optimizer
+class BreakdownError(ValueError):
+    """A loss that is no number."""
 
 
 def learned(student: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -59,26 +39,6 @@ def learns(student: nn.Module) -> bool:
     return bool(learned(student))
 
 
-class _Seen:
-    """Attention of the original that records its queries, keys, values, mask and bias, call by call."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self.names = names
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-    ) -> Any:
-        name = self.names.get(id(module))
-        if name is not None:
-            wide = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (query, key, value)]
-            # Without padding the model leaves causality to the implementation and gives no mask at all.
-            causal = causal_without_mask(module, options.get("is_causal"))
-            seen = read_mask(mask, query, key, causal)
-            self.calls.append((name, (*wide, *seen, options.get("scaling"), options.get("position_bias"))))
-        return attend_exactly(module, query, key, value, mask, **options)
-
-
 def transfer(
     student: nn.Module,
     teacher: PreTrainedModel,
@@ -90,6 +50,9 @@ def transfer(
     autocast: torch.dtype | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
+    held_out: Sequence[Mapping[str, Tensor]] = (),
+    reuse: Reuse = ONCE,
+    window_dropout: float = 0.0,
 ) -> list[float]:
     """Attention transfer: fit the maps of a converted model to the original's attention; the backbone stays.
 
@@ -109,8 +72,12 @@ def transfer(
         lr: of Adam, at its peak; it falls to nothing by a cosine.
         seconds: at most, if given; the schedule then follows the clock.
         autocast: the precision of the original's pass, such as ``torch.bfloat16``; maps are fitted in their own.
-        progress: of a run to go on with, whose batches start where it stopped; ``steps`` counts all of them.
+        progress: of a run to go on with; ``steps`` counts all of them, and ``batches`` start where it stopped, or
+            with `Reuse.first_batch` of its steps.
         log: called after each step with its number and the mean loss of the layers.
+        held_out: inputs to look at now and then; the maps of the best look are kept.
+        reuse: how often what the original saw of a batch serves; each time other rows of it count.
+        window_dropout: share of the rows in which near keys get the map's weights, see `attention_loss`.
 
     Returns:
         The mean loss of the layers, step by step.
@@ -125,33 +92,38 @@ def transfer(
             f"attention transfer fits what a map learns, and there is nothing to learn here ({methods}); use a learned "
             f"method such as 'loglinear', or fine-tune."
         )
+    watched, inside = Watched(teacher, own, autocast), cores(student)
     parameters = [x for some in own.values() for x in some]
-    optimizer = torch.optim.Adam(parameters, lr=lr)
-    inside = cores(student)
-    names = {id(teacher.get_submodule(name)): name for name in own}
-    progress = progress or Progress()
-    progress.start(optimizer)
-    losses = progress.losses
+    options: dict[str, Any] = {"window_dropout": window_dropout}
     with evaluating(student, teacher):
-        for step, share in _clock(steps, seconds, len(losses)):
-            _set_rate(optimizer, share, step)
-            seen = _Seen(names)
-            quick = torch.autocast(teacher.device.type, dtype=autocast, enabled=autocast is not None)
-            with torch.no_grad(), probing(teacher, seen), quick:
-                teacher(**next(batches))
-            optimizer.zero_grad()
-            total, count = 0.0, len(seen.calls)
-            while seen.calls:  # one call at a time, so that one graph is alive at a time
-                name, call = seen.calls.pop()
-                loss = attention_loss(inside[name], *call, seed=step)
+        held = [watched(x) for x in held_out]
+        look = partial(_held_loss, inside, held) if held else None
+        stage = Stage(torch.optim.Adam(parameters, lr=lr), steps, seconds, progress, look, log)
+        turns = reuse.steps(watched, batches, len(stage.progress.losses), steps)
+        for step in stage:
+            turn = next(turns)
+            stage.optimizer.zero_grad()
+            total = 0.0
+            for call in turn.calls:  # one call at a time, so that one graph is alive at a time
+                loss = attention_loss(inside[call.name], *call.inputs, seed=turn.seed, turn=turn.turn, **options)
                 loss.backward()
-                total += float(loss.detach()) / count
-            optimizer.step()
-            losses.append(total)
-            if log is not None:
-                log(step + 1, total)
-    optimizer.zero_grad()
-    return losses
+                total += float(loss.detach()) / len(turn.calls)
+            stage.update(_finite("transfer", step, total), turn.tokens)
+    return stage.progress.losses
+
+
+def _held_loss(inside: Mapping[str, AttentionCore], held: Sequence[Sequence[AttentionCall]]) -> float:
+    with torch.no_grad():
+        losses = [float(attention_loss(inside[x.name], *x.inputs)) for calls in held for x in calls]
+    return sum(losses) / len(losses)
+
+
+def _finite(stage: str, step: int, loss: float) -> float:
+    if not math.isfinite(loss):
+        raise BreakdownError(
+            f"{stage} broke down: the loss of step {step + 1} is {loss}; use a smaller rate, or another method."
+        )
+    return loss
 
 
 def tune(
@@ -166,6 +138,7 @@ def tune(
     autocast: torch.dtype | None = None,
     progress: Progress | None = None,
     log: Log | None = None,
+    held_out: Sequence[Mapping[str, Tensor]] = (),
 ) -> list[float]:
     """Train everything but the word embeddings of a converted model against the original's hidden states and outputs.
 
@@ -184,6 +157,7 @@ def tune(
         autocast: the precision of the passes, such as ``torch.bfloat16``; weights and losses stay as they are.
         progress: see `transfer`.
         log: called after each step with its number and the loss.
+        held_out: inputs to look at now and then; the weights of the best look are kept.
 
     Returns:
         The loss, step by step.
@@ -198,28 +172,29 @@ def tune(
         raise ValueError(f"nothing to train: lr={lr:g}, map_lr={map_lr:g} and no map that learns.")
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     trained = [x for group in groups for x in group["params"]]  # type: ignore[attr-defined]
-    progress = progress or Progress()
-    progress.start(optimizer)
-    losses = progress.losses
+
+    def losses(inputs: Mapping[str, Tensor]) -> Tensor:
+        # Entered anew in each step: within one context autocast would go on with weights of its first pass.
+        with torch.autocast(student.device.type, dtype=autocast, enabled=autocast is not None):
+            with torch.no_grad():
+                wanted = teacher(**inputs, output_hidden_states=True)
+            outputs = student(**inputs, output_hidden_states=True)
+        return output_loss(outputs, wanted, inputs)
+
+    def look() -> float:
+        with torch.no_grad():
+            return sum(float(losses(dict(x))) for x in held_out) / len(held_out)
+
     with evaluating(student, teacher):
-        for step, share in _clock(steps, seconds, len(losses)):
-            _set_rate(optimizer, share, step)
+        stage = Stage(optimizer, steps, seconds, progress, look if held_out else None, log)
+        for step in stage:
             inputs = dict(next(batches))
-            # Entered anew in each step: within one context autocast would go on with weights of its first pass.
-            with torch.autocast(student.device.type, dtype=autocast, enabled=autocast is not None):
-                with torch.no_grad():
-                    wanted = teacher(**inputs, output_hidden_states=True)
-                outputs = student(**inputs, output_hidden_states=True)
-            loss = output_loss(outputs, wanted, inputs)
+            loss = losses(inputs)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            losses.append(float(loss.detach()))
-            if log is not None:
-                log(step + 1, losses[-1])
-    optimizer.zero_grad()
-    return losses
+            stage.update(_finite("tune", step, float(loss.detach())), real_tokens(inputs))
+    return stage.progress.losses
 
 
 def quick_dtype(device: torch.device) -> torch.dtype | None:
@@ -227,20 +202,3 @@ def quick_dtype(device: torch.device) -> torch.dtype | None:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
     return torch.bfloat16 if device.type == "cpu" and torch.cpu._is_avx512_bf16_supported() else None
-
-
-def _clock(steps: int, seconds: float | None, first: int = 0) -> Iterator[tuple[int, float]]:
-    """Yield numbers of steps from ``first`` on, with the share of the work that is done."""
-    start = time.monotonic()
-    for step in range(first, steps):
-        gone = 0.0 if seconds is None else (time.monotonic() - start) / seconds
-        if gone >= 1:
-            return
-        yield step, max(step / steps, gone)
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, share: float, step: int) -> None:
-    factor = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
-    for group in optimizer.param_groups:
-        group.setdefault("peak", group["lr"])
-        group["lr"] = group["peak"] * max(factor, 0.01)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,22 @@ import torch
 from torch import Tensor
 
 from kernelformer.data.readers import hash_files
-from kernelformer.data.texts import check_length, first_token, rows_for
+from kernelformer.data.texts import check_length
 from kernelformer.distill.checkpoint import Checkpoint, appearing, check_target
+from kernelformer.distill.lora import lora_targets
+from kernelformer.distill.start import CENTRES, start_student
+from kernelformer.distill.train import quick_dtype
 from kernelformer.environment import environment
 from kernelformer.errors import positive_int
+from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.files import write_json, write_text
+from kernelformer.hf.licence import licence_of
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.sentence_files import copy_sentence_files
 from kernelformer.modules import METHODS, AttentionCore, calibrate, method_options, parse_method
-from kernelformer.pipelines.convert_settings import ConvertSettings
+from kernelformer.pipelines.convert_default import with_default
+from kernelformer.pipelines.convert_distill import Distillation, held_out_rows, plan_stages
+from kernelformer.pipelines.convert_settings import FEATURES, ConvertSettings
 from kernelformer.pipelines.convert_texts import (
     Batches,
     Evaluation,
@@ -30,13 +35,14 @@ from kernelformer.pipelines.convert_texts import (
     choice_inputs,
     divide_texts,
     evaluation_inputs,
+    hold_back,
     hold_out_windows,
 )
+from kernelformer.pipelines.judge import check_judging, judge
+from kernelformer.pipelines.judge_settings import JUDGED, JudgeSettings
 from kernelformer.reports.conversion_result import ConversionResult
 from kernelformer.settings import parse_layers
 
-FEATURES = 128
-STEPS = 300  # of attention transfer, where texts are given and nobody says
 Log = Callable[[str], None]
 
 
@@ -80,7 +86,6 @@ def run(
         log: called with what happens.
     """
     from kernelformer.hf import conversion, convert
-    from kernelformer.hf.propose import propose
 
     check_target(source, target, force)
     if setting.attention:
@@ -89,14 +94,18 @@ def run(
     texts = divide_texts(setting.distill, setting.text, setting.samples, setting.seed)
     log(f"reading {source}")
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
+    check_judging(origin, texts, JudgeSettings.of(setting))
+    remarks = list(origin.remarks)
     if not setting.attention:
-        setting = replace(setting, attention=propose(origin.model, distilled=setting.distill is not None))
+        setting, reason = with_default(setting, origin, texts)
+        remarks.append(reason)
     method, options = setting.method()
     name = Path(source).resolve().name if Path(source).exists() else str(source)
     result = ConversionResult(setting, name, type(origin.model).__name__, check_length(origin, setting.length))
-    result.remarks = list(origin.remarks)
+    result.remarks = remarks
     result.environment = environment(torch.get_num_threads())
     texts = hold_out_windows(origin, texts, result.length, setting.samples, setting.seed)
+    texts = hold_back(origin, texts, result.length, held_out_rows(result.length), setting.seed)
     evaluation = evaluation_inputs(origin, texts, result.length, setting.samples, setting.batch, setting.seed)
     inputs = evaluation.batches
     if evaluation.used is None:
@@ -109,19 +118,23 @@ def run(
     log(f"converting to {setting.attention}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
     statistics = _calibration_inputs(student, origin, result, texts, evaluation)
-    _calibrate(student, statistics, log)
-    stages = _stages(student, setting) if texts.training else {}
+    _calibrate(student, origin, statistics, result, log)
+    stages = plan_stages(student, setting) if texts.training else {}
+    if stages and setting.lora:
+        lora_targets(student, setting.lora_layers)  # what is wrong with it is said before anything is learned
     keeps = bool(setting.keep or setting.keep_heads)
     _measure(result, "all converted" if keeps else "converted", origin, student, inputs, log)
     if keeps:
         _keep(student, origin, result, texts, evaluation, log)
-        _calibrate(student, statistics, log)
+        _calibrate(student, origin, statistics, result, log)
         _measure(result, "converted", origin, student, inputs, log)
     checkpoint = Checkpoint.of(target, _identity(source, setting, result), force)
     if stages:
-        _distill(student, origin, texts, stages, result, checkpoint, log)
+        Distillation(student, origin, texts, result, checkpoint, log, inputs).run(stages)
         _measure(result, "distilled", origin, student, inputs, log)
     result.conversion = conversion(student).as_json()
+    result.licence = licence_of(source)
+    result.judged = judge(origin, student, texts, evaluation, result.length, JudgeSettings.of(setting), log)
     log(f"writing {target}")
     _write(student, origin, target, result, inputs)
     checkpoint.remove()
@@ -131,8 +144,11 @@ def run(
 def _calibration_inputs(
     student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation
 ) -> Batches:
-    """Inputs to calibrate on; none where the method has nothing to calibrate."""
-    if not any(isinstance(x, AttentionCore) and x.calibrates for x in student.modules()):
+    """Inputs to calibrate and to start on; none where the method has no use for them."""
+    parts = list(student.modules())
+    calibrated = any(isinstance(x, AttentionCore) and x.calibrates for x in parts)
+    started = any(isinstance(x, LogLinearMap) for x in parts) and evaluation.used is not None
+    if not calibrated and not started:
         return []
     setting = result.setting
     samples, batch = setting.samples, setting.batch
@@ -144,11 +160,20 @@ def _calibration_inputs(
     return rows
 
 
-def _calibrate(student: Any, rows: Batches, log: Log) -> None:
-    """Take statistics of the queries and keys that exact attention would have."""
-    if rows:
-        log("calibrating")
+def _calibrate(student: Any, origin: Source, rows: Batches, result: ConversionResult, log: Log) -> None:
+    """Take statistics of the queries and keys that exact attention has, and start free maps at the keys themselves."""
+    if not rows:
+        return
+    log("calibrating")
+    if any(isinstance(x, AttentionCore) and x.calibrates for x in student.modules()):
         calibrate(student, rows, reset=True, exact=True)
+    if result.texts.get("measured on") is None:
+        return  # random tokens have no keys worth starting at
+    chosen = start_student(student, origin.model, rows, autocast=quick_dtype(origin.model.device))
+    if chosen:
+        count = sum(x == CENTRES for x in chosen.values())
+        said = f"maps of {count} of {len(chosen)} attentions start at centres of the original's keys"
+        result.remarks = [x for x in result.remarks if "start at centres" not in x] + [said]
 
 
 def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, log: Log) -> None:
@@ -203,71 +228,13 @@ def _identity(source: str | Path, setting: Setting, result: ConversionResult) ->
     """What has to be the same for a distillation to go on."""
     path = Path(source)
     files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path] if path.is_file() else []
-    parts = {name: str(x) for name, x in vars(setting).items() if name not in ("distill", "text", "allow_pickle")}
+    others = ("distill", "text", "allow_pickle", *JUDGED)
+    parts = {name: str(x) for name, x in vars(setting).items() if name not in others}
     parts["source"] = ", ".join(f"{x.name} {x.stat().st_size} {x.stat().st_mtime_ns}" for x in files) or str(source)
     for name in ("distill", "text"):
         texts = getattr(setting, name)
         parts[name] = hash_files([texts]) if texts else ""
     return {**parts, "model": result.model, "length": str(result.length)}
-
-
-def _stages(student: Any, setting: Setting) -> dict[str, int]:
-    """Steps of each stage of the distillation."""
-    from kernelformer.distill.train import learns
-
-    steps = setting.steps
-    if steps is None:
-        steps = STEPS if learns(student) else 0
-    elif steps and not learns(student):
-        raise ValueError(f"{setting.attention!r} has nothing to learn by attention transfer; give --tune, not --steps.")
-    if not steps and not setting.tune:
-        raise ValueError(f"{setting.attention!r} learns nothing without --tune; give it, or leave --distill out.")
-    return {"transfer": steps, "tune": setting.tune}
-
-
-def _distill(
-    student: Any,
-    origin: Source,
-    texts: Texts,
-    stages: dict[str, int],
-    result: ConversionResult,
-    checkpoint: Checkpoint,
-    log: Log,
-) -> None:
-    """Stage by stage, from where a checkpoint has left off."""
-    from kernelformer.distill.train import Progress, quick_dtype, transfer, tune
-
-    setting = result.setting
-    result.losses, saved = checkpoint.load(student)
-    learners: dict[str, Any] = {"transfer": transfer, "tune": tune}
-    precision = quick_dtype(origin.model.device)
-    rows = rows_for(origin, texts.training, result.length)
-    draws = []
-    for number, (stage, total) in enumerate(stages.items()):
-        losses = result.losses.setdefault(stage, [])
-        order = setting.seed + 1 + number
-        draws.append((total * setting.batch, order))
-        if len(losses) >= total:
-            continue
-        if losses:
-            result.remarks.append(f"{stage} went on after step {len(losses)}, where it was stopped")
-        inputs = rows.batches(setting.batch, order, start=first_token(origin), skip=len(losses))
-        progress = Progress(losses, saved if losses else None)
-
-        def told(step: int, loss: float, stage: str = stage, own: Progress = progress, total: int = total) -> None:
-            if not math.isfinite(loss):
-                raise ValueError(f"{stage} broke down: the loss of step {step} is {loss}; use another method.")
-            if step % max(1, total // 20) == 0:
-                log(f"{stage}: step {step} of {total}, loss {loss:.4g}")
-            checkpoint.save(student, result.losses, own.state)
-
-        try:
-            learners[stage](student, origin.model, inputs, steps=total, autocast=precision, progress=progress, log=told)
-        except KeyboardInterrupt:
-            checkpoint.save(student, result.losses, progress.state, now=True)
-            raise
-        checkpoint.save(student, result.losses, now=True)
-    result.texts["learned from"] = rows.used(texts.training_file, len(texts.training), draws)
 
 
 def _write(student: Any, origin: Source, target: Path, result: ConversionResult, inputs: Batches) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from kernelformer.settings import Settings, option
 
+FEATURES = 128  # or landmarks, or the rank, where nobody says
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertSettings(Settings):
@@ -14,14 +16,21 @@ class ConvertSettings(Settings):
 
     Args:
         attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest. Empty:
-            ``wildcat`` with a window for encoders that are not distilled, else ``loglinear`` (`hf.propose`).
-        features: number of features, landmarks or the rank, whichever the method has; None: 128.
+            what `hf.propose` says: ``wildcat`` with a window for encoders that are not distilled, ``local`` or
+            ``favor+`` with one for such decoders, ``loglinear`` with one where it is distilled.
+        features: number of features, landmarks or the rank, whichever the method has; None: 128, or 64 for a
+            ``loglinear`` that nobody named.
         layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
         keep: so many attentions stay exact: those that the model's output needs most, see `choose_exact`.
         keep_heads: so many heads with the largest errors, of all other attentions, stay exact.
         distill: texts to learn from.
         steps: of attention transfer; None: 300 if there are texts and the method learns.
-        tune: steps with all weights after that.
+        tune: steps of tuning after that, of all weights or by LoRA; None: none, or what ``minutes`` leave.
+        minutes: of the whole distillation, instead of steps: a third for transfer, the rest for tuning, rates found by
+            a few steps each.
+        lora: rank of LoRA on values and outputs in tuning; 0: all weights but the word embeddings learn.
+        lora_layers: patterns of the names of other layers for LoRA.
+        window_dropout: share of the rows that are fitted without near tokens, so that the kernel learns those too.
         text: texts to measure on; None: some of ``distill`` that are left out there, or random tokens.
         length: tokens of a text; None: 256, or what the model has.
         samples: texts to measure on; windows of ``length`` tokens of joined texts for causal models.
@@ -29,16 +38,26 @@ class ConvertSettings(Settings):
         task: see `load_source`.
         allow_pickle: see `load_source`.
         seed: of draws and of the order of texts.
+        passkeys: numbers hidden in texts of each length, which a causal model is asked for; 0: none, see `judge`.
+        passkey_lengths: tokens of those texts; empty: 512 and 1024, as far as the model has positions.
+        sample_tokens: that original and converted decoder write after the same beginnings; 0: none; None: 64.
+        probe: labelled texts of ``text``, half of them to fit a linear classifier of embeddings and half to try it on.
     """
 
-    attention: str = option("", "method, or method:option=value; default: wildcat for encoders, loglinear to distil")
-    features: int | None = option(None, "features, landmarks or rank; default: 128", least=1)
+    attention: str = option("", "method, or method:option=value; default: by the kind of model, and said why")
+    features: int | None = option(
+        None, "features, landmarks or rank; default: 128, of the default loglinear 64", least=1
+    )
     layers: str = option("", "0-3,5 or patterns of names; default: all")
     keep: int = option(0, "attentions that stay exact: those that the output needs most", least=0)
     keep_heads: int = option(0, "heads with the largest errors that stay exact", least=0)
     distill: Path | None = option(None, "texts to learn from: .jsonl with 'text', or one a line")
     steps: int | None = option(None, "of attention transfer; default: 300 with --distill", least=0)
-    tune: int = option(0, "steps with all weights after that", least=0)
+    tune: int | None = option(None, "steps of tuning after that; default: none, or by --minutes", least=0)
+    minutes: float | None = option(None, "of the whole distillation, instead of steps")
+    lora: int = option(0, "rank of LoRA in tuning; 0: all weights", least=0)
+    lora_layers: str = option("", "patterns of names for LoRA; default: values and outputs")
+    window_dropout: float = option(0.05, "share of rows fitted without their near tokens")
     text: Path | None = option(None, "texts to measure on; default: some of --distill")
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
     samples: int = option(8, "texts to measure on; causal: windows", least=1)
@@ -46,10 +65,33 @@ class ConvertSettings(Settings):
     task: str = option("auto", "auto, masked, causal, seq2seq or encoder")
     allow_pickle: bool = option(False, "read pickled weights of a trusted source", switch=True)
     seed: int = option(0, "of draws and of the order of texts", least=0)
+    passkeys: int = option(4, "numbers hidden in long texts that a decoder is asked for, of each length", least=0)
+    passkey_lengths: tuple[int, ...] = option((), "tokens of these texts; default: 512,1024", least=1)
+    sample_tokens: int | None = option(None, "tokens that both decoders write, side by side; default: 64", least=0)
+    probe: int = option(0, "labelled texts of --text for a linear probe of an encoder", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.distill is None and (self.steps or self.tune):
             raise ValueError(
-                f"steps={self.steps or 0} and tune={self.tune} need texts to learn from; give them by --distill."
+                f"steps={self.steps or 0} and tune={self.tune or 0} need texts to learn from; give them by --distill."
+            )
+        if self.minutes is not None:
+            self._check_minutes(self.minutes)
+        if self.lora_layers and not self.lora:
+            raise ValueError(f"lora_layers={self.lora_layers!r} without LoRA; give its rank by --lora, such as 8.")
+        if self.lora and not self.tune and (self.minutes is None or self.tune == 0):
+            raise ValueError(f"lora={self.lora} is for tuning, of which there is none; give --tune or --minutes.")
+        if not 0 <= self.window_dropout <= 1:
+            raise ValueError(f"window_dropout is a share, 0 to 1, got {self.window_dropout:g}.")
+
+    def _check_minutes(self, minutes: float) -> None:
+        if not minutes > 0 or minutes == float("inf"):
+            raise ValueError(f"minutes must be above 0, got {minutes:g}; leave it out for a number of steps.")
+        if self.distill is None:
+            raise ValueError(f"minutes={minutes:g} need texts to learn from; give them by --distill.")
+        if self.steps or self.tune:
+            raise ValueError(
+                f"minutes={minutes:g} and steps={self.steps or 0}, tune={self.tune or 0} say the same thing; give "
+                f"one of them (0 leaves a stage out)."
             )

@@ -24,6 +24,7 @@ from kernelformer.data.texts import (
 from kernelformer.hf.load import Source
 
 Batches = list[dict[str, Tensor]]
+FEW = 40  # texts to learn from, below which none is held back
 SPREAD = 8  # times as many windows as are chosen on are there to draw them from, so that few are of the same text
 
 
@@ -38,6 +39,7 @@ class Texts:
         evaluation_file: name of their file.
         available: texts of the evaluation file.
         held_out: whether the texts to measure on are some of those to learn from.
+        validation: texts that are neither learned from nor measured on, to look at while learning.
     """
 
     training: list[str]
@@ -46,6 +48,26 @@ class Texts:
     evaluation_file: str = ""
     available: int = 0
     held_out: bool = False
+    validation: tuple[str, ...] = ()
+
+
+def hold_back(source: Source, texts: Texts, length: int, rows: int, seed: int) -> Texts:
+    """Hold some of the texts to learn from back, to look at while learning; none where there are few.
+
+    Args:
+        source: the model.
+        texts: of the conversion.
+        length: tokens of a row.
+        rows: how many are wanted.
+        seed: of the choice.
+    """
+    different = list(dict.fromkeys(texts.training))
+    if len(different) < FEW:
+        return texts
+    chosen, _ = some_texts(different, source.tokenizer, length, rows, seed, source.task)
+    left_out = set(chosen[: len(different) // 10])
+    training = [x for x in texts.training if x not in left_out]
+    return replace(texts, training=training, validation=tuple(x for x in chosen if x in left_out))
 
 
 def divide_texts(distill: Path | None, text: Path | None, samples: int, seed: int) -> Texts:

@@ -1,0 +1,69 @@
+"""The attention of a conversion that names none: by the kind of model, measured where that does not settle it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from kernelformer.data.texts import check_length
+from kernelformer.hf.load import Source
+from kernelformer.pipelines.convert_settings import FEATURES, ConvertSettings
+from kernelformer.pipelines.convert_texts import Texts, choice_inputs, evaluation_inputs
+
+S = TypeVar("S", bound=ConvertSettings)
+ROWS = 2  # that attentions of a decoder are compared on
+STARTS = 4  # others that maps start by, as in the conversion itself
+
+
+def with_default(setting: S, origin: Source, texts: Texts) -> tuple[S, str]:
+    """Settings with the attention that is proposed for a model, and why; see `proposal`.
+
+    Args:
+        setting: without an attention.
+        origin: the model.
+        texts: of the conversion; the comparison uses others than are measured on, where there are others.
+    """
+    from kernelformer.hf.propose import DECODERS, Proposal, proposal
+
+    def compare(attentions: Sequence[str]) -> dict[str, float]:
+        return _losses(setting, origin, texts, attentions)
+
+    found = proposal(
+        origin.model,
+        distilled=setting.distill is not None,
+        length=check_length(origin, setting.length),
+        compare=compare if texts.evaluation and origin.task == "causal" else None,
+    )
+    if setting.features is not None and found.attention == DECODERS[0]:  # a window alone has no features
+        found = Proposal(DECODERS[1], f"{DECODERS[1]}: a decoder without training, for which --features are asked")
+    features = found.features if setting.features is None else setting.features
+    return replace(setting, attention=found.attention, features=features), f"no --attention was given: {found.reason}"
+
+
+def _losses(setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str]) -> dict[str, float]:
+    """Rise of the loss of the next token with each attention, as it would be converted."""
+    from kernelformer.distill.figures import Reference
+    from kernelformer.distill.start import start_student
+    from kernelformer.hf import convert, undo
+    from kernelformer.modules import METHODS, parse_method
+
+    length = check_length(origin, setting.length)
+    evaluation = evaluation_inputs(origin, texts, length, setting.samples, 1, setting.seed)
+    rows, _ = choice_inputs(origin, texts, evaluation, length, ROWS + STARTS, 1, setting.seed)
+    reference = Reference(origin.model, rows[:ROWS], predicts=True)
+    student = copy.deepcopy(origin.model)
+    losses = {}
+    for attention in attentions:
+        method, options = parse_method(attention)
+        size = METHODS[method].size
+        if size is None and setting.features is not None:
+            continue  # features were asked for, and it has none
+        if size is not None:
+            options[size] = setting.features or FEATURES
+        convert(student, method, **options)
+        start_student(student, origin.model, rows[ROWS:] or rows)
+        losses[attention] = reference.figure(student).loss
+        undo(student)
+    return losses

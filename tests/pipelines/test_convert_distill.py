@@ -1,0 +1,128 @@
+"""``kernelformer convert`` with a clock, LoRA and held-out texts, and what is wrong with their settings."""
+
+from __future__ import annotations
+
+import json
+
+import peft  # noqa: F401  (takes seconds to import, which the clock of a test should not count)
+import pytest
+import torch
+import transformers
+
+from kernelformer.pipelines import convert as converting
+from kernelformer.pipelines.convert import Setting
+from kernelformer.reports import conversion as conversion_report
+
+WORDS = [f"w{i}" for i in range(30)]
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+NEAR = "loglinear:num_features=8:window=4:sinks=1"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    transformers.BertTokenizer(vocab={x: i for i, x in enumerate(VOCABULARY)}).save_pretrained(path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=len(VOCABULARY), max_position_embeddings=64, **sizes)
+    transformers.BertForMaskedLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    gen = torch.Generator().manual_seed(0)
+    rows = [" ".join(WORDS[i] for i in torch.randint(30, (20,), generator=gen)) for _ in range(60)]
+    path = tmp_path_factory.mktemp("text") / "some.jsonl"
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(conversion_report, "picture", lambda found, path: None)
+
+
+def settings(learned, **options):
+    return Setting(**{"attention": NEAR, "distill": learned, "samples": 4, "batch": 2, **options})
+
+
+def test_a_clock_gives_both_stages_a_rate_a_curve_and_an_end(model, text, tmp_path):
+    said = []
+    found = converting.run(model, tmp_path / "d", settings(text, minutes=0.1, lora=2), log=said.append)
+    assert list(found.spent) == ["transfer", "tune"]
+    for stage, spent in found.spent.items():
+        assert len(found.losses[stage]) >= 1
+        assert spent["tokens"] > 0
+        assert spent["seconds"] < 10
+        values = [x[-1] for x in found.curves[stage]]
+        assert found.curves[stage][0][0] == 0  # the first look is before the first step
+        assert min(values) <= values[0]
+    assert 0 < found.spent["transfer"]["cosine"] <= 1.001
+    assert "cosine" not in found.spent["tune"]  # the report after it has more
+    assert sum(x.startswith("a rate for transfer") for x in said) >= 1
+    assert any("start at centres of the original's keys" in x for x in found.remarks)
+    report = json.loads((tmp_path / "d" / "report.json").read_text())
+    assert report["curves"]["tune"] == [list(x) for x in found.curves["tune"]]
+    assert report["setting"]["lora"] == 2
+    assert found.texts["learned from"].available == 51  # of 60, 4 are measured on and 5 are looked at
+
+
+@pytest.mark.parametrize("stage", ["transfer", "tune"])
+def test_a_stopped_stage_with_lora_goes_on_to_the_last_bit(model, text, tmp_path, stage):
+    setting = settings(text, steps=6, tune=4, lora=2)
+
+    def stop(said):
+        if said.startswith(f"{stage}: step 3"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        converting.run(model, tmp_path / "d", setting, log=stop)
+    found = converting.run(model, tmp_path / "d", setting)
+    whole = converting.run(model, tmp_path / "whole", setting)
+    assert found.losses == whole.losses
+    assert [[x[0], x[2], x[3]] for x in found.curves["tune"]] == [[x[0], x[2], x[3]] for x in whole.curves["tune"]]
+    a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in ("d", "whole"))
+    assert a == b
+    assert f"{stage} went on after step 3" in " ".join(found.remarks)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"minutes": 1e-7}, r"--minutes 1e-07 leaves 0 s for transfer, which is too short for one step here"),
+        ({"minutes": 0.0}, r"minutes must be above 0, got 0"),
+        ({"minutes": 1.0, "steps": 5}, r"minutes=1 and steps=5, tune=0 say the same thing"),
+        ({"minutes": 1.0, "steps": 0, "tune": 0}, r"--minutes 1 with --steps 0 and --tune 0 leaves nothing to do"),
+        ({"minutes": 1.0, "distill": None}, r"minutes=1 need texts to learn from"),
+        ({"lora": 2, "lora_layers": "*.w", "tune": 1}, r"no linear layer of BertForMaskedLM fits '\*\.w'; it has "),
+        ({"lora_layers": "*.value"}, r"lora_layers='\*\.value' without LoRA"),
+        ({"lora": 2, "steps": 1}, r"lora=2 is for tuning, of which there is none; give --tune or --minutes"),
+        ({"lora": 2, "minutes": 1.0, "tune": 0}, r"lora=2 is for tuning, of which there is none"),
+        ({"window_dropout": 1.5}, r"window_dropout is a share, 0 to 1, got 1\.5"),
+        ({"attention": "loglinear:window=40", "steps": 1}, r"at most 22 tokens and the window is 40, so that nothing"),
+    ],
+)
+def test_what_cannot_be_is_said_and_nothing_is_written(model, text, tmp_path, options, message):
+    before = {x.name: x.read_bytes() for x in model.iterdir()}
+    with pytest.raises(ValueError, match=message):
+        converting.run(model, tmp_path / "d", settings(text, **options))
+    assert list(tmp_path.iterdir()) == []
+    assert {x.name: x.read_bytes() for x in model.iterdir()} == before
+
+
+def test_a_tokenizer_of_another_model_is_named(model, text, tmp_path):
+    other = tmp_path / "other"
+    transformers.BertForMaskedLM.from_pretrained(model).save_pretrained(other)
+    words = [*VOCABULARY[:5], *(f"x{i}" for i in range(90)), *WORDS]
+    transformers.BertTokenizer(vocab={x: i for i, x in enumerate(words)}).save_pretrained(other)
+    with pytest.raises(ValueError, match=r"is of another model: .* has token \d+, and the model knows 35; put its own"):
+        converting.run(other, tmp_path / "d", settings(text, steps=1))
+
+
+def test_many_copies_of_a_text_are_still_learned_from(model, text, tmp_path):
+    same = tmp_path / "same.jsonl"
+    same.write_text(json.dumps({"text": " ".join(WORDS[:20])}) + "\n")
+    same.write_text(same.read_text() * 50)
+    found = converting.run(model, tmp_path / "d", settings(same, text=text, steps=2))
+    assert len(found.losses["transfer"]) == 2
