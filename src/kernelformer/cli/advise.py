@@ -1,0 +1,42 @@
+"""``kernelformer advise``; what measures is imported by the command: transformers takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, use_threads
+from kernelformer.cli.derive import takes
+from kernelformer.pipelines.advise_settings import AdviseSettings
+
+
+@takes(AdviseSettings)
+def advise(
+    settings: AdviseSettings,
+    source: Annotated[
+        str, typer.Argument(metavar="MODEL", help="folder of transformers, .gguf file, or name on the hub")
+    ],
+    out: Annotated[Path | None, typer.Option(help="folder for advice.json and advice.html")] = None,
+    threads: Threads = None,
+) -> None:
+    """Say what a pretrained model can be converted to, before it is: errors, times, what to keep, what to paste."""
+    use_threads(threads)
+    with plain_errors():
+        from kernelformer.pipelines import advise as advising
+        from kernelformer.reports import advice as report
+
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=None)
+            advice = advising.run(source, settings, out, log=lambda x: say(progress, bar, x))
+        for table in report.tables(advice):
+            console.print(table)
+        for remark in (*advice.remarks, *(f"left out for time: {x}" for x in advice.left_out)):
+            console.print(f"note: {remark}", highlight=False, markup=False)
+        for line in report.verdict(advice):
+            console.print(line, highlight=False, markup=False)
+        for line in report.paste_lines(advice):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if out is not None:
+            console.print(f"page: {out / 'advice.html'}   figures: {out / 'advice.json'}")

@@ -1,0 +1,255 @@
+"""``kernelformer advise``: what it measures, what it says, and what can be wrong with its inputs."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+transformers = pytest.importorskip("transformers")
+
+from kernelformer.analysis.attention_profile import attention_profile, attention_weights  # noqa: E402
+from kernelformer.analysis.crossover import Timing, crossover  # noqa: E402
+from kernelformer.cli.app import app  # noqa: E402
+from kernelformer.distill import candidates  # noqa: E402
+from kernelformer.distill.candidates import Candidate, coarse_grid, neighbours  # noqa: E402
+from kernelformer.distill.expected import LossFit  # noqa: E402
+from kernelformer.distill.figures import Figure, value_of_loss  # noqa: E402
+from kernelformer.distill.trials import Trials  # noqa: E402
+from kernelformer.hf.capture import attention_calls  # noqa: E402
+from kernelformer.measure import attention_times  # noqa: E402
+from kernelformer.pipelines import advise as advise_pipeline  # noqa: E402
+from kernelformer.pipelines import advise_search  # noqa: E402
+from kernelformer.pipelines.advise import advise, check  # noqa: E402
+from kernelformer.reports.advice import paste_lines, record, tables, verdict  # noqa: E402
+from kernelformer.reports.advice_page import page  # noqa: E402
+from kernelformer.reports.advice_result import number_ranges  # noqa: E402
+from kernelformer.reports.portable import as_text  # noqa: E402
+from tiny_models import VOCAB, tiny  # noqa: E402
+
+WORDS = [f"word{i}" for i in range(30)]
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+
+
+def batches(count, length=64, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    return [{"input_ids": torch.randint(3, VOCAB, (1, length), generator=gen)} for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(advise_search, "LENGTHS", (32, 64))
+    monkeypatch.setattr(attention_times, "ROUNDS", 1)
+
+
+@pytest.fixture(scope="module")
+def advices():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("LENGTHS", (32, 64)), ("BEST", 0), ("RUN", 5)):
+            patch.setattr(advise_search, name, value)
+        models = {x: tiny(x, torch.float32) for x in ("BertModel", "LlamaForCausalLM")}
+        return {
+            name: (model, advise(model, batches(2), use_length=64, steps=2, minutes=5))
+            for name, model in models.items()
+        }
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "LlamaForCausalLM"])
+def test_an_advice_has_a_verdict_tables_a_page_and_a_line_that_convert_takes(advices, kind):
+    _, advice = advices[kind]
+    assert advice.kind == ("cosine" if kind == "BertModel" else "perplexity ratio")
+    methods = {x.candidate.name for x in advice.trials}
+    assert {"local", "favor+", "favor#", "favor+hyperbolic", "loglinear"} <= methods
+    assert ({"wildcat", "skyformer"} <= methods) == (kind == "BertModel")
+    assert all(x.timing is not None for x in advice.trials)
+    assert advice.trial(advice.chosen).figure is not None
+    assert advice.trial(advice.distilled).fitted == 2
+    assert len(verdict(advice)) == 3
+    for line in paste_lines(advice):
+        assert line.startswith("kernelformer convert SRC DST --attention ")
+    assert len(tables(advice)) == 2
+    assert "<script" not in page(advice)
+    read = json.loads(as_text(record(advice)))
+    assert read["verdict"] == verdict(advice)
+    assert len(read["profiles"]) == len(advice.attentions) == 2
+
+
+def test_an_advice_leaves_the_model_as_it_was(advices):
+    model, _ = advices["LlamaForCausalLM"]
+    fresh = tiny("LlamaForCausalLM", torch.float32)
+    assert {name: x.tolist() for name, x in model.state_dict().items()} == {
+        name: x.tolist() for name, x in fresh.state_dict().items()
+    }
+    assert model.config._attn_implementation == fresh.config._attn_implementation
+
+
+def test_what_was_measured_is_what_the_same_conversion_gives(advices, monkeypatch):
+    model, advice = advices["BertModel"]
+    monkeypatch.setattr(advise_pipeline, "CHECKED", 2)
+    check(advice, model, batches(2)[:1], batches(2)[1:])  # the same texts again
+    measured = [x for x in advice.checks if x.way == "measured"]
+    assert measured
+    for x in measured:
+        assert x.got.value == pytest.approx(x.expected, abs=1e-5)
+    assert len(tables(advice)) == 3
+
+
+def test_a_captured_call_repeats_what_the_model_did():
+    model = tiny("BertModel")
+    ids = batches(2)
+    mask = torch.ones(2, 64, dtype=torch.long)
+    mask[1, 50:] = 0
+    both = {"input_ids": torch.cat([x["input_ids"] for x in ids]), "attention_mask": mask}
+    for call in attention_calls(model, both):
+        keys, causal = call.visible()
+        weights = attention_weights(call.query, call.key, scale=call.scale, causal=causal, key_mask=keys)
+        torch.testing.assert_close((weights @ call.value).transpose(1, 2), call.output)
+
+
+def test_a_profile_is_the_mass_of_the_weights():
+    gen = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, n, 150, 8, generator=gen, dtype=torch.float64) for n in (4, 2))
+    mask = torch.ones(2, 150, dtype=torch.bool)
+    mask[1, :40] = False
+    profile = attention_profile(q, k, scale=0.5, causal=True, key_mask=mask)
+    logits = 0.5 * q @ k.repeat_interleave(2, 1).mT
+    i = torch.arange(150)
+    seen = (i <= i[:, None]) & mask[:, None, None]
+    weights = logits.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num()
+    first = torch.zeros_like(mask)
+    first[0, :4] = first[1, 40:44] = True
+    near = (i - i[:, None]).abs() < 64
+    for name, where in (("near", near.expand(2, 1, 150, 150)), ("first", first[:, None, None])):
+        want = (weights * where).sum(-1).movedim(1, 2)[mask].mean(0)
+        torch.testing.assert_close(torch.tensor(getattr(profile, name)[{"near": 64, "first": 4}[name]]).double(), want)
+    far = (weights * ~(near | first[:, None, None])).sum(-1).movedim(1, 2)[mask].mean(0)
+    torch.testing.assert_close(torch.tensor(profile.far).double(), far, rtol=1e-5, atol=1e-6)
+    norm = (0.5 * q.square().sum(-1)).movedim(1, 2)[mask].mean(0).sqrt()
+    torch.testing.assert_close(torch.tensor(profile.query).double(), norm, rtol=1e-5, atol=1e-6)
+
+
+def test_errors_are_those_of_the_definition_and_a_window_over_all_is_exact():
+    model = tiny("LlamaForCausalLM")
+    trials = Trials(model, batches(2), batches(2, seed=1), True)
+    assert max(trials.errors(Candidate("local", None, 64, 4)).layers) < 1e-6
+    assert trials.figure(Candidate("local", None, 64, 4)).value == pytest.approx(1, abs=1e-5)
+    errors = trials.errors(Candidate("favor+", 32))
+    assert errors.predicted is not None
+    call = trials.calls[0][0]
+    with trials.converted(Candidate("favor+", 32)) as student:
+        from kernelformer.hf import cores
+
+        off = call.attend(cores(student)[call.name]) - call.output
+    assert errors.layers[0] == pytest.approx(float(off.norm() / call.output.norm()), rel=1e-6)
+
+
+def test_a_fit_lowers_the_error_on_other_texts():
+    trials = Trials(tiny("BertModel", torch.float32), batches(1), batches(2, seed=1), False)
+    candidate = Candidate("loglinear", 16, 32, 1)
+    before = trials.errors(candidate).mean
+    assert trials.fit(candidate, steps=12) == 12
+    assert trials.errors(candidate).mean < before
+
+
+def test_the_loss_of_others_is_expected_within_what_was_measured_alone():
+    points = [("a", x, 0.5 * x**2) for x in (0.1, 0.2, 0.4)] + [("b", 0.5, 2 * 0.5**2)]
+    fit = LossFit.of(points)
+    assert fit.b == pytest.approx(2)
+    assert fit.expected("a", 0.3).loss == pytest.approx(0.5 * 0.3**2)
+    assert fit.expected("b", 0.4).loss == pytest.approx(2 * 0.4**2)  # the slope of the others, a factor of its own
+    assert fit.expected("a", 2.0) is None
+    assert fit.expected("b", 0.01) is None
+    assert fit.expected("c", 0.3) is None
+    assert LossFit.of(points[:3]) is None
+    assert LossFit.of([("a", 0.1, 1.0)] * 4) is None
+
+
+@pytest.mark.parametrize(("kind", "value"), [("perplexity ratio", 1.2), ("cosine", 0.97)])
+def test_a_figure_and_its_loss_say_the_same(kind, value):
+    assert value_of_loss(kind, Figure(kind, value).loss) == pytest.approx(value)
+    assert Figure(kind, value).within(value)
+    assert not Figure(kind, value).within(1.0)
+
+
+def test_the_crossover_is_where_the_ratio_is_one():
+    rows = [Timing(x, 100.0 * x, 0.1 * x * x) for x in (256, 512, 2048, 4096)]  # equal at 1000 tokens
+    assert crossover(rows) == pytest.approx(1000)
+    assert crossover(rows[:2]) is None
+    assert crossover(rows[2:]) == 0
+    assert crossover([]) is None
+
+
+def test_the_grid_has_what_streams_for_decoders_and_neighbours_are_new():
+    decoders = coarse_grid(causal=True, length=512)
+    assert not {"wildcat", "skyformer"} & {x.name for x in decoders}
+    assert {x.sinks for x in decoders if x.window} == {4}
+    best = Candidate("favor+", 128, 64, 4)
+    new = neighbours([best], decoders, length=512)
+    assert not set(new) & set(decoders)
+    assert {(x.size, x.window) for x in new} == {(64, 64), (256, 64), (128, 32), (128, 128)}
+    assert number_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batches": batches(1)}, "at least two batches"),
+        ({"batches": batches(2, length=40)}, "about 40 tokens, and the smallest window, 32"),
+        ({"batches": [{"input_ids": torch.full((1, 64), VOCAB)}] * 2}, f"up to {VOCAB}.*vocabulary of {VOCAB}"),
+        ({"tolerance": 1.2}, "judged by its cosine, of which 1.2 is no tolerance"),
+        ({"minutes": 1e-6}, "over before one candidate was measured"),
+        ({"model": "BartForConditionalGeneration"}, "reads two sequences"),
+    ],
+)
+def test_inputs_that_cannot_be_are_named(change, message):
+    given = {"model": "BertModel", "batches": batches(2), **change}
+    model = tiny(given.pop("model"), torch.float32)
+    with pytest.raises(ValueError, match=message):
+        advise(model, given.pop("batches"), **given)
+
+
+def test_the_command_writes_a_page_and_a_record(tmp_path, monkeypatch):
+    source = tmp_path / "tiny"
+    transformers.BertTokenizer(vocab={x: i for i, x in enumerate(VOCABULARY)}).save_pretrained(source)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=len(VOCABULARY), max_position_embeddings=64, **sizes)
+    transformers.BertForMaskedLM(config).save_pretrained(source)
+    for name, value in (("RUN", 2), ("BEST", 0)):
+        monkeypatch.setattr(advise_search, name, value)
+    monkeypatch.setattr(candidates, "UNTRAINED", ("favor+",))
+    monkeypatch.setattr(advise_pipeline, "CHECKED", 1)
+    gen = torch.Generator().manual_seed(0)
+    rows = [" ".join(WORDS[i] for i in torch.randint(30, (70,), generator=gen)) for _ in range(6)]
+    text = tmp_path / "some.txt"
+    text.write_text("\n".join(rows))
+    call = ["advise", source, "--length", 64, "--threads", 1, "--use-length", 64, "--steps", 2, "--samples", 2]
+    done = CliRunner().invoke(app, [*map(str, call), "--text", str(text), "--out", str(tmp_path / "out"), "--check"])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "Without training: " in said
+    assert "kernelformer convert " in said
+    read = json.loads((tmp_path / "out" / "advice.json").read_text())
+    assert read["checks"]
+    assert str(tmp_path) not in json.dumps(read)
+    assert "<svg" in (tmp_path / "out" / "advice.html").read_text()
+    done = CliRunner().invoke(app, ["advise", str(source)])
+    assert done.exit_code == 2
+    assert "there are no texts to look at" in done.output
+
+
+def test_advice_looks_at_what_can_be_converted_alone():
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=60, head_dim=8, **sizes, **kinds)).eval()
+    rows = [{"input_ids": torch.randint(5, 60, (1, 20))} for _ in range(2)]
+    trials = Trials(model, rows[:1], rows[1:], predicts=True)
+    assert [x.name for x in trials.calls[0]] == ["model.layers.1.self_attn"]
+    assert trials.errors(Candidate("local", None, 4, 1)).layers[0] > 0
+    assert trials.figure(Candidate("local", None, 30)).value == pytest.approx(1, abs=1e-4)
