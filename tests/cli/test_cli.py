@@ -111,6 +111,7 @@ STUDIES = {
     "tour": ([], "kernelformer.studies.tour.run"),
     "normalized": ([], "kernelformer.studies.normalized.run"),
     "features": ([], "kernelformer.studies.features.run"),
+    "serving": ([], "kernelformer.studies.serving.run"),
     "lengths": (["x"], "kernelformer.studies.lengths.run"),
     "conversion": (["x", "--text", "y", "--held-out", "z"], "kernelformer.studies.conversion.run"),
 }

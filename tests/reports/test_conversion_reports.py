@@ -110,6 +110,7 @@ def test_texts_of_an_encoder_are_counted_as_they_were_used(encoder, text, tmp_pa
     assert len(seen) < 16
     assert found.texts == {
         "measured on": TextsUsed("some.txt", 4, 20),
+        "calibrated on": TextsUsed("some.txt", 4, 16),
         "learned from": TextsUsed("some.txt", len(seen), 16),
     }
     card = (tmp_path / "d" / "README.md").read_text()

@@ -9,8 +9,10 @@ import typer
 from rich.table import Table
 
 from kernelformer import __version__
+from kernelformer.cli import advise as advising
 from kernelformer.cli import bench as benchmark
 from kernelformer.cli import convert as converting
+from kernelformer.cli import judge as judging
 from kernelformer.cli import pictures, results, studies, training
 from kernelformer.cli import translate as translating
 from kernelformer.cli.common import console, plain_errors
@@ -26,7 +28,9 @@ app.command()(training.evaluate)
 app.command()(training.compare)
 app.command()(training.generate)
 app.command()(translating.translate)
+app.command()(advising.advise)
 app.command()(converting.convert)
+app.command()(judging.judge)
 app.command("continue")(converting.continue_)
 app.command()(training.demo)
 app.command()(results.results)

@@ -76,22 +76,49 @@ def write_on(
     if ids.shape[1] == 0:
         raise ValueError("the prompt has not one token; give a text to go on with.")
     watch = _Watch(new_cache(model), log)
-    draws = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    torch.manual_seed(seed)
     start = time.monotonic()
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        past_key_values=watch.cache,
-        stopping_criteria=[watch],
-        pad_token_id=tokenizer.eos_token_id or 0,
-        **draws,
-    )
-    new = out[0, ids.shape[1] :]
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    return Continued(text, len(new), ids.shape[1], time.monotonic() - start, watch.sizes)
+    options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    text = continuation(model, tokenizer, ids, **options, past_key_values=watch.cache, stopping_criteria=[watch])  # type: ignore[arg-type]
+    return Continued(text, tokens, ids.shape[1], time.monotonic() - start, watch.sizes)
+
+
+def continuation(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    **others: Any,
+) -> str:
+    """Write on after a text, by `generate` of any decoder of transformers.
+
+    Args:
+        model: the decoder.
+        tokenizer: its own.
+        ids: (1, L), the text so far.
+        tokens: to write; the model's sign for the end of a text is not taken.
+        temperature: 0 takes the likeliest token each time.
+        top_k: likeliest tokens to draw from.
+        seed: of the drawing; torch's own state of random numbers is as before afterwards.
+        others: more options of `generate`.
+    """
+    draws = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            pad_token_id=tokenizer.eos_token_id or 0,
+            **draws,
+            **others,
+        )
+    text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return text
 
 
 class _Watch:

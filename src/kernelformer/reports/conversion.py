@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +10,20 @@ from typing import Any
 from rich.table import Table
 
 from kernelformer.distill.measure import Report, Row
-from kernelformer.formatting import visible
+from kernelformer.formatting import human_time, visible
+from kernelformer.hf.licence import NOT_STATED
 from kernelformer.reports.conversion_result import ConversionResult
+from kernelformer.reports.judgement import Judgement, card_section, probe_sentence
+from kernelformer.reports.judgement import tables as judgement_tables
+from kernelformer.reports.markdown import code, plain, table
 
 STEEP = 8.0  # a relative error from which on an axis is logarithmic: a few tokens of decoders have huge states
 HOPELESS = 100.0  # a predicted error beyond which the number says nothing
 
 
 def tables(result: ConversionResult) -> list[Table]:
-    """For the terminal: attention by attention, and how errors add up."""
-    return [_attentions(result), _depths(result)]
+    """For the terminal: attention by attention, how errors add up, and the judgement."""
+    return [_attentions(result), _depths(result), *([] if result.judged is None else judgement_tables(result.judged))]
 
 
 def _number(value: float | None) -> str:
@@ -106,10 +108,16 @@ def picture(result: ConversionResult, path: Path) -> None:
 
     reports: dict[str, Report] = result.reports
     parts = list(next(iter(reports.values())).hidden)
-    figure, axes = plt.subplots(
-        1, 1 + len(parts), figsize=(4.6 * (1 + len(parts)), 3.8), squeeze=False, constrained_layout=True
-    )
-    first, *others = axes[0]
+    curves = {stage: x for stage, x in result.curves.items() if len(x) > 1}
+    count = 1 + len(parts) + len(curves)
+    figure, axes = plt.subplots(1, count, figsize=(4.6 * count, 3.8), squeeze=False, constrained_layout=True)
+    first, *others = axes[0][: 1 + len(parts)]
+    for axis, (stage, points) in zip(axes[0][1 + len(parts) :], curves.items(), strict=True):
+        axis.plot([x[1] / 60 for x in points], [x[3] for x in points], marker="o", color="C2")
+        axis.set_title(f"{stage}: loss of held-out texts")
+        axis.set_xlabel("minutes")
+        axis.set_ylim(bottom=0)
+        axis.grid(True, alpha=0.2)
     for index, (label, report) in enumerate(reports.items()):
         numbers = list(range(len(report.rows)))
         color = f"C{index}"
@@ -128,7 +136,7 @@ def picture(result: ConversionResult, path: Path) -> None:
     for axis, part in zip(others, parts, strict=True):
         axis.set_title("hidden states, errors added up" if part == "layers" else f"hidden states of the {part}")
         axis.set_xlabel("layers")
-    for axis in axes[0]:
+    for axis in (first, *others):
         if axis.get_ylim()[1] > STEEP:
             axis.set_yscale("symlog", linthresh=1)
         axis.set_ylim(bottom=0)
@@ -140,17 +148,6 @@ def picture(result: ConversionResult, path: Path) -> None:
     plt.close(figure)
 
 
-def plain(text: object) -> str:
-    """A text of others as Markdown shows it: nothing in it is obeyed, neither by Markdown nor by a browser."""
-    line = " ".join(visible(text).split())
-    return re.sub(r"([\\`*_{}\[\]#|~$:@])", r"\\\1", html.escape(line, quote=False))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join(f"| {' | '.join(x)} |" for x in lines)
-
-
 def model_card(result: ConversionResult, name: str) -> str:
     """README.md of a converted model.
 
@@ -160,13 +157,13 @@ def model_card(result: ConversionResult, name: str) -> str:
     """
     layers = result.conversion
     replaced = [x for x in layers if x["method"] != "softmax"]
-    kept = [x["name"] for x in layers if x["method"] == "softmax"]
+    grows = [x for x in layers if x["method"] == "softmax" and "linear already" not in x.get("reason", "")]
     heads = {x["name"]: x["exact_heads"] for x in replaced if x["exact_heads"]}
     options = replaced[0]["options"] if replaced else {}
     method = replaced[0]["method"] if replaced else "softmax"
     said = ", ".join(f"{x} = {y}" for x, y in options.items()) or "defaults"
     sections = [
-        "---\nlibrary_name: kernelformer\ntags: [linear-attention, kernelformer]\n---",
+        _front_matter(result),
         f"# {plain(name)}",
         f"{plain(result.source)} ({plain(result.model)}) with "
         + (
@@ -175,16 +172,18 @@ def model_card(result: ConversionResult, name: str) -> str:
             else "its own softmax attention: a check."
         ),
         "```python\nimport kernelformer.hf\n\n"
-        f"model = kernelformer.hf.load({_code(name)})  # the path of this folder\n```",
+        f"model = kernelformer.hf.load({code(name)})  # the path of this folder\n```",
         "## What was done",
         "\n".join(
             f"- {x}"
             for x in (
                 f"source: {plain(result.source)}, class {plain(result.model)}",
+                f"licence of the source: {plain(result.licence or NOT_STATED)}",
                 f"attention: {plain(method)}, {plain(said)}",
                 f"replaced: {len(replaced)} of {len(layers)} attentions",
-                f"kept exact: {plain(', '.join(kept)) if kept else 'none'}",
-                f"exact heads: {_heads(heads)}",
+                f"kept exact: {_kept(result)}",
+                *_near(options),
+                f"exact heads: {_heads(heads, result.setting.keep_heads)}",
                 *_learning(result),
                 *(f"{what}: {plain(used)}" for what, used in result.texts.items()),
                 f"length of texts: at most {result.length} tokens",
@@ -197,8 +196,9 @@ def model_card(result: ConversionResult, name: str) -> str:
         "Relative errors against the original. Of a single attention it is that of its output at the original's "
         "queries, keys and values; hidden states are those of the model running by itself, where errors add up. All "
         "of them are in report.json.",
+        *([] if result.judged is None else [card_section(result.judged).rstrip()]),
         "## What it is not good for",
-        _limits(result, linear=bool(replaced), quadratic=bool(kept or heads)),
+        _limits(result, linear=bool(replaced), quadratic=bool(grows or heads)),
         "## Versions",
         ", ".join(f"{plain(x)} {plain(y)}" for x, y in result.environment.items() if x in VERSIONS),
     ]
@@ -208,24 +208,70 @@ def model_card(result: ConversionResult, name: str) -> str:
 VERSIONS = ("kernelformer", "torch", "transformers", "python")
 
 
-def _code(name: str) -> str:
-    """A text inside a block of Python; three backticks would end it."""
-    return json.dumps(visible(name)).replace("`", "\\u0060")
+def _front_matter(result: ConversionResult) -> str:
+    """Metadata that the hub reads; what is not surely a name of its kind is left out."""
+    lines = ["library_name: kernelformer", "tags: [linear-attention, kernelformer]"]
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", result.source, re.ASCII):
+        lines.append(f"base_model: {result.source}")
+    if re.fullmatch(r"[a-z][a-z0-9.-]*", result.licence):
+        lines.append(f"license: {result.licence}")
+    return "\n".join(["---", *lines, "---"])
 
 
-def _heads(heads: dict[str, Any]) -> str:
-    return "; ".join(f"{plain(name)}: {', '.join(map(str, x))}" for name, x in heads.items()) or "none"
+def _kept(result: ConversionResult) -> str:
+    """What was kept exact, and why."""
+    setting, kept = result.setting, [x for x in result.conversion if x["method"] == "softmax"]
+    reasons: dict[str, list[str]] = {}
+    asked = [f"not among --layers {setting.layers}"] if setting.layers else []
+    asked += [f"the output needs them most, --keep {setting.keep}"] if setting.keep else []
+    for x in kept:
+        reasons.setdefault(x.get("reason") or " or ".join(asked), []).append(x["name"])
+    parts = (f"{plain(', '.join(names))}{f' ({plain(why)})' if why else ''}" for why, names in reasons.items())
+    return "; ".join(parts) or "none"
+
+
+def _near(options: dict[str, Any]) -> list[str]:
+    """What a hybrid attends to exactly in the attentions that were replaced."""
+    window, sinks = options.get("window"), options.get("sinks", 0)
+    if window is None and not sinks:
+        return []
+    near = [f"tokens less than {window} away"] if window is not None else []
+    near += ["the first token" if sinks == 1 else f"the first {sinks} tokens"] if sinks else []
+    return [f"exact within each replaced attention: {' and '.join(near)}"]
+
+
+def _heads(heads: dict[str, Any], kept: int) -> str:
+    why = f" (the largest errors, --keep-heads {kept})" if heads and kept else ""
+    return ("; ".join(f"{plain(name)}: {', '.join(map(str, x))}" for name, x in heads.items()) or "none") + why
 
 
 def _learning(result: ConversionResult) -> list[str]:
-    stages = {"transfer": "attention transfer", "tune": "tuning of all weights"}
+    lora = result.setting.lora
+    stages = {"transfer": "attention transfer", "tune": f"LoRA of rank {lora}" if lora else "tuning of all weights"}
     rows = "windows" if any(x.windows is not None for x in result.texts.values()) else "texts"
     lines = [
-        f"{stages[x]}: {len(losses)} steps of {result.setting.batch} {rows}, loss {losses[0]:.4g} to {losses[-1]:.4g}"
+        f"{stages.get(x, x)}: {len(losses)} steps of {result.setting.batch} {rows}, "
+        f"loss {losses[0]:.4g} to {losses[-1]:.4g}{_held_out(result, x)}"
         for x, losses in result.losses.items()
         if losses
     ]
-    return lines or ["distillation: none"]
+    if not lines:
+        return ["distillation: none"]
+    if result.tokens is None:
+        steps = sum(map(len, result.losses.values()))
+        counted = f"at most {steps * result.setting.batch * result.length:,}, repeats counted"
+    else:
+        counted = f"{result.tokens:,}"
+    time = [] if result.seconds is None else [f"time of distillation: {human_time(result.seconds)}"]
+    return [*lines, f"tokens learned from: {counted}", *time]
+
+
+def _held_out(result: ConversionResult, stage: str) -> str:
+    """The best look at held-out texts, and the figure after the stage, where there are any."""
+    values = [x[3] for x in result.curves.get(stage, [])]
+    said = f", of held-out texts {values[0]:.4g} to {min(values):.4g}" if values else ""
+    figures = {x: y for x, y in result.spent.get(stage, {}).items() if x not in ("seconds", "tokens", "rate")}
+    return said + "".join(f"; {name} after it {value:.4g}" for name, value in figures.items())
 
 
 def _figures(result: ConversionResult) -> str:
@@ -233,7 +279,7 @@ def _figures(result: ConversionResult) -> str:
     rows = [[name, *map(_number, values)] for name, values in figures(result).items()]
     for i, some in enumerate(zip(*(x.rows for x in reports.values()), strict=True)):
         rows.append([f"attention {i}: {plain(_called(some[-1]))}", *(_number(x.error) for x in some)])
-    return _table(["", *reports], rows)
+    return table(["", *reports], rows)
 
 
 def _limits(result: ConversionResult, *, linear: bool, quadratic: bool) -> str:
@@ -241,8 +287,8 @@ def _limits(result: ConversionResult, *, linear: bool, quadratic: bool) -> str:
     used = result.texts.get("measured on", f"{last.samples} rows of random tokens")
     lines = [
         f"{'It is not the original: its' if linear else 'Its'} output differs by {last.output:.2g} (relative), "
-        f"measured on {plain(used)}, at most {result.length} tokens each. How well it does at a task has not been "
-        f"measured; try it on yours before you rely on it.",
+        f"measured on {plain(used)}, at most {result.length} tokens each. {_task(result)}; try it on yours before you "
+        f"rely on it.",
         "Texts of another kind or much longer than these were not looked at.",
         "Attention dropout is left out in training, since there are no weights to drop.",
         "Short inputs: below a few hundred tokens exact attention is as fast and exact.",
@@ -252,3 +298,10 @@ def _limits(result: ConversionResult, *, linear: bool, quadratic: bool) -> str:
     if linear and not any(result.losses.values()):
         lines.append("Nothing was distilled: weights that were trained with softmax attention meet another one.")
     return "\n".join(f"- {x}" for x in lines)
+
+
+def _task(result: ConversionResult) -> str:
+    judged: Judgement | None = result.judged
+    if judged is None or judged.probe is None:
+        return "How well it does at a task has not been measured"
+    return f"Of tasks it was tried on one: {probe_sentence(judged.probe)}"

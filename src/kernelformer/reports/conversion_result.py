@@ -22,9 +22,16 @@ class ConversionResult:
         conversion: see `Conversion.as_json`.
         reports: what was measured: ``all converted`` where some were kept afterwards, ``converted``, ``distilled``.
         losses: by stage of the distillation, step by step.
+        curves: by stage, looks at held-out texts: step, seconds, tokens, loss.
+        spent: by stage, seconds, tokens and the rate at its peak; before the last stage a figure of the model, see
+            `Figure`.
         texts: what was used of which file, by what it was for.
         remarks: what a user should know.
         environment: versions and machine.
+        licence: of the source, as it states it; empty: it does not.
+        judged: what was measured beside the original: `reports.judgement.Judgement`; None: nothing.
+        tokens: that were learned from, counted each time; None: not counted.
+        seconds: that the distillation took; None: not known.
     """
 
     setting: Any
@@ -34,23 +41,31 @@ class ConversionResult:
     conversion: list[dict[str, Any]] = field(default_factory=list)
     reports: dict[str, Any] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
+    curves: dict[str, list[list[float]]] = field(default_factory=dict)
+    spent: dict[str, dict[str, float]] = field(default_factory=dict)
     texts: dict[str, TextsUsed] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
+    licence: str = ""
+    judged: Any = None
+    tokens: int | None = None
+    seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; of files the names alone."""
         setting = {name: x.name if isinstance(x, Path) else x for name, x in vars(self.setting).items()}
         reports = {name: x.as_json() for name, x in self.reports.items()}
         texts = {name: asdict(x) for name, x in self.texts.items()}
-        plain: dict[str, Any] = _finite({**vars(self), "setting": setting, "reports": reports, "texts": texts})
+        judged = None if self.judged is None else self.judged.as_json()
+        own = {"setting": setting, "reports": reports, "texts": texts, "judged": judged}
+        plain: dict[str, Any] = finite({**vars(self), **own})
         return plain
 
 
-def _finite(value: Any) -> Any:
-    """None for what is no number: JSON has no word for it."""
+def finite(value: Any) -> Any:
+    """Plain values with None for what is no number: JSON has no word for it."""
     if isinstance(value, dict):
-        return {name: _finite(x) for name, x in value.items()}
+        return {name: finite(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(x) for x in value]
+        return [finite(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

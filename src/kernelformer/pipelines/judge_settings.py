@@ -1,0 +1,32 @@
+"""Settings of judging, which are also the options of ``kernelformer judge``; nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from kernelformer.pipelines.convert_settings import ConvertSettings
+from kernelformer.settings import Settings, same_option
+
+JUDGED = ("passkeys", "passkey_lengths", "sample_tokens", "probe")  # settings of a conversion that change no weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSettings(Settings):
+    """How to judge a converted model; the settings of a conversion of the same names."""
+
+    text: Path | None = same_option(ConvertSettings, "text")
+    length: int | None = same_option(ConvertSettings, "length")
+    samples: int = same_option(ConvertSettings, "samples")
+    batch: int = same_option(ConvertSettings, "batch")
+    allow_pickle: bool = same_option(ConvertSettings, "allow_pickle")
+    seed: int = same_option(ConvertSettings, "seed")
+    passkeys: int = same_option(ConvertSettings, "passkeys")
+    passkey_lengths: tuple[int, ...] = same_option(ConvertSettings, "passkey_lengths")
+    sample_tokens: int | None = same_option(ConvertSettings, "sample_tokens")
+    probe: int = same_option(ConvertSettings, "probe")
+
+    @classmethod
+    def of(cls, setting: ConvertSettings) -> JudgeSettings:
+        """Take those of a conversion."""
+        return cls(**{x.name: getattr(setting, x.name) for x in fields(cls)})
