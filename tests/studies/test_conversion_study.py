@@ -154,7 +154,7 @@ def test_features_are_filled_into_the_methods():
     specs = study.method_specs(128)
     assert "favor+hyperbolic:num_features=64" in specs
     assert "skyformer:num_landmarks=128:kernel=softmax" in specs
-    assert len(specs) == 8
+    assert len(specs) == 14
 
 
 def test_the_command_shows_and_writes(encoder, files, tmp_path):

@@ -33,6 +33,13 @@ STUDIES: dict[str, Study] = {
             resumes=True,
         ),
         Study(
+            "serving",
+            "What a converted decoder saves: prefill, decoding and the cache over the length of the prompt",
+            "",
+            settings.ServingSettings,
+            resumes=True,
+        ),
+        Study(
             "sparsity",
             "Which kernels learn to ignore: learning curves on sums of relevant values",
             "KL-Transformer (2110.08323), App. E, Fig. 6",

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kernelformer.data.sources import hash_files
 from kernelformer.data.texts import inputs_for, read_texts
+from kernelformer.distill.seen import Reuse
 from kernelformer.errors import positive_int
 from kernelformer.formatting import short_names
 from kernelformer.hf.load import Source, load_source
@@ -38,11 +39,20 @@ METHODS = (
     "skyformer:num_landmarks={m}:kernel=softmax",
     "nprf:num_features={m}",
     "elu",
+    "hedgehog:num_features={m}",
+    "wildcat:num_landmarks={m}",
+    "local:window=32:sinks=1",
+    "favor+:num_features={m}:window=32:sinks=1",
+    "loglinear:num_features={m}:window=32:sinks=1",
+    "wildcat:num_landmarks={m}:window=32:sinks=1",
 )
 # Settings that all figures of a record share; the others may differ where a study goes on.
 SHARED = ("length", "batch", "seconds", "samples", "probe", "layers", "seed")
 TRANSFER = 0.6  # share of the time for attention transfer, where a map learns
 LOG_EVERY = 20  # steps of distillation
+RATE = 1e-2  # of transfer
+STARTS = 4  # batches that maps start by
+REUSE = Reuse(16, 4)
 
 
 @dataclass
@@ -153,9 +163,13 @@ def _measure(source: Source, texts: Sequence[str], quality: Quality, method: str
         return row
     row.parameters = sum(x.numel() for some in learned(student).values() for x in some)
     log(f"{method}: as converted")
+    start = time.monotonic()
+    _start(source, student, texts, settings)
+    started = time.monotonic() - start  # time that is taken from the distillation, since maps learn in it
     row.scores["converted"] = quality(student)
     if settings.seconds:
-        start = time.monotonic()
+        settings = replace(settings, seconds=max(0.0, settings.seconds - started))
+        start = time.monotonic() - started
         row.steps = distill(source, student, texts, settings, lambda x: log(f"{method}: {x}"))
         row.seconds = time.monotonic() - start
         row.scores["distilled"] = quality(student)
@@ -165,6 +179,14 @@ def _measure(source: Source, texts: Sequence[str], quality: Quality, method: str
             if source.tokenizer is not None:
                 source.tokenizer.save_pretrained(folder)
     return row
+
+
+def _start(source: Source, student: Any, texts: Sequence[str], settings: Settings) -> None:
+    """Start free maps at the original's keys, see `start_maps`; others stay as they are."""
+    from kernelformer.distill.start import start_student
+
+    inputs = inputs_for(source, texts, settings.length, settings.batch, settings.seed + 3)
+    start_student(student, source.model, [next(inputs) for _ in range(STARTS)])
 
 
 def distill(source: Source, student: Any, texts: Sequence[str], settings: Settings, log: Log) -> dict[str, int]:
@@ -183,7 +205,15 @@ def distill(source: Source, student: Any, texts: Sequence[str], settings: Settin
         inputs = inputs_for(source, texts, settings.length, settings.batch, settings.seed + 1)
         seconds = share * settings.seconds
         losses = transfer(
-            student, source.model, inputs, steps=many, seconds=seconds, autocast=precision, log=log_loss("transfer")
+            student,
+            source.model,
+            inputs,
+            steps=many,
+            lr=RATE,
+            seconds=seconds,
+            autocast=precision,
+            log=log_loss("transfer"),
+            reuse=REUSE,
         )
         steps["transfer"] = len(losses)
     inputs = inputs_for(source, texts, settings.length, settings.batch, settings.seed + 2)

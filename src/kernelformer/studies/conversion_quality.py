@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernelformer.data.labelled_texts import read_labelled
 from kernelformer.data.texts import batches, inputs_for, mask_tokens, packed_rows, read_texts
+from kernelformer.distill.probe import embeddings, probe_accuracy
 from kernelformer.hf.load import Source
 from kernelformer.studies.settings import ConversionSettings as Settings
 
@@ -33,7 +33,9 @@ class Quality:
         if settings.probe:
             if source.task != "encoder":
                 raise ValueError(f"a probe is for encoders, {source.path} is one for {source.task!r}; leave it out.")
-            self.labelled = [_labelled(x, settings.probe, settings.seed) for x in (settings.text, settings.held_out)]
+            self.labelled = [
+                read_labelled(x, settings.probe, settings.seed) for x in (settings.text, settings.held_out)
+            ]
 
     def _batches(self, texts: Sequence[str], count: int) -> Iterator[dict[str, Tensor]]:
         """Batches with each text once; of masked models again with other tokens hidden, if they are too few."""
@@ -76,17 +78,11 @@ class Quality:
     def _probe(self, model: Any) -> float:
         """Accuracy on held-out texts of a linear classifier of the embeddings."""
         assert self.labelled is not None
-        both = []
-        for texts, labels in self.labelled:
-            size = self.settings.batch * 4
-            token = self.source.tokenizer
-            parts = [texts[i : i + size] for i in range(0, len(texts), size)]
-            encoded = (
-                token(x, truncation=True, max_length=self.settings.length, padding=True, return_tensors="pt")
-                for x in parts
-            )
-            vectors = [self._embed(model, [dict(x)]) for x in encoded]
-            both.append((torch.cat(vectors), torch.tensor(labels)))
+        size = self.settings
+        both = [
+            (embeddings(model, self.source.tokenizer, texts, size.length, size.batch * 4), torch.tensor(labels))
+            for texts, labels in self.labelled
+        ]
         return probe_accuracy(both[0], both[1])
 
     def _masked(self, model: Any) -> dict[str, float]:
@@ -110,43 +106,3 @@ class Quality:
             total += float(F.cross_entropy(logits, wanted, reduction="sum"))
             count += len(wanted)
         return {"perplexity": float(torch.tensor(total / count).exp())}
-
-
-def _labelled(path: Path, count: int, seed: int) -> tuple[list[str], list[int]]:
-    """Some texts of a ``.jsonl`` with their labels."""
-    if path.suffix != ".jsonl":
-        raise ValueError(f"a probe needs 'text' and 'label' in each line of a .jsonl, got {path}.")
-    rows = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                row = json.loads(line)
-                if not isinstance(row.get("text"), str) or not isinstance(row.get("label"), int):
-                    raise ValueError(f"{path}, line {number}: a probe needs 'text' and an integer 'label'.")
-                rows.append((row["text"], row["label"]))
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count].tolist()
-    return [rows[i][0] for i in order], [rows[i][1] for i in order]
-
-
-def probe_accuracy(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], steps: int = 50) -> float:
-    """Accuracy of multinomial logistic regression on features (N, d) with labels (N), fitted by L-BFGS."""
-    with torch.enable_grad():
-        x, y = train[0].double(), train[1]
-        mean, size = x.mean(0), x.std(0).clamp_min(1e-6)
-        classes = int(max(y.max(), test[1].max())) + 1
-        weight = torch.zeros(x.shape[1] + 1, classes, dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.LBFGS([weight], max_iter=steps, line_search_fn="strong_wolfe")
-
-        def logits(vectors: Tensor) -> Tensor:
-            scaled: Tensor = (vectors.double() - mean) / size
-            return scaled @ weight[:-1] + weight[-1]
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(logits(x), y) + 1e-2 * weight[:-1].square().sum() / 2
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    with torch.no_grad():
-        return float((logits(test[0]).argmax(-1) == test[1]).double().mean())

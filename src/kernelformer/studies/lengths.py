@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from kernelformer.measure.lengths import BASELINES, TASKS, TOKEN, Subject, conte
 from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, MOST_ROUNDS, PASSES
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
-from kernelformer.studies.base import Log, Progress, read_record, write_record
-from kernelformer.studies.lengths_result import Result, Row, picture, tables
+from kernelformer.studies.base import Log, Progress, write_record
+from kernelformer.studies.lengths_result import Result, Row, picture, read_rows, tables
 from kernelformer.studies.settings import LengthsSettings
 
 __all__ = ["check", "picture", "record", "run", "steps", "tables"]
@@ -82,7 +82,7 @@ def run(
     """
     check(settings)
     result = _described(settings)
-    result.rows = _read(folder, result.about)
+    result.rows = read_rows(folder, NAME, result.about)
     for kind, length in cases(settings):
         rows = [result.row(kind, length, name) for name in contenders(settings)]
         for row in rows:
@@ -123,11 +123,18 @@ def _described(settings: LengthsSettings) -> Result:
         raise ValueError(f"{subject.folder} is an encoder and cannot generate; leave --generate out.")
     for name in contenders(settings):
         contender(model, name)
+    return Result(
+        describe(model, subject, Path(subject.folder).resolve().name, task), settings.baselines, stretched=stretched
+    )
+
+
+def describe(model: Any, subject: Subject, name: str, task: str) -> dict[str, Any]:
+    """Return what the figures of a model depend on: the model, its sizes and weights, and the machine."""
     sizes = {key: x for key, x in model.config.to_dict().items() if key not in STRETCHED}
     config = json.dumps(sizes, sort_keys=True, default=str)
     machine = {key: value for key, value in environment(torch.get_num_threads()).items() if key != "date"}
-    about = {
-        "model": Path(subject.folder).resolve().name,
+    return {
+        "model": name,
         "kind": type(model).__name__,
         "configuration": hashlib.sha256(config.encode()).hexdigest()[:12],
         "weights": "random" if subject.random else "pretrained",
@@ -135,23 +142,6 @@ def _described(settings: LengthsSettings) -> Result:
         "batch": subject.batch,
         "environment": machine,
     }
-    return Result(about, settings.baselines, stretched=stretched)
-
-
-def _read(folder: Path, about: Mapping[str, Any]) -> list[Row]:
-    """Rows with a figure, of the same model on the same machine."""
-    path = folder / f"{NAME}.json"
-    try:
-        kept = read_record(folder, NAME)
-        if kept is None:
-            return []
-        rows = [Row(**x) for x in kept["rows"]]
-        other = {key: x for key, x in kept["about"].items() if about.get(key) != x}
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"{path} is not of this study ({problem!r}); move it away, or choose another --out.") from None
-    if other:
-        raise ValueError(f"{path} holds figures of another model or machine ({other}); choose another --out.")
-    return [replace(x, note="") for x in rows if x.seconds is not None or x.peak is not None]
 
 
 def _measure(what: str, rows: Sequence[Row], settings: LengthsSettings) -> None:

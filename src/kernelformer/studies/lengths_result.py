@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from kernelformer.formatting import human_bytes, human_ratio, human_time, short_
 from kernelformer.measure.harness import over_limit, too_large
 from kernelformer.measure.lengths import BASELINES, TOKEN
 from kernelformer.reports.figures import style
+from kernelformer.studies.base import read_record
 
 
 @dataclass
@@ -78,6 +80,32 @@ class Result:
             predicted(self.curve(row.kind, row.attention, what), row.length) for what in ("seconds", "peak")
         )
         return over_limit(seconds, limit) or too_large(peak or 0) or ""
+
+
+def read_rows(folder: Path, name: str, about: Mapping[str, Any]) -> list[Row]:
+    """Read the rows with a figure that a study has written, of the same model on the same machine.
+
+    Args:
+        folder: of the record.
+        name: of the study.
+        about: what the figures depend on.
+
+    Raises:
+        ValueError: a record of something else is there.
+    """
+    path = folder / f"{name}.json"
+    fields = [x.name for x in dataclasses.fields(Row)]
+    try:
+        kept = read_record(folder, name)
+        if kept is None:
+            return []
+        rows = [Row(**{key: x[key] for key in fields}) for x in kept["rows"]]
+        other = {key: x for key, x in kept["about"].items() if about.get(key) != x}
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"{path} is not of this study ({problem!r}); move it away, or choose another --out.") from None
+    if other:
+        raise ValueError(f"{path} holds figures of another model or machine ({other}); choose another --out.")
+    return [dataclasses.replace(x, note="") for x in rows if x.seconds is not None or x.peak is not None]
 
 
 def predicted(curve: Mapping[int, float], length: int) -> float | None:

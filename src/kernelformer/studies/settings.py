@@ -165,6 +165,24 @@ class LengthsSettings(Settings):
     rounds: int = 5  # passes of each, interleaved; at least so many
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServingSettings(Settings):
+    """Settings of `studies.serving`."""
+
+    model: str = option("", "folder or .gguf of a decoder; default: random weights, SmolLM2-135M's sizes", path=True)
+    attention: tuple[str, ...] = option(
+        ("loglinear:num_features=64:window=64:sinks=4",), "what it is converted to, separated by commas"
+    )
+    lengths: tuple[int, ...] = option((1024, 4096, 16384, 65536), "tokens of the prompt", least=1)
+    chunk: int = option(4096, "tokens of the prompt that a converted model reads at once", least=1)
+    batch: int = option(1, "prompts at once", least=1)
+    rounds: int = option(2, "timed prefills and tokens of each, at least", least=1)
+    budget: float = option(20.0, "seconds for all prefills of a length, and for all tokens", least=0.01)
+    limit: float = option(900.0, "seconds of one prefill beyond which it is not run", least=0.01)
+    memory: bool = option(True, "measure peak memory too")
+    allow_pickle: bool = option(False, "read weights from a pickle, which can run code")
+
+
 def _windows(name: str, text: str) -> tuple[int, ...]:
     """Integers of at least 0 between commas."""
     parts = split_names(text)

@@ -1,0 +1,163 @@
+"""What a converted decoder saves when it is served: prefill, decoding and the cache over the length of the prompt.
+
+The original with transformers' SDPA against its converted copies. Tokens are random: only speed is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from kernelformer.formatting import human_bytes, human_time, short_names
+from kernelformer.measure import serving as measured
+from kernelformer.measure.harness import Figures, fill_rows, run_in_process
+from kernelformer.measure.lengths import TOKEN, contender
+from kernelformer.measure.serving import PREFILL, Served
+from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, MOST_ROUNDS
+from kernelformer.modules.spec import parse_method
+from kernelformer.quiet import silent_libraries
+from kernelformer.studies.base import Log, Progress, write_record
+from kernelformer.studies.lengths import describe
+from kernelformer.studies.lengths_result import Result, Row, headline, picture, read_rows
+from kernelformer.studies.lengths_result import tables as curves
+from kernelformer.studies.settings import ServingSettings
+
+__all__ = ["check", "picture", "record", "run", "steps", "tables"]
+NAME = "serving"
+ORIGINAL = "sdpa"
+PARTS = {PREFILL: "prefill", TOKEN: "token"}  # of the figures of `measure.serving`, by kind of row
+
+
+def check(settings: ServingSettings) -> None:
+    """Raise ValueError for settings that are not known, before anything is measured."""
+    for spec in settings.attention:
+        parse_method(spec)
+    for what in ("lengths", "attention"):
+        if not getattr(settings, what):
+            raise ValueError(f"{what} must name at least one, got {getattr(settings, what)!r}.")
+    if settings.rounds > MOST_ROUNDS:
+        raise ValueError(f"rounds must be at most {MOST_ROUNDS}, got {settings.rounds}.")
+
+
+def contenders(settings: ServingSettings) -> list[str]:
+    """Return the names of all contenders, the original first."""
+    return list(dict.fromkeys((ORIGINAL, *settings.attention)))
+
+
+def steps(settings: ServingSettings) -> int:
+    """Return how many processes measure: for each length one of all times, and one of each one's memory."""
+    check(settings)
+    return len(set(settings.lengths)) * (1 + settings.memory * len(contenders(settings)))
+
+
+def run(
+    settings: ServingSettings, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
+) -> Result:
+    """Measure everything that ``folder`` does not hold yet, short prompts first; see `studies.base`."""
+    check(settings)
+    result = _described(settings)
+    result.rows = read_rows(folder, NAME, result.about)
+    for length in sorted(set(settings.lengths)):
+        rows = [result.row(PREFILL, length, name) for name in contenders(settings)]
+        for row in rows:
+            row.note = result.refusal(row, settings.limit) if row.seconds is None else ""
+        for row in rows if settings.memory else ():
+            log(f"{length} tokens: memory of {row.attention}")
+            if row.peak is None:
+                _measure("memory", [row], settings)
+                write_record(folder, NAME, settings, record(result))
+            progress()
+        log(f"{length} tokens: timing")
+        times = [row for row in rows if row.seconds is None]
+        after = [result.row(TOKEN, length, row.attention) for row in times]
+        for row, token in zip(times, after, strict=True):
+            token.note = row.note
+        _measure("time", [*times, *after], settings)
+        write_record(folder, NAME, settings, record(result))
+        progress()
+    return result
+
+
+def record(result: Result) -> dict[str, Any]:
+    """Return the result as plain JSON."""
+    rows = [{**asdict(row), "tokens per second": speed(result, row)} for row in result.rows]
+    return {"about": result.about, "rows": rows, "crossovers": result.crossovers()}
+
+
+def speed(result: Result, row: Row) -> float | None:
+    """Return the tokens per second of a prefill, or of decoding."""
+    count = result.about["batch"] * (row.length if row.kind == PREFILL else 1)
+    return None if row.seconds is None else count / row.seconds
+
+
+def tables(result: Result) -> list[Table]:
+    """Return a line for each contender and length, then the tables of ratios and crossovers as of lengths."""
+    out = Table(title=f"{headline(result)}, served", title_justify="left")
+    out.add_column("tokens", justify="right", no_wrap=True)
+    out.add_column("attention", no_wrap=True)
+    for name in ("prefill", "tokens/s", "a token after it", "tokens/s", "cache", "peak"):
+        out.add_column(name, justify="right", no_wrap=True)
+    first = sorted((x for x in result.rows if x.kind == PREFILL), key=lambda x: x.length)
+    short = short_names(x.attention for x in first)
+    for row in first:
+        token = result.row(TOKEN, row.length, row.attention)
+        times = [x for part in (row, token) for x in _time(result, part)]
+        out.add_row(str(row.length), short[row.attention], *times, human_bytes(token.peak), human_bytes(row.peak))
+    return [out, *curves(result)]
+
+
+def _time(result: Result, row: Row) -> tuple[str, str]:
+    rate = speed(result, row)
+    return ("not run", "") if row.seconds is None or rate is None else (human_time(row.seconds), f"{rate:,.1f}")
+
+
+def _subject(settings: ServingSettings) -> Served:
+    random = not settings.model
+    return Served(settings.model, "causal" if random else "auto", random, settings.allow_pickle, settings.batch)
+
+
+def _described(settings: ServingSettings) -> Result:
+    """A result without rows; what is wrong with the model or an attention is said before anything is measured."""
+    subject = _subject(settings)
+    with silent_libraries():
+        model, stretched = subject.build(max(settings.lengths))
+    for name in contenders(settings):
+        contender(model, name)
+    name = Path(settings.model).resolve().name if settings.model else "a Llama of SmolLM2-135M's sizes"
+    about = describe(model, subject, name, "causal")
+    return Result({**about, "chunk": settings.chunk}, (ORIGINAL,), stretched=stretched)
+
+
+def _measure(what: str, rows: Sequence[Row], settings: ServingSettings) -> None:
+    """Fill in rows of one length, by one process."""
+
+    def measure(running: list[Row]) -> list[Figures]:
+        names = list(dict.fromkeys(row.attention for row in running))
+        figures = job({"what": what, "length": running[0].length, "names": names}, settings)
+        return [figures[row.attention][PARTS[row.kind]] for row in running]
+
+    fill_rows(rows, measure)
+
+
+def job(request: Mapping[str, Any], settings: ServingSettings) -> dict[str, dict[str, Figures]]:
+    """Run `measure.serving.measure` in a process of its own.
+
+    Args:
+        request: what, length and names of the contenders.
+        settings: of the model and the time to spend.
+    """
+    return run_in_process(
+        measured.measure,
+        threads=torch.get_num_threads(),
+        allocator=MEMORY_HEAP if request["what"] == "memory" else HEAPS["default"],
+        subject=asdict(_subject(settings)),
+        chunk=settings.chunk,
+        rounds=settings.rounds,
+        budget=settings.budget,
+        **request,
+    )
