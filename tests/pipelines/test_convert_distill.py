@@ -87,6 +87,32 @@ def test_a_stopped_stage_with_lora_goes_on_to_the_last_bit(model, text, tmp_path
     assert f"{stage} went on after step 3" in " ".join(found.remarks)
 
 
+def test_a_decoder_learns_from_passages_that_come_again(model, text, tmp_path):
+    source = tmp_path / "decoder"
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(source)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.LlamaConfig(vocab_size=len(VOCABULARY), max_position_embeddings=64, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(source)
+
+    def setting(share):
+        quiet = {"passkeys": 0, "sample_tokens": 0, "length": 48}
+        return settings(text, steps=5, tune=3, repeats=share, **quiet)
+
+    def stop(said):
+        if said.startswith("transfer: step 3"):
+            raise KeyboardInterrupt
+
+    whole = converting.run(source, tmp_path / "whole", setting(1.0))
+    with pytest.raises(KeyboardInterrupt):
+        converting.run(source, tmp_path / "d", setting(1.0), log=stop)
+    found = converting.run(source, tmp_path / "d", setting(1.0))
+    plain = converting.run(source, tmp_path / "plain", setting(0.0))
+    assert found.losses == whole.losses
+    assert all(x != y for x, y in zip(whole.losses["tune"], plain.losses["tune"], strict=True))
+    a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in ("d", "whole"))
+    assert a == b
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -100,6 +126,7 @@ def test_a_stopped_stage_with_lora_goes_on_to_the_last_bit(model, text, tmp_path
         ({"lora": 2, "steps": 1}, r"lora=2 is for tuning, of which there is none; give --tune or --minutes"),
         ({"lora": 2, "minutes": 1.0, "tune": 0}, r"lora=2 is for tuning, of which there is none"),
         ({"window_dropout": 1.5}, r"window_dropout is a share, 0 to 1, got 1\.5"),
+        ({"repeats": -0.1}, r"repeats is a share, 0 to 1, got -0\.1"),
         ({"attention": "loglinear:window=40", "steps": 1}, r"at most 22 tokens and the window is 40, so that nothing"),
     ],
 )

@@ -151,6 +151,27 @@ def test_a_converted_decoder_is_judged_in_report_card_and_terminal(decoder, text
     assert "licence of the source: not stated by the source\\: ask there" in card
 
 
+def test_heads_that_find_what_is_far_stay_exact_in_a_decoder(decoder, encoder, text, tmp_path):
+    options = {"attention": "favor+:window=4:sinks=1", "features": 4, "passkeys": 0, "sample_tokens": 0}
+    setting = Setting(text=text, samples=2, length=48, recall_heads=3, keep_heads=1, **options)
+    result = converting.run(decoder, tmp_path / "d", setting)
+    kept = sum(len(x["exact_heads"]) for x in result.conversion)
+    assert kept in (3, 4)  # the worst one may be one of them
+    assert "3 heads that find again what is far stay exact" in " ".join(result.remarks)
+    assert "chosen on" in result.texts
+    assert result.judged.figures[KERNEL].perplexity > 0
+    wrong = {
+        "texts of 24 tokens are too short to repeat a passage in them beyond a window of 4": (decoder, {"length": 24}),
+        "recall_heads=1 needs texts: .*; give --text": (decoder, {"text": None}),
+        "recall_heads=1 needs a decoder: .*; leave it out": (encoder, {}),
+    }
+    for message, (source, more) in wrong.items():
+        asked = Setting(**{"text": text, "samples": 2, "recall_heads": 1, "attention": "favor+:window=4", **more})
+        with pytest.raises(ValueError, match=message):
+            converting.run(source, tmp_path / "e", asked)
+    assert not (tmp_path / "e").exists()
+
+
 def test_masked_models_are_judged_by_the_tokens_that_were_hidden(text, tmp_path):
     source = folder(tmp_path / "s", "BertForMaskedLM")
     result = run(source, tmp_path / "d", text, attention="wildcat:window=2", features=4)

@@ -16,6 +16,7 @@ from kernelformer.errors import positive_int
 DIGITS = 5
 SENTENCE = "\nThe pass key is {key}.\n"
 QUESTION = "\nThe pass key is"
+NUMBERS = 1000  # to choose from, for passages that come again
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,20 @@ def tells_numbers(tokenizer: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def number_tokens(tokenizer: Any, seed: int = 0) -> list[list[int]]:
+    """Token ids of random numbers of five digits, each after a blank; none where a tokenizer has no digits.
+
+    Args:
+        tokenizer: of transformers.
+        seed: of the numbers.
+    """
+    if not tells_numbers(tokenizer):
+        return []
+    drawn = torch.randint(10**DIGITS, (NUMBERS,), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids: list[list[int]] = tokenizer([f" {x:0{DIGITS}d}" for x in drawn], add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.data.readers import read_texts as texts_of_file
+from kernelformer.data.repeats import Repeats
 from kernelformer.errors import integer, positive_int
 from kernelformer.hf.find import try_inputs
 from kernelformer.hf.load import Source
@@ -43,8 +44,13 @@ class TextRows:
             self.ends = list(accumulate(map(len, tokens)))
             self.rows = _windows([x for ids in tokens for x in ids], length)
 
-    def batches(self, batch: int, seed: int, *, start: int = 0, skip: int = 0) -> Iterator[dict[str, Tensor]]:
-        """Yield inputs without end; see the function `batches`."""
+    def batches(
+        self, batch: int, seed: int, *, start: int = 0, skip: int = 0, repeats: Repeats | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield inputs without end; see the function `batches`.
+
+        ``repeats`` are passages that come again, in rows of causal models; None: none.
+        """
         positive_int("batch", batch)
         if batch > 1 and self.task != "causal" and self.tokenizer.pad_token_id is None:
             raise ValueError(
@@ -54,6 +60,9 @@ class TextRows:
         first_row = integer("skip", skip, at_least=0) * batch
         while True:
             chosen = [self.rows[i] for i in order(first_row, batch, len(self.rows), seed)]
+            if self.task == "causal" and repeats is not None:
+                numbers = range(seed * 1_000_003 + first_row, seed * 1_000_003 + first_row + batch)
+                chosen = [repeats.row(x, number)[0] for x, number in zip(chosen, numbers, strict=True)]
             first_row += batch
             if self.task == "causal":
                 ids = torch.stack(chosen)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from kernelformer.analysis.attention_profile import attention_profile
+from kernelformer.data.repeats import recall_row
 from kernelformer.data.texts import check_length, check_readable, read_texts, rows_for, some_texts
 from kernelformer.distill.candidates import windows_for
 from kernelformer.distill.figures import RATIO, TOLERANCE
+from kernelformer.distill.recall_heads import recall_scores
 from kernelformer.distill.trials import Trials
 from kernelformer.environment import environment
 from kernelformer.errors import number
@@ -36,6 +38,9 @@ SIFTED = 1000  # texts among which those that fill the length are looked for
 LOOKED = 2  # of the measured batches have their attentions looked at one by one
 FAR = 0.5  # of the longest text, below which one is left out
 CHECKED = 6  # trials of each way
+RECALL_ROWS = 4  # texts in which passages are repeated, to see which heads find them again
+RECALL_GAP = 64  # tokens between a passage and its copy, at least
+RECALLS = 0.25  # of a head's weight, from which on it does
 MOST_OTHERS = 8  # batches to fit on: their queries, keys and values stay in memory
 
 
@@ -99,6 +104,7 @@ def advise(
         rows=sum(len(next(iter(x.values()))) for x in measured),
         calls=[(x.name, x.call) for x in calls],
         profiles=[_profile(x) for x in calls],
+        recall=_recalling(model, attentions, measured) if predicts else [],
         remarks=remarks,
         environment=environment(torch.get_num_threads()),
     )
@@ -295,6 +301,16 @@ def _profile(call: AttentionCall) -> Any:
     mask, causal = call.visible()
     bias = call.options.get("position_bias")
     return attention_profile(call.query, call.key, scale=call.scale, causal=causal, key_mask=mask, position_bias=bias)
+
+
+def _recalling(model: Any, attentions: Sequence[Attention], batches: Sequence[Batch]) -> list[tuple[int, int, float]]:
+    """Heads that find again what stands beyond `RECALL_GAP` tokens; none where the texts are too short to see it."""
+    rows = [x["input_ids"][0][: int(x["attention_mask"][0].sum()) if "attention_mask" in x else None] for x in batches]
+    places = {x.name: i for i, x in enumerate(attentions) if not x.reason}
+    repeated = [recall_row(x, RECALL_GAP, number) for number, x in enumerate(rows[:RECALL_ROWS])]
+    scores = recall_scores(model, repeated, places)
+    best = sorted(((x, places[name], head) for (name, head), x in scores.items() if x >= RECALLS), reverse=True)
+    return [(i, head, x) for x, i, head in best]
 
 
 def _shape(attention: Attention, advice: Advice) -> Shape:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.data.readers import hash_files
+from kernelformer.data.repeats import recall_row
 from kernelformer.data.texts import check_length
 from kernelformer.distill.checkpoint import Checkpoint, appearing, check_target
 from kernelformer.distill.lora import lora_targets
@@ -26,7 +27,7 @@ from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.sentence_files import copy_sentence_files
 from kernelformer.modules import METHODS, AttentionCore, calibrate, method_options, parse_method
 from kernelformer.pipelines.convert_default import with_default
-from kernelformer.pipelines.convert_distill import Distillation, held_out_rows, plan_stages
+from kernelformer.pipelines.convert_distill import Distillation, held_out_rows, plan_stages, window_of
 from kernelformer.pipelines.convert_settings import FEATURES, ConvertSettings
 from kernelformer.pipelines.convert_texts import (
     Batches,
@@ -44,6 +45,7 @@ from kernelformer.reports.conversion_result import ConversionResult
 from kernelformer.settings import parse_layers
 
 Log = Callable[[str], None]
+RECALL_ROWS = 4  # rows on which heads that find what is far are looked for
 
 
 class Setting(ConvertSettings):
@@ -95,6 +97,12 @@ def run(
     log(f"reading {source}")
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
     check_judging(origin, texts, JudgeSettings.of(setting))
+    if setting.recall_heads and (origin.task != "causal" or not texts.evaluation):
+        lacks, way = ("texts", "give --text") if origin.task == "causal" else ("a decoder", "leave it out")
+        raise ValueError(
+            f"recall_heads={setting.recall_heads} needs {lacks}: heads that find again what stands far back are seen "
+            f"by repeating passages of texts in a causal model; {way}."
+        )
     remarks = list(origin.remarks)
     if not setting.attention:
         setting, reason = with_default(setting, origin, texts)
@@ -122,7 +130,7 @@ def run(
     stages = plan_stages(student, setting) if texts.training else {}
     if stages and setting.lora:
         lora_targets(student, setting.lora_layers)  # what is wrong with it is said before anything is learned
-    keeps = bool(setting.keep or setting.keep_heads)
+    keeps = bool(setting.keep or setting.keep_heads or setting.recall_heads)
     _measure(result, "all converted" if keeps else "converted", origin, student, inputs, log)
     if keeps:
         _keep(student, origin, result, texts, evaluation, log)
@@ -186,17 +194,21 @@ def _measure(result: ConversionResult, label: str, origin: Source, student: Any,
 def _keep(
     student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, log: Log
 ) -> None:
-    """Convert again, without the attentions that the output needs most and the heads that went wrong most."""
+    """Convert again, without the attentions that the output needs most and the heads that recall or went wrong most."""
     from kernelformer.hf import conversion, convert, undo
 
     setting, replaced = result.setting, conversion(student).replaced
     kept = _chosen(student, origin, result, texts, evaluation, log) if setting.keep else []
     rest = [x for x in replaced if x not in kept]
-    heads = result.reports["all converted"].worst_heads(setting.keep_heads, rest) if setting.keep_heads else {}
+    heads: dict[str | int, list[int]] = {}
+    if setting.recall_heads:
+        heads.update(_recall_heads(student, origin, result, texts, evaluation, rest))
+    if setting.keep_heads:
+        for name, worst in result.reports["all converted"].worst_heads(setting.keep_heads, rest).items():
+            heads[name] = sorted({*heads.get(name, ()), *worst})
     undo(student)
-    numbers = {x: list(y) for x, y in heads.items()}
     method, options = setting.method()
-    convert(student, method, [_literal(x) for x in rest], exact_heads=numbers or None, **options)
+    convert(student, method, [_literal(x) for x in rest], exact_heads=heads or None, **options)
 
 
 def _chosen(
@@ -217,6 +229,34 @@ def _chosen(
         log(f"choosing what stays exact: change {changed} of {total}")
 
     return choose_exact(origin.model, student, rows, setting.keep, told)
+
+
+def _recall_heads(
+    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, names: list[str]
+) -> dict[str, list[int]]:
+    """The heads of some attentions that find again what stands far back."""
+    from kernelformer.distill.recall_heads import best_heads, recall_scores
+
+    setting = result.setting
+    rows, used = choice_inputs(origin, texts, evaluation, result.length, RECALL_ROWS, 1, setting.seed)
+    window = window_of(student)
+    repeated = [recall_row(x["input_ids"][0], max(1, window), number) for number, x in enumerate(rows)]
+    scores = recall_scores(origin.model, repeated, names)
+    if not scores:
+        raise ValueError(
+            f"texts of {result.length} tokens are too short to repeat a passage in them beyond a window of "
+            f"{window}, so that it cannot be seen which heads find it again; give a larger --length."
+        )
+    heads = best_heads(scores, setting.recall_heads)
+    least = min(scores[name, head] for name, some in heads.items() for head in some)
+    others = max((x for (name, head), x in scores.items() if head not in heads.get(name, ())), default=0.0)
+    result.remarks.append(
+        f"{setting.recall_heads} heads that find again what is far stay exact: they give at least {least:.2f} of their "
+        f"weight to what came next in a passage that was repeated, the others at most {others:.2f}"
+    )
+    if used is not None:
+        result.texts.setdefault("chosen on", used)
+    return heads
 
 
 def _literal(name: str) -> str:

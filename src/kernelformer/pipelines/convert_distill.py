@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from kernelformer.data.passkey import number_tokens
+from kernelformer.data.repeats import Repeats
 from kernelformer.data.texts import TextRows, first_token, rows_for
 from kernelformer.distill.checkpoint import Checkpoint
 from kernelformer.distill.figures import Reference
@@ -83,20 +85,32 @@ def plan_stages(student: Any, setting: ConvertSettings) -> dict[str, Budget]:
     return {x: Budget(y) for x, y in (("transfer", steps), ("tune", tuned or 0)) if y}
 
 
+def window_of(student: Any) -> int:
+    """The largest window of the converted attentions; 0: they have none."""
+    linear = [x.linear if isinstance(x, MixedCore) else x for x in cores(student).values()]
+    return max((x.window or 0 for x in linear if isinstance(x, KernelCore) and x.has_near), default=0)
+
+
 def check_far(student: Any, batches: Sequence[dict[str, Tensor]]) -> None:
     """Check that texts are longer than the window: else nothing is far, and maps have nothing to learn.
 
     Raises:
         ValueError: they are not.
     """
-    linear = [x.linear if isinstance(x, MixedCore) else x for x in cores(student).values()]
-    window = max((x.window or 0 for x in linear if isinstance(x, KernelCore) and x.has_near), default=0)
+    window = window_of(student)
     longest = max((x["input_ids"].shape[1] for x in batches if "input_ids" in x), default=0)
     if window and longest and longest <= window:
         raise ValueError(
             f"the texts to learn from have at most {longest} tokens and the window is {window}, so that nothing is far "
             f"and there is nothing to learn; give longer texts, a larger --length, or a smaller window."
         )
+
+
+def repeats_for(origin: Source, student: Any, share: float, seed: int) -> Repeats | None:
+    """Passages that come again beyond the window of a converted decoder; None for other models, and for no share."""
+    if origin.task != "causal" or not share:
+        return None
+    return Repeats(share, max(1, window_of(student)), number_tokens(origin.tokenizer, seed))
 
 
 class Distillation:
@@ -126,6 +140,7 @@ class Distillation:
         self.setting: ConvertSettings = result.setting
         self.checkpoint, self.log, self.inputs = checkpoint, log, inputs
         self.rows: TextRows = rows_for(origin, texts.training, result.length)
+        self.repeats = repeats_for(origin, student, self.setting.repeats, self.setting.seed)
         self.held_out = self._held_out()
         self.lora: Lora | None = None
         self.draws: list[tuple[int, int]] = []  # rows and seed of each stage
@@ -136,11 +151,13 @@ class Distillation:
         made = rows_for(self.origin, self.texts.validation, self.result.length)
         count = min(held_out_rows(self.result.length), len(made.rows))
         size = min(count, self.setting.batch)
-        endless = made.batches(size, self.setting.seed, start=first_token(self.origin))
+        endless = made.batches(size, self.setting.seed, start=first_token(self.origin), repeats=self.repeats)
         return list(islice(endless, count // size))
 
     def _batches(self, order: int, skip: int = 0) -> Iterator[dict[str, Tensor]]:
-        return self.rows.batches(self.setting.batch, order, start=first_token(self.origin), skip=skip)
+        return self.rows.batches(
+            self.setting.batch, order, start=first_token(self.origin), skip=skip, repeats=self.repeats
+        )
 
     def run(self, stages: dict[str, Budget]) -> None:
         """Stage by stage, from where the checkpoint has left off."""

@@ -23,6 +23,7 @@ class ConvertSettings(Settings):
         layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
         keep: so many attentions stay exact: those that the model's output needs most, see `choose_exact`.
         keep_heads: so many heads with the largest errors, of all other attentions, stay exact.
+        recall_heads: so many heads of a decoder that find again what stands far back stay exact, see `recall_scores`.
         distill: texts to learn from.
         steps: of attention transfer; None: 300 if there are texts and the method learns.
         tune: steps of tuning after that, of all weights or by LoRA; None: none, or what ``minutes`` leave.
@@ -31,6 +32,8 @@ class ConvertSettings(Settings):
         lora: rank of LoRA on values and outputs in tuning; 0: all weights but the word embeddings learn.
         lora_layers: patterns of the names of other layers for LoRA.
         window_dropout: share of the rows that are fitted without near tokens, so that the kernel learns those too.
+        repeats: share of a decoder's rows to learn from in which passages come again beyond the window, so that it
+            learns to find them, see `Repeats`.
         text: texts to measure on; None: some of ``distill`` that are left out there, or random tokens.
         length: tokens of a text; None: 256, or what the model has.
         samples: texts to measure on; windows of ``length`` tokens of joined texts for causal models.
@@ -51,6 +54,7 @@ class ConvertSettings(Settings):
     layers: str = option("", "0-3,5 or patterns of names; default: all")
     keep: int = option(0, "attentions that stay exact: those that the output needs most", least=0)
     keep_heads: int = option(0, "heads with the largest errors that stay exact", least=0)
+    recall_heads: int = option(0, "heads of a decoder that stay exact: those that find again what is far", least=0)
     distill: Path | None = option(None, "texts to learn from: .jsonl with 'text', or one a line")
     steps: int | None = option(None, "of attention transfer; default: 300 with --distill", least=0)
     tune: int | None = option(None, "steps of tuning after that; default: none, or by --minutes", least=0)
@@ -58,6 +62,7 @@ class ConvertSettings(Settings):
     lora: int = option(0, "rank of LoRA in tuning; 0: all weights", least=0)
     lora_layers: str = option("", "patterns of names for LoRA; default: values and outputs")
     window_dropout: float = option(0.05, "share of rows fitted without their near tokens")
+    repeats: float = option(0.5, "share of a decoder's rows in which passages come again, to be found")
     text: Path | None = option(None, "texts to measure on; default: some of --distill")
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
     samples: int = option(8, "texts to measure on; causal: windows", least=1)
@@ -82,8 +87,9 @@ class ConvertSettings(Settings):
             raise ValueError(f"lora_layers={self.lora_layers!r} without LoRA; give its rank by --lora, such as 8.")
         if self.lora and not self.tune and (self.minutes is None or self.tune == 0):
             raise ValueError(f"lora={self.lora} is for tuning, of which there is none; give --tune or --minutes.")
-        if not 0 <= self.window_dropout <= 1:
-            raise ValueError(f"window_dropout is a share, 0 to 1, got {self.window_dropout:g}.")
+        for name in ("window_dropout", "repeats"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a share, 0 to 1, got {getattr(self, name):g}.")
 
     def _check_minutes(self, minutes: float) -> None:
         if not minutes > 0 or minutes == float("inf"):

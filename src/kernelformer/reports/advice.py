@@ -16,13 +16,27 @@ from kernelformer.reports.advice_result import Advice, Kept, Trial, number_range
 from kernelformer.reports.portable import portable
 
 CANNOT_TELL = "cannot tell"
+NAMED = 8  # heads at most
 WORTHLESS = 1.0  # a predicted error above it says that the estimate is worthless
 LAYER_COLUMNS = ("attention", "|q|", "|k|", "dim.", "near 32", "64", "128", "first 1", "4", "far")
 
 
 def verdict(advice: Advice) -> list[str]:
     """Three lines: what it can be converted to, when that pays and what stays exact, what distillation may add."""
-    return [_first_line(advice), _second_line(advice), _third_line(advice)]
+    return [_first_line(advice), _second_line(advice) + _recall_words(advice), _third_line(advice)]
+
+
+def _recall_words(advice: Advice) -> str:
+    if not advice.recall:
+        return ""
+    count = len(advice.recall)
+    heads = ", ".join(f"{i}.{head}" for i, head, _ in advice.recall[:NAMED])
+    more = f" and {count - NAMED} more" if count > NAMED else ""
+    return (
+        f" What is far is found again by {count} head{'s' * (count > 1)} ({heads}{more}; attention.head): "
+        f"--recall-heads {count} keeps {'them' if count > 1 else 'it'} exact, where details matter more than a cache "
+        f"of constant size."
+    )
 
 
 def _first_line(advice: Advice) -> str:

@@ -120,6 +120,8 @@ class Advice:
         curve: times of the chosen one by length.
         kept: what was tried to keep exact.
         exact: which of it is advised; None: nothing.
+        recall: heads of a decoder that find again what stands far back, as (attention, head, score), see
+            `recall_scores`; the largest score first.
         left_out: what there was no time for.
         remarks: what a user should know.
         checks: of `check`.
@@ -146,6 +148,7 @@ class Advice:
     curve: list[Timing] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     exact: Kept | None = None
+    recall: list[tuple[int, int, float]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
