@@ -50,6 +50,8 @@ def advices():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("LENGTHS", (32, 64)), ("BEST", 0), ("RUN", 5)):
             patch.setattr(advise_search, name, value)
+        for name, value in (("RECALL_GAP", 16), ("RECALLS", 0.01)):  # the texts are short and the weights random
+            patch.setattr(advise_pipeline, name, value)
         models = {x: tiny(x, torch.float32) for x in ("BertModel", "LlamaForCausalLM")}
         return {
             name: (model, advise(model, batches(2), use_length=64, steps=2, minutes=5))
@@ -75,6 +77,20 @@ def test_an_advice_has_a_verdict_tables_a_page_and_a_line_that_convert_takes(adv
     read = json.loads(as_text(record(advice)))
     assert read["verdict"] == verdict(advice)
     assert len(read["profiles"]) == len(advice.attentions) == 2
+
+
+def test_heads_that_find_what_is_far_are_named_for_decoders(advices):
+    model, advice = advices["LlamaForCausalLM"]
+    scores = [x for _, _, x in advice.recall]
+    assert scores
+    assert scores == sorted(scores, reverse=True)
+    assert min(scores) >= 0.01
+    heads = range(model.config.num_attention_heads)
+    assert all(i < len(advice.attentions) and head in heads for i, head, _ in advice.recall)
+    assert f"found again by {len(scores)} head" in verdict(advice)[1]
+    assert f"--recall-heads {len(scores)} keeps" in verdict(advice)[1]
+    assert advices["BertModel"][1].recall == []
+    assert "recall" not in verdict(advices["BertModel"][1])[1]
 
 
 def test_an_advice_leaves_the_model_as_it_was(advices):
