@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from kernelformer.pipelines import convert as converting
+from kernelformer.pipelines import convert_distill
 from kernelformer.pipelines.convert import Setting
 from kernelformer.reports import conversion as conversion_report
 
@@ -66,6 +67,14 @@ def test_a_clock_gives_both_stages_a_rate_a_curve_and_an_end(model, text, tmp_pa
     assert report["curves"]["tune"] == [list(x) for x in found.curves["tune"]]
     assert report["setting"]["lora"] == 2
     assert found.texts["learned from"].available == 51  # of 60, 4 are measured on and 5 are looked at
+
+
+def test_without_time_to_look_for_a_rate_it_is_the_usual_one(model, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_distill, "TRIALS", 1e-9)
+    said = []
+    result = converting.run(model, tmp_path / "d", settings(text, minutes=0.03, tune=0), log=said.append)
+    assert [x for x in said if "a rate for" in x] == ["there is no time to look for a rate for transfer: it is 0.01"]
+    assert result.spent["transfer"]["rate"] == 0.01
 
 
 @pytest.mark.parametrize("stage", ["transfer", "tune"])

@@ -276,17 +276,26 @@ class Distillation:
             tune(self.student, teacher, batches, lr=rate, map_lr=min(1e-3, MAPS * rate), **options)
 
     def _search(self, kind: str, learn: Callable[..., None], order: int, seconds: float) -> float:
-        """Find a rate by a few steps with each, as far as they take no more than a share of the time."""
+        """Find a rate by a few steps with each, as far as they take no more than a share of the time.
+
+        Where that is too short for a look and a step, it is the usual rate.
+        """
         tensors = [x for x in self.student.parameters() if x.requires_grad]
         start, each = time.monotonic(), TRIALS * seconds / len(RATES[kind])
+        too_short = False
 
         def trial(rate: float) -> float:
-            if time.monotonic() - start > TRIALS * seconds:
+            nonlocal too_short
+            if too_short or time.monotonic() - start > TRIALS * seconds:
                 return float("inf")
             progress = Progress()
             try:
                 learn(rate, self._batches(order), TRIAL_STEPS, each, progress)
             except BreakdownError:
+                return float("inf")
+            if not progress.losses:
+                too_short = True
+                self.log(f"there is no time to look for a rate for {kind}: it is {RATES[kind][0]:g}")
                 return float("inf")
             best: float = progress.curve[-1][-1]
             self.log(f"a rate for {kind}: {rate:g} gives {best:.4g} on held-out texts")
