@@ -70,7 +70,7 @@ def test_a_clock_gives_both_stages_a_rate_a_curve_and_an_end(model, text, tmp_pa
 
 
 def test_without_time_to_look_for_a_rate_it_is_the_usual_one(model, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_distill, "TRIALS", 1e-9)
+    monkeypatch.setattr(convert_distill, "TRIALS", 1e-3)
     said = []
     result = converting.run(model, tmp_path / "d", settings(text, minutes=0.03, tune=0), log=said.append)
     assert [x for x in said if "a rate for" in x] == ["there is no time to look for a rate for transfer: it is 0.01"]
