@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import peft  # noqa: F401  (takes seconds to import, which the clock of a test should not count)
 import pytest
 import torch
 import transformers
 
+from kernelformer.distill import progress
 from kernelformer.pipelines import convert as converting
 from kernelformer.pipelines import convert_distill
 from kernelformer.pipelines.convert import Setting
@@ -48,8 +51,17 @@ def settings(learned, **options):
     return Setting(**{"attention": NEAR, "distill": learned, "samples": 4, "batch": 2, **options})
 
 
-def test_a_clock_gives_both_stages_a_rate_a_curve_and_an_end(model, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_distill, "TRIALS", 0.9)  # of two seconds, on a machine that may be busy
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on by 50 ms whenever it is looked at: a busy machine changes nothing."""
+    ticks = itertools.count()
+    fake = SimpleNamespace(monotonic=lambda: 0.05 * next(ticks))
+    for file in (progress, convert_distill):
+        monkeypatch.setattr(file, "time", fake)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_clock_gives_both_stages_a_rate_a_curve_and_an_end(model, text, tmp_path):
     said = []
     found = converting.run(model, tmp_path / "d", settings(text, minutes=0.1, lora=2), log=said.append)
     assert list(found.spent) == ["transfer", "tune"]
@@ -70,10 +82,11 @@ def test_a_clock_gives_both_stages_a_rate_a_curve_and_an_end(model, text, tmp_pa
     assert found.texts["learned from"].available == 51  # of 60, 4 are measured on and 5 are looked at
 
 
+@pytest.mark.usefixtures("clock")
 def test_without_time_to_look_for_a_rate_it_is_the_usual_one(model, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_distill, "TRIALS", 1e-3)
+    monkeypatch.setattr(convert_distill, "TRIALS", 0.1)  # of two seconds
     said = []
-    result = converting.run(model, tmp_path / "d", settings(text, minutes=0.03, tune=0), log=said.append)
+    result = converting.run(model, tmp_path / "d", settings(text, minutes=1 / 30, tune=0), log=said.append)
     assert [x for x in said if "a rate for" in x] == ["there is no time to look for a rate for transfer: it is 0.01"]
     assert result.spent["transfer"]["rate"] == 0.01
 
