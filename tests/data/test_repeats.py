@@ -65,7 +65,13 @@ def test_a_row_without_room_stays_as_it_is():
         ids, copies = Repeats(1.0, 64).row(row, seed)
         assert torch.equal(ids, row)
         assert not copies
-    assert any(Repeats(1.0, 64).row(torch.arange(64 + 2 * SHORTEST), seed)[1] for seed in range(200))
+    assert all(Repeats(1.0, 64).row(torch.arange(64 + 2 * SHORTEST), seed)[1] for seed in range(20))
+
+
+@pytest.mark.parametrize(("options", "message"), [((1.0, 0), "gap must be"), ((1.5, 4), "0 to 1, got 1.5")])
+def test_what_cannot_be_is_said(options, message):
+    with pytest.raises(ValueError, match=message):
+        Repeats(*options)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])

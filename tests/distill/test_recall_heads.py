@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AlbertConfig, AlbertModel, LlamaConfig, LlamaForCausalLM
 
 from kernelformer.data.repeats import BEGINNING, Repeats, recall_row
 from kernelformer.distill.recall_heads import best_heads, recall_scores
@@ -49,6 +49,16 @@ def test_scores_are_the_weight_on_what_came_next(model, rows):
         for head in range(4):
             name = f"model.layers.{layer}.self_attn"
             assert scores[name, head] == pytest.approx(float(wanted[layer, head]) / count, rel=1e-4)
+
+
+def test_of_a_layer_that_is_called_several_times_the_best_call_counts(rows):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
+    model = AlbertModel(AlbertConfig(vocab_size=64, embedding_size=8, **sizes)).eval()
+    for parameter in model.parameters():
+        parameter.data.zero_()  # so that all weights are 1 / L
+    scores = recall_scores(model, repeated(rows))
+    assert list(scores.values()) == pytest.approx([1 / 150] * 2)
 
 
 def test_only_some_attentions_are_scored_and_short_rows_say_nothing(model, rows):

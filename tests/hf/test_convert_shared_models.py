@@ -25,7 +25,7 @@ from kernelformer.hf.implementation import CONVERTED
 from kernelformer.measure.lengths import Subject
 from kernelformer.modules.evaluating import evaluating
 from kernelformer.pipelines import convert as converting
-from kernelformer.pipelines.convert import Setting
+from kernelformer.pipelines.convert_settings import ConvertSettings as Setting
 from kernelformer.pipelines.convert_texts import divide_texts
 from kernelformer.studies import conversion as conversion_study
 from tiny_models import inputs, outputs, tiny, tokens

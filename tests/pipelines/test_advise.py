@@ -22,7 +22,7 @@ from kernelformer.distill.trials import Trials  # noqa: E402
 from kernelformer.hf.capture import attention_calls  # noqa: E402
 from kernelformer.measure import attention_times  # noqa: E402
 from kernelformer.pipelines import advise as advise_pipeline  # noqa: E402
-from kernelformer.pipelines import advise_search  # noqa: E402
+from kernelformer.pipelines import advise_search, convert_keep  # noqa: E402
 from kernelformer.pipelines.advise import advise, check  # noqa: E402
 from kernelformer.reports.advice import paste_lines, record, tables, verdict  # noqa: E402
 from kernelformer.reports.advice_page import page  # noqa: E402
@@ -91,6 +91,19 @@ def test_heads_that_find_what_is_far_are_named_for_decoders(advices):
     assert f"--recall-heads {len(scores)} keeps" in verdict(advice)[1]
     assert advices["BertModel"][1].recall == []
     assert "recall" not in verdict(advices["BertModel"][1])[1]
+
+
+def test_padding_on_either_side_does_not_change_which_heads_recall():
+    gen = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (1, 50), generator=gen)
+    pad, none, real = torch.zeros(1, 9, dtype=torch.long), torch.zeros(1, 9), torch.ones(1, 50)
+    batches = [
+        {"input_ids": torch.cat([pad, ids], 1), "attention_mask": torch.cat([none, real], 1)},
+        {"input_ids": torch.cat([ids, pad], 1), "attention_mask": torch.cat([real, none], 1)},
+        {"input_ids": ids},
+    ]
+    assert all(torch.equal(convert_keep.whole_rows([x])[0], ids[0]) for x in batches)
+    assert [len(x) for x in convert_keep.whole_rows([{"input_ids": ids[:, :7]}, *batches])] == [50, 50, 50, 7]
 
 
 def test_an_advice_leaves_the_model_as_it_was(advices):

@@ -21,8 +21,9 @@ from kernelformer.hf import load  # noqa: E402
 from kernelformer.hf.load import load_source  # noqa: E402
 from kernelformer.hf.tokenizer import tokenizer_of_vocabulary  # noqa: E402
 from kernelformer.pipelines import convert as converting  # noqa: E402
-from kernelformer.pipelines.convert import Setting, parse_layers  # noqa: E402
+from kernelformer.pipelines.convert_settings import ConvertSettings as Setting  # noqa: E402
 from kernelformer.reports import conversion as conversion_report  # noqa: E402
+from kernelformer.settings import parse_layers  # noqa: E402
 
 WORDS = [f"word{i}" for i in range(30)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, "##s"]

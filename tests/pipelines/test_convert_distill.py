@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from kernelformer.distill import progress
+from kernelformer.distill.measure import Report
 from kernelformer.pipelines import convert as converting
 from kernelformer.pipelines import convert_distill
-from kernelformer.pipelines.convert import Setting
+from kernelformer.pipelines.convert_settings import ConvertSettings as Setting
 from kernelformer.reports import conversion as conversion_report
 
 WORDS = [f"w{i}" for i in range(30)]
@@ -61,7 +62,8 @@ def clock(monkeypatch):
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_clock_gives_both_stages_a_rate_a_curve_and_an_end(model, text, tmp_path):
+def test_a_clock_gives_both_stages_a_rate_a_curve_and_an_end(model, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_distill, "TRIALS", 0.5)
     said = []
     found = converting.run(model, tmp_path / "d", settings(text, minutes=0.1, lora=2), log=said.append)
     assert list(found.spent) == ["transfer", "tune"]
@@ -117,9 +119,9 @@ def test_a_decoder_learns_from_passages_that_come_again(model, text, tmp_path):
     config = transformers.LlamaConfig(vocab_size=len(VOCABULARY), max_position_embeddings=64, **sizes)
     transformers.LlamaForCausalLM(config).save_pretrained(source)
 
-    def setting(share):
+    def setting(share, **more):
         quiet = {"passkeys": 0, "sample_tokens": 0, "length": 48}
-        return settings(text, steps=5, tune=3, repeats=share, **quiet)
+        return settings(text, steps=5, tune=3, repeats=share, **{**quiet, **more})
 
     def stop(said):
         if said.startswith("transfer: step 3"):
@@ -134,6 +136,26 @@ def test_a_decoder_learns_from_passages_that_come_again(model, text, tmp_path):
     assert all(x != y for x, y in zip(whole.losses["tune"], plain.losses["tune"], strict=True))
     a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in ("d", "whole"))
     assert a == b
+    assert "in 100% of the rows to learn from and of those held out, passages come again after 4" in whole.remarks[-1]
+    short = converting.run(source, tmp_path / "short", setting(None, length=24))
+    assert "rows of 24 tokens have no room for passages that come again" in short.remarks[-1]
+
+
+def test_a_stopped_distillation_does_not_go_on_with_other_heads_exact(model, text, tmp_path, monkeypatch):
+    def stop(said):
+        if said.startswith("transfer: step 3"):
+            raise KeyboardInterrupt
+
+    setting = settings(text, steps=5, keep_heads=1)
+    with pytest.raises(KeyboardInterrupt):
+        converting.run(model, tmp_path / "d", setting, log=stop)
+    worst = Report.worst_heads
+    monkeypatch.setattr(
+        Report, "worst_heads", lambda *x: {name: [1 - y for y in heads] for name, heads in worst(*x).items()}
+    )
+    with pytest.raises(ValueError, match=r"is of another call \(what stays exact\)"):
+        converting.run(model, tmp_path / "d", setting)
+    assert (tmp_path / "d.partial").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,15 @@ transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
 from kernelformer.data.passkey import QUESTION, passkeys, tells_numbers  # noqa: E402
+from kernelformer.distill.measure import Report  # noqa: E402
 from kernelformer.distill.parts import CONVERTED, KERNEL, NEAR, ORIGINAL  # noqa: E402
 from kernelformer.distill.passkey import answer_log_probs  # noqa: E402
 from kernelformer.distill.probe import compare_probes  # noqa: E402
+from kernelformer.hf import convert  # noqa: E402
 from kernelformer.hf.licence import licence_of  # noqa: E402
 from kernelformer.pipelines import convert as converting  # noqa: E402
-from kernelformer.pipelines.convert import Setting  # noqa: E402
+from kernelformer.pipelines import convert_keep  # noqa: E402
+from kernelformer.pipelines.convert_settings import ConvertSettings as Setting  # noqa: E402
 from kernelformer.reports import conversion as conversion_report  # noqa: E402
 from kernelformer.reports.markdown import put_section  # noqa: E402
 from tiny_models import tiny, tokens  # noqa: E402
@@ -151,25 +154,83 @@ def test_a_converted_decoder_is_judged_in_report_card_and_terminal(decoder, text
     assert "licence of the source: not stated by the source\\: ask there" in card
 
 
-def test_heads_that_find_what_is_far_stay_exact_in_a_decoder(decoder, encoder, text, tmp_path):
-    options = {"attention": "favor+:window=4:sinks=1", "features": 4, "passkeys": 0, "sample_tokens": 0}
-    setting = Setting(text=text, samples=2, length=48, recall_heads=3, keep_heads=1, **options)
+QUIET = {"features": 4, "passkeys": 0, "sample_tokens": 0, "samples": 2, "length": 48}
+
+
+def test_heads_that_find_what_is_far_stay_exact_in_a_decoder(decoder, text, tmp_path):
+    setting = Setting(text=text, attention="favor+:window=4:sinks=1", recall_heads=3, keep_heads=1, **QUIET)
     result = converting.run(decoder, tmp_path / "d", setting)
-    kept = sum(len(x["exact_heads"]) for x in result.conversion)
-    assert kept in (3, 4)  # the worst one may be one of them
+    by_reason = list(result.exact_heads.values())
+    assert [sum(map(len, x.values())) for x in by_reason] == [3, 1]
+    wanted = {name: {*by_reason[0].get(name, ()), *by_reason[1].get(name, ())} for x in by_reason for name in x}
+    assert {x["name"]: set(x["exact_heads"]) for x in result.conversion if x["exact_heads"]} == wanted
     assert "3 heads that find again what is far stay exact" in " ".join(result.remarks)
-    assert "chosen on" in result.texts
-    assert result.judged.figures[KERNEL].perplexity > 0
-    wrong = {
-        "texts of 24 tokens are too short to repeat a passage in them beyond a window of 4": (decoder, {"length": 24}),
-        "recall_heads=1 needs texts: .*; give --text": (decoder, {"text": None}),
-        "recall_heads=1 needs a decoder: .*; leave it out": (encoder, {}),
-    }
-    for message, (source, more) in wrong.items():
-        asked = Setting(**{"text": text, "samples": 2, "recall_heads": 1, "attention": "favor+:window=4", **more})
-        with pytest.raises(ValueError, match=message):
-            converting.run(source, tmp_path / "e", asked)
-    assert not (tmp_path / "e").exists()
+    assert "heads that recall chosen on" in result.texts
+    card = (tmp_path / "d" / "README.md").read_text()
+    assert "(they find again what is far, --recall-heads 3)" in card.replace("\\", "")
+    assert "(the largest errors, --keep-heads 1)" in card.replace("\\", "")
+    assert "kept exact are so in every column" in card
+
+
+def test_the_reason_of_an_attention_whose_heads_all_stay_exact_is_its_heads(decoder, text, tmp_path, monkeypatch):
+    name = "model.layers.0.self_attn"
+    monkeypatch.setattr(convert_keep, "best_heads", lambda scores, count: {name: [0, 1, 2, 3]})
+    setting = Setting(text=text, attention="favor+:window=4", layers="0-1", recall_heads=4, **QUIET)
+    converting.run(decoder, tmp_path / "d", setting)
+    card = (tmp_path / "d" / "README.md").read_text().replace("\\", "")
+    assert f"kept exact: {name} (all its heads are)" in card
+
+
+@pytest.mark.parametrize("window", [4, 17])
+def test_passages_are_repeated_beyond_the_window_of_any_method(decoder, text, tmp_path, monkeypatch, window):
+    gaps = []
+    plain = convert_keep.recall_row
+    monkeypatch.setattr(convert_keep, "recall_row", lambda ids, gap, seed: (gaps.append(gap), plain(ids, gap, seed))[1])
+    for method in ("local", "favor+"):
+        spec = f"{method}:window={window}:sinks=1"
+        options = {**QUIET, "features": None if method == "local" else 4}
+        converting.run(decoder, tmp_path / method, Setting(text=text, attention=spec, recall_heads=1, **options))
+    assert set(gaps) == {window}
+
+
+@pytest.mark.parametrize(
+    ("which", "options", "message"),
+    [
+        ("decoder", {"length": 24}, "rows of at most 24 tokens, and it takes 28 to repeat .*larger --length .it is 24"),
+        ("decoder", {"text": None}, "recall_heads=1 needs texts: .*; give --text"),
+        ("encoder", {}, "recall_heads=1 needs a decoder: .*; leave it out"),
+        ("decoder", {"recall_heads": 8}, "8 heads were converted, so that at most 7 can be kept exact, got 8"),
+        ("decoder", {"attention": "softmax", "features": None}, "0 heads were converted, .*, got 1"),
+        ("encoder", {"recall_heads": 0, "repeats": 0.5, "text": None, "distill": "text"}, "repeats=0.5 are for decod"),
+        ("decoder", {"recall_heads": 0, "repeats": 0.5}, "repeats=0.5 need texts to learn from"),
+    ],
+)
+def test_what_of_recall_cannot_be_is_said(decoder, encoder, text, tmp_path, which, options, message):
+    source = {"decoder": decoder, "encoder": encoder}[which]
+    quiet = QUIET if which == "decoder" else {"features": 4, "samples": 2}
+    given = {"text": text, "recall_heads": 1, "attention": "favor+:window=4", **quiet, **options}
+    if given.get("distill"):
+        given["distill"] = text
+    with pytest.raises(ValueError, match=message):
+        converting.run(source, tmp_path / "e", Setting(**given))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_choices_of_heads_do_not_keep_all_of_them(decoder, text, tmp_path, monkeypatch):
+    first, second = ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    monkeypatch.setattr(convert_keep, "best_heads", lambda scores, count: {first: [0, 1, 2, 3]})
+    monkeypatch.setattr(Report, "worst_heads", lambda self, count, names: {second: [0, 1, 2, 3]})
+    setting = Setting(text=text, attention="favor+:window=4", recall_heads=4, keep_heads=4, **QUIET)
+    with pytest.raises(ValueError, match="8 heads were converted, so that at most 7 can be kept exact, got 8"):
+        converting.run(decoder, tmp_path / "d", setting)
+
+
+def test_texts_without_a_token_are_no_beginnings(decoder, text, tmp_path):
+    some = tmp_path / "some.jsonl"
+    some.write_text('{"text": "\\u200b"}\n' * 3 + text.read_text())
+    result = run(decoder, tmp_path / "d", some, attention="favor+", features=4, passkeys=0, sample_tokens=2, seed=4)
+    assert len(result.judged.samples) == 2
+    assert all(x.prompt for x in result.judged.samples)
 
 
 def test_masked_models_are_judged_by_the_tokens_that_were_hidden(text, tmp_path):
@@ -287,5 +348,6 @@ def test_settings_of_judging_are_no_part_of_a_distillation_that_goes_on(decoder,
     from kernelformer.pipelines.judge_settings import JUDGED
 
     setting = Setting(text=text)
-    parts = converting._identity(decoder, setting, converting.ConversionResult(setting, "x", "y", 16))
+    student = convert(tiny("LlamaForCausalLM", torch.float32), "elu")
+    parts = converting._identity(decoder, setting, converting.ConversionResult(setting, "x", "y", 16), student)
     assert not set(JUDGED) & set(parts)

@@ -19,7 +19,7 @@ from kernelformer.distill.measure import measure  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.hf.load import load_source  # noqa: E402
 from kernelformer.pipelines import convert as converting  # noqa: E402
-from kernelformer.pipelines.convert import Setting  # noqa: E402
+from kernelformer.pipelines.convert_settings import ConvertSettings as Setting  # noqa: E402
 from kernelformer.reports import conversion as conversion_report  # noqa: E402
 from tiny_models import inputs, padded, tiny, tokens  # noqa: E402
 

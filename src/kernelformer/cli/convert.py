@@ -40,7 +40,7 @@ def convert(
             result = converting.run(
                 source,
                 target,
-                converting.Setting(**vars(settings)),
+                settings,
                 force=force,
                 log=lambda x: say(progress, bar, x),
             )

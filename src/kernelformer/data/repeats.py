@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernelformer.errors import positive_int
+
 SHORTEST, LONGEST = 12, 40  # tokens of a passage
 SPACING = 128  # tokens of a row for each passage
 TRIES = 8  # to find a place for one
@@ -52,6 +54,15 @@ class Repeats:
     gap: int = 64
     numbers: Sequence[Sequence[int]] = ()
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share of the rows must be 0 to 1, got {self.share!r}.")
+        positive_int("gap", self.gap)
+
+    def fits(self, length: int) -> bool:
+        """Whether a row of so many tokens has room for a passage and its copy."""
+        return length >= self.gap + 2 * SHORTEST
+
     def row(self, ids: Tensor, seed: int) -> tuple[Tensor, list[Copy]]:
         """Repeat passages of a row, or leave it as it is.
 
@@ -81,11 +92,11 @@ class Repeats:
 
     def _place(self, length: int, others: Sequence[Copy], gen: torch.Generator) -> Copy | None:
         """Find room for a passage and its copy beside others; None where there is none."""
+        if not self.fits(length):
+            return None
         for _ in range(TRIES):
-            tokens = _draw(SHORTEST, LONGEST + 1, gen)
+            tokens = _draw(SHORTEST, min(LONGEST, (length - self.gap) // 2) + 1, gen)
             least = tokens + self.gap
-            if least + tokens > length:
-                continue
             second = _draw(least, length - tokens + 1, gen)
             copy = Copy(_draw(0, second - least + 1, gen), second, tokens)
             if all(_apart(copy, other) for other in others):

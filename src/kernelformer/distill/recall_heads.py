@@ -32,9 +32,10 @@ def recall_scores(
         only: names of the attentions; None: all.
 
     Returns:
-        The score of each head, by the attention's name and the head's number; empty where there is not one pair.
+        The score of each head, by the attention's name and the head's number, of several calls the largest; empty
+        where there is not one pair.
     """
-    sums: dict[str, Tensor] = {}
+    sums: dict[tuple[str, int], Tensor] = {}
     count = 0
     for ids, queries, wanted in rows:
         if not len(queries):
@@ -46,9 +47,13 @@ def recall_scores(
                 query, key, scale=scale, causal=causal, key_mask=key_mask, position_bias=bias, rows=at
             )
             found = weights[0].gather(2, to.expand(query.shape[1], -1)[..., None]).sum((1, 2)).double().cpu()
-            sums[call.name] = found + sums.get(call.name, torch.zeros(()))
+            sums[call.name, call.call] = found + sums.get((call.name, call.call), torch.zeros(()))
         count += len(queries)
-    return {(name, head): float(x) / count for name, values in sums.items() for head, x in enumerate(values)}
+    scores: Scores = {}
+    for (name, _), values in sums.items():
+        for head, x in enumerate(values):
+            scores[name, head] = max(float(x) / count, scores.get((name, head), 0.0))
+    return scores
 
 
 def best_heads(scores: Scores, count: int) -> dict[str, list[int]]:

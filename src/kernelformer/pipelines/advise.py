@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from kernelformer.analysis.attention_profile import attention_profile
-from kernelformer.data.repeats import recall_row
 from kernelformer.data.texts import check_length, check_readable, read_texts, rows_for, some_texts
 from kernelformer.distill.candidates import windows_for
 from kernelformer.distill.figures import RATIO, TOLERANCE
-from kernelformer.distill.recall_heads import recall_scores
 from kernelformer.distill.trials import Trials
 from kernelformer.environment import environment
 from kernelformer.errors import number
@@ -27,6 +25,7 @@ from kernelformer.hf.load import Source, load_source
 from kernelformer.measure.attention_times import Shape
 from kernelformer.pipelines.advise_search import Clock, Log, Search
 from kernelformer.pipelines.advise_settings import AdviseSettings
+from kernelformer.pipelines.convert_keep import scores_on, whole_rows
 from kernelformer.reports.advice import record
 from kernelformer.reports.advice_page import page
 from kernelformer.reports.advice_result import Advice, Check, Trial
@@ -38,7 +37,6 @@ SIFTED = 1000  # texts among which those that fill the length are looked for
 LOOKED = 2  # of the measured batches have their attentions looked at one by one
 FAR = 0.5  # of the longest text, below which one is left out
 CHECKED = 6  # trials of each way
-RECALL_ROWS = 4  # texts in which passages are repeated, to see which heads find them again
 RECALL_GAP = 64  # tokens between a passage and its copy, at least
 RECALLS = 0.25  # of a head's weight, from which on it does
 MOST_OTHERS = 8  # batches to fit on: their queries, keys and values stay in memory
@@ -305,10 +303,8 @@ def _profile(call: AttentionCall) -> Any:
 
 def _recalling(model: Any, attentions: Sequence[Attention], batches: Sequence[Batch]) -> list[tuple[int, int, float]]:
     """Heads that find again what stands beyond `RECALL_GAP` tokens; none where the texts are too short to see it."""
-    rows = [x["input_ids"][0][: int(x["attention_mask"][0].sum()) if "attention_mask" in x else None] for x in batches]
     places = {x.name: i for i, x in enumerate(attentions) if not x.reason}
-    repeated = [recall_row(x, RECALL_GAP, number) for number, x in enumerate(rows[:RECALL_ROWS])]
-    scores = recall_scores(model, repeated, places)
+    scores = scores_on(model, whole_rows(batches), RECALL_GAP, list(places))
     best = sorted(((x, places[name], head) for (name, head), x in scores.items() if x >= RECALLS), reverse=True)
     return [(i, head, x) for x, i, head in best]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,22 @@ import torch
 from torch import Tensor
 
 from kernelformer.data.readers import hash_files
-from kernelformer.data.repeats import recall_row
 from kernelformer.data.texts import check_length
 from kernelformer.distill.checkpoint import Checkpoint, appearing, check_target
 from kernelformer.distill.lora import lora_targets
 from kernelformer.distill.start import CENTRES, start_student
 from kernelformer.distill.train import quick_dtype
 from kernelformer.environment import environment
-from kernelformer.errors import positive_int
 from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.files import write_json, write_text
 from kernelformer.hf.licence import licence_of
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.sentence_files import copy_sentence_files
-from kernelformer.modules import METHODS, AttentionCore, calibrate, method_options, parse_method
+from kernelformer.modules import AttentionCore, calibrate
 from kernelformer.pipelines.convert_default import with_default
-from kernelformer.pipelines.convert_distill import Distillation, held_out_rows, plan_stages, window_of
-from kernelformer.pipelines.convert_settings import FEATURES, ConvertSettings
+from kernelformer.pipelines.convert_distill import Distillation, check_repeats, held_out_rows, plan_stages
+from kernelformer.pipelines.convert_keep import check_recall_heads, keep_exact
+from kernelformer.pipelines.convert_settings import ConvertSettings
 from kernelformer.pipelines.convert_texts import (
     Batches,
     Evaluation,
@@ -42,39 +40,13 @@ from kernelformer.pipelines.convert_texts import (
 from kernelformer.pipelines.judge import check_judging, judge
 from kernelformer.pipelines.judge_settings import JUDGED, JudgeSettings
 from kernelformer.reports.conversion_result import ConversionResult
-from kernelformer.settings import parse_layers
 
 Log = Callable[[str], None]
-RECALL_ROWS = 4  # rows on which heads that find what is far are looked for
-
-
-class Setting(ConvertSettings):
-    """Settings of a conversion, with the method and the layers that they name."""
-
-    def method(self) -> tuple[str, dict[str, Any]]:
-        """The method and all its options."""
-        method, options = parse_method(self.attention)
-        size = METHODS[method].size
-        if self.features is not None and size is None:
-            raise ValueError(f"{method!r} has no number of features, got {self.features}; leave --features out.")
-        if self.features is not None and size in options:
-            raise ValueError(
-                f"--features {self.features} and {size}={options[size]} of {self.attention!r} say the same thing; "
-                f"leave one out."
-            )
-        if size is not None and size not in options:
-            options[size] = FEATURES if self.features is None else positive_int("features", self.features)
-        if self.seed and "seed" in method_options(method):
-            options.setdefault("seed", self.seed)
-        return method, options
-
-    def chosen(self) -> list[int | str] | None:
-        """Attentions that ``layers`` names; None for all."""
-        return parse_layers(self.layers) if self.layers else None
+STARTED = "start at centres of the original's keys"
 
 
 def run(
-    source: str | Path, target: Path, setting: Setting, *, force: bool = False, log: Log = lambda _: None
+    source: str | Path, target: Path, setting: ConvertSettings, *, force: bool = False, log: Log = lambda _: None
 ) -> ConversionResult:
     """Convert a model and write it: all of it or nothing; the original is never changed.
 
@@ -97,12 +69,8 @@ def run(
     log(f"reading {source}")
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
     check_judging(origin, texts, JudgeSettings.of(setting))
-    if setting.recall_heads and (origin.task != "causal" or not texts.evaluation):
-        lacks, way = ("texts", "give --text") if origin.task == "causal" else ("a decoder", "leave it out")
-        raise ValueError(
-            f"recall_heads={setting.recall_heads} needs {lacks}: heads that find again what stands far back are seen "
-            f"by repeating passages of texts in a causal model; {way}."
-        )
+    check_recall_heads(setting, origin, texts)
+    check_repeats(setting, origin)
     remarks = list(origin.remarks)
     if not setting.attention:
         setting, reason = with_default(setting, origin, texts)
@@ -133,10 +101,10 @@ def run(
     keeps = bool(setting.keep or setting.keep_heads or setting.recall_heads)
     _measure(result, "all converted" if keeps else "converted", origin, student, inputs, log)
     if keeps:
-        _keep(student, origin, result, texts, evaluation, log)
+        keep_exact(student, origin, result, texts, evaluation, log)
         _calibrate(student, origin, statistics, result, log)
         _measure(result, "converted", origin, student, inputs, log)
-    checkpoint = Checkpoint.of(target, _identity(source, setting, result), force)
+    checkpoint = Checkpoint.of(target, _identity(source, setting, result, student), force)
     if stages:
         Distillation(student, origin, texts, result, checkpoint, log, inputs).run(stages)
         _measure(result, "distilled", origin, student, inputs, log)
@@ -178,10 +146,10 @@ def _calibrate(student: Any, origin: Source, rows: Batches, result: ConversionRe
     if result.texts.get("measured on") is None:
         return  # random tokens have no keys worth starting at
     chosen = start_student(student, origin.model, rows, autocast=quick_dtype(origin.model.device))
+    result.remarks = [x for x in result.remarks if STARTED not in x]
     if chosen:
         count = sum(x == CENTRES for x in chosen.values())
-        said = f"maps of {count} of {len(chosen)} attentions start at centres of the original's keys"
-        result.remarks = [x for x in result.remarks if "start at centres" not in x] + [said]
+        result.remarks.append(f"maps of {count} of {len(chosen)} attentions {STARTED}")
 
 
 def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, log: Log) -> None:
@@ -191,81 +159,10 @@ def _measure(result: ConversionResult, label: str, origin: Source, student: Any,
     result.reports[label] = measure(origin.model, student, inputs)
 
 
-def _keep(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, log: Log
-) -> None:
-    """Convert again, without the attentions that the output needs most and the heads that recall or went wrong most."""
-    from kernelformer.hf import conversion, convert, undo
+def _identity(source: str | Path, setting: ConvertSettings, result: ConversionResult, student: Any) -> dict[str, str]:
+    """What has to be the same for a distillation to go on; also what was chosen to stay exact."""
+    from kernelformer.hf import conversion
 
-    setting, replaced = result.setting, conversion(student).replaced
-    kept = _chosen(student, origin, result, texts, evaluation, log) if setting.keep else []
-    rest = [x for x in replaced if x not in kept]
-    heads: dict[str | int, list[int]] = {}
-    if setting.recall_heads:
-        heads.update(_recall_heads(student, origin, result, texts, evaluation, rest))
-    if setting.keep_heads:
-        for name, worst in result.reports["all converted"].worst_heads(setting.keep_heads, rest).items():
-            heads[name] = sorted({*heads.get(name, ()), *worst})
-    undo(student)
-    method, options = setting.method()
-    convert(student, method, [_literal(x) for x in rest], exact_heads=heads or None, **options)
-
-
-def _chosen(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, log: Log
-) -> list[str]:
-    """The attentions that stay exact."""
-    from kernelformer.distill.keep import choose_exact
-
-    setting = result.setting
-    samples, batch = setting.samples, setting.batch
-    rows, used = choice_inputs(origin, texts, evaluation, result.length, samples, batch, setting.seed)
-    if used is None:
-        result.remarks.append("what stays exact was chosen by what is measured on; give more texts, or others to learn")
-    else:
-        result.texts["chosen on"] = used
-
-    def told(changed: int, total: int) -> None:
-        log(f"choosing what stays exact: change {changed} of {total}")
-
-    return choose_exact(origin.model, student, rows, setting.keep, told)
-
-
-def _recall_heads(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, names: list[str]
-) -> dict[str, list[int]]:
-    """The heads of some attentions that find again what stands far back."""
-    from kernelformer.distill.recall_heads import best_heads, recall_scores
-
-    setting = result.setting
-    rows, used = choice_inputs(origin, texts, evaluation, result.length, RECALL_ROWS, 1, setting.seed)
-    window = window_of(student)
-    repeated = [recall_row(x["input_ids"][0], max(1, window), number) for number, x in enumerate(rows)]
-    scores = recall_scores(origin.model, repeated, names)
-    if not scores:
-        raise ValueError(
-            f"texts of {result.length} tokens are too short to repeat a passage in them beyond a window of "
-            f"{window}, so that it cannot be seen which heads find it again; give a larger --length."
-        )
-    heads = best_heads(scores, setting.recall_heads)
-    least = min(scores[name, head] for name, some in heads.items() for head in some)
-    others = max((x for (name, head), x in scores.items() if head not in heads.get(name, ())), default=0.0)
-    result.remarks.append(
-        f"{setting.recall_heads} heads that find again what is far stay exact: they give at least {least:.2f} of their "
-        f"weight to what came next in a passage that was repeated, the others at most {others:.2f}"
-    )
-    if used is not None:
-        result.texts.setdefault("chosen on", used)
-    return heads
-
-
-def _literal(name: str) -> str:
-    """A name as a pattern that fits it alone."""
-    return re.sub(r"([*?[])", r"[\1]", name)
-
-
-def _identity(source: str | Path, setting: Setting, result: ConversionResult) -> dict[str, str]:
-    """What has to be the same for a distillation to go on."""
     path = Path(source)
     files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path] if path.is_file() else []
     others = ("distill", "text", "allow_pickle", *JUDGED)
@@ -274,7 +171,8 @@ def _identity(source: str | Path, setting: Setting, result: ConversionResult) ->
     for name in ("distill", "text"):
         texts = getattr(setting, name)
         parts[name] = hash_files([texts]) if texts else ""
-    return {**parts, "model": result.model, "length": str(result.length)}
+    plan = "; ".join(f"{x.name} {x.method} {list(x.exact_heads)}" for x in conversion(student).layers)
+    return {**parts, "model": result.model, "length": str(result.length), "what stays exact": plan}
 
 
 def _write(student: Any, origin: Source, target: Path, result: ConversionResult, inputs: Batches) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kernelformer.data.texts import check_length
 from kernelformer.hf.load import Source
-from kernelformer.pipelines.convert_settings import FEATURES, ConvertSettings
+from kernelformer.pipelines.convert_settings import ConvertSettings
 from kernelformer.pipelines.convert_texts import Texts, choice_inputs, evaluation_inputs
 
 S = TypeVar("S", bound=ConvertSettings)
@@ -27,8 +27,12 @@ def with_default(setting: S, origin: Source, texts: Texts) -> tuple[S, str]:
     """
     from kernelformer.hf.propose import DECODERS, Proposal, proposal
 
+    by_others = True
+
     def compare(attentions: Sequence[str]) -> dict[str, float]:
-        return _losses(setting, origin, texts, attentions)
+        nonlocal by_others
+        losses, by_others = _losses(setting, origin, texts, attentions)
+        return losses
 
     found = proposal(
         origin.model,
@@ -39,11 +43,15 @@ def with_default(setting: S, origin: Source, texts: Texts) -> tuple[S, str]:
     if setting.features is not None and found.attention == DECODERS[0]:  # a window alone has no features
         found = Proposal(DECODERS[1], f"{DECODERS[1]}: a decoder without training, for which --features are asked")
     features = found.features if setting.features is None else setting.features
-    return replace(setting, attention=found.attention, features=features), f"no --attention was given: {found.reason}"
+    same = "" if by_others else "; by what is measured on, for want of other texts"
+    reason = f"no --attention was given: {found.reason}{same}"
+    return replace(setting, attention=found.attention, features=features), reason
 
 
-def _losses(setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str]) -> dict[str, float]:
-    """Rise of the loss of the next token with each attention, as it would be converted."""
+def _losses(
+    setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str]
+) -> tuple[dict[str, float], bool]:
+    """Rise of the loss of the next token with each attention, as it would be converted; and whether by other texts."""
     from kernelformer.distill.figures import Reference
     from kernelformer.distill.start import start_student
     from kernelformer.hf import convert, undo
@@ -51,19 +59,16 @@ def _losses(setting: ConvertSettings, origin: Source, texts: Texts, attentions: 
 
     length = check_length(origin, setting.length)
     evaluation = evaluation_inputs(origin, texts, length, setting.samples, 1, setting.seed)
-    rows, _ = choice_inputs(origin, texts, evaluation, length, ROWS + STARTS, 1, setting.seed)
+    rows, used = choice_inputs(origin, texts, evaluation, length, ROWS + STARTS, 1, setting.seed)
     reference = Reference(origin.model, rows[:ROWS], predicts=True)
     student = copy.deepcopy(origin.model)
     losses = {}
     for attention in attentions:
-        method, options = parse_method(attention)
-        size = METHODS[method].size
-        if size is None and setting.features is not None:
+        if METHODS[parse_method(attention)[0]].size is None and setting.features is not None:
             continue  # features were asked for, and it has none
-        if size is not None:
-            options[size] = setting.features or FEATURES
-        convert(student, method, **options)
+        method, options = replace(setting, attention=attention).method()
+        convert(student, method, setting.chosen(), **options)
         start_student(student, origin.model, rows[ROWS:] or rows)
         losses[attention] = reference.figure(student).loss
         undo(student)
-    return losses
+    return losses, used is not None

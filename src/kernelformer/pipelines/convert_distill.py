@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernelformer.data.passkey import number_tokens
 from kernelformer.data.repeats import Repeats
-from kernelformer.data.texts import TextRows, first_token, rows_for
+from kernelformer.data.texts import TextRows, first_token, knows_numbers, rows_for
 from kernelformer.distill.checkpoint import Checkpoint
 from kernelformer.distill.figures import Reference
 from kernelformer.distill.lora import Lora, lora_targets
@@ -21,9 +21,9 @@ from kernelformer.distill.progress import Progress, best_rate
 from kernelformer.distill.seen import Reuse
 from kernelformer.distill.train import BreakdownError, learned, learns, quick_dtype, transfer, tune
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.hf.convert import conversion, cores
+from kernelformer.hf.convert import conversion
 from kernelformer.hf.load import Source
-from kernelformer.modules import KernelCore, MixedCore
+from kernelformer.pipelines.convert_keep import window_of
 from kernelformer.pipelines.convert_settings import ConvertSettings
 from kernelformer.pipelines.convert_texts import Batches, Texts
 from kernelformer.reports.conversion_result import ConversionResult
@@ -36,6 +36,7 @@ TIMES = 4  # that what was seen of a batch serves
 HELD_OUT = 4096  # tokens, of at least 4 rows: a few texts alone would say now this and now that
 TRIALS = 0.1  # of a stage's time may go into finding a rate
 TRIAL_STEPS = 6
+REPEATS = 0.5  # of a decoder's rows have passages that come again, where nobody says
 LOOKED_AT = 16  # batches, for a text that is longer than the window
 # A few steps like larger rates than a whole stage does, so that none is tried above the usual one.
 RATES = {
@@ -85,12 +86,6 @@ def plan_stages(student: Any, setting: ConvertSettings) -> dict[str, Budget]:
     return {x: Budget(y) for x, y in (("transfer", steps), ("tune", tuned or 0)) if y}
 
 
-def window_of(student: Any) -> int:
-    """The largest window of the converted attentions; 0: they have none."""
-    linear = [x.linear if isinstance(x, MixedCore) else x for x in cores(student).values()]
-    return max((x.window or 0 for x in linear if isinstance(x, KernelCore) and x.has_near), default=0)
-
-
 def check_far(student: Any, batches: Sequence[dict[str, Tensor]]) -> None:
     """Check that texts are longer than the window: else nothing is far, and maps have nothing to learn.
 
@@ -106,11 +101,25 @@ def check_far(student: Any, batches: Sequence[dict[str, Tensor]]) -> None:
         )
 
 
-def repeats_for(origin: Source, student: Any, share: float, seed: int) -> Repeats | None:
+def check_repeats(setting: ConvertSettings, origin: Source) -> None:
+    """Check that repeated passages are asked for of a decoder.
+
+    Raises:
+        ValueError: the model is none.
+    """
+    if setting.repeats and origin.task != "causal":
+        raise ValueError(
+            f"repeats={setting.repeats:g} are for decoders, {origin.path} is a model for {origin.task!r}; leave it out."
+        )
+
+
+def repeats_for(origin: Source, student: Any, setting: ConvertSettings) -> Repeats | None:
     """Passages that come again beyond the window of a converted decoder; None for other models, and for no share."""
+    share = REPEATS if setting.repeats is None else setting.repeats
     if origin.task != "causal" or not share:
         return None
-    return Repeats(share, max(1, window_of(student)), number_tokens(origin.tokenizer, seed))
+    numbers = number_tokens(origin.tokenizer, setting.seed) if knows_numbers(origin) else []
+    return Repeats(share, max(1, window_of(student)), numbers)
 
 
 class Distillation:
@@ -140,10 +149,22 @@ class Distillation:
         self.setting: ConvertSettings = result.setting
         self.checkpoint, self.log, self.inputs = checkpoint, log, inputs
         self.rows: TextRows = rows_for(origin, texts.training, result.length)
-        self.repeats = repeats_for(origin, student, self.setting.repeats, self.setting.seed)
+        self.repeats = repeats_for(origin, student, self.setting)
+        self._say_repeats()
         self.held_out = self._held_out()
         self.lora: Lora | None = None
         self.draws: list[tuple[int, int]] = []  # rows and seed of each stage
+
+    def _say_repeats(self) -> None:
+        if self.repeats is None:
+            return
+        share, gap = self.repeats.share, self.repeats.gap
+        if self.repeats.fits(max(map(len, self.rows.rows))):
+            rows = "the rows to learn from and of those held out"
+            said = f"in {share:.0%} of {rows}, passages come again after {gap} tokens or more"
+        else:
+            said = f"rows of {self.result.length} tokens have no room for passages that come again after {gap} tokens"
+        self.result.remarks.append(said)
 
     def _held_out(self) -> Batches:
         if not self.texts.validation:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kernelformer.settings import Settings, option
+from kernelformer.settings import Settings, option, parse_layers
 
 FEATURES = 128  # or landmarks, or the rank, where nobody says
 
@@ -33,7 +34,7 @@ class ConvertSettings(Settings):
         lora_layers: patterns of the names of other layers for LoRA.
         window_dropout: share of the rows that are fitted without near tokens, so that the kernel learns those too.
         repeats: share of a decoder's rows to learn from in which passages come again beyond the window, so that it
-            learns to find them, see `Repeats`.
+            learns to find them, see `Repeats`; None: half of them.
         text: texts to measure on; None: some of ``distill`` that are left out there, or random tokens.
         length: tokens of a text; None: 256, or what the model has.
         samples: texts to measure on; windows of ``length`` tokens of joined texts for causal models.
@@ -62,7 +63,7 @@ class ConvertSettings(Settings):
     lora: int = option(0, "rank of LoRA in tuning; 0: all weights", least=0)
     lora_layers: str = option("", "patterns of names for LoRA; default: values and outputs")
     window_dropout: float = option(0.05, "share of rows fitted without their near tokens")
-    repeats: float = option(0.5, "share of a decoder's rows in which passages come again, to be found")
+    repeats: float | None = option(None, "share of a decoder's rows in which passages come again; default: 0.5")
     text: Path | None = option(None, "texts to measure on; default: some of --distill")
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
     samples: int = option(8, "texts to measure on; causal: windows", least=1)
@@ -88,8 +89,11 @@ class ConvertSettings(Settings):
         if self.lora and not self.tune and (self.minutes is None or self.tune == 0):
             raise ValueError(f"lora={self.lora} is for tuning, of which there is none; give --tune or --minutes.")
         for name in ("window_dropout", "repeats"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is a share, 0 to 1, got {getattr(self, name):g}.")
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name} is a share, 0 to 1, got {share:g}.")
+        if self.repeats and self.distill is None:
+            raise ValueError(f"repeats={self.repeats:g} need texts to learn from; give them by --distill.")
 
     def _check_minutes(self, minutes: float) -> None:
         if not minutes > 0 or minutes == float("inf"):
@@ -101,3 +105,27 @@ class ConvertSettings(Settings):
                 f"minutes={minutes:g} and steps={self.steps or 0}, tune={self.tune or 0} say the same thing; give "
                 f"one of them (0 leaves a stage out)."
             )
+
+    def method(self) -> tuple[str, dict[str, Any]]:
+        """The method that ``attention`` names, and all its options."""
+        from kernelformer.errors import positive_int
+        from kernelformer.modules import METHODS, method_options, parse_method
+
+        method, options = parse_method(self.attention)
+        size = METHODS[method].size
+        if self.features is not None and size is None:
+            raise ValueError(f"{method!r} has no number of features, got {self.features}; leave --features out.")
+        if self.features is not None and size in options:
+            raise ValueError(
+                f"--features {self.features} and {size}={options[size]} of {self.attention!r} say the same thing; "
+                f"leave one out."
+            )
+        if size is not None and size not in options:
+            options[size] = FEATURES if self.features is None else positive_int("features", self.features)
+        if self.seed and "seed" in method_options(method):
+            options.setdefault("seed", self.seed)
+        return method, options
+
+    def chosen(self) -> list[int | str] | None:
+        """Attentions that ``layers`` names; None for all."""
+        return parse_layers(self.layers) if self.layers else None

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernelformer.data.labelled_texts import read_labelled
-from kernelformer.data.passkey import DIGITS, passkeys, start_tokens, tells_numbers
-from kernelformer.data.texts import check_length, check_readable, longest, some_texts, tokens_of
+from kernelformer.data.passkey import DIGITS, passkeys, start_tokens
+from kernelformer.data.texts import check_length, check_readable, knows_numbers, longest, some_texts, tokens_of
 from kernelformer.files import read_json, write_json, write_text
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import task_of
@@ -104,6 +105,11 @@ def check_judging(origin: Source, texts: Texts, setting: JudgeSettings) -> None:
             raise ValueError(f"passkey_lengths={setting.passkey_lengths} and passkeys=0 contradict each other.")
         check_readable(origin, texts.evaluation)
         passkeys(texts.evaluation[:1], origin.tokenizer, min(setting.passkey_lengths), 1)
+        if not knows_numbers(origin):
+            raise ValueError(
+                f"passkey_lengths={setting.passkey_lengths}: the tokenizer of {origin.path} has tokens of digits that "
+                f"the model's vocabulary has not; give passkeys=0, or put the model's own tokenizer there."
+            )
     if setting.probe:
         if origin.task != "encoder":
             raise ValueError(f"a probe is for encoders, {origin.path} is one for {origin.task!r}; leave it out.")
@@ -140,7 +146,7 @@ def _figures(
 def _lengths(origin: Source, setting: JudgeSettings) -> tuple[int, ...]:
     if not setting.passkeys:
         return ()
-    if not setting.passkey_lengths and not tells_numbers(origin.tokenizer):
+    if not setting.passkey_lengths and not knows_numbers(origin):
         return ()
     limit = longest(origin)
     return setting.passkey_lengths or tuple(x for x in LENGTHS if limit is None or x <= limit)
@@ -180,9 +186,11 @@ def _samples(origin: Source, student: Any, texts: Sequence[str], setting: JudgeS
         return []
     room = PROMPT if limit is None else min(PROMPT, limit - tokens)
     samples = []
-    for number, ids in enumerate(tokens_of(texts[:PROMPTS], origin.tokenizer)):
+    first = start_tokens(origin.tokenizer)
+    begins = (x for ids in tokens_of(texts, origin.tokenizer) if (x := [*first, *ids][:room]))
+    for number, ids in enumerate(islice(begins, PROMPTS)):  # of texts that have a token
         log(f"judging: sample {number + 1}")
-        begin = torch.tensor([[*start_tokens(origin.tokenizer), *ids][:room]])
+        begin = torch.tensor([ids])
         written = {
             name: continuation(model, origin.tokenizer, begin, tokens=tokens, seed=setting.seed + number)
             for name, model in ((ORIGINAL, origin.model), (CONVERTED, student))

@@ -183,7 +183,7 @@ def model_card(result: ConversionResult, name: str) -> str:
                 f"replaced: {len(replaced)} of {len(layers)} attentions",
                 f"kept exact: {_kept(result)}",
                 *_near(options),
-                f"exact heads: {_heads(heads, result.setting.keep_heads)}",
+                f"exact heads: {_heads(result)}",
                 *_learning(result),
                 *(f"{what}: {plain(used)}" for what, used in result.texts.items()),
                 f"length of texts: at most {result.length} tokens",
@@ -224,8 +224,10 @@ def _kept(result: ConversionResult) -> str:
     reasons: dict[str, list[str]] = {}
     asked = [f"not among --layers {setting.layers}"] if setting.layers else []
     asked += [f"the output needs them most, --keep {setting.keep}"] if setting.keep else []
+    by_heads = {name for heads in result.exact_heads.values() for name in heads}
     for x in kept:
-        reasons.setdefault(x.get("reason") or " or ".join(asked), []).append(x["name"])
+        why = "all its heads are" if x["name"] in by_heads else " or ".join(asked)
+        reasons.setdefault(x.get("reason") or why, []).append(x["name"])
     parts = (f"{plain(', '.join(names))}{f' ({plain(why)})' if why else ''}" for why, names in reasons.items())
     return "; ".join(parts) or "none"
 
@@ -240,9 +242,13 @@ def _near(options: dict[str, Any]) -> list[str]:
     return [f"exact within each replaced attention: {' and '.join(near)}"]
 
 
-def _heads(heads: dict[str, Any], kept: int) -> str:
-    why = f" (the largest errors, --keep-heads {kept})" if heads and kept else ""
-    return ("; ".join(f"{plain(name)}: {', '.join(map(str, x))}" for name, x in heads.items()) or "none") + why
+def _heads(result: ConversionResult) -> str:
+    """Heads that stay exact, and why."""
+    parts = []
+    for why, heads in result.exact_heads.items():
+        named = "; ".join(f"{plain(name)}: {', '.join(map(str, x))}" for name, x in heads.items())
+        parts.append(f"{named} ({plain(why)})")
+    return "; ".join(parts) or "none"
 
 
 def _learning(result: ConversionResult) -> list[str]:

@@ -15,11 +15,12 @@ class ConversionResult:
     """What a conversion did and measured: everything that its report, its model card and its record show.
 
     Args:
-        setting: how to convert, a dataclass of plain values and paths: `pipelines.convert.Setting`.
+        setting: how to convert, a dataclass of plain values and paths: `pipelines.convert_settings.ConvertSettings`.
         source: name of the folder, or on the hub.
         model: class of the original.
         length: tokens of a text.
         conversion: see `Conversion.as_json`.
+        exact_heads: heads that stay exact, by the reason and the name of their attention.
         reports: what was measured: ``all converted`` where some were kept afterwards, ``converted``, ``distilled``.
         losses: by stage of the distillation, step by step.
         curves: by stage, looks at held-out texts: step, seconds, tokens, loss.
@@ -39,6 +40,7 @@ class ConversionResult:
     model: str
     length: int
     conversion: list[dict[str, Any]] = field(default_factory=list)
+    exact_heads: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     reports: dict[str, Any] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
     curves: dict[str, list[list[float]]] = field(default_factory=dict)

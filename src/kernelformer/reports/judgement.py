@@ -167,8 +167,9 @@ def card_section(judgement: Judgement) -> str:
     parts = [HEADING, f"Measured on {plain(judgement.measured_on)}.", table(head, rows)]
     if NEAR in judgement.figures:
         parts.append(
-            "Near tokens and the first ones are attended to exactly, the others by a kernel; each part by itself shows "
-            "what the other one is good for."
+            "Where attention was replaced, near tokens and the first ones are attended to exactly, the others by a "
+            "kernel; each part by itself shows what the other one is good for. Attentions and heads that were kept "
+            "exact are so in every column."
         )
     if judgement.recall:
         parts += [

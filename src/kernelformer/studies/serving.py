@@ -16,7 +16,7 @@ from rich.table import Table
 from kernelformer.formatting import human_bytes, human_time, short_names
 from kernelformer.measure import serving as measured
 from kernelformer.measure.harness import Figures, fill_rows, run_in_process
-from kernelformer.measure.lengths import TOKEN, contender
+from kernelformer.measure.lengths import SPARE, TOKEN, contender
 from kernelformer.measure.serving import PREFILL, Served
 from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, MOST_ROUNDS
 from kernelformer.modules.spec import parse_method
@@ -73,9 +73,10 @@ def run(
                 write_record(folder, NAME, settings, record(result))
             progress()
         log(f"{length} tokens: timing")
-        times = [row for row in rows if row.seconds is None]
-        after = [result.row(TOKEN, length, row.attention) for row in times]
-        for row, token in zip(times, after, strict=True):
+        pairs = [(row, result.row(TOKEN, length, row.attention)) for row in rows]
+        pairs = [pair for pair in pairs if any(x.seconds is None for x in pair)]  # a prefill comes before its token
+        times, after = [row for row, _ in pairs], [token for _, token in pairs]
+        for row, token in pairs:
             token.note = row.note
         _measure("time", [*times, *after], settings)
         write_record(folder, NAME, settings, record(result))
@@ -86,7 +87,7 @@ def run(
 def record(result: Result) -> dict[str, Any]:
     """Return the result as plain JSON."""
     rows = [{**asdict(row), "tokens per second": speed(result, row)} for row in result.rows]
-    return {"about": result.about, "rows": rows, "crossovers": result.crossovers()}
+    return {"about": result.about, "stretched": result.stretched, "rows": rows, "crossovers": result.crossovers()}
 
 
 def speed(result: Result, row: Row) -> float | None:
@@ -125,7 +126,7 @@ def _described(settings: ServingSettings) -> Result:
     """A result without rows; what is wrong with the model or an attention is said before anything is measured."""
     subject = _subject(settings)
     with silent_libraries():
-        model, stretched = subject.build(max(settings.lengths))
+        model, stretched = subject.build(max(settings.lengths) + SPARE)
     for name in contenders(settings):
         contender(model, name)
     name = Path(settings.model).resolve().name if settings.model else "a Llama of SmolLM2-135M's sizes"
