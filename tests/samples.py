@@ -38,6 +38,15 @@ def write_images(folder: Path, rows: int = 32, columns: int = 32, classes: int =
     return folder
 
 
+def write_series(folder: Path, length: int = 20, channels: int = 1, classes: int = 2) -> Path:
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in ROWS.items():
+        labels = np.arange(count) % classes
+        np.savez(folder / f"{split}.npz", series=rng.standard_normal((count, length, channels)), labels=labels)
+    return folder
+
+
 def write_text(path: Path, sentences: int = 400) -> Path:
     rng = np.random.default_rng(0)
     path.write_text("".join(f"{sentence(rng)}.\n" for _ in range(sentences)))
@@ -66,6 +75,8 @@ def few_samples(task: str, folder: Path, options: Mapping[str, Any]) -> dict[str
         return {"data": str(write_proteins(folder / "proteins.txt")), "length": 64}
     if task in ("grey", "images", "pixels"):
         return {"data": str(write_images(folder / "images")), "validation_samples": 2, **cache}
+    if task == "series":
+        return {"data": str(write_series(folder / "series")), "length": 64}
     if task == "text":
         data = write_rows(folder / "rows", lambda rng, i: {"text": sentence(rng), "label": i % 2})
         return {"data": str(data), "length": 64}

@@ -75,6 +75,10 @@ def batch(kind, size=2, length=9):
     ids = torch.randint(2, 13, (size, length), generator=gen)
     if kind == "image":
         return {"pixel_values": torch.randn(size, 1, 8, 12, generator=gen), "labels": torch.tensor([0, 2])}
+    if kind == "series":
+        mask = (torch.arange(length) < length - torch.tensor([[0], [3]])).long()
+        values = torch.randn(size, length, 1, generator=gen)
+        return {"values": values, "attention_mask": mask, "labels": torch.tensor([0, 2])}
     inputs = {"input_ids": ids}
     if kind == "pixel-lm":
         return {**inputs, "labels": ids}

@@ -16,6 +16,7 @@ from kernelformer.models.encoder import (
     KernelformerModel,
 )
 from kernelformer.models.seq2seq import KernelformerForConditionalGeneration
+from kernelformer.models.series import KernelformerForSeries
 from kernelformer.models.vision import KernelformerForImageClassification
 
 MODELS: dict[str, type[KernelformerPreTrainedModel]] = {
@@ -26,6 +27,7 @@ MODELS: dict[str, type[KernelformerPreTrainedModel]] = {
     "causal-lm": KernelformerForCausalLM,
     "seq2seq": KernelformerForConditionalGeneration,
     "image": KernelformerForImageClassification,
+    "series": KernelformerForSeries,
     "pixel-lm": KernelformerForPixels,
 }
 
@@ -64,6 +66,7 @@ __all__ = [
     "KernelformerForMatching",
     "KernelformerForPixels",
     "KernelformerForSequenceClassification",
+    "KernelformerForSeries",
     "KernelformerModel",
     "KernelformerPreTrainedModel",
     "register",

@@ -27,12 +27,13 @@ class Embeddings(nn.Module):
     Args:
         config: of the model.
         positions: ``sinusoidal``, ``learned``, ``image`` or ``none``.
+        tokens: False where vectors are always given instead: there is no table of tokens then.
     """
 
-    def __init__(self, config: KernelformerConfig, positions: str) -> None:
+    def __init__(self, config: KernelformerConfig, positions: str, tokens: bool = True) -> None:
         super().__init__()
         self.positions = positions
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size) if tokens else nn.Identity()
         self.scale = config.hidden_size**0.5
         self.places = nn.ModuleList()
         self.sizes = [config.max_position_embeddings]

@@ -48,12 +48,13 @@ class KernelformerModel(KernelformerPreTrainedModel):
     Args:
         config: of the model.
         first_token: whether a learned vector goes in front of every sequence; its output comes first.
+        tokens: False where ``inputs_embeds`` are always given: there is no table of tokens then.
     """
 
-    def __init__(self, config: KernelformerConfig, first_token: bool = False) -> None:
+    def __init__(self, config: KernelformerConfig, first_token: bool = False, tokens: bool = True) -> None:
         super().__init__(config)
         specs = config.encoder_specs
-        self.embeddings = Embeddings(config, choose_positions(config, specs))
+        self.embeddings = Embeddings(config, choose_positions(config, specs), tokens)
         self.first = FirstToken(config.hidden_size) if first_token else None
         self.stack = Stack(
             config, specs, causal=False, length=config.max_position_embeddings, num_prefix=int(first_token)
@@ -67,7 +68,7 @@ class KernelformerModel(KernelformerPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Set another table of tokens."""
-        self.embeddings.tokens = value  # type: ignore[assignment]
+        self.embeddings.tokens = value
 
     @can_return_tuple
     def forward(

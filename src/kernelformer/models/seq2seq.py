@@ -63,8 +63,8 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Set another table of tokens."""
-        self.encoder.embeddings.tokens = value  # type: ignore[assignment]
-        self.embeddings.tokens = value  # type: ignore[assignment]
+        self.encoder.embeddings.tokens = value
+        self.embeddings.tokens = value
 
     def get_output_embeddings(self) -> nn.Module:
         """The last layer, tied to the tokens unless the configuration says otherwise."""

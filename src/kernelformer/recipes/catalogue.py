@@ -110,6 +110,27 @@ RECIPES: dict[str, Recipe] = {
             )
         },
     ),
+    "series": Recipe(
+        "class or number of a real-valued sequence: sensors, audio, genomes; --data in npz or the UCR archive's layout",
+        "a size for a CPU: 2 layers of 64, sequences of up to 1024 moments",
+        {
+            CPU: partial(
+                Run,
+                task="series",
+                attention="favor+:num_features=64",
+                model={"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128},
+                steps=600,
+                batch_size=16,
+                learning_rate=1e-3,
+                warmup_steps=50,
+                schedule="cosine",
+                redraw=100,
+                eval_every=100,
+                save_every=100,
+            )
+        },
+        {CPU: (*FEW, "nprf:num_features=64:relative=1d:max_distance=64")},
+    ),
     "demo": Recipe(
         "byte-level language model of the Python standard library, in less than a minute for each attention",
         "what `make demo` compares: `bytes` with shorter samples and fewer steps",

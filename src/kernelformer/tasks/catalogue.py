@@ -20,6 +20,7 @@ from kernelformer.tasks.proteins import MaskedProteins, Proteins
 from kernelformer.tasks.recall import Recall
 from kernelformer.tasks.retrieval import Retrieval
 from kernelformer.tasks.sentences import Sentences
+from kernelformer.tasks.series import RealSeries
 from kernelformer.tasks.sparsity import Sparsity
 from kernelformer.tasks.text import Text
 from kernelformer.tasks.translation import Translation
@@ -40,6 +41,7 @@ TASKS: dict[str, type[Task]] = {
         Recall,
         Retrieval,
         Sentences,
+        RealSeries,
         Sparsity,
         Text,
         Translation,

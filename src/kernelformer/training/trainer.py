@@ -187,9 +187,10 @@ class RunTrainer(TaskTrainer):
             return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """The trainer's; it counts tokens without padding, of images their patches."""
+        """The trainer's; it counts tokens without padding, of images their patches, of series their moments."""
         given, mask = inputs[self.network.main_input_name], inputs.get("attention_mask")
-        size = given.numel() if mask is None else mask.sum()  # a tensor: reading it would wait for the device
+        plain = given if given.dim() < 3 else given[..., 0]
+        size = plain.numel() if mask is None else mask.sum()  # a tensor: reading it would wait for the device
         patches = getattr(self.network, "tokens_per_image", None)
         self._pending += size if patches is None else len(given) * patches
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
