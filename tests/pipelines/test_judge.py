@@ -22,8 +22,10 @@ from kernelformer.hf import convert  # noqa: E402
 from kernelformer.hf.licence import licence_of  # noqa: E402
 from kernelformer.pipelines import convert as converting  # noqa: E402
 from kernelformer.pipelines import convert_keep  # noqa: E402
+from kernelformer.pipelines import judge as judge_pipeline  # noqa: E402
 from kernelformer.pipelines.convert_settings import ConvertSettings as Setting  # noqa: E402
 from kernelformer.reports import conversion as conversion_report  # noqa: E402
+from kernelformer.reports.judgement import Recall  # noqa: E402
 from kernelformer.reports.markdown import put_section  # noqa: E402
 from tiny_models import tiny, tokens  # noqa: E402
 
@@ -223,6 +225,20 @@ def test_two_choices_of_heads_do_not_keep_all_of_them(decoder, text, tmp_path, m
     setting = Setting(text=text, attention="favor+:window=4", recall_heads=4, keep_heads=4, **QUIET)
     with pytest.raises(ValueError, match="8 heads were converted, so that at most 7 can be kept exact, got 8"):
         converting.run(decoder, tmp_path / "d", setting)
+
+
+def test_a_model_that_forgets_is_told_what_to_do():
+    def recall(*right):
+        names = (ORIGINAL, CONVERTED, NEAR)
+        rows = zip(names, right, strict=False)
+        return [Recall(512, name, (100,) * 4, tuple(i < x for i in range(4)), (-1.0,) * 4) for name, x in rows]
+
+    (said,) = judge_pipeline._lost([*recall(4, 1, 0), *recall(4, 2, 0)])
+    assert said.startswith("3 of 8 hidden numbers were found, by the original 8: ")
+    assert said.endswith("--recall-heads")
+    assert judge_pipeline._lost([*recall(4, 1, 0), *recall(4, 3, 0)]) == []
+    assert judge_pipeline._lost(recall(0, 0, 0)) == []
+    assert judge_pipeline._lost([]) == []
 
 
 def test_texts_without_a_token_are_no_beginnings(decoder, text, tmp_path):

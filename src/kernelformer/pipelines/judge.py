@@ -71,6 +71,7 @@ def judge(
             reach = max(lengths, default=PROMPT)
             chosen, _ = some_texts(texts.evaluation, origin.tokenizer, reach, rows, setting.seed, origin.task)
             result.recall = _recall(origin, student, chosen, lengths, setting, log)
+            result.remarks += _lost(result.recall)
             result.samples = _samples(origin, student, chosen, setting, log)
         if setting.probe:
             log("judging: probe")
@@ -173,6 +174,20 @@ def _recall(
             scores = tuple(float(x.sum()) / DIGITS for x, _ in answers)
             result.append(Recall(length, name, tuple(x.distance for x in rows), tuple(x for _, x in answers), scores))
     return result
+
+
+def _lost(recall: Sequence[Recall]) -> list[str]:
+    """What to do where the converted model finds less than half of what the original finds."""
+    from kernelformer.distill.parts import CONVERTED, ORIGINAL
+
+    found = {name: sum(sum(x.right) for x in recall if x.model == name) for name in (ORIGINAL, CONVERTED)}
+    if 2 * found[CONVERTED] >= found[ORIGINAL]:
+        return []
+    total = sum(len(x.right) for x in recall if x.model == ORIGINAL)
+    return [
+        f"{found[CONVERTED]} of {total} hidden numbers were found, by the original {found[ORIGINAL]}: where such "
+        f"details matter, keep the heads that recall exact, by convert --recall-heads"
+    ]
 
 
 def _samples(origin: Source, student: Any, texts: Sequence[str], setting: JudgeSettings, log: Log) -> list[Sample]:

@@ -254,7 +254,8 @@ def _heads(result: ConversionResult) -> str:
 def _learning(result: ConversionResult) -> list[str]:
     lora = result.setting.lora
     stages = {"transfer": "attention transfer", "tune": f"LoRA of rank {lora}" if lora else "tuning of all weights"}
-    rows = "windows" if any(x.windows is not None for x in result.texts.values()) else "texts"
+    rows = "window" if any(x.windows is not None for x in result.texts.values()) else "text"
+    rows += "s" * (result.setting.batch > 1)
     lines = [
         f"{stages.get(x, x)}: {len(losses)} steps of {result.setting.batch} {rows}, "
         f"loss {losses[0]:.4g} to {losses[-1]:.4g}{_held_out(result, x)}"
