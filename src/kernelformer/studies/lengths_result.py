@@ -224,6 +224,12 @@ def picture(result: Result, path: Path) -> None:
 
 def _panel(axis: Any, result: Result, kind: str, what: str, styles: dict[str, dict[str, Any]]) -> None:
     show = human_time if what == "seconds" else human_bytes
+    words = {"seconds": "time", "peak": "cache" if kind == TOKEN else "peak memory beyond the weights"}
+    axis.set_title(f"{words[what]}, {kind}", size=10)
+    if not any(result.curve(kind, name, what) for name in styles):
+        axis.axis("off")
+        axis.text(0.5, 0.5, "not measured", ha="center", color="grey", transform=axis.transAxes)
+        return
     for name, style_of_line in styles.items():
         curve = result.curve(kind, name, what)
         if curve:
@@ -242,8 +248,6 @@ def _panel(axis: Any, result: Result, kind: str, what: str, styles: dict[str, di
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda y, _: show(y))
     axis.set_xlabel("context, tokens" if kind == TOKEN else "tokens")
-    words = {"seconds": "time", "peak": "cache" if kind == TOKEN else "peak memory beyond the weights"}
-    axis.set_title(f"{words[what]}, {kind}", size=10)
     axis.grid(True, alpha=0.15)
     for x in result.crossovers():
         at = x[what]
