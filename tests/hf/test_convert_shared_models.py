@@ -159,13 +159,14 @@ def test_weights_that_belong_to_no_converted_model_are_not_removed(name, tmp_pat
 def test_another_model_of_the_same_size_is_not_taken_for_the_one_before(tmp_path):
     path, setting = tmp_path / "model.safetensors", Setting()
     found = converting.ConversionResult(setting, "m", "BertModel", 8)
+    student = convert(tiny("BertModel"), "elu")
     path.write_bytes(b"one")
     os.utime(path, ns=(10**18, 10**18))
-    first = converting._identity(tmp_path, setting, found)
-    assert converting._identity(tmp_path, setting, found) == first
+    first = converting._identity(tmp_path, setting, found, student)
+    assert converting._identity(tmp_path, setting, found, student) == first
     path.write_bytes(b"two")
     os.utime(path, ns=(10**18, 10**18 + 1000))
-    assert converting._identity(tmp_path, setting, found)["source"] != first["source"]
+    assert converting._identity(tmp_path, setting, found, student)["source"] != first["source"]
 
 
 def test_texts_that_are_measured_on_are_not_learned_from_by_content(tmp_path):

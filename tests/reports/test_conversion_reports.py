@@ -158,7 +158,7 @@ def test_a_causal_model_says_windows(decoder, text, tmp_path):
     assert report["texts"]["learned from"]["windows"] == 2
     sentence = f"measured on 3 windows of 8 tokens from {used['texts']} of 20 texts of some.txt"
     assert sentence in said
-    assert "attention transfer: 2 steps of 1 windows" in (tmp_path / "d" / "README.md").read_text()
+    assert "attention transfer: 2 steps of 1 window," in (tmp_path / "d" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("kind", ["MPNetModel", "BertModel", "LlamaForCausalLM", "T5ForConditionalGeneration"])
