@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernelformer.data.texts import tokens_of
 from kernelformer.errors import positive_int
+from kernelformer.hf.load import Source
 
 DIGITS = 5
 SENTENCE = "\nThe pass key is {key}.\n"
@@ -116,6 +117,12 @@ def number_tokens(tokenizer: Any, seed: int = 0) -> list[list[int]]:
     drawn = torch.randint(10**DIGITS, (NUMBERS,), generator=torch.Generator().manual_seed(seed)).tolist()
     ids: list[list[int]] = tokenizer([f" {x:0{DIGITS}d}" for x in drawn], add_special_tokens=False)["input_ids"]
     return ids
+
+
+def knows_numbers(source: Source) -> bool:
+    """Whether a model has different tokens for different numbers, all of them in its vocabulary."""
+    tokens = number_tokens(source.tokenizer)
+    return bool(tokens) and max(map(max, tokens)) < source.model.config.get_text_config().vocab_size
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

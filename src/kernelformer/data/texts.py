@@ -296,14 +296,6 @@ def check_readable(source: Source, texts: Sequence[str]) -> None:
         )
 
 
-def knows_numbers(source: Source) -> bool:
-    """Whether a model has different tokens for different numbers, all of them in its vocabulary."""
-    from kernelformer.data.passkey import number_tokens  # which reads texts, too
-
-    tokens = number_tokens(source.tokenizer)
-    return bool(tokens) and max(map(max, tokens)) < source.model.config.get_text_config().vocab_size
-
-
 def first_token(source: Source) -> int:
     """Token that a decoder begins with."""
     return getattr(source.model.config, "decoder_start_token_id", None) or 0

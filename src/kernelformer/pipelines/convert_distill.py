@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kernelformer.data.passkey import number_tokens
+from kernelformer.data.passkey import knows_numbers, number_tokens
 from kernelformer.data.repeats import Repeats
-from kernelformer.data.texts import TextRows, first_token, knows_numbers, rows_for
+from kernelformer.data.texts import TextRows, first_token, rows_for
 from kernelformer.distill.checkpoint import Checkpoint
 from kernelformer.distill.figures import Reference
 from kernelformer.distill.lora import Lora, lora_targets

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from kernelformer.data.labelled_texts import read_labelled
-from kernelformer.data.passkey import DIGITS, passkeys, start_tokens
-from kernelformer.data.texts import check_length, check_readable, knows_numbers, longest, some_texts, tokens_of
+from kernelformer.data.passkey import DIGITS, knows_numbers, passkeys, start_tokens
+from kernelformer.data.texts import check_length, check_readable, longest, some_texts, tokens_of
 from kernelformer.files import read_json, write_json, write_text
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import task_of

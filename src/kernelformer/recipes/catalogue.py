@@ -129,7 +129,7 @@ RECIPES: dict[str, Recipe] = {
                 save_every=100,
             )
         },
-        {CPU: (*FEW, "nprf:num_features=64:relative=1d:max_distance=64")},
+        {CPU: (*FEW, BIASED)},
     ),
     "demo": Recipe(
         "byte-level language model of the Python standard library, in less than a minute for each attention",
