@@ -12,6 +12,7 @@ import kernelformer
 ROOT = Path(kernelformer.__file__).parent
 ORDER = [
     {"cli"},
+    {"evidence"},
     {"pipelines", "studies"},
     {"recipes", "reports", "measure"},
     {"training"},
@@ -36,6 +37,7 @@ ORDER = [
         "commands",
         "limits",
         "settings",
+        "timing",
     },
 ]
 LEVEL = {name: index for index, names in enumerate(ORDER) for name in names}

@@ -13,7 +13,7 @@ from kernelformer.cli import advise as advising
 from kernelformer.cli import bench as benchmark
 from kernelformer.cli import convert as converting
 from kernelformer.cli import judge as judging
-from kernelformer.cli import pictures, results, studies, training
+from kernelformer.cli import pictures, reproduce, results, studies, training
 from kernelformer.cli import translate as translating
 from kernelformer.cli.common import console, plain_errors
 from kernelformer.errors import choice
@@ -33,6 +33,7 @@ app.command()(converting.convert)
 app.command()(judging.judge)
 app.command("continue")(converting.continue_)
 app.command()(training.demo)
+app.command()(reproduce.reproduce)
 app.command()(results.results)
 app.command()(benchmark.bench)
 app.command()(pictures.attention)

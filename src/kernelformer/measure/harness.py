@@ -26,6 +26,7 @@ from kernelformer.errors import WorkerError
 from kernelformer.formatting import human_time
 from kernelformer.measure.settings import HEAPS, MOST_ROUNDS, PASSES
 from kernelformer.subprocesses import finished
+from kernelformer.timing import taking_timings
 
 Figures = dict[str, Any]  # of one contender: seconds and rounds, or peak, or the problem that it had
 
@@ -114,7 +115,7 @@ def time_rounds(steps: Mapping[str, Step], rounds: int, budget: float) -> dict[s
         ``seconds`` and ``rounds`` of each step, or the ``problem`` of one that fails: the others are still timed.
     """
     problems: dict[str, Figures] = {}
-    with _no_collection():
+    with taking_timings(), _no_collection():
         for name, step in steps.items():
             try:
                 step.seconds()
@@ -168,7 +169,7 @@ def peak_memory(steps: Mapping[str, Step]) -> dict[str, int]:
     The caller has run something small before, so that libraries, threads and their buffers are there.
     """
     peaks = {}
-    with _no_collection():
+    with taking_timings(), _no_collection():
         before = reset_peak()
         for name, step in steps.items():
             step.run()

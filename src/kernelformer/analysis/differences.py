@@ -1,0 +1,87 @@
+"""Means over seeds with their standard errors, and when two of them differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+
+# Two-sided 95% quantiles of Student's t by degrees of freedom; beyond the last one 2 is on the safe side.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09}
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds, and the squared standard errors of its two sources of chance.
+
+    Args:
+        value: the mean.
+        count: seeds.
+        of_seeds: squared standard error over seeds: variance / count; NaN for one seed.
+        of_samples: squared standard error over validation samples. All seeds have the same samples, so it does not fall
+            with their number; 0 where nobody knows it.
+    """
+
+    value: float
+    count: int
+    of_seeds: float
+    of_samples: float
+
+    @property
+    def error(self) -> float:
+        """Standard error of both sources together."""
+        return math.sqrt(self.of_seeds + self.of_samples)
+
+
+def mean_over_seeds(values: Sequence[float], sample_errors: Sequence[float] = ()) -> Mean:
+    """The mean of a value over seeds.
+
+    Args:
+        values: one a seed.
+        sample_errors: standard errors of each over validation samples, where they are known.
+    """
+    of_seeds = variance(values) / len(values) if len(values) > 1 else math.nan
+    known = [x * x for x in sample_errors if math.isfinite(x)]
+    return Mean(fmean(values), len(values), of_seeds, fmean(known) if known else 0.0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of two means, its standard error, and how many of these it takes to tell it from 0.
+
+    Args:
+        value: first minus second.
+        error: standard error, of both means, seeds and samples.
+        needed: errors that it takes: the larger of 2 and Student's 95% quantile.
+    """
+
+    value: float
+    error: float
+    needed: float
+
+    @property
+    def bound(self) -> float:
+        """Half the width of the interval that the true difference is in, in 95 of 100 cases."""
+        return self.needed * self.error
+
+
+def difference(first: Mean, second: Mean) -> Difference:
+    """First minus second, by Welch: nothing is assumed of equal spreads.
+
+        error^2 = s_1^2 / n_1 + s_2^2 / n_2 + e_1^2 + e_2^2
+        df      = error^4 / sum_i (s_i^2 / n_i)^2 / (n_i - 1)          (Satterthwaite)
+
+    The samples are the same for both, so that their errors partly cancel: what is said here is on the safe side.
+    """
+    squared = first.of_seeds + first.of_samples + second.of_seeds + second.of_samples
+    if not math.isfinite(squared):
+        return Difference(first.value - second.value, math.nan, math.inf)
+    below = sum(x.of_seeds**2 / (x.count - 1) for x in (first, second))
+    return Difference(first.value - second.value, math.sqrt(squared), quantile(squared**2 / below if below else 1e9))
+
+
+def quantile(freedom: float) -> float:
+    """The larger of 2 and Student's two-sided 95% quantile; between the rows of its table the larger one."""
+    known = [count for count in _T if count <= freedom]
+    return max(2.0, _T[max(known)]) if known and freedom <= 30 else 2.0 if freedom > 30 else _T[1]

@@ -1,0 +1,112 @@
+"""``kernelformer reproduce``."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from kernelformer.cli.common import console, plain_errors, progress_bar, say
+from kernelformer.cli.resuming import goes_on
+
+if TYPE_CHECKING:
+    from kernelformer.evidence.base import Item
+    from kernelformer.evidence.queue import Place
+
+
+def reproduce(
+    items: Annotated[list[str] | None, typer.Argument(help="names of --list; default: all, in their order")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="show the items, how far they are, and stop")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="every item in seconds, on made-up data: does all of it run?")
+    ] = False,
+    hours: Annotated[float | None, typer.Option(min=0.0, help="stop after so many; default: when all is done")] = None,
+    page: Annotated[bool, typer.Option("--page", help="write the ledger from what is on record, and stop")] = False,
+    data: Annotated[
+        Path, typer.Option(help="folder with a folder for each data set: imdb, enwik8, cifar10, ... (docs/evidence.md)")
+    ] = Path("data"),
+    records: Annotated[Path, typer.Option(help="folder of the records and the ledger")] = Path("results/evidence"),
+    out: Annotated[Path, typer.Option(help="folder of the runs, to go on with")] = Path("out/reproduce"),
+) -> None:
+    """Measure what the papers claim, item by item, and write the ledger of claims, figures and verdicts.
+
+    Two runs of one thread go side by side; nothing that is on record is run again, and a stopped queue goes on where
+    it was.
+    """
+    from kernelformer.evidence.items import find_items
+    from kernelformer.evidence.queue import Place
+
+    with plain_errors(goes_on):
+        chosen = find_items(items or [])
+        place = Place(data, out, records)
+        if list_:
+            console.print(_listing(chosen, place))
+        elif quick:
+            _quick(chosen)
+        elif page:
+            _write_page(records)
+        else:
+            _run(chosen, place, hours)
+
+
+def _listing(items: list[Item], place: Place) -> Table:
+    from kernelformer.evidence.queue import missing_data
+    from kernelformer.evidence.records import left
+
+    table = Table("item", "paper", "stands for", "jobs left", "core hours", "data that is missing")
+    table.columns[0].no_wrap = True
+    for item in items:
+        jobs = left(item, place.records)
+        missing = dict.fromkeys(name for job in jobs for name in missing_data(job, place.data))
+        whole = f"{len(jobs)} of {len(item.jobs())}"
+        table.add_row(item.name, item.paper, item.where, whole, f"{item.hours:g}", ", ".join(missing))
+    return table
+
+
+def _run(items: list[Item], place: Place, hours: float | None) -> None:
+    from kernelformer.evidence.queue import missing_data, pending, run_queue
+    from kernelformer.evidence.records import left
+
+    for item in items:
+        missing = dict.fromkeys(name for job in left(item, place.records) for name in missing_data(job, place.data))
+        if missing:
+            console.print(f"{item.name} is left out: {place.data} has no {', '.join(missing)}; see docs/evidence.md")
+    with progress_bar() as progress:
+        bar = progress.add_task("", total=len(pending(items, place)))
+        failed = run_queue(
+            items,
+            place,
+            hours=hours,
+            log=lambda text: say(progress, bar, text),
+            progress=lambda: progress.advance(bar),
+        )
+    _write_page(place.records)
+    for line in failed:
+        console.print(f"failed: {line}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _quick(items: list[Item]) -> None:
+    from kernelformer.evidence.queue import Place, run_here
+    from kernelformer.evidence.quick import make_data, shrunk
+
+    with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
+        place = Place(Path(folder) / "data", Path(folder) / "out", Path(folder) / "records")
+        make_data(place.data)
+        small = [shrunk(item) for item in items]
+        bar = progress.add_task("", total=sum(len(item.jobs()) for item in small))
+        count = run_here(small, place, lambda text: say(progress, bar, text), lambda: progress.advance(bar))
+        _write_page(place.records, shown=False)
+    console.print(f"all {count} jobs of {len(items)} items ran, in the smallest size; nothing was put on record")
+
+
+def _write_page(records: Path, shown: bool = True) -> None:
+    from kernelformer.evidence.ledger import write_ledger
+
+    for path in write_ledger(records):
+        if shown:
+            console.print(f"written: {path}")

@@ -1,0 +1,43 @@
+"""Items of evidence by name, in the order in which the queue runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kernelformer.errors import unknown
+from kernelformer.evidence.base import Item
+from kernelformer.evidence.items.beyond import RECALL
+from kernelformer.evidence.items.learned_kernels import EIGENVALUES, REVIEW_SENTENCES, SNLI, SPARSITY, VARIANCE
+from kernelformer.evidence.items.performer import PROTEINS, REDRAWING
+from kernelformer.evidence.items.relative import CIFAR, ENWIK8, MAPS_ITEM, NORMALIZED, TRANSLATION
+from kernelformer.evidence.items.skyformer import ARENA, STABILITY
+
+# What says most for its time comes first.
+ITEMS: dict[str, Item] = {
+    item.name: item
+    for item in (
+        VARIANCE,
+        EIGENVALUES,
+        STABILITY,
+        ENWIK8,
+        SPARSITY,
+        SNLI,
+        REVIEW_SENTENCES,
+        RECALL,
+        REDRAWING,
+        MAPS_ITEM,
+        NORMALIZED,
+        CIFAR,
+        *ARENA,
+        PROTEINS,
+        TRANSLATION,
+    )
+}
+
+
+def find_items(names: Sequence[str]) -> list[Item]:
+    """Items by their names; all of them where none is named."""
+    for name in names:
+        if name not in ITEMS:
+            raise unknown("item", name, ITEMS)
+    return [ITEMS[name] for name in names or ITEMS]

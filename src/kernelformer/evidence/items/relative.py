@@ -1,0 +1,218 @@
+"""NPRF with RPE (2106.12566): language models, maps on unit vectors, conversion, translation, images."""
+
+from __future__ import annotations
+
+from kernelformer.evidence.base import Claim, Item, StudyPart, Training
+from kernelformer.evidence.rules import Above, Alike, All
+from kernelformer.evidence.study_rules import SmallerCost, conversion_cost
+
+PAPER = "NPRF with RPE"
+BIAS = ":relative=1d:max_distance=64"
+NPRF = f"nprf:num_features=64:draw=iid{BIAS}"
+BIASED_SOFTMAX = f"softmax{BIAS}"
+NEAR_FAR = "favor+:num_features=64:window=32:sinks=4:rotary=True"
+LOCAL = "local:window=32:sinks=4:rotary=True"
+BYTES = {
+    "task.data": "data:enwik8/enwik8",
+    "task.length": 256,
+    "task.validation_samples": 256,
+    "batch_size": 8,
+    "steps": 1000,
+    "warmup_steps": 100,
+    "eval_every": 250,
+}
+BITS = "bits per byte"
+ENWIK8 = Item(
+    "enwik8",
+    PAPER,
+    "Table 2",
+    "Language models of Wikipedia by bytes: softmax, linear attentions, and NPRF with relative positions; beyond the "
+    "paper the same positions for softmax, rotary ones, and near tokens exactly",
+    "enwik8 by bytes instead of WikiText-103 by words, 2 layers of 96 instead of 6 of 512, 1,000 steps of 8 x 256 "
+    "bytes instead of 150,000 of 64 x 512",
+    (
+        Training(
+            "main",
+            "rotary",
+            (
+                "softmax",
+                "elu",
+                "rfa:num_features=64",
+                NPRF,
+                BIASED_SOFTMAX,
+                "softmax:rotary=True",
+                "favor+:num_features=64:rotary=True",
+                NEAR_FAR,
+                LOCAL,
+            ),
+            BYTES,
+        ),
+    ),
+    (
+        Claim(
+            "NPRF with RPE beats softmax attention",
+            "perplexity 30.6 against 33.0",
+            Above(NPRF, "softmax", name=BITS, below=True),
+        ),
+        Claim(
+            "It beats the Linear Transformer and random feature attention (TRF)",
+            "30.6 against 38.4 and 33.6",
+            All([Above(NPRF, x, name=BITS, below=True) for x in ("elu", "rfa:num_features=64")]),
+        ),
+        Claim(
+            "It is the kernel, not the relative positions, that does it: NPRF beats softmax with the same positions",
+            "not compared in the paper",
+            Above(NPRF, BIASED_SOFTMAX, name=BITS, below=True),
+        ),
+        Claim(
+            "A kernel on what is far adds to a window of near tokens",
+            "not in the papers",
+            Above(NEAR_FAR, LOCAL, name=BITS, below=True),
+        ),
+    ),
+    0.9,
+    unit=BITS,
+)
+
+MAPS = {
+    "positive": NPRF,
+    "orthogonal": f"nprf:num_features=64:draw=orthogonal{BIAS}",
+    "sphere": f"favor+regularized:num_features=64:normalize_qk=True{BIAS}",
+    "trigonometric": f"trigonometric:num_features=32:normalize_qk=True{BIAS}",
+}
+MAPS_ITEM = Item(
+    "maps",
+    PAPER,
+    "Fig. 3b",
+    "Feature maps on unit vectors with relative positions: positive, orthogonal positive, on a sphere, trigonometric",
+    "bytes of enwik8 instead of translation; 1,000 steps of 8 x 256; 64 features each",
+    (Training("main", "rotary", tuple(MAPS.values()), BYTES),),
+    (
+        Claim(
+            "Positive and trigonometric maps are alike on unit vectors",
+            "Fig. 3b: BLEU within 0.3",
+            Alike(MAPS["positive"], MAPS["trigonometric"], name=BITS, margin=0.03),
+        ),
+        Claim(
+            "Orthogonal draws and those on a sphere change little",
+            "Fig. 3b: BLEU within 0.3",
+            All([Alike(MAPS["positive"], MAPS[x], name=BITS, margin=0.03) for x in ("orthogonal", "sphere")]),
+        ),
+    ),
+    0.5,
+    unit=BITS,
+)
+
+NORMALIZED = Item(
+    "normalized",
+    PAPER,
+    "Fig. 2",
+    "Standard and normalized softmax models, with and without relative positions, made linear without fine-tuning",
+    "bytes of enwik8, 2 layers of 128, 400 steps, three training seeds instead of five draws of one translation model",
+    tuple(
+        StudyPart(
+            f"seed {seed}",
+            "normalized",
+            {"data": "data:enwik8/enwik8", "steps": 400, "features": (16, 64, 256), "draws": 3, "seed": seed},
+        )
+        for seed in range(3)
+    ),
+    (
+        Claim(
+            "Normalized models lose next to nothing when their softmax is replaced by positive features, standard ones "
+            "a lot",
+            "Fig. 2: BLEU falls by 1 to 30 points for standard, by less than 1 for normalized models",
+            SmallerCost(
+                ("seed 0", "seed 1", "seed 2"),
+                conversion_cost("normalized", 64),
+                conversion_cost("standard", 64),
+                ("the loss of the normalized model with 64 features", "that of the standard one"),
+                "bits per byte",
+            ),
+        ),
+    ),
+    0.7,
+    unit=BITS,
+)
+
+PAIRS = (
+    "softmax",
+    "softmax > favor+:num_features=24:draw=iid",
+    "favor+:num_features=16:draw=iid > softmax",
+    "favor+:num_features=16:draw=iid > favor+:num_features=24:draw=iid",
+    f"nprf:num_features=16:draw=iid{BIAS} > nprf:num_features=24:draw=iid{BIAS}",
+)
+TRANSLATION = Item(
+    "translation",
+    PAPER,
+    "Table 3, Fig. 3a",
+    "English-German translation, softmax or kernels in encoder and decoder",
+    "29,295 verses of the Bible of up to 40 tokens, 2 + 2 layers of 128 instead of 6 + 6 of 512, 6,000 steps instead "
+    "of 50,000",
+    (
+        Training(
+            "main",
+            "rpe-translation",
+            PAIRS,
+            {
+                "task.data": "data:bible-en-de",
+                "task.source": "en",
+                "task.target": "de",
+                "task.bleu_samples": 1000,
+                "steps": 6000,
+                "warmup_steps": 300,
+                "learning_rate": 2e-3,
+                "eval_every": 1000,
+            },
+        ),
+    ),
+    (
+        Claim(
+            "A kernel in the decoder costs nothing",
+            "en-de 29.3 against 29.2",
+            Alike(PAIRS[1], PAIRS[0], name="BLEU", margin=0.5),
+        ),
+        Claim("A kernel in the encoder costs BLEU", "27.6 against 29.3", Above(PAIRS[3], PAIRS[1], below=True)),
+        Claim("NPRF with RPE has the BLEU of softmax", "29.4 against 29.2", Alike(PAIRS[4], PAIRS[0], margin=0.5)),
+    ),
+    14.0,
+    unit="BLEU",
+)
+
+GRID = "nprf:num_features=32:draw=iid:relative=2d"
+CIFAR = Item(
+    "cifar",
+    PAPER,
+    "Table 4",
+    "Images in 64 patches: softmax, NPRF without and with relative positions on the grid",
+    "CIFAR-10 instead of ImageNet, 3 layers of 96 instead of DeiT-base, 1,500 steps of 32 instead of 450 epochs",
+    (
+        Training(
+            "main",
+            "rpe-imagenet",
+            (
+                "softmax",
+                "softmax:relative=2d",
+                "nprf:num_features=32:draw=iid",
+                GRID,
+                "favor+:num_features=32:draw=iid",
+            ),
+            {"task.data": "data:cifar10", "steps": 1500, "task.validation_samples": 2000, "eval_every": 500},
+        ),
+    ),
+    (
+        Claim(
+            "Relative positions make NPRF better",
+            "80.9 against 77.1% (top 1)",
+            Above(GRID, "nprf:num_features=32:draw=iid", name="accuracy", scale=100),
+        ),
+        Claim(
+            "NPRF with RPE is about as good as softmax",
+            "80.9 against 81.2%",
+            Alike(GRID, "softmax", name="accuracy", scale=100, margin=0.01),
+        ),
+    ),
+    1.2,
+    unit="accuracy",
+)
+RELATIVE = (ENWIK8, MAPS_ITEM, NORMALIZED, CIFAR, TRANSLATION)

@@ -1,0 +1,105 @@
+"""The ledger: for every item of the papers what is claimed, what came out here, at which size, and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, PAPERS, SUPPORTS, Claim, Finding, Item
+from kernelformer.evidence.items import ITEMS
+from kernelformer.evidence.ledger_page import page_text
+from kernelformer.evidence.outside import OUTSIDE
+from kernelformer.evidence.records import current, read_jobs
+from kernelformer.files import write_text
+from kernelformer.reports.markdown import plain, table
+
+PAGE, SUMMARY = "ledger.html", "README.md"
+VERDICTS = (SUPPORTS, CONTRADICTS, OPEN, MISSING_RESULT)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An item with what is on record of it and what that says of its claims.
+
+    Args:
+        item: as it is now.
+        entries: jobs on record of the item as it is now.
+        findings: one for each of its claims.
+    """
+
+    item: Item
+    entries: Sequence[Mapping[str, Any]]
+    findings: Sequence[Finding]
+
+    @property
+    def claims(self) -> list[tuple[Claim, Finding]]:
+        """Claims with their findings."""
+        return list(zip(self.item.claims, self.findings, strict=True))
+
+    @property
+    def progress(self) -> str:
+        """How many of its jobs are on record."""
+        return f"{len(self.entries)} of {len(self.item.jobs())} jobs"
+
+
+def judge(item: Item, records: Path) -> Judged:
+    """Judge all claims of an item by what is on record."""
+    entries = current(item, read_jobs(records, item))
+    return Judged(item, entries, [claim.rule(entries) for claim in item.claims])
+
+
+def write_ledger(records: Path) -> list[Path]:
+    """Write ``ledger.html``, with pictures, and ``README.md``, in short, into the folder of the records."""
+    judged = [judge(item, records) for item in ITEMS.values()]
+    records.mkdir(parents=True, exist_ok=True)
+    write_text(records / PAGE, page_text(judged, OUTSIDE))
+    write_text(records / SUMMARY, summary_text(judged))
+    return [records / PAGE, records / SUMMARY]
+
+
+def counts(judged: Sequence[Judged]) -> dict[str, int]:
+    """How many claims have which verdict."""
+    verdicts = [finding.verdict for x in judged for finding in x.findings]
+    return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+
+
+def summary_text(judged: Sequence[Judged]) -> str:
+    """The ledger as Markdown: a table of claims by paper, and what was not attempted."""
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts(judged).items())
+    parts = [
+        "# Ledger of the papers' claims",
+        f"Made by `kernelformer reproduce` from the records beside this page; pictures and rules are in [{PAGE}]({PAGE}). "
+        f"A verdict needs a difference of more than two standard errors, over seeds and over validation samples "
+        f"together, or Student's quantile where that is larger; everything else is open. Sizes are those of two CPU "
+        f"cores, far from the papers', so that a verdict is about the claim at this size. Claims: {told}.",
+    ]
+    for paper, number in PAPERS.items():
+        mine = [x for x in judged if x.item.paper == paper]
+        title = f"{paper} ([{number}](https://arxiv.org/abs/{number}))" if number else "Beyond the papers"
+        rows = [
+            [
+                f"[{x.item.name}]({x.item.name}.json), {plain(x.item.where)}" if x.entries else x.item.name,
+                plain(claim.text),
+                plain(claim.printed),
+                finding.ours.replace("|", "\\|") or plain(f"not run: {x.item.hours:g} core hours"),
+                f"**{finding.verdict}**" if finding.verdict in (SUPPORTS, CONTRADICTS) else finding.verdict,
+            ]
+            for x in mine
+            for claim, finding in x.claims
+        ]
+        if rows:
+            head = ["item", "claim", "printed", "here", "verdict"]
+            parts += [f"## {title}", _left(table(head, rows))]
+        sizes = [f"- **{x.item.name}** ({x.progress}): {plain(x.item.size)}." for x in mine]
+        if sizes:
+            parts += ["Sizes:", "\n".join(sizes)]
+    rows = [[x.paper, plain(x.where), plain(x.reason)] for x in OUTSIDE]
+    parts += ["## Other items of the papers", _left(table(["paper", "item", "where it stands"], rows))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _left(text: str) -> str:
+    """A table whose columns are all texts."""
+    return text.replace("---:", "---", -1)

@@ -1,0 +1,227 @@
+"""Rules that decide on a claim from the jobs on record: a difference counts only beyond its standard errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kernelformer.analysis.differences import Mean, difference, mean_over_seeds
+from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPORTS, TRAINING, Finding
+
+Entry = Mapping[str, Any]
+VALUE = "result.value"
+REACH = "reach"
+
+
+def steps_to(entry: Entry, level: float) -> float:
+    """The first step whose evaluation is at least so high; where none is, the last step, which is then too early."""
+    curve = entry.get("curve") or []
+    return float(next((step for step, value in curve if value >= level), curve[-1][0] if curve else math.nan))
+
+
+def look_up(entry: Any, path: str) -> float:
+    """A number of an entry by its path, NaN where it is not there.
+
+    Args:
+        entry: of a job.
+        path: such as "result.scores.perplexity", or "reach.0.8" for the steps until the evaluation had 0.8.
+    """
+    head, _, level = path.partition(".")
+    if head == REACH:
+        return steps_to(entry, float(level))
+    for name in path.split("."):
+        if not isinstance(entry, Mapping) or name not in entry:
+            return math.nan
+        entry = entry[name]
+    return math.nan if entry is None or isinstance(entry, str) else float(entry)
+
+
+def runs_of(entries: Sequence[Entry], part: str, attention: str) -> list[Entry]:
+    """The runs of an attention in a part; an attention without options stands for the one that begins with it."""
+    mine = [x for x in entries if x["kind"] == TRAINING and x["part"] == part]
+    exact = [x for x in mine if x["name"] == attention]
+    return exact or [x for x in mine if x["name"].split(":")[0] == attention]
+
+
+def mean_of(entries: Sequence[Entry], part: str, attention: str, path: str = VALUE) -> Mean | None:
+    """Mean over the seeds of an attention; None where no run has the value."""
+    mine = [x for x in runs_of(entries, part, attention) if math.isfinite(look_up(x, path))]
+    if not mine:
+        return None
+    errors = [sample_error(x) for x in mine] if path == VALUE else []
+    return mean_over_seeds([look_up(x, path) for x in mine], errors)
+
+
+def sample_error(entry: Entry) -> float:
+    """Standard error of a run's value over validation samples: as measured, else of an accuracy sqrt(p (1 - p) / N)."""
+    measured = look_up(entry, "result.value_error")
+    count = look_up(entry, "settings.task_options.validation_samples")
+    if math.isfinite(measured) or entry["result"]["metric"] != "accuracy" or not count > 0:
+        return measured
+    p = look_up(entry, VALUE)
+    return math.sqrt(p * (1 - p) / count)
+
+
+def shown(mean: Mean, scale: float = 1.0, digits: int = 3) -> str:
+    """A mean with its standard error, or with the words that there is none."""
+    if not math.isfinite(mean.of_seeds):
+        return f"{scale * mean.value:.{digits}g} (one seed)"
+    return f"{scale * mean.value:.{_places(scale * mean.error, digits)}f} ± {scale * mean.error:.2g}"
+
+
+def _places(error: float, digits: int) -> int:
+    return digits if error <= 0 else min(6, max(0, 1 - math.floor(math.log10(error))))
+
+
+@dataclass(frozen=True)
+class Above:
+    """The first attention has a larger value than the second; "below" in the other direction.
+
+    Args:
+        first, second: attentions, as they stand in the runs.
+        part, other_part: of the item; the second's is the first's where it is not said.
+        path: of the value in an entry.
+        name: of the value, for people.
+        below: whether the claim is that the first one's is smaller.
+        scale: that figures are shown by: 100 for percent.
+    """
+
+    first: str
+    second: str
+    part: str = "main"
+    other_part: str = ""
+    path: str = VALUE
+    name: str = "the value"
+    below: bool = False
+    scale: float = 1.0
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        word, other = ("below", "above") if self.below else ("above", "below")
+        return (
+            f"for: {self.name} of {self._first} is {word} that of {self._second} by more than two standard errors over "
+            f"seeds and samples (or Student's quantile, if larger); against: {other} by as much; else open"
+        )
+
+    @property
+    def _first(self) -> str:
+        return f"`{self.first}`" if self.part == "main" else f"`{self.first}` ({self.part})"
+
+    @property
+    def _second(self) -> str:
+        part = self.other_part or self.part
+        return f"`{self.second}`" if part == "main" else f"`{self.second}` ({part})"
+
+    def __call__(self, entries: Sequence[Entry]) -> Finding:
+        """Judge by the means over seeds."""
+        first = mean_of(entries, self.part, self.first, self.path)
+        second = mean_of(entries, self.other_part or self.part, self.second, self.path)
+        if first is None or second is None:
+            return Finding(MISSING_RESULT, "")
+        gap = difference(first, second)
+        ours = (
+            f"{self._first} {shown(first, self.scale)}, {self._second} {shown(second, self.scale)}; "
+            f"difference {self.scale * gap.value:+.2g}"
+        )
+        if not math.isfinite(gap.error):
+            return Finding(OPEN, f"{ours}, one seed")
+        ours += f" ± {self.scale * gap.error:.2g}"
+        if abs(gap.value) <= gap.bound:
+            return Finding(OPEN, ours)
+        return Finding(SUPPORTS if (gap.value < 0) == self.below else CONTRADICTS, ours)
+
+
+@dataclass(frozen=True)
+class Alike(Above):
+    """Two attentions have the same value within a margin.
+
+    Args:
+        margin: the largest difference that counts as none.
+    """
+
+    margin: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        return (
+            f"for: {self.name} of {self._first} and {self._second} differ by less than {self.scale * self.margin:g} "
+            f"with their standard errors on top; against: by more, with the errors taken off; else open"
+        )
+
+    def __call__(self, entries: Sequence[Entry]) -> Finding:
+        """Judge by the interval of the difference."""
+        finding = super().__call__(entries)
+        first = mean_of(entries, self.part, self.first, self.path)
+        second = mean_of(entries, self.other_part or self.part, self.second, self.path)
+        if first is None or second is None:
+            return finding
+        gap = difference(first, second)
+        if math.isfinite(gap.error) and abs(gap.value) + gap.bound < self.margin:
+            return Finding(SUPPORTS, finding.ours)
+        if math.isfinite(gap.error) and abs(gap.value) - gap.bound > self.margin:
+            return Finding(CONTRADICTS, finding.ours)
+        return Finding(OPEN, finding.ours)
+
+
+@dataclass(frozen=True)
+class Level:
+    """A value of an attention is at most so large.
+
+    Args:
+        attention: as it stands in the runs.
+        path: of the value in an entry.
+        part: of the item.
+        most: the level.
+        name: of the value, for people.
+    """
+
+    attention: str
+    path: str
+    part: str = "main"
+    most: float = 1.0
+    name: str = "the value"
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        return (
+            f"for: {self.name} of `{self.attention}` is below {self.most:g} by more than two standard errors over seeds "
+            f"(or Student's quantile, if larger); against: above by as much; else open"
+        )
+
+    def __call__(self, entries: Sequence[Entry]) -> Finding:
+        """Judge by the mean over seeds."""
+        mean = mean_of(entries, self.part, self.attention, self.path)
+        if mean is None:
+            return Finding(MISSING_RESULT, "")
+        ours = f"`{self.attention}`: {self.name} {shown(mean)}"
+        gap = difference(mean, Mean(self.most, 2, 0.0, 0.0))
+        if not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
+            return Finding(OPEN, ours)
+        return Finding(SUPPORTS if gap.value < 0 else CONTRADICTS, ours)
+
+
+@dataclass(frozen=True)
+class All:
+    """Several rules at once: all of them must support a claim, and one is enough to contradict it."""
+
+    rules: Sequence[Any]
+
+    @property
+    def text(self) -> str:
+        """The rules in words."""
+        return "; and ".join(x.text for x in self.rules)
+
+    def __call__(self, entries: Sequence[Entry]) -> Finding:
+        """Judge by every rule."""
+        findings = [rule(entries) for rule in self.rules]
+        ours = "; ".join(x.ours for x in findings if x.ours)
+        verdicts = {x.verdict for x in findings}
+        for verdict in (MISSING_RESULT, CONTRADICTS, OPEN):
+            if verdict in verdicts:
+                return Finding(verdict, ours)
+        return Finding(SUPPORTS, ours)

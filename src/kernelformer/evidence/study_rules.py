@@ -1,0 +1,87 @@
+"""Rules over the records of studies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kernelformer.analysis.differences import difference, mean_over_seeds
+from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPORTS, Finding
+from kernelformer.evidence.rules import Entry, shown
+
+Record = Mapping[str, Any]
+
+
+def studies_of(entries: Sequence[Entry], parts: Sequence[str]) -> list[Record]:
+    """The records of those parts that are there."""
+    return [x["record"] for x in entries if x["part"] in parts and "record" in x]
+
+
+@dataclass(frozen=True)
+class SmallerCost:
+    """One of two values of a study, repeated with several seeds, is smaller than the other.
+
+    Args:
+        parts: the study with its seeds.
+        first, second: the values of a record, and `names` what people call them.
+        unit: of both.
+    """
+
+    parts: Sequence[str]
+    first: Callable[[Record], float]
+    second: Callable[[Record], float]
+    names: tuple[str, str]
+    unit: str
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        return (
+            f"for: {self.names[0]} is below {self.names[1]} by more than two standard errors over seeds (or Student's "
+            f"quantile, if larger); against: above by as much; else open"
+        )
+
+    def __call__(self, entries: Sequence[Entry]) -> Finding:
+        """Judge by the means over the seeds that are on record."""
+        records = studies_of(entries, self.parts)
+        if not records:
+            return Finding(MISSING_RESULT, "")
+        first, second = (mean_over_seeds([value(x) for x in records]) for value in (self.first, self.second))
+        gap = difference(first, second)
+        ours = f"{self.names[0]} {shown(first)}, {self.names[1]} {shown(second)} {self.unit}"
+        if not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
+            return Finding(OPEN, ours)
+        return Finding(SUPPORTS if gap.value < 0 else CONTRADICTS, ours)
+
+
+def conversion_cost(model: str, features: int) -> Callable[[Record], float]:
+    """What a model of the study ``normalized`` loses when it is made linear with so many features."""
+
+    def cost(record: Record) -> float:
+        mine = record["models"][model]
+        row = next(x for x in mine["converted"] if x["features"] == features)
+        return float(row["mean"] - mine["bits_per_byte"])
+
+    return cost
+
+
+@dataclass(frozen=True)
+class OfStudy:
+    """A rule over the record of one study.
+
+    Args:
+        part: of the item.
+        text: the rule in words.
+        judge: from the record to verdict and figures.
+    """
+
+    part: str
+    text: str
+    judge: Callable[[Record], Finding]
+
+    def __call__(self, entries: Sequence[Entry]) -> Finding:
+        """Judge by the study, if it is on record."""
+        records = studies_of(entries, [self.part])
+        return self.judge(records[0]) if records else Finding(MISSING_RESULT, "")
