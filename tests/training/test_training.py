@@ -33,7 +33,7 @@ from kernelformer.tasks import TASKS, Task, make_task
 from kernelformer.training import Result, Run, StoppedError, TrainingError, build_model, evaluate, train
 from kernelformer.training.checkpoints import checkpoint_of, main_does, metrics
 from kernelformer.training.evaluation import contributions
-from kernelformer.training.session import speed
+from kernelformer.training.finish import speed
 from kernelformer.training.trainer import RunTrainer
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -139,8 +139,10 @@ def tiny(attention=FAVOR, task="ragged", **settings):
 
 
 def losses(folder):
-    """Everything that does not depend on the clock."""
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in metrics(Path(folder))]
+    """Everything that does not depend on the clock, numbers alone."""
+    lines = [{k: v for k, v in line.items() if k != "seconds"} for line in metrics(Path(folder))]
+    norms = [{f"norm {i}": x for i, x in enumerate(line.pop("grad_norms", []))} for line in lines]
+    return [{**line, **own} for line, own in zip(lines, norms, strict=True)]
 
 
 def same_weights(one, two):
@@ -187,7 +189,7 @@ def others(tmp_path_factory):
     """The processes and their folders, by what happens to them."""
     base = tmp_path_factory.mktemp("others")
     setup = "import os, resource, signal, sys, time, torch\ntorch.set_num_threads(1)\nfrom test_training import *\n"
-    paths = os.pathsep.join(str(x) for x in Path(__file__).parents[:2])
+    paths = os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     started = {}
     for name, code in (("killed", KILLED), ("killed saving", KILLED_SAVING), ("full disk", FULL_DISK)):
@@ -218,6 +220,7 @@ def test_a_run_leaves_its_settings_lines_checkpoints_model_and_result(whole):
     assert [x["step"] for x in lines if "loss" in x] == [2, 4, 6, 8, 10, 12]
     assert [x["step"] for x in lines if "eval_loss" in x] == [6, 12]
     assert all(x["learning_rate"] > 0 and x["grad_norm"] > 0 for x in lines if "loss" in x)
+    assert all(len(x["grad_norms"]) == 2 for x in lines if "loss" in x)  # one of every step
     assert [x["seconds"] for x in lines] == sorted(x["seconds"] for x in lines)
     result = json.loads((whole / "result.json").read_text())
     assert result["metric"] == "perplexity"
@@ -397,7 +400,7 @@ def test_a_disk_that_fills_at_the_very_end_costs_no_training(tmp_path, whole):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernelformer.training.session.publish", full)
+        patch.setattr("kernelformer.training.finish.publish", full)
         with pytest.raises(TrainingError, match="No space left on device"):
             train(tiny(), tmp_path, quiet=True)
     assert not (tmp_path / ".partial").exists()

@@ -123,13 +123,17 @@ def evaluate(
 ) -> None:
     """Measure a trained model on a split."""
     from kernelformer.training.evaluation import evaluate as evaluate_model
+    from kernelformer.training.standard_errors import score_text, split_errors
 
     use_threads(threads)
     with plain_errors():
         some = TRAINING_SAMPLES if samples is None and split == "train" else samples
-        scores = evaluate_model(folder, split=split, batch_size=batch, samples=some, log=_remark)
+        values = evaluate_model(folder, split=split, batch_size=batch, samples=some, log=_remark)
+        scores, deviations = split_errors(values)
         for name, value in scores.items():
-            console.print(f"{split} {name.replace('_', ' ')}: {value:.4f}")
+            console.print(f"{split} {name.replace('_', ' ')}: {score_text(value, deviations.get(name))}")
+        if deviations:
+            console.print("± is the standard error over the samples of the split")
         if some is not None:
             console.print(f"at most {some:,} samples, spread evenly over the split")
 

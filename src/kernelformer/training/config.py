@@ -179,6 +179,8 @@ class Run:
                 f"decoder_attention is for encoder-decoders, got {self.decoder_attention!r} and task {self.task!r}; "
                 f"leave it out."
             )
+        if self.select == "best" and TASKS[self.task].metric_from_judge:
+            raise no_metric(self.task, TASKS[self.task].metric)
         for spec in self.specs:
             parse_attention(spec)
         if self.start is not None and not isinstance(self.start, str):
@@ -225,6 +227,14 @@ class Run:
             for name in mine
             if name not in free and mine[name] != theirs[name]
         ]
+
+
+def no_metric(task: str, metric: str) -> ValueError:
+    """The error for a task whose metric cannot select the best weights."""
+    return ValueError(
+        f"select='best' needs a metric that every evaluation measures, got task {task!r}, whose {metric!r} is measured "
+        f"at the end alone; leave select at 'last'."
+    )
 
 
 def extension(run: Run, before: Run) -> str | None:
