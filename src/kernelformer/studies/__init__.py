@@ -48,6 +48,13 @@ STUDIES: dict[str, Study] = {
             writes="the runs",
         ),
         Study(
+            "redraws",
+            "How much redraws of random features change the outputs of trained classifiers, and what kernels have learned",
+            "KL-Transformer (2110.08323), Fig. 5, 9, 10 and Tables 4, 9-12, 14",
+            settings.RedrawsSettings,
+            resumes=True,
+        ),
+        Study(
             "kernels",
             "Where learned kernels start, and what the smoothing of signed ones costs",
             "",

@@ -103,9 +103,11 @@ def command(name: str, settings: Any) -> str:
         if value == each.default:
             continue
         key = each.name.replace("_", "-")
-        text = as_text(short[each.name] if how.path or isinstance(value, Path) else value)
+        shown = short[each.name] if how.path or isinstance(value, Path) else value
+        text = as_text(shown)
         flag = [f"--{key}" if value else f"--no-{key}"] if isinstance(value, bool) else [f"--{key}", text]
-        words += [text] if how.argument else flag
+        given = [str(x) for x in shown] if isinstance(value, tuple) else [text]
+        words += given if how.argument else flag
     return shlex.join(words)
 
 

@@ -30,6 +30,17 @@ class SparsitySettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RedrawsSettings(Settings):
+    """Settings of `studies.redraws`."""
+
+    runs: tuple[str, ...] = option(help="of finished runs, or of comparisons", argument=True, path=True, shown="FOLDER")
+    draws: int = option(100, "of the random features of each model", least=2)
+    samples: int = option(200, "of the validation split, at most", least=2)
+    first_draw: int | None = option(None, "number of the first draw; default: after the one a model has", least=0)
+    gradients: int = option(50, "draws and samples of the gradients at the classifier; 0: none", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ApproximationSettings(Settings):
     """Settings of `studies.approximation`."""
 
