@@ -68,6 +68,27 @@ STUDIES: dict[str, Study] = {
             settings.ApproximationSettings,
         ),
         Study(
+            "estimators",
+            "Errors of trigonometric and positive, independent and orthogonal features, and the theorems on them",
+            "Performer (2009.14794), Fig. 2 and 4, Theorems 1 to 4",
+            settings.EstimatorsSettings,
+            resumes=True,
+        ),
+        Study(
+            "depth",
+            "How the errors of approximate attention grow over the layers of a pretrained model",
+            "Performer (2009.14794), Fig. 14",
+            settings.DepthSettings,
+            resumes=True,
+        ),
+        Study(
+            "amino-acids",
+            "Similarity of amino acids in the attention of a protein model, original and converted, against BLOSUM62",
+            "Performer (2009.14794), Fig. 13",
+            settings.AminoAcidsSettings,
+            resumes=True,
+        ),
+        Study(
             "positions",
             "Errors over the norm of queries and keys, and the time of a forward with relative positions",
             "NPRF with RPE (2106.12566), Fig. 1",
