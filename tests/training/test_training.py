@@ -655,6 +655,9 @@ def test_speed_is_the_median_after_the_first_interval():
         ({"gradient_checkpointing": "no"}, "gradient_checkpointing must be True or False"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
         ({"redraw": 0}, "redraw must be an integer of at least 1"),
+        ({"redraw_to_end": 1}, "redraw_to_end must be True or False"),
+        ({"redraw": None, "redraw_to_end": True}, "redraw_to_end=True needs redraw"),
+        ({"select": "first"}, "unknown select 'first'; choose from best, last"),
         ({"task": "bites"}, "did you mean 'bytes'"),
         ({"task_options": {"lenght": 3}}, "did you mean 'length'"),
         ({"task_options": {"length": object()}}, "task_options must hold plain values"),
@@ -678,6 +681,29 @@ def test_a_run_survives_json_and_knows_its_label():
         Run.from_json({**run.as_json(), "stepps": 3})
     with pytest.raises(ValueError, match="a run needs the setting 'attention', got task"):
         Run.from_json({"task": "bytes"})
+
+
+def test_settings_of_older_runs_mean_the_last_weights_and_a_last_draw_in_time():
+    settings = tiny().as_json()
+    del settings["select"], settings["redraw_to_end"]
+    older = Run.from_json(settings)
+    assert (older.select, older.redraw_to_end) == ("last", False)
+    assert older == tiny()
+
+
+def test_evaluations_change_a_result_only_where_the_best_is_selected():
+    last, best = tiny(eval_every=6), tiny(eval_every=6, select="best")
+    assert not last.differences(tiny(eval_every=4))
+    assert last.differences(best) == ["select 'last' and 'best'"]
+    assert best.differences(tiny(eval_every=4, select="best")) == ["eval_every 6 and 4"]
+    assert not best.differences(tiny(eval_every=6, select="best", save_every=4))
+
+
+@pytest.mark.parametrize(("to_end", "draw"), [(False, 4), (True, 5)])
+def test_the_last_draw_comes_in_time_to_be_learned_or_redraws_go_on_to_the_end(tmp_path, to_end, draw):
+    train(tiny(steps=11, redraw=2, redraw_to_end=to_end, eval_every=None), tmp_path, quiet=True)
+    model = KernelformerForCausalLM.from_pretrained(tmp_path / "model")
+    assert [phi.draw_number for phi in random_maps(model)] == [draw]
 
 
 def test_a_wrong_setting_of_the_model_leaves_no_run_behind(tmp_path):

@@ -141,7 +141,8 @@ def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None,
     if run.redraw is not None and random_maps(trainer.network):
         # Hung on the model itself: its forward is called once per micro-batch, whatever it is wrapped in.
         schedule = redraw(trainer.network, every=run.redraw * trainer.args.gradient_accumulation_steps)
-        trainer.add_callback(LastDraw(schedule))
+        if not run.redraw_to_end:
+            trainer.add_callback(LastDraw(schedule))
     set_seed(run.seed, device_specific=True)  # dropout differs between processes
     stop = Stop(say)
     trainer.add_callback(stop)
