@@ -45,6 +45,16 @@ class Result:
         loss: mean over all labels of the validation split.
         diverged: whether a loss was not finite; the run ended there.
         scores: whatever else the task says of the validation split, by name.
+        value_error: standard error of ``value`` over the samples of the split, by the jackknife; NaN where it is not
+            known: of what a model writes (BLEU), of one sample, in older records.
+        loss_error: that of ``loss``.
+        best_step: after which step the weights were those of the result, where the best ones were selected; None: the
+            last ones are the result, or the run diverged.
+        test: loss and scores of the test split by name, where the best weights were selected; else empty.
+        test_error: standard error of the metric among them.
+        grad_norm: "median", "p95" (95th percentile) and "max" of the norm of the gradient before it is shortened, over
+            all steps with a finite one; of runs that older versions began, over the steps that they logged. Empty:
+            not known.
         decode: rows of context, seconds per token and bytes of state, by context; None: nobody has measured them.
     """
 
@@ -59,6 +69,12 @@ class Result:
     input_seconds: float = math.nan
     diverged: bool = False
     scores: dict[str, float] = field(default_factory=dict)
+    value_error: float = math.nan
+    loss_error: float = math.nan
+    best_step: int | None = None
+    test: dict[str, float] = field(default_factory=dict)
+    test_error: float = math.nan
+    grad_norm: dict[str, float] = field(default_factory=dict)
     decode: Decode | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -68,6 +84,9 @@ class Result:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Result:
         """What `as_json` gave, and what others have added to it."""
+        best = record.get("best_step")
+        maybe: dict[str, Any] = {name: _float(name, record.get(name, math.nan)) for name in MAYBE_NUMBERS}
+        maybe |= {name: _floats(record, name) for name in BY_NAME}
         return cls(
             decode=_decode(record.get("decode")),
             metric=part(record, "metric", str),
@@ -77,11 +96,20 @@ class Result:
             parameters=integer("parameters", record.get("parameters"), at_least=0),
             seconds=number("seconds", record.get("seconds"), at_least=0),
             steps=integer("steps", record.get("steps"), at_least=0),
-            loss=_float("loss", record.get("loss", math.nan)),
-            input_seconds=_float("input_seconds", record.get("input_seconds", math.nan)),
             diverged=flag("diverged", record.get("diverged", False)),
-            scores={str(name): _float(name, x) for name, x in part({"scores": {}, **record}, "scores", dict).items()},
+            best_step=None if best is None else integer("best_step", best, at_least=0),
+            **maybe,
         )
+
+
+# Fields of a result that older ones do not have.
+MAYBE_NUMBERS = ("loss", "input_seconds", "value_error", "loss_error", "test_error")
+BY_NAME = ("scores", "test", "grad_norm")
+
+
+def _floats(record: Mapping[str, Any], key: str) -> dict[str, float]:
+    """Numbers by name; none where the record has no such key."""
+    return {str(name): _float(name, x) for name, x in part({key: {}, **record}, key, dict).items()}
 
 
 def _decode(rows: object) -> Decode | None:

@@ -102,6 +102,7 @@ def test_bench_refuses_what_it_does_not_know(options, message):
 
 STUDIES = {
     "sparsity": ([], "kernelformer.studies.sparsity.run"),
+    "redraws": (["x"], "kernelformer.studies.redraws.run"),
     "kernels": ([], "kernelformer.studies.kernels.run"),
     "approximation": (["--encoder", "x", "--text", "y"], "kernelformer.studies.approximation.run"),
     "positions": ([], "kernelformer.studies.positions.run"),

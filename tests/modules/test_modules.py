@@ -60,6 +60,8 @@ def test_every_listed_option_is_taken(method):
     if method == "skyformer":
         options["landmarks"] = "learned"  # landmarks of tokens are each query head's own
         options["kernel"] = "softmax"  # as that of near tokens
+    if method.startswith("gmm"):
+        options["start"] = "xavier"
     if method.startswith("fastfood"):
         options["num_features"] = 16  # a multiple of head_dim
     core = kf.build_attention(method, head_dim=8, num_heads=4, **options)

@@ -92,7 +92,7 @@ def test_list_shows_all_settings_of_a_recipe(name):
 
 def test_list_takes_a_task_s_name_as_train_does():
     said = listed("images")
-    assert said.startswith("task images: rpe-imagenet; `train images` runs the first\n")
+    assert said.startswith("task images: rpe-imagenet, rpe-imagenet-finetune; `train images` runs the first\n")
     assert rows(said)["task"] == ["images", "images"]
 
 

@@ -37,6 +37,7 @@ SIZES = {
     "rpe-glue-stsb": (12, 12, 64, 768, 3072),
     "rpe-wikitext": (6, 8, 64, 512, 2048),
     "rpe-imagenet": (12, 12, 64, 768, 3072),
+    "rpe-imagenet-finetune": (12, 12, 64, 768, 3072),
     "rpe-imagenet32": (6, 8, 64, 512, 2048),
     "performer-protein-uni": (36, 8, 64, 512, 1024),
     "performer-protein-bid": (36, 8, 64, 512, 1024),
@@ -62,6 +63,7 @@ TRAINING = {
     "rpe-glue-cola": (32, 10 * 267, 160, 0.01, 0.98, 0.1),
     "rpe-wikitext": (64, 150_000, 6000, 0.01, 0.98, 0.1),
     "rpe-imagenet": (1024, 450 * 1251, 20 * 1251, 0.05, 0.999, 0.0),
+    "rpe-imagenet-finetune": (1024, 100 * 1251, 6 * 1251, 0.05, 0.999, 0.0),
     "performer-protein-uni": (256, 500_000, 0, 0.1, 0.98, 0.1),
     "performer-protein-long": (2048, 100_000, 0, 0.1, 0.98, 0.1),
 }
@@ -79,6 +81,7 @@ LENGTHS = {
     "rpe-wikitext": 512,
     "rpe-imagenet32": 3072,
     "performer-protein-bid": 1024,
+    "performer-protein-kernels": 512,
     "performer-protein-long": 8192,
     "performer-imagenet64": 12288,
 }
@@ -133,6 +136,7 @@ def test_a_full_run_has_the_printed_length(name):
         ("rpe-wikitext", 2e-3, "inverse_sqrt"),
         ("rpe-translation", 5e-4, "inverse_sqrt"),
         ("rpe-imagenet", 1e-5, "cosine"),
+        ("rpe-imagenet-finetune", 1e-5, "cosine"),
         ("rpe-imagenet32", 5e-4, "inverse_sqrt"),
         ("performer-protein-bid", 1e-3, "constant"),
     ],

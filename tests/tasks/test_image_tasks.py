@@ -156,6 +156,10 @@ def test_without_data_only_reading_fails(name):
 def test_scores_are_accuracy_and_bits():
     outcome = Outcome(loss=2.0, right=0.75)
     assert make_task("grey").score(outcome) == make_task("images").score(outcome) == {"accuracy": 0.75}
+    both = Outcome(loss=2.0, right=0.5, top5=0.75)
+    assert make_task("images").score(both) == {"accuracy": 0.5, "top5_accuracy": 0.75}
+    assert make_task("grey").extra_metrics() == make_task("images").extra_metrics() == ["top5_accuracy"]
+    assert make_task("images", classes=5).extra_metrics() == []
     assert make_task("pixels").score(outcome) == {"bits_per_dimension": 2.0 / math.log(2)}
 
 

@@ -67,6 +67,20 @@ def test_a_token_is_a_byte_and_zero_is_padding(reviews):
     }
 
 
+def test_the_test_split_can_be_the_validation_split_and_training_keeps_all_its_texts(tmp_path):
+    for split, count in (("train", 40), ("test", 6)):  # as IMDb, without a validation split
+        write(tmp_path / f"{split}.jsonl", [{"text": f"{split} {i}", "label": i % 2} for i in range(count)])
+    held_back, whole = make_task("text", data=tmp_path), make_task("text", data=tmp_path, validation_split="test")
+    assert {x.split()[0] for x in texts(held_back.split("validation"))} == {"train"}
+    assert len(held_back.split("train")) + len(held_back.split("validation")) == 40
+    assert texts(whole.split("validation")) == texts(whole.split("test")) == [f"test {i}" for i in range(6)]
+    assert texts(whole.split("train")) == [f"train {i}" for i in range(40)]
+    with pytest.raises(ValueError, match=r"has no 'exam', found test, train; name another split"):
+        make_task("text", data=tmp_path, validation_split="exam").split("train")
+    with pytest.raises(ValueError, match="validation_split is a split of a folder or data set, got 'test' and the file"):
+        make_task("text", data=tmp_path / "train.jsonl", validation_split="test")
+
+
 def test_longer_texts_are_cut_and_counted(reviews):
     task = make_task("text", data=reviews, length=70)
     assert [len(x["input_ids"]) for x in task.split("train")] == [17, 2, 70, 70]

@@ -33,7 +33,7 @@ from kernelformer.tasks import TASKS, Task, make_task
 from kernelformer.training import Result, Run, StoppedError, TrainingError, build_model, evaluate, train
 from kernelformer.training.checkpoints import checkpoint_of, main_does, metrics
 from kernelformer.training.evaluation import contributions
-from kernelformer.training.session import speed
+from kernelformer.training.finish import speed
 from kernelformer.training.trainer import RunTrainer
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -139,8 +139,10 @@ def tiny(attention=FAVOR, task="ragged", **settings):
 
 
 def losses(folder):
-    """Everything that does not depend on the clock."""
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in metrics(Path(folder))]
+    """Everything that does not depend on the clock, numbers alone."""
+    lines = [{k: v for k, v in line.items() if k != "seconds"} for line in metrics(Path(folder))]
+    norms = [{f"norm {i}": x for i, x in enumerate(line.pop("grad_norms", []))} for line in lines]
+    return [{**line, **own} for line, own in zip(lines, norms, strict=True)]
 
 
 def same_weights(one, two):
@@ -187,7 +189,7 @@ def others(tmp_path_factory):
     """The processes and their folders, by what happens to them."""
     base = tmp_path_factory.mktemp("others")
     setup = "import os, resource, signal, sys, time, torch\ntorch.set_num_threads(1)\nfrom test_training import *\n"
-    paths = os.pathsep.join(str(x) for x in Path(__file__).parents[:2])
+    paths = os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     started = {}
     for name, code in (("killed", KILLED), ("killed saving", KILLED_SAVING), ("full disk", FULL_DISK)):
@@ -218,6 +220,7 @@ def test_a_run_leaves_its_settings_lines_checkpoints_model_and_result(whole):
     assert [x["step"] for x in lines if "loss" in x] == [2, 4, 6, 8, 10, 12]
     assert [x["step"] for x in lines if "eval_loss" in x] == [6, 12]
     assert all(x["learning_rate"] > 0 and x["grad_norm"] > 0 for x in lines if "loss" in x)
+    assert all(len(x["grad_norms"]) == 2 for x in lines if "loss" in x)  # one of every step
     assert [x["seconds"] for x in lines] == sorted(x["seconds"] for x in lines)
     result = json.loads((whole / "result.json").read_text())
     assert result["metric"] == "perplexity"
@@ -397,7 +400,7 @@ def test_a_disk_that_fills_at_the_very_end_costs_no_training(tmp_path, whole):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernelformer.training.session.publish", full)
+        patch.setattr("kernelformer.training.finish.publish", full)
         with pytest.raises(TrainingError, match="No space left on device"):
             train(tiny(), tmp_path, quiet=True)
     assert not (tmp_path / ".partial").exists()
@@ -655,6 +658,9 @@ def test_speed_is_the_median_after_the_first_interval():
         ({"gradient_checkpointing": "no"}, "gradient_checkpointing must be True or False"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
         ({"redraw": 0}, "redraw must be an integer of at least 1"),
+        ({"redraw_to_end": 1}, "redraw_to_end must be True or False"),
+        ({"redraw": None, "redraw_to_end": True}, "redraw_to_end=True needs redraw"),
+        ({"select": "first"}, "unknown select 'first'; choose from best, last"),
         ({"task": "bites"}, "did you mean 'bytes'"),
         ({"task_options": {"lenght": 3}}, "did you mean 'length'"),
         ({"task_options": {"length": object()}}, "task_options must hold plain values"),
@@ -678,6 +684,29 @@ def test_a_run_survives_json_and_knows_its_label():
         Run.from_json({**run.as_json(), "stepps": 3})
     with pytest.raises(ValueError, match="a run needs the setting 'attention', got task"):
         Run.from_json({"task": "bytes"})
+
+
+def test_settings_of_older_runs_mean_the_last_weights_and_a_last_draw_in_time():
+    settings = tiny().as_json()
+    del settings["select"], settings["redraw_to_end"]
+    older = Run.from_json(settings)
+    assert (older.select, older.redraw_to_end) == ("last", False)
+    assert older == tiny()
+
+
+def test_evaluations_change_a_result_only_where_the_best_is_selected():
+    last, best = tiny(eval_every=6), tiny(eval_every=6, select="best")
+    assert not last.differences(tiny(eval_every=4))
+    assert last.differences(best) == ["select 'last' and 'best'"]
+    assert best.differences(tiny(eval_every=4, select="best")) == ["eval_every 6 and 4"]
+    assert not best.differences(tiny(eval_every=6, select="best", save_every=4))
+
+
+@pytest.mark.parametrize(("to_end", "draw"), [(False, 4), (True, 5)])
+def test_the_last_draw_comes_in_time_to_be_learned_or_redraws_go_on_to_the_end(tmp_path, to_end, draw):
+    train(tiny(steps=11, redraw=2, redraw_to_end=to_end, eval_every=None), tmp_path, quiet=True)
+    model = KernelformerForCausalLM.from_pretrained(tmp_path / "model")
+    assert [phi.draw_number for phi in random_maps(model)] == [draw]
 
 
 def test_a_wrong_setting_of_the_model_leaves_no_run_behind(tmp_path):

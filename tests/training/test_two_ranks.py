@@ -15,6 +15,7 @@ import torch
 from test_training import losses, register, tiny
 
 from kernelformer.models import KernelformerForCausalLM
+from kernelformer.records import read_result
 from kernelformer.training import StoppedError, train
 from kernelformer.training.checkpoints import checkpoint_of
 from kernelformer.training.trainer import RunTrainer
@@ -24,7 +25,8 @@ METHOD = "gmm-prf:num_features=8:components=2"
 
 
 def settings():
-    return tiny(METHOD, batch_size=8, micro_batch=2, log_every=1, save_every=100, redraw=2, model={"dropout": 0.0})
+    steps = {"batch_size": 8, "micro_batch": 2, "log_every": 1, "save_every": 100, "redraw": 2}
+    return tiny(METHOD, **steps, select="best", model={"dropout": 0.0})
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,8 @@ def launch(*arguments):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     options = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", port]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", *options, __file__, *map(str, arguments)]
     done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -72,6 +75,9 @@ def test_two_processes_stop_together_resume_and_learn_what_one_learns_with_the_s
         assert found.keys() == want.keys()
         for name in want:
             assert torch.equal(found[name], want[name]), name
+        result, one = read_result(folder), read_result(tmp_path / "one")
+        assert result.best_step == one.best_step == 12
+        assert result.test == pytest.approx(one.test, rel=1e-5)
 
 
 def buffers(folder):

@@ -1,1 +1,1 @@
-"""Mathematics of attention: errors of approximations, spectra, variance."""
+"""Mathematics of attention: errors of approximations, spectra, variance of features and over redraws."""

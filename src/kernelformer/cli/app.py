@@ -152,7 +152,7 @@ def _recipe(recipe: Recipe, name: str) -> None:
     """Print all settings of a recipe, its sizes side by side."""
     from kernelformer.recipes.listing import recipe_settings
 
-    console.print(f"{recipe.about}\n{recipe.source}\n{recipe.note}".rstrip())
+    console.print("\n".join([recipe.about, recipe.source, *(f"- {line}" for line in recipe.note.splitlines())]))
     table = _table(name, *recipe.sizes)
     table.caption_justify = "left"
     table.caption = "above the line what the recipe or its task sets, below it defaults; --set NAME=VALUE changes them"

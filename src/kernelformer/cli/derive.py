@@ -49,18 +49,21 @@ def takes(settings: type[Any]) -> Callable[[Command], Command]:
 
 
 def _value(each: Field[Any], hint: Any, given: Any) -> Any:
-    return from_text(each, hint, given) if _is_text(each, hint) else given
+    if _is_text(each, hint):
+        return from_text(each, hint, given)
+    return tuple(given) if isinstance(given, list) else given
 
 
 def _is_text(each: Field[Any], hint: Any) -> bool:
-    """Whether a field is given as a text that has to be parsed."""
+    """Whether a field is given as a text that has to be parsed; an argument that is a list has a word for each item."""
     how: Option = each.metadata[OPTION]
-    return list_type(hint) is not None or how.parse is not None
+    return (list_type(hint) is not None and not how.argument) or how.parse is not None
 
 
 def _parameter(each: Field[Any], how: Option, hint: Any) -> inspect.Parameter:
     text = _is_text(each, hint)
-    kind = str if text else hint
+    item = list_type(hint)
+    kind = str if text else hint if item is None else list[item]  # type: ignore[valid-type]
     bound = None if text else how.least
     info: Any
     if how.argument:

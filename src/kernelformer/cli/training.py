@@ -29,7 +29,7 @@ from kernelformer.cli.resuming import goes_on, next_command, refuse_options, sav
 from kernelformer.commands import resume_command, typed
 from kernelformer.formatting import human_bytes
 from kernelformer.recipes.catalogue import change, find_recipe, recipe_name
-from kernelformer.recipes.overrides import read_attention, read_settings
+from kernelformer.recipes.overrides import describe_changes, read_attention, read_settings
 from kernelformer.recipes.papers.base import CPU
 from kernelformer.settings import split_names
 
@@ -123,13 +123,17 @@ def evaluate(
 ) -> None:
     """Measure a trained model on a split."""
     from kernelformer.training.evaluation import evaluate as evaluate_model
+    from kernelformer.training.standard_errors import score_text, split_errors
 
     use_threads(threads)
     with plain_errors():
         some = TRAINING_SAMPLES if samples is None and split == "train" else samples
-        scores = evaluate_model(folder, split=split, batch_size=batch, samples=some, log=_remark)
+        values = evaluate_model(folder, split=split, batch_size=batch, samples=some, log=_remark)
+        scores, deviations = split_errors(values)
         for name, value in scores.items():
-            console.print(f"{split} {name.replace('_', ' ')}: {value:.4f}")
+            console.print(f"{split} {name.replace('_', ' ')}: {score_text(value, deviations.get(name))}")
+        if deviations:
+            console.print("± is the standard error over the samples of the split")
         if some is not None:
             console.print(f"at most {some:,} samples, spread evenly over the split")
 
@@ -186,7 +190,8 @@ def compare(
         origin = find_recipe(recipe)
         run = change(origin.run(size or CPU), settings)
         chosen = split_names(attention) if attention else origin.attentions(size or CPU)
-        about = {"recipe": recipe, "size": size or CPU, "source": origin.source, "note": origin.note}
+        about = {"recipe": recipe, "size": size or CPU, "source": origin.source}
+        about["note"] = f"{origin.note_on(size or CPU)} {describe_changes(settings)}".strip()
         plan = make_plan(recipe, run, chosen, seeds or 1, folder, about)
         _compare(plan, resume, thread_count(threads), resume_command(folder, "compare"))
 

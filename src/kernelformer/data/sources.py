@@ -74,6 +74,12 @@ class Source:
         self.shares = check_shares(validation_share, test_share)
         self.seed = integer("seed", seed, at_least=0)
         self.location = find_location(data, layout)
+        for split, name in self.names.items():
+            if isinstance(self.location, Path) and not self.location.is_dir():
+                raise ValueError(
+                    f"{split}_split is a split of a folder or data set, got {name!r} and the file {self.location}; "
+                    f"leave it out."
+                )
         self.remarks: list[str] = []  # about what was read so far
         self._read: dict[str, Rows] = {}
         self._sets: Mapping[str, Any] | None = None

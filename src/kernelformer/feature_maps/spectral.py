@@ -26,6 +26,7 @@ from kernelformer.feature_maps.positive import ExponentialSpec
 from kernelformer.feature_maps.projection import Dense, Transform
 
 Smoothing = float | Literal["noise"]
+STARTS = ("identity", "xavier")  # of a mixture's covariances
 
 
 def spectral_spec(features: str, width: int, independent: int, smoothing: Smoothing, transform: Transform) -> Spec:
@@ -94,6 +95,12 @@ class MixtureMap(SpectralMap):
     Covariances are S_c S_c^T (the paper writes Sigma_c n). It starts at S = I and small means: near the Gaussian
     kernel, and not exactly at it, for equal components would stay equal. C * num_features frequencies.
 
+    ``start="xavier"`` is where the authors' code starts, with Xavier's uniform draw T of variance 2 / (fan in + fan
+    out), the fans being those of a tensor with the heads in front:
+
+        full        S = T,  T (heads, D, D)           covariances with eigenvalues of mean 2 / (D + heads)
+        diagonal    S = exp(T / 2),  T (heads, D)     covariances exp(T), T of variance 2 / (D + heads): around 1
+
     Parameters: mu (heads, C, D); S (heads, C, D, D), or (heads, C, D) if diagonal; C / 2 of both if tied.
 
     Args:
@@ -101,7 +108,8 @@ class MixtureMap(SpectralMap):
         components: C, the number of Gaussians in the mixture.
         tied: components in pairs (S, mu), (S, -mu), as in the paper's experiments.
         covariance: ``full`` or ``diagonal``; the paper: full for RKS, diagonal for PRF.
-        mean_std: standard deviation of the first means.
+        start: first covariances: ``identity``, or ``xavier`` as above, which learns from there as from anywhere.
+        mean_std: standard deviation of the first means; None: 0.01, with ``xavier`` uniform in +-1/sqrt(fan in).
         smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
         per_head: parameters and noise of its own for each head.
 
@@ -118,7 +126,8 @@ class MixtureMap(SpectralMap):
         components: int = 2,
         tied: bool = False,
         covariance: str = "full",
-        mean_std: float = 0.01,
+        start: str = "identity",
+        mean_std: float | None = None,
         smoothing: Smoothing = 1.0,
         seed: int = 0,
         draw: str = "orthogonal",
@@ -131,7 +140,8 @@ class MixtureMap(SpectralMap):
         choice("covariance", covariance, ("full", "diagonal"))
         if flag("tied", tied) and components % 2:
             raise ValueError(f"tied components come in pairs, got components={components}; use an even number.")
-        mean_std = number("mean_std", mean_std, at_least=0)
+        choice("start", start, STARTS)
+        mean_std = None if mean_std is None else number("mean_std", mean_std, at_least=0)
         super().__init__(
             features,
             components * num_features,
@@ -147,7 +157,8 @@ class MixtureMap(SpectralMap):
             per_head=per_head,
             num_key_heads=num_key_heads,
         )
-        self.components, self.tied, self.diagonal, self.mean_std = components, tied, covariance == "diagonal", mean_std
+        self.components, self.tied, self.diagonal = components, tied, covariance == "diagonal"
+        self.start, self.mean_std = start, mean_std
         own = components // 2 if tied else components
         self.mu = parameter(self.heads, own, head_dim)
         self.S = parameter(self.heads, own, head_dim, *(() if self.diagonal else (head_dim,)))
@@ -155,8 +166,23 @@ class MixtureMap(SpectralMap):
 
     def _reset_learned(self) -> None:
         gen = generator(self.seed_number, FIRST)
-        self.mu.copy_(self.mean_std * torch.randn(self.mu.shape, generator=gen, dtype=torch.float64, device="cpu"))
-        self.S.copy_(torch.ones((), device="cpu") if self.diagonal else torch.eye(self.head_dim, device="cpu"))
+        if self.mean_std is None and self.start == "xavier":
+            self.mu.copy_(_uniform(self.mu, 1 / math.sqrt(self._fans[0]), gen))
+        else:
+            std = 0.01 if self.mean_std is None else self.mean_std
+            self.mu.copy_(std * torch.randn(self.mu.shape, generator=gen, dtype=torch.float64, device="cpu"))
+        if self.start == "xavier":
+            drawn = _uniform(self.S, math.sqrt(6 / sum(self._fans)), gen)
+            self.S.copy_((drawn / 2).exp() if self.diagonal else drawn)
+        else:
+            self.S.copy_(torch.ones((), device="cpu") if self.diagonal else torch.eye(self.head_dim, device="cpu"))
+
+    @property
+    def _fans(self) -> tuple[int, int]:
+        """Fan in and fan out of one component, (heads, D) or (heads, D, D), as torch counts them: the first dimension
+        is the outputs', and what follows the second multiplies both."""
+        width = 1 if self.diagonal else self.head_dim
+        return self.head_dim * width, self.heads * width
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """S n + mu, component after component, (heads, C num_features, D)."""
@@ -172,6 +198,11 @@ class MixtureMap(SpectralMap):
         own = S.square().diag_embed() if self.diagonal else S @ S.transpose(-1, -2)
         both = own.repeat_interleave(2, 1) if self.tied else own
         return self._spread_heads(both, 0).expand(self.num_heads, -1, -1, -1)
+
+
+def _uniform(like: Tensor, bound: float, gen: torch.Generator) -> Tensor:
+    """Numbers from -bound to bound in the shape of a tensor, in float64."""
+    return (2 * torch.rand(like.shape, generator=gen, dtype=torch.float64, device="cpu") - 1) * bound
 
 
 class Generator(nn.Module):
@@ -196,7 +227,7 @@ class Generator(nn.Module):
         """As torch's own layers start: uniform in +-1/sqrt(fan in)."""
         for x in (*self.weights, self.bias):
             bound = 1 / math.sqrt(x.shape[1] if x.dim() == 2 else self.weights[-1].shape[1])
-            x.copy_((2 * torch.rand(x.shape, generator=gen, dtype=torch.float64, device="cpu") - 1) * bound)
+            x.copy_(_uniform(x, bound, gen))
         for gain, shift in zip(self.gains, self.shifts, strict=True):
             gain.fill_(1)
             shift.fill_(0)

@@ -28,9 +28,9 @@ def build_attention(method: str, *, head_dim: int, num_heads: int, **options: An
             "givens"; not for fastfood), ``norms``, ``per_head`` (True for gmm, fastfood, rfa, loglinear and hedgehog,
             else False), ``num_key_heads`` (maps by key head, so that grouped queries have the state of those),
             ``kernel`` ("softmax", "gaussian"; Performer's maps). For learned kernels: ``components``, ``tied``,
-            ``covariance``, ``mean_std`` (gmm), ``learn``, ``sigma``, ``transform`` (fastfood), ``width``, ``depth``
-            (generative), ``smoothing`` (rks). For exact methods: ``attention_dropout``. For normalized linear methods:
-            ``window``, ``sinks`` and ``beta``, by which near tokens and the first ones are attended to exactly
+            ``covariance``, ``start``, ``mean_std`` (gmm), ``learn``, ``sigma``, ``transform`` (fastfood), ``width``,
+            ``depth`` (generative), ``smoothing`` (rks). For exact methods: ``attention_dropout``. For normalized linear
+            methods: ``window``, ``sinks`` and ``beta``, by which near tokens and the first ones are attended to exactly
             (`KernelCore`).
 
     Raises:

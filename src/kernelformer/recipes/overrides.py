@@ -6,7 +6,7 @@ import ast
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,12 @@ def read_settings(sets: Sequence[str] | None, task: str | None = None, **options
         if isinstance(settings.get(name), str | Path):
             settings[name] = _absolute_path(str(settings[name]))
     return settings
+
+
+def describe_changes(settings: Mapping[str, Any]) -> str:
+    """A sentence with the settings that replace a recipe's, for beside its note; paths are not told."""
+    own = [f"{name}={value}" for name, value in settings.items() if name not in PATHS]
+    return f"Changed here: {', '.join(own)}." if own else ""
 
 
 def _absolute_path(text: str) -> str:

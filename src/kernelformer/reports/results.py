@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kernelformer.errors import flag, integer, number
-from kernelformer.records import Result, part
+from kernelformer.records import BY_NAME, Result, part
 from kernelformer.reports.comparison import Comparison, Point, RunRecord
 from kernelformer.reports.portable import as_text, portable, rounded
 from kernelformer.tasks import TASKS
@@ -226,8 +226,10 @@ def _result(record: dict[str, Any]) -> Result:
     plain = {key: x for key, x in record.items() if x is not None}
     if "value" in record:
         plain.setdefault("value", math.nan)
-    scores = part({"scores": {}, **plain}, "scores", dict)
-    return Result.from_json({**plain, "scores": {name: x for name, x in scores.items() if x is not None}})
+    known = {key: part(plain, key, dict) for key in BY_NAME if key in plain}
+    return Result.from_json(
+        plain | {key: {name: x for name, x in some.items() if x is not None} for key, some in known.items()}
+    )
 
 
 def _day(text: Any) -> str:

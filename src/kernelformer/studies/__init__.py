@@ -48,6 +48,13 @@ STUDIES: dict[str, Study] = {
             writes="the runs",
         ),
         Study(
+            "redraws",
+            "How much redraws of random features change the outputs of trained classifiers, and what kernels have learned",
+            "KL-Transformer (2110.08323), Fig. 5, 9, 10 and Tables 4, 9-12, 14",
+            settings.RedrawsSettings,
+            resumes=True,
+        ),
+        Study(
             "kernels",
             "Where learned kernels start, and what the smoothing of signed ones costs",
             "",
@@ -66,6 +73,27 @@ STUDIES: dict[str, Study] = {
             "Spectral error inside a real encoder, condition numbers and the statistical dimension",
             "Skyformer (2111.00035), Fig. 1, Theorem 2 and App. F",
             settings.ApproximationSettings,
+        ),
+        Study(
+            "estimators",
+            "Errors of trigonometric and positive, independent and orthogonal features, and the theorems on them",
+            "Performer (2009.14794), Fig. 2 and 4, Theorems 1 to 4",
+            settings.EstimatorsSettings,
+            resumes=True,
+        ),
+        Study(
+            "depth",
+            "How the errors of approximate attention grow over the layers of a pretrained model",
+            "Performer (2009.14794), Fig. 14",
+            settings.DepthSettings,
+            resumes=True,
+        ),
+        Study(
+            "amino-acids",
+            "Similarity of amino acids in the attention of a protein model, original and converted, against BLOSUM62",
+            "Performer (2009.14794), Fig. 13",
+            settings.AminoAcidsSettings,
+            resumes=True,
         ),
         Study(
             "positions",

@@ -1,7 +1,7 @@
 """What a study is, and how one is written.
 
-A study is one file ``studies/NAME.py``, its settings in `studies.settings` and its entry in `studies.STUDIES`. The file
-has five functions, for a ``Result`` of its own:
+A study is one file ``studies/NAME.py``, with underscores for hyphens, its settings in `studies.settings` and its entry
+in `studies.STUDIES`. The file has five functions, for a ``Result`` of its own:
 
     def steps(settings) -> int:                            how often `run` calls ``progress``
     def run(settings, folder, log, progress) -> Result:    measure; ``log`` takes a sentence on what is being done,
@@ -91,7 +91,7 @@ class Study:
 
     @property
     def _file(self) -> Any:
-        return import_module(f"kernelformer.studies.{self.name}")
+        return import_module(f"kernelformer.studies.{self.name.replace('-', '_')}")
 
 
 def command(name: str, settings: Any) -> str:
@@ -103,9 +103,11 @@ def command(name: str, settings: Any) -> str:
         if value == each.default:
             continue
         key = each.name.replace("_", "-")
-        text = as_text(short[each.name] if how.path or isinstance(value, Path) else value)
+        shown = short[each.name] if how.path or isinstance(value, Path) else value
+        text = as_text(shown)
         flag = [f"--{key}" if value else f"--no-{key}"] if isinstance(value, bool) else [f"--{key}", text]
-        words += [text] if how.argument else flag
+        given = [str(x) for x in shown] if isinstance(value, tuple) else [text]
+        words += given if how.argument else flag
     return shlex.join(words)
 
 

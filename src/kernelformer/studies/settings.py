@@ -30,6 +30,17 @@ class SparsitySettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RedrawsSettings(Settings):
+    """Settings of `studies.redraws`."""
+
+    runs: tuple[str, ...] = option(help="of finished runs, or of comparisons", argument=True, path=True, shown="FOLDER")
+    draws: int = option(100, "of the random features of each model", least=2)
+    samples: int = option(200, "of the validation split, at most", least=2)
+    first_draw: int | None = option(None, "number of the first draw; default: after the one a model has", least=0)
+    gradients: int = option(50, "draws and samples of the gradients at the classifier; 0: none", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ApproximationSettings(Settings):
     """Settings of `studies.approximation`."""
 
@@ -216,5 +227,51 @@ class FeaturesSettings(Settings):
     errors: tuple[float, ...] = option((0.5, 0.2, 0.1), "of the output, for the time at equal error", least=1e-6)
     time_length: int = option(4096, "tokens of a timed forward", least=1)
     rounds: int = option(3, "timed forwards of each, interleaved", least=1)
+    allow_pickle: bool = option(False, "read pickled weights", switch=True)
+    seed: int = option(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorsSettings(Settings):
+    """Settings of `studies.estimators`; defaults are those of Performer, Fig. 4."""
+
+    length: int = option(4096, "queries, and keys, of Fig. 4", least=2)
+    head_dim: int = option(16, "of Fig. 4 and 2", least=2)
+    features: tuple[int, ...] = option((16, 32, 64, 128, 256), "numbers of frequencies of Fig. 4", least=1)
+    norms: tuple[float, ...] = option((0.5, 1.0, 2.0), "of queries and keys of Fig. 4, times sqrt(scale)", least=0.01)
+    samples: int = option(15, "of inputs and frequencies of Fig. 4 and Theorem 4", least=2)
+    dims: tuple[int, ...] = option((1, 4, 16, 64), "d of Theorems 1, 3 and 4", least=1)
+    draws: int = option(100_000, "of frequencies, for single pairs of vectors", least=2)
+    tokens: int = option(1024, "queries, and keys, of Theorem 4", least=1)
+    seed: int = option(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthSettings(Settings):
+    """Settings of `studies.depth`."""
+
+    model: str = option(help="folder of transformers, or name on the hub", argument=True, path=True)
+    text: Path = option(help=".jsonl with 'text' in each line, or one text a line")
+    attention: tuple[str, ...] = option((), SPECS)
+    draws: int = option(3, "of each map that is random", least=2)
+    texts: int = option(16, "to measure on", least=1)
+    length: int = option(256, "tokens of a text, at most", least=2)
+    batch: int = option(4, "texts at once", least=1)
+    task: str = option("auto", "auto, encoder, masked or causal")
+    allow_pickle: bool = option(False, "read pickled weights", switch=True)
+    seed: int = option(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AminoAcidsSettings(Settings):
+    """Settings of `studies.amino_acids`."""
+
+    model: str = option(help="folder of a protein language model", argument=True, path=True)
+    text: Path = option(help="sequences, one a line")
+    attention: tuple[str, ...] = option((), SPECS)
+    sequences: int = option(800, "to aggregate over, as in the paper", least=2)
+    length: int = option(128, "residues of a sequence, at most", least=2)
+    batch: int = option(8, "sequences at once", least=1)
+    resamples: int = option(1000, "of the sequences and of the amino acids' names", least=2)
     allow_pickle: bool = option(False, "read pickled weights", switch=True)
     seed: int = option(0, least=0)

@@ -25,6 +25,7 @@ class Outcome:
         predictions: (N) classes or numbers, of models with one answer per sample.
         labels: (N), of the same.
         split: its name; "" where nobody says.
+        top5: share of the samples whose label was among the five likeliest classes; nan where there are no more.
     """
 
     loss: float
@@ -32,6 +33,7 @@ class Outcome:
     predictions: NDArray[Any] | None = None
     labels: NDArray[Any] | None = None
     split: str = ""
+    top5: float = math.nan
 
 
 class Task(ABC):
@@ -48,6 +50,7 @@ class Task(ABC):
     model: ClassVar[str]  # kind of model: "causal-lm", "classifier", ...
     metric: str  # of the class, or of a task whose options choose it
     higher_is_better: ClassVar[bool]
+    metric_from_judge: ClassVar[bool] = False  # whether `judge` gives the metric, so that it is known at the end alone
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

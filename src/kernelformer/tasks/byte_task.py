@@ -17,13 +17,13 @@ from kernelformer.data.splits import SPLITS
 from kernelformer.data.values import Check, label_names
 from kernelformer.errors import choice, positive_int
 from kernelformer.tasks.base import Classification
-from kernelformer.tasks.options import RowOptions
+from kernelformer.tasks.options import NamedValidation
 
 _ROUND = 64  # batches have a multiple of this length, so that there are few different shapes
 
 
 @dataclass(kw_only=True, eq=False)
-class ByteTask(RowOptions, Classification):
+class ByteTask(NamedValidation, Classification):
     """Classify samples of one or more texts, byte by byte.
 
     Tokens: 0 is padding, byte b of the UTF-8 text is b + 1. Batches are padded to their longest text, not to
@@ -36,7 +36,7 @@ class ByteTask(RowOptions, Classification):
         length: bytes of a text; longer ones are cut at the end, and `remarks` says how many.
         pad_to: length of every batch; None: the longest text's, rounded up to a multiple of 64, at most length.
 
-    Options of all tasks with rows: see `tasks.options.RowOptions`.
+    Options of tasks with rows: see `tasks.options.NamedValidation`.
     """
 
     text: str = "text"

@@ -10,12 +10,11 @@ from torch import Tensor
 from kernelformer.data.batching import Sample
 from kernelformer.data.images import Album
 from kernelformer.errors import integer
-from kernelformer.tasks.base import Classification
-from kernelformer.tasks.image_task import ImageTask, labels_of, pixel_tokens
+from kernelformer.tasks.image_task import ImageClassification, labels_of, pixel_tokens
 
 
 @dataclass(kw_only=True, eq=False)
-class Grey(ImageTask, Classification):
+class Grey(ImageClassification):
     """Say what an image shows; it comes as grey intensities, a token each, row by row: L = rows * columns.
 
     Colour is made grey by 0.299 R + 0.587 G + 0.114 B, rounded. Nothing is padded and nothing augmented.
@@ -60,7 +59,3 @@ class Grey(ImageTask, Classification):
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """input_ids (B, L) and labels (B)."""
         return {"input_ids": pixel_tokens(samples), "labels": labels_of(samples)}
-
-    def baselines(self, split: str) -> dict[str, dict[str, float]]:
-        """Always the class that training has most often."""
-        return self.most_frequent_class(split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kernelformer.data.batching import Sample
 from kernelformer.data.images import Pictures, most_frequent_accuracy
+from kernelformer.tasks.base import Classification, Outcome
 from kernelformer.tasks.options import CacheOption, RowOptions
 
 
@@ -51,8 +53,23 @@ class ImageTask(CacheOption, RowOptions):
         """Images that were left out or made to fit."""
         return list(self.pictures.remarks)
 
-    def most_frequent_class(self, split: str) -> dict[str, dict[str, float]]:
-        """The baseline that always says the class that training has most often."""
+
+class ImageClassification(ImageTask, Classification):
+    """A task with one class per image, scored by the accuracy of the first answer, and of the first five."""
+
+    classes: int
+
+    def score(self, outcome: Outcome) -> dict[str, float]:
+        """Share of right answers; of more than five classes also the share of labels among the five likeliest."""
+        more = {} if math.isnan(outcome.top5) else {"top5_accuracy": outcome.top5}
+        return {**super().score(outcome), **more}
+
+    def extra_metrics(self) -> list[str]:
+        """The top-5 accuracy, where it says something."""
+        return ["top5_accuracy"] if self.classes > 5 else []
+
+    def baselines(self, split: str) -> dict[str, dict[str, float]]:
+        """Always the class that training has most often."""
         accuracy = most_frequent_accuracy(self.pictures.split("train"), self.pictures.split(split))
         return {"most frequent class": {self.metric: accuracy}}
 

@@ -13,19 +13,18 @@ from kernelformer.data.augmentation import AUGMENT, Views
 from kernelformer.data.batching import Sample
 from kernelformer.data.images import Album
 from kernelformer.errors import choice, integer, number, positive_int
-from kernelformer.tasks.base import Classification
-from kernelformer.tasks.image_task import ImageTask, labels_of
+from kernelformer.tasks.image_task import ImageClassification, labels_of
 
 VIEWS = 10  # of each image, where they differ
 
 
 @dataclass(kw_only=True, eq=False)
-class Images(ImageTask, Classification):
+class Images(ImageClassification):
     """Say what an image shows.
 
     A batch has pixel_values (B, channels, rows, columns) = (intensity / 255 - mean) / std, and labels (B). Metric is
-    the accuracy of the first answer. The top-5 accuracy that papers give beside it is not there: evaluation keeps one
-    answer for each image. Label smoothing is a setting of the run; there is no mixing of images.
+    the accuracy of the first answer; of more than five classes the top-5 accuracy stands beside it. Label smoothing is
+    a setting of the run; there is no mixing of images.
 
     Data: a folder with ``train.npz`` and ``test.npz``, each ``images`` uint8 (N, rows, columns, channels) and
     ``labels`` (N); or ``train/CLASS/*.png``, or ``hub:NAME``. `data.images.Pictures` has all of it.
@@ -83,10 +82,6 @@ class Images(ImageTask, Classification):
         pixels = torch.stack([sample["pixels"] for sample in samples]).permute(0, 3, 1, 2)
         values = pixels.to(torch.float32, memory_format=torch.contiguous_format)
         return {"pixel_values": values.mul_(self.scale).sub_(self.shift), "labels": labels_of(samples)}
-
-    def baselines(self, split: str) -> dict[str, dict[str, float]]:
-        """Always the class that training has most often."""
-        return self.most_frequent_class(split)
 
 
 def _per_channel(what: str, value: object, channels: int) -> list[float]:

@@ -135,3 +135,22 @@ class RowOptions(DataOption, SkipOption, ShareOptions, FixedSamples):
             "test_share": self.test_share,
             "seed": self.seed,
         }
+
+
+@dataclass(kw_only=True, eq=False)
+class NamedValidation(RowOptions):
+    """`RowOptions`, and which split is the validation's.
+
+    Args:
+        validation_split: name of the split to validate on, such as "validation_mismatched" of GLUE's MNLI, or "test",
+            as Long Range Arena does on IMDb: scores of validation are then the test's, nothing is held back from
+            training, and whatever is chosen by validation is chosen on the test. None: the usual names.
+    """
+
+    validation_split: str | None = None
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Options of a `data.sources.Source` beside the location."""
+        names = None if self.validation_split is None else {"validation": self.validation_split}
+        return {**super().reading, "names": names}

@@ -23,14 +23,14 @@ from kernelformer.data.values import Check, label_names, label_value, number_val
 from kernelformer.errors import choice, integer
 from kernelformer.tasks.base import Outcome
 from kernelformer.tasks.metrics import METRICS, OF_NUMBERS, f1, matthews, pearson, spearman
-from kernelformer.tasks.options import RowOptions
+from kernelformer.tasks.options import NamedValidation
 from kernelformer.tasks.vocabulary_task import VocabularyTask
 
 _ROUND = 16  # batches have a multiple of this length, so that there are few different shapes
 
 
 @dataclass(kw_only=True, eq=False)
-class Sentences(VocabularyTask, RowOptions):
+class Sentences(VocabularyTask, NamedValidation):
     """Classify a sentence or a pair, or give it a number; the tasks of GLUE are in the table `tasks.glue.GLUE`.
 
     Data: a folder with ``train``, ``validation`` and ``test``, each ``.jsonl``, ``.csv`` or ``.tsv``, one such file, or
@@ -49,10 +49,8 @@ class Sentences(VocabularyTask, RowOptions):
         labels: number of classes, or their names in order; 1: numbers instead of classes (regression).
         glue: the metric: accuracy, f1, matthews, pearson or spearman; None: accuracy, pearson for numbers.
         length: tokens of a sample at most, special ones included.
-        validation_split: name of the split to validate on, such as "validation_mismatched" of GLUE's MNLI; None: the
-            usual names.
 
-    Other options: see `VocabularyTask` and `tasks.options.RowOptions`.
+    Other options: see `VocabularyTask` and `tasks.options.NamedValidation`.
     """
 
     text: str = "text"
@@ -61,7 +59,6 @@ class Sentences(VocabularyTask, RowOptions):
     labels: int | list[str] = 2
     glue: str | None = None
     length: int = 128
-    validation_split: str | None = None
 
     name = "sentences"
     about = "classes or a number for a sentence or a pair, as in GLUE; --data is a folder, a file or hub:NAME"
@@ -164,19 +161,8 @@ class Sentences(VocabularyTask, RowOptions):
     def _source(self) -> Source:
         check = _single_precision if self.regression else label_value(self.names or self.classes)
         second: dict[str, Check] = {} if self.other is None else {self.other: optional_text}
-        source = Source(
-            self.data,
-            {self.text: text_value, **second, self.label: check},
-            layout=" and ".join(f'"{x}"' for x in (*self.columns, self.label)),
-            names=None if self.validation_split is None else {"validation": self.validation_split},
-            **self.reading,
-        )
-        if self.validation_split is not None and isinstance(source.location, Path) and not source.location.is_dir():
-            raise ValueError(
-                f"validation_split is a split of a folder or data set, got {self.validation_split!r} and the file "
-                f"{source.location}; leave it out."
-            )
-        return source
+        columns = {self.text: text_value, **second, self.label: check}
+        return Source(self.data, columns, layout=" and ".join(f'"{x}"' for x in columns), **self.reading)
 
     def _rows(self, name: str) -> Rows:
         """Rows of a split, as many as are wanted."""

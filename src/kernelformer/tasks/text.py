@@ -22,6 +22,9 @@ class Text(ByteTask):
     - one such file, divided by the shares;
     - ``hub:NAME``, a data set of the Hugging Face hub, such as ``hub:stanfordnlp/imdb``.
 
+    IMDb has no validation split: a tenth of its training reviews is one, unless ``validation_split="test"``, which is
+    what Long Range Arena does.
+
     Departure: batches are padded to their longest text, not to ``length``, unless pad_to says so. Samples keep their
     order, so 32 reviews of IMDb still make a batch of 3,800 positions, of which a third are real; with ``length=1024``
     83% are, and 47% of the reviews are cut.

@@ -99,6 +99,7 @@ class Translation(VocabularyTask, RowOptions):
     model = "seq2seq"
     metric = "bleu"
     higher_is_better = True
+    metric_from_judge = True
     trained_size = 10_000
 
     def __post_init__(self) -> None:

@@ -18,9 +18,10 @@ SCHEDULES = {
 }
 DECAYING = ("linear", "cosine")  # to 0, at the last step
 PRECISIONS = ("float32", "bf16")
+SELECT = ("last", "best")
 # Settings of a model that the run itself has, or that are fixed.
 OWN = ("attention", "decoder_attention", "seed", "model_type")
-# Another value gives the same result.
+# Another value gives the same result; but where the best evaluation is selected, it depends on when they are.
 FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "workers")
 
 Problem = TypeVar("Problem", bound=Exception)
@@ -68,9 +69,13 @@ class Run:
         label_smoothing: of the training loss; evaluation has none.
         redraw: updates per draw of the random features, where the model has some; None: one draw for all. The last draw
             comes before the learning rate falls to a quarter of its largest: a later one could not be learned.
+        redraw_to_end: let redraws go on to the last update, as the papers' code does.
         precision: "float32", or "bf16" for autocast.
         gradient_checkpointing: recompute activations instead of keeping them.
         seed: of the first weights, of the draws, of dropout and of the order of the samples.
+        select: which weights are the result: "last", or "best", those of the evaluation with the best value of the
+            task's metric on the validation split (the earliest of equals), which are then scored on the test split
+            (Skyformer's protocol). With ``eval_every=None`` there is one evaluation, of the last weights.
         eval_every: updates between evaluations; None: only at the end.
         eval_batch_size: samples per forward in evaluation, over all processes; None: as many as in training.
         save_every: updates between checkpoints; None: only at the end.
@@ -101,9 +106,11 @@ class Run:
     max_grad_norm: float | None = 1.0
     label_smoothing: float = 0.0
     redraw: int | None = None
+    redraw_to_end: bool = False
     precision: str = "float32"
     gradient_checkpointing: bool = False
     seed: int = 0
+    select: str = "last"
     eval_every: int | None = None
     eval_batch_size: int | None = None
     save_every: int | None = None
@@ -138,7 +145,11 @@ class Run:
         take("seed", integer("seed", self.seed, at_least=0))
         if self.seed >= 1 << 32:
             raise ValueError(f"seed must be below 2^32, which is what numpy takes, got {self.seed}.")
-        flag("gradient_checkpointing", self.gradient_checkpointing)
+        for name in ("gradient_checkpointing", "redraw_to_end"):
+            flag(name, getattr(self, name))
+        if self.redraw_to_end and self.redraw is None:
+            raise ValueError("redraw_to_end=True needs redraw, the number of updates per draw, got redraw=None.")
+        choice("select", self.select, SELECT)
         choice("schedule", self.schedule, SCHEDULES)
         choice("precision", self.precision, PRECISIONS)
         if self.batch_size % (self.micro_batch or 1):
@@ -168,6 +179,8 @@ class Run:
                 f"decoder_attention is for encoder-decoders, got {self.decoder_attention!r} and task {self.task!r}; "
                 f"leave it out."
             )
+        if self.select == "best" and TASKS[self.task].metric_from_judge:
+            raise no_metric(self.task, TASKS[self.task].metric)
         for spec in self.specs:
             parse_attention(spec)
         if self.start is not None and not isinstance(self.start, str):
@@ -206,13 +219,22 @@ class Run:
         return cls(**record)
 
     def differences(self, other: Run) -> list[str]:
-        """Settings of another result, as ``name=here, there``; those in `FREE` do not count."""
+        """Settings of another result, as ``name=here, there``; those that change nothing do not count."""
         mine, theirs = self.as_json(), other.as_json()
+        free = FREE if self.select == "last" else tuple(name for name in FREE if name != "eval_every")
         return [
             f"{name} {mine[name]!r} and {theirs[name]!r}"
             for name in mine
-            if name not in FREE and mine[name] != theirs[name]
+            if name not in free and mine[name] != theirs[name]
         ]
+
+
+def no_metric(task: str, metric: str) -> ValueError:
+    """The error for a task whose metric cannot select the best weights."""
+    return ValueError(
+        f"select='best' needs a metric that every evaluation measures, got task {task!r}, whose {metric!r} is measured "
+        f"at the end alone; leave select at 'last'."
+    )
 
 
 def extension(run: Run, before: Run) -> str | None:

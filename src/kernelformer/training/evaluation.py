@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,14 +25,15 @@ from kernelformer.models import MODELS, KernelformerConfig, KernelformerForCausa
 from kernelformer.quiet import silent_libraries
 from kernelformer.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
-from kernelformer.tasks.base import Outcome
 from kernelformer.training.checkpoints import reason
 from kernelformer.training.config import Run, TrainingError
 from kernelformer.training.inspection import DAMAGE, check_run_folder, saved_run
 from kernelformer.training.meter import Log, scores
+from kernelformer.training.standard_errors import ERROR, Contributions, standard_errors
 from kernelformer.weight_headers import SizeError, check_shapes, saved_shapes, weight_files
 
 IGNORED = -100
+TOP = 5  # likeliest classes, whose accuracy papers on images give beside that of the first
 
 
 def contributions(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,6 +57,11 @@ def contributions(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor
     counted = (labels != IGNORED).view(size, -1)
     right = (logits.argmax(-1) == labels).view(size, -1) & counted
     return each.double().view(size, -1).sum(1), counted.sum(1), right.sum(1)
+
+
+def in_top(logits: Tensor, labels: Tensor, count: int = TOP) -> Tensor:
+    """Whether labels (B) are among the likeliest classes of logits (B, classes): (B) int64, 1 where they are."""
+    return (logits.topk(count, dim=-1).indices == labels.unsqueeze(-1)).any(-1).long()
 
 
 class TaskTrainer(Trainer):
@@ -91,18 +96,29 @@ class TaskTrainer(Trainer):
         parts = contributions(logits, labels, self._loss_shifts_labels)
         if logits.dim() > 2:
             return parts
-        return (*parts, logits.squeeze(-1) if labels.is_floating_point() else logits.argmax(-1))  # one per sample
+        if labels.is_floating_point():
+            return (*parts, logits.squeeze(-1))
+        answers = (*parts, logits.argmax(-1))  # one per sample: all logits of a large split would not fit
+        return answers if logits.shape[-1] <= TOP else (*answers, in_top(logits, labels))
 
     def _score(self, outputs: EvalPrediction) -> dict[str, float]:
+        """The task's scores, and the standard errors of its loss and of its metric."""
         parts: Any = outputs.predictions  # of `_reduce`, over all samples
-        sums, counts, hits, *answers = parts
-        total = float(np.sum(counts))
-        labels = np.asarray(outputs.label_ids) if answers else None
-        numbers = labels is not None and np.issubdtype(labels.dtype, np.floating)
-        right = math.nan if numbers else float(np.sum(hits)) / total
-        loss, answer = float(np.sum(sums)) / total, answers[0] if answers else None
-        outcome = Outcome(loss, right, answer, labels, self.split_name)
-        return {**self.task.score(outcome), "exact_loss": outcome.loss}
+        sums, counts, hits, *single = parts
+        answers, top5 = (*single, None, None)[:2]
+        labels = np.asarray(outputs.label_ids) if single else None
+        samples = Contributions(sums, counts, hits, answers, labels, top5, self.split_name)
+        outcome, errors = samples.outcome(), standard_errors(self.task, samples)
+        told = {f"{name}{ERROR}": errors[name] for name in ("loss", self.task.metric) if name in errors}
+        return {**self.task.score(outcome), "exact_loss": outcome.loss, **told}
+
+    def score_split(self, name: str, data: Dataset[Any]) -> dict[str, float]:
+        """Loss and scores of a split, with the names of evaluation and without a word in the log."""
+        before, self.split_name = self.split_name, name
+        try:
+            return scores(self.predict(data, metric_key_prefix="eval").metrics or {})
+        finally:
+            self.split_name = before
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """The trainer's, with the mean over all labels for a loss."""
@@ -198,7 +214,8 @@ def evaluate(
             and on a model that is not that of a finished run.
 
     Returns:
-        ``{"loss": ..., metric: ...}``.
+        ``{"loss": ..., metric: ...}``, other scores, and the standard errors over the samples of the first two as
+        ``loss_error`` and ``<metric>_error`` (`standard_errors`); a metric of what the model writes has none.
     """
     choice("split", split, SPLITS)
     positive_int("batch_size", batch_size)

@@ -24,6 +24,7 @@ from kernelformer.records import METRICS, RESULT, RUN, Result, read_head, read_r
 from kernelformer.training.checkpoints import DAMAGED, checkpoint_of, checkpoints_of, metrics
 from kernelformer.training.config import Run, TrainingError
 from kernelformer.training.meter import Meter
+from kernelformer.training.selection import check_best
 from kernelformer.weight_headers import check_sizes, weight_files
 
 # How files say that they are not what they should be: the system, JSON, zip archives, safetensors, torch.
@@ -205,6 +206,8 @@ def check_checkpoint(folder: Path, step: int) -> None:
     for name in (TRAINER_STATE_NAME, weights, OPTIMIZER_NAME, SCHEDULER_NAME, *numbers):
         with whole(folder / name):
             _check(check_regular(folder / name), step)
+    with whole(folder / TRAINER_STATE_NAME):
+        check_best(folder)
     with whole(folder / HASHES):
         hashes = read_hashes(folder)
     for name, expected in hashes.items():

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from kernelformer.environment import peak, reset_peak
 from kernelformer.records import METRICS
 from kernelformer.training.checkpoints import finite, writing
+from kernelformer.training.standard_errors import score_text, split_errors
 
 Log = Callable[[str], None]
 NOT_SCORES = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time")
@@ -35,6 +37,7 @@ class Meter(TrainerCallback, ExportableState):
         self.seconds, self.tokens, self.peak = 0.0, 0, 0
         self.waited = 0.0  # seconds, of all, for the next batch
         self.loss, self.since = 0.0, 0  # sum of the losses that were not logged yet, and the last step that was
+        self.norms: list[float | Tensor] = []  # of the gradients of these steps; reading a tensor waits for its device
         self._started: float | None = None
         self._before = self._reset()
 
@@ -42,7 +45,8 @@ class Meter(TrainerCallback, ExportableState):
         """Return what a checkpoint has to keep of the meter."""
         self._take()
         names = ("seconds", "waited", "tokens", "peak", "loss", "since", "forwards")
-        return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
+        norms = [float(x) for x in self.norms]
+        return {"args": {}, "attributes": {**{name: getattr(self, name) for name in names}, "norms": norms}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -71,6 +75,11 @@ class Meter(TrainerCallback, ExportableState):
         """Seconds and tokens so far."""
         self._take()
         return {"seconds": round(self.seconds, 6), "tokens": self.tokens}
+
+    def take_norms(self) -> list[float]:
+        """Norms of the gradients since the last line, to six digits: there are many, and nobody needs more."""
+        norms, self.norms = self.norms, []
+        return [float(f"{float(x):.6g}") for x in norms]
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -142,11 +151,13 @@ class Recorder(TrainerCallback):
         now = self.meter.now()
         if kind == "loss":
             values = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm") if name in logs}
+            more = {"grad_norms": self.meter.take_norms()}
             seconds, tokens = now["seconds"] - self._last[0], now["tokens"] - self._last[1]
             self.rate, self._last = tokens / max(seconds, 1e-9), (now["seconds"], now["tokens"])
         else:
-            values = self.evaluation = scores(logs)
-        self._write({"step": state.global_step, **now, **values})
+            values, more = scores(logs), {}
+            self.evaluation = values
+        self._write({"step": state.global_step, **now, **values, **more})
         self._say(state, values)
         if not finite(logs[kind]):
             self.end(control)
@@ -178,7 +189,8 @@ class Recorder(TrainerCallback):
     def _say(self, state: TrainerState, values: dict[str, float]) -> None:
         where = f"step {state.global_step}/{state.max_steps}"
         if "loss" not in values:
-            told = ", ".join(f"{name.removeprefix('eval_')} {x:.4f}" for name, x in values.items())
+            plain, errors = split_errors({name.removeprefix("eval_"): x for name, x in values.items()})
+            told = ", ".join(f"{name} {score_text(x, errors.get(name))}" for name, x in plain.items())
             self.log(f"{where}: validation {told}")
         elif self.each:
             self.log(f"{where}: loss {values['loss']:.4f}, {self.rate:,.0f} tokens/s")

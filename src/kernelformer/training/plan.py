@@ -17,6 +17,7 @@ from kernelformer.records import PLAN, RUN, part, read_object, reading
 from kernelformer.tasks import make_task
 from kernelformer.training.config import Run, TrainingError, attention_settings
 from kernelformer.training.inspection import check_same
+from kernelformer.training.selection import held_out_split
 from kernelformer.training.session import build_model
 
 AGAIN = "the same call and resume=True"
@@ -100,6 +101,8 @@ def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
     task = make_task(first.task, **first.task_options)
     for split in ("train", "validation"):
         task.split(split)
+    if any(run.select == "best" for run in plan.runs):
+        held_out_split(task)
     with torch.device("meta"):
         for run in plan.runs:
             if run.seed == first.seed:

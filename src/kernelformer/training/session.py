@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -23,31 +20,21 @@ from kernelformer.environment import environment
 from kernelformer.errors import flag
 from kernelformer.files import write_json
 from kernelformer.formatting import shortened
-from kernelformer.hashes import write_hashes
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.modules import redraw
 from kernelformer.modules.redraw import random_maps
 from kernelformer.quiet import silent_libraries
-from kernelformer.records import MODEL, RESULT, RUN, Result, read_head, read_object
+from kernelformer.records import RUN, Result, read_head, read_object
 from kernelformer.tasks import Task, make_task
 from kernelformer.terminal import VisibleConsole
 from kernelformer.training.callbacks import Bar, Board, LastDraw, Stop
-from kernelformer.training.checkpoints import (
-    STAGE,
-    clear,
-    cut_metrics,
-    locked,
-    main_does,
-    metrics,
-    publish,
-    set_aside,
-    writing,
-)
+from kernelformer.training.checkpoints import clear, cut_metrics, locked, main_does, set_aside, writing
 from kernelformer.training.config import Run, StoppedError, everywhere, extension
-from kernelformer.training.evaluation import judged
+from kernelformer.training.finish import finish, take_best
 from kernelformer.training.first_weights import check_vocabulary, start_from, weights_hash
 from kernelformer.training.inspection import examine, saved_run
 from kernelformer.training.meter import Log, Meter, Recorder
+from kernelformer.training.selection import Best, held_out_split, prune
 from kernelformer.training.trainer import RunTrainer, training_arguments
 
 
@@ -67,7 +54,8 @@ def train(
     whether it is ``finished``), ``metrics.jsonl`` (a line per interval and evaluation), ``checkpoint-N/``,
     ``tensorboard/``, and at the end ``model/`` and ``result.json``; `records.standing` says how far it is. Every file
     is whole or not there, whenever the process is killed. A resumed run gives the numbers it would have given without
-    the interruption, to the last bit on as many processes and threads.
+    the interruption, to the last bit on as many processes and threads. With ``select="best"`` the weights of the best
+    evaluations are in ``best-N/``, as many as the checkpoints need; ``model/`` is the best of all.
 
     Started by ``torchrun`` or ``accelerate launch``, the processes share the batch; they see one folder, and only the
     first writes and talks.
@@ -113,6 +101,8 @@ def train(
         say(f"writing to {folder}")
         task = make_task(run.task, **run.task_options)
         splits = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
+        best = Best(task) if run.select == "best" else None
+        held_out = None if best is None else held_out_split(task)  # now: a split that is missing is no end of a run
         remarks = task.remarks()
         for remark in remarks:
             say(remark)
@@ -125,15 +115,18 @@ def train(
         main_does(main, folder, lambda: _begin(run, folder, step, command, args.world_size, data(), start))
         recorder = Recorder(folder if main else None, meter, say, each=not bar)
         stack.callback(recorder.close)
-        others: list[TrainerCallback] = [meter, recorder, *callbacks]
+        others: list[TrainerCallback] = [meter, recorder, *([] if best is None else [best]), *callbacks]
         if main and is_tensorboard_available():
             with writing(folder):
                 others.append(stack.enter_context(Board(folder / "tensorboard", step)))
         if bar:
             others.append(stack.enter_context(Bar(console, recorder, shortened(run.label))))
-        trainer = RunTrainer(run, task, model, args, meter=meter, recorder=recorder, callbacks=others, **splits)
+        trainer = RunTrainer(
+            run, task, model, args, meter=meter, recorder=recorder, best=best, callbacks=others, **splits
+        )
         _learn(run, folder, trainer, checkpoint, say)
-        return main_does(main, folder, lambda: _finish(run, folder, task, trainer, remarks, say))
+        test = take_best(folder, task, trainer, held_out)
+        return main_does(main, folder, lambda: finish(run, folder, task, trainer, test, remarks, say))
 
 
 def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None, say: Log) -> None:
@@ -141,7 +134,8 @@ def _learn(run: Run, folder: Path, trainer: RunTrainer, checkpoint: Path | None,
     if run.redraw is not None and random_maps(trainer.network):
         # Hung on the model itself: its forward is called once per micro-batch, whatever it is wrapped in.
         schedule = redraw(trainer.network, every=run.redraw * trainer.args.gradient_accumulation_steps)
-        trainer.add_callback(LastDraw(schedule))
+        if not run.redraw_to_end:
+            trainer.add_callback(LastDraw(schedule))
     set_seed(run.seed, device_specific=True)  # dropout differs between processes
     stop = Stop(say)
     trainer.add_callback(stop)
@@ -205,6 +199,8 @@ def _begin(
     """Leave only what the run can go on from; the record of a resumed run tells of its start and of what came later."""
     clear(folder)
     set_aside(folder, step)
+    if run.select == "best":
+        prune(folder)
     cut_metrics(folder, step)
     here: dict[str, Any] = {
         "environment": {**environment(torch.get_num_threads()), "processes": processes},
@@ -220,51 +216,3 @@ def _begin(
     elif run.start is not None:
         record["start"] = start()
     write_json(folder / RUN, {**record, "finished": False})
-
-
-def _finish(run: Run, folder: Path, task: Task, trainer: RunTrainer, remarks: list[str], say: Log) -> Result:
-    recorder, meter = trainer.recorder, trainer.meter
-    value, scores = math.nan, {}
-    if not recorder.diverged:
-        data: Any = trainer.eval_dataset
-        values = recorder.evaluation | judged(task, trainer.network, data, trainer.args.per_device_eval_batch_size)
-        for remark in task.remarks():
-            if remark not in remarks:
-                say(remark)
-        scores = {name.removeprefix("eval_"): x for name, x in values.items() if name.startswith("eval_")}
-        value = scores.pop(task.metric)
-    result = Result(
-        metric=task.metric,
-        value=value,
-        scores=scores,
-        tokens_per_second=speed(metrics(folder)),
-        peak_bytes=meter.peak,
-        parameters=trainer.network.num_parameters(),
-        seconds=round(meter.seconds, 6),
-        input_seconds=round(meter.waited, 6),
-        steps=trainer.state.global_step,
-        loss=math.nan if recorder.diverged else recorder.evaluation["eval_loss"],
-        diverged=recorder.diverged,
-    )
-    if recorder.diverged:
-        say(
-            f"diverged: the loss is not finite at step {result.steps}; try a smaller learning_rate than "
-            f"{run.learning_rate:g}, or a longer warm-up"
-        )
-    else:
-        trainer.network.save_pretrained(folder / STAGE / MODEL)
-        task.save_extra(folder / STAGE / MODEL)
-        write_hashes(folder / STAGE / MODEL)
-        publish(folder / STAGE / MODEL, folder / MODEL)
-        say(f"finished: {task.metric} {result.value:.4f} after {result.steps} steps, {result.seconds:.0f} s")
-    # In this order: whenever the process is killed, a folder with a result says that it is finished.
-    write_json(folder / RUN, {**read_head(folder), "finished": True})
-    write_json(folder / RESULT, result.as_json())
-    return result
-
-
-def speed(lines: Sequence[dict[str, Any]]) -> float:
-    """Tokens per second: the median over intervals of ``metrics.jsonl`` after the first, or that one if it is alone."""
-    points = [(float(line["seconds"]), int(line["tokens"])) for line in lines if "loss" in line]
-    pairs = list(pairwise(points)) or [((0.0, 0), p) for p in points]
-    return median([(b[1] - a[1]) / max(b[0] - a[0], 1e-9) for a, b in pairs] or [0.0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from kernelformer.training.checkpoints import (
 from kernelformer.training.config import SCHEDULES, Run, everywhere
 from kernelformer.training.evaluation import TaskTrainer
 from kernelformer.training.inspection import whole
-from kernelformer.training.meter import Meter, Recorder
+from kernelformer.training.meter import Meter, Recorder, scores
+from kernelformer.training.selection import Best, prune, save_best
 
 
 def training_arguments(run: Run, folder: Path) -> TrainingArguments:
@@ -121,6 +122,7 @@ class RunTrainer(TaskTrainer):
         args: of `training_arguments`.
         meter: counts its time and tokens.
         recorder: hears of a loss that is not finite.
+        best: which weights are kept as the best so far; None: the last ones are the result.
         rest: further arguments of the trainer.
     """
 
@@ -133,9 +135,10 @@ class RunTrainer(TaskTrainer):
         *,
         meter: Meter,
         recorder: Recorder,
+        best: Best | None = None,
         **rest: Any,
     ) -> None:
-        self.run, self.meter, self.recorder = run, meter, recorder
+        self.run, self.meter, self.recorder, self.best = run, meter, recorder, best
         self.folder = Path(args.output_dir or ".")
         self._staging = False
         self._pending: int | Tensor = 0  # tokens of this process that the meter does not have yet
@@ -209,6 +212,12 @@ class RunTrainer(TaskTrainer):
             inputs = {**inputs, "decoder_input_ids": shift(inputs["labels"])}
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, which takes it in every step and of whole gradients; the meter keeps it for the next line."""
+        norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.meter.norms.append(norm)
+        return norm
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: the trainer's formula is for quadratic attention, and walks over all weights in every step."""
         return 0
@@ -230,7 +239,16 @@ class RunTrainer(TaskTrainer):
         """The trainer's; training sees neither its time nor the random numbers that it takes."""
         device = self.args.device
         with self.meter.paused(), torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
-            return super().evaluate(*args, **kwargs)
+            values = super().evaluate(*args, **kwargs)
+            if self.best is not None and not self.recorder.diverged:
+                self._keep_if_best(self.best, values)
+            return values
+
+    def _keep_if_best(self, best: Best, values: dict[str, float]) -> None:
+        step = self.state.global_step
+        if best.take(step, scores(values)):
+            action = (lambda: save_best(self.folder, step, self.network)) if self.args.should_save else None
+            self._check_saved(first_problem(self._try(action)))
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.folder / STAGE if self._staging else self.folder)
@@ -245,13 +263,15 @@ class RunTrainer(TaskTrainer):
             if not finite(self.meter.loss):
                 self.recorder.end(self.control)
                 return
-            problem = first_problem(self._try(lambda: self._stage(model, trial)))
-            if not problem:
-                problem = first_problem(self._try(self._publish) if self.args.should_save else "")
-            if problem:
-                if self.args.should_save:
-                    clear(self.folder)
-                raise everywhere(cannot_write(self.folder, problem))
+            self._check_saved(first_problem(self._try(lambda: self._stage(model, trial))))
+            self._check_saved(first_problem(self._try(self._publish if self.args.should_save else None)))
+
+    def _check_saved(self, problem: str) -> None:
+        """Raise on all processes what went wrong on one, without what was left unfinished."""
+        if problem:
+            if self.args.should_save:
+                clear(self.folder)
+            raise everywhere(cannot_write(self.folder, problem))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with whole(Path(resume_from_checkpoint) / SAFE_WEIGHTS_NAME):
@@ -292,10 +312,13 @@ class RunTrainer(TaskTrainer):
         write_hashes(self.folder / STAGE / name)
         publish(self.folder / STAGE / name, self.folder / name)
         rotate(self.folder, self.run.keep)
+        if self.best is not None:
+            prune(self.folder, self.best.step)
 
-    def _try(self, action: Any) -> str:
+    def _try(self, action: Callable[[], None] | None) -> str:
         try:
-            action()
+            if action is not None:
+                action()
         except WRITING as problem:
             return reason(problem)
         return ""

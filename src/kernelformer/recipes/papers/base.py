@@ -44,7 +44,8 @@ class Recipe:
         sizes: "cpu", some minutes on a CPU, and where it follows a paper "full", as printed there; `run` makes the run,
             which checks its settings and needs torch for it. The attention of a run is the default of `train`.
         compared: what `compare` compares by default, by size.
-        note: how the sizes differ from the paper, and what of its setting cannot be said.
+        note: a line for each way in which the sizes differ from the paper, and for what of its setting cannot be said;
+            one that begins with the name of a size and a colon is about that size alone.
     """
 
     about: str
@@ -61,6 +62,11 @@ class Recipe:
     def task(self) -> str:
         """Name of the task, the same in all sizes."""
         return str(next(iter(self.sizes.values())).keywords["task"])
+
+    def note_on(self, size: str = CPU) -> str:
+        """What the note says of one size, in one paragraph."""
+        others = tuple(f"{x}:" for x in self.sizes if x != choice("size of this recipe,", size, self.sizes))
+        return " ".join(line for line in self.note.splitlines() if not line.startswith(others))
 
     def attentions(self, size: str = CPU) -> Sequence[str]:
         """What `compare` compares by default, in a size."""
@@ -109,7 +115,7 @@ def pair(
     compared: Sequence[str],
     cpu: Mapping[str, Any],
     small: Sequence[str] = BIDIRECTIONAL,
-    note: str = "",
+    note: Sequence[str],
 ) -> Recipe:
     """A paper's recipe: its full size, and the changes that make it one for a CPU.
 
@@ -121,10 +127,10 @@ def pair(
         cpu: settings that differ; what ``full`` says of the model or the task stays where ``model`` or
             ``task_options`` do not say otherwise.
         small: attentions of the size for a CPU.
-        note: on both sizes.
+        note: its lines.
     """
     own = {"attention": small[1], "decoder_attention": None, **cpu}
     for name in ("model", "task_options"):
         own[name] = {**full.keywords.get(name, {}), **own.get(name, {})}
     sizes = {FULL: full, CPU: partial(full, **own)}
-    return Recipe(about, source, sizes, {FULL: list(compared), CPU: list(small)}, note)
+    return Recipe(about, source, sizes, {FULL: list(compared), CPU: list(small)}, "\n".join(note))

@@ -27,6 +27,9 @@ TITLES = {
 }
 START = (
     "Without --set start=FOLDER of a pre-training run of the same size, and --set task.tokenizer=FOLDER for its "
-    "vocabulary, all weights are new. The first token of the pooling is new in any case. Labels of GLUE's tests are "
-    "secret: results are those of validation."
+    "vocabulary, all weights are new. The first token of the pooling is new in any case.",
+    "Labels of GLUE's tests are secret: results are those of validation.",
+)
+MISMATCHED = (
+    "Validation is the matched half; --set task.validation_split=validation_mismatched, a second run, has the other.",
 )

@@ -1,4 +1,4 @@
-"""Performer: proteins (Fig. 6, 7, Table 2), ImageNet64 (Fig. 7), PG-19 and LM1B (Fig. 5); App. A.2 to A.6 for all.
+"""Performer: proteins (Fig. 6, 7, 16, Table 2), ImageNet64 (Fig. 7), PG-19 and LM1B (Fig. 5); App. A.2 to A.6 for all.
 
 "Performer" without more is generalized attention with ReLU; "Performer-SOFTMAX" is FAVOR+.
 """
@@ -12,6 +12,7 @@ from kernelformer.recipes.papers.base import CAUSAL, Recipe, network, pair
 from kernelformer.training.config import Run
 
 RELU, FAVOR = "relu:num_features=256:eps=1e-3", "favor+:num_features=256"
+UNPROJECTED = "relu:projection=False:eps=1e-3"
 LINFORMER = "linformer:rank=600"
 REGULAR: dict[str, Any] = network(6, 8, 512, 2048)  # "the regular default size" of Sec. 4.1
 PROTEIN = network(36, 8, 512, 1024)
@@ -28,7 +29,17 @@ DEFAULTS: dict[str, Any] = {
     "eval_every": 1000,
     "save_every": 1000,
 }
-UNSAID = "The paper fills its chips and does not say the batch size; nor how often it redraws: here every 1,000 steps."
+UNSAID = (
+    "full: the paper fills its chips and does not say the batch size, nor how often it redraws: here every 1,000 steps."
+)
+PROJECTED = (
+    "full: relu has 256 drawn features, as App. A.4 says, and beside it none: its code by default neither projects nor "
+    "redraws."
+)
+REFORMER = "The paper's Reformer is not a method of this library."
+LEARNED = "full: Linformer's mixtures are learned, in the paper drawn anew."
+UNREDRAWN = "without redrawing: --set redraw=none"
+CUT = "redraws every 100 steps until the rate falls to a quarter, a rate three times as high that decays, no dropout."
 SHORT: dict[str, Any] = {
     "steps": 300,
     "batch_size": 8,
@@ -63,10 +74,17 @@ PROTEINS_UNI = pair(
         batch_size=256,
         **DEFAULTS,
     ),
-    compared=("softmax", RELU, FAVOR, "elu"),
+    compared=("softmax", RELU, UNPROJECTED, FAVOR, "elu"),
     cpu={**SHORT, "task_options": {"length": 256}, "model": SMALL},
     small=CAUSAL,
-    note=f"The data is TrEMBL of January 2019. {UNSAID} cpu: 3 layers of width 96, the first 255 amino acids.",
+    note=(
+        "The data is TrEMBL of January 2019.",
+        UNSAID,
+        PROJECTED,
+        REFORMER,
+        f"Fig. 15 left, lucky and unlucky draws: --attention {FAVOR} --seeds 2, with redrawing and {UNREDRAWN}.",
+        "cpu: 3 layers of width 96, the first 255 amino acids; " + CUT,
+    ),
 )
 
 PROTEINS_BID = pair(
@@ -82,13 +100,20 @@ PROTEINS_BID = pair(
         batch_size=256,
         **DEFAULTS,
     ),
-    compared=("softmax", RELU, FAVOR, LINFORMER, "elu"),
+    compared=("softmax", RELU, UNPROJECTED, FAVOR, LINFORMER, "elu"),
     cpu={**SHORT, "task_options": {"length": 256}, "model": SMALL},
-    note=f"The data is TrEMBL of January 2019. {UNSAID} cpu: 3 layers of width 96, the first 256 amino acids.",
+    note=(
+        "The data is TrEMBL of January 2019.",
+        UNSAID,
+        PROJECTED,
+        LEARNED,
+        REFORMER,
+        "cpu: 3 layers of width 96, the first 256 amino acids; " + CUT,
+    ),
 )
 
 
-def _long(about: str, source: str, sizes: dict[str, Any], compared: tuple[str, ...], note: str) -> Recipe:
+def _long(about: str, source: str, sizes: dict[str, Any], compared: tuple[str, ...], *note: str) -> Recipe:
     return pair(
         about,
         source,
@@ -105,7 +130,11 @@ def _long(about: str, source: str, sizes: dict[str, Any], compared: tuple[str, .
         compared=compared,
         cpu={**SHORT, "task_options": {"length": 1024}, "batch_size": 2, "model": SMALL},
         small=CAUSAL,
-        note=f"{note} Neither its steps nor how often it redraws are said. cpu: windows of 1024, 3 layers of width 96.",
+        note=(
+            *note,
+            "full: its steps are not said: here 100,000.",
+            "cpu: windows of 1024, 3 layers of width 96; " + CUT,
+        ),
     )
 
 
@@ -113,15 +142,17 @@ PROTEINS_LONG = _long(
     "next amino acid of proteins one after another, 8192 tokens",
     "Performer, Fig. 7 right and Sec. 4.5, App. A and C",
     REGULAR,
-    (RELU, FAVOR),
-    "The batch is 8 for each of 16 x 16 chips.",
+    (RELU, UNPROJECTED, FAVOR),
+    "full: the batch is 8 for each of 16 x 16 chips; how often it redraws is not said: here every 1,000 steps.",
+    PROJECTED,
 )
 PROTEINS_SMALL = _long(
     "the same with the small Transformer that fits into memory",
     "Performer, Fig. 7 right and Sec. 4.5, App. A and C",
     network(3, 8, 256, 256),
     ("softmax",),
-    "The paper has 1, 2 and 3 layers (--set model.num_hidden_layers=1); its batch is not said: as the Performer's.",
+    "full: the paper has 1, 2 and 3 layers (--set model.num_hidden_layers=1).",
+    "full: its batch is not said: as the Performer's.",
 )
 
 PIXELS = pair(
@@ -137,7 +168,7 @@ PIXELS = pair(
         batch_size=64,
         **DEFAULTS,
     ),
-    compared=(RELU, FAVOR, "favor+regularized:num_features=256"),
+    compared=(RELU, UNPROJECTED, FAVOR, "favor+regularized:num_features=256"),
     cpu={
         **SHORT,
         "task_options": {"size": 16, "resize": True, "validation_samples": 64},
@@ -146,8 +177,11 @@ PIXELS = pair(
     },
     small=CAUSAL,
     note=(
-        f"--set model.num_hidden_layers=12 is the paper's other depth. {UNSAID} cpu: images made 16 x 16, 768 tokens; "
-        f"3 layers of width 96."
+        "full: --set model.num_hidden_layers=12 is the paper's other depth.",
+        UNSAID,
+        PROJECTED,
+        REFORMER,
+        "cpu: images made 16 x 16, 768 tokens; 3 layers of width 96; " + CUT,
     ),
 )
 
@@ -172,8 +206,12 @@ PG19 = pair(
         "batch_size": 16,
     },
     note=(
-        f"Sequence length and steps are not said, here 1024 and 100,000; the paper's vocabulary is a unigram one, its "
-        f"perplexity per word. {UNSAID} cpu: windows of 128 of 4,000 tokens, 3 layers of width 96."
+        "full: sequence length and steps are not said, here 1024 and 100,000.",
+        "The vocabulary is of byte pairs, the paper's a unigram one; perplexity is per token, the paper's per word.",
+        UNSAID,
+        LEARNED,
+        f"Fig. 5's positive features {UNREDRAWN}.",
+        "cpu: windows of 128 of 4,000 tokens, 3 layers of width 96; " + CUT,
     ),
 )
 
@@ -198,14 +236,51 @@ LM1B = pair(
     },
     small=CAUSAL,
     note=(
-        f"First train with --attention softmax, then --set start=FOLDER of that run. Vocabulary, length and steps are "
-        f"not said. {UNSAID} cpu: 4,000 sub-words, windows of 256, 3 layers of width 96."
+        "First train with --attention softmax, then --set start=FOLDER of that run.",
+        "full: vocabulary, length and steps are not said, here 32,768, 512 and 100,000.",
+        UNSAID,
+        "cpu: 4,000 sub-words, windows of 256, 3 layers of width 96; " + CUT,
+    ),
+)
+
+
+def _kernels(features: int) -> list[str]:
+    """Fig. 16's eight functions, normalized and not (Fig. 17)."""
+    functions = ("sigmoid", "exp", "relu", "abs", "gelu", "cos", "tanh", "identity")
+    options = (f"activation={f}:num_features={features}:eps=1e-3" for f in functions)
+    return [f"relu:{x}{more}" for x in options for more in ("", ":normalize=False")]
+
+
+KERNELS = pair(
+    "next amino acid of single proteins, by eight functions f of generalized attention",
+    "Performer, Fig. 16 and 17, App. D.3",
+    full=partial(
+        Run,
+        task="proteins",
+        attention=RELU,
+        task_options={"length": 512},
+        model=_model(REGULAR),
+        steps=100_000,
+        batch_size=512,
+        **DEFAULTS,
+    ),
+    compared=_kernels(256),
+    cpu={**SHORT, "attention": "relu:num_features=64", "task_options": {"length": 128}, "model": SMALL},
+    small=["softmax", *_kernels(64)],
+    note=(
+        "The data is TrEMBL of January 2019.",
+        "full: the model, its steps and whether it is causal are not said: the regular size, 100,000 and yes; nor how "
+        "often it redraws: here every 1,000 steps.",
+        "full: the batch is 128 for each of 2 x 2 devices.",
+        "Several of these functions can be negative: runs may end in NaN, as they do in the paper.",
+        "cpu: 3 layers of width 96, the first 127 amino acids; " + CUT,
     ),
 )
 
 PERFORMER: dict[str, Recipe] = {
     "performer-protein-uni": PROTEINS_UNI,
     "performer-protein-bid": PROTEINS_BID,
+    "performer-protein-kernels": KERNELS,
     "performer-protein-long": PROTEINS_LONG,
     "performer-protein-long-small": PROTEINS_SMALL,
     "performer-imagenet64": PIXELS,
