@@ -90,7 +90,7 @@ VARIANCE = Item(
     unit="inconsistent predictions, %",
 )
 
-XAVIER = tuple(f"{x}:init=xavier" for x in (GMM_RKS, GMM_PRF))
+XAVIER = tuple(f"{x}:start=xavier" for x in (GMM_RKS, GMM_PRF))
 _EIGEN = "probes.eigenvalues"
 EIGENVALUES = Item(
     "eigenvalues",

@@ -1,0 +1,177 @@
+"""The queue: every job once, on record as it ends, to be gone on with whenever it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from kernelformer.evidence import queue
+from kernelformer.evidence.base import Claim, Item, StudyPart, Training, located
+from kernelformer.evidence.items import ITEMS, find_items
+from kernelformer.evidence.ledger import judge, write_ledger
+from kernelformer.evidence.queue import Place, missing_data, pending, run_here, run_queue
+from kernelformer.evidence.quick import make_data, shrunk
+from kernelformer.evidence.records import current, folder_name, left, read_jobs, record_path
+from kernelformer.evidence.rules import Above
+from kernelformer.timing import taking_timings, timings_under_way
+
+SMALL = {
+    "steps": 2,
+    "batch_size": 4,
+    "warmup_steps": 0,
+    "eval_every": 1,
+    "task.train_samples": 32,
+    "task.validation_samples": 8,
+    "task.test_samples": 8,
+    "model.num_hidden_layers": 1,
+}
+
+
+def item(**settings) -> Item:
+    part = Training("main", "recall", ("softmax:rotary=True", "elu:rotary=True"), {**SMALL, **settings}, seeds=1)
+    claim = Claim("softmax is better", "1 against 0", Above("softmax:rotary=True", "elu:rotary=True"))
+    return Item("recall-test", "this library", "nowhere", "a test", "tiny", (part,), (claim,), 0.01)
+
+
+@pytest.fixture
+def place(tmp_path) -> Place:
+    return Place(tmp_path / "data", tmp_path / "out", tmp_path / "records")
+
+
+def test_jobs_are_done_once_and_recorded_with_all_that_they_depend_on(place, monkeypatch):
+    one = item()
+    looks = iter([True] * 3 + [False] * 10_000)  # somebody takes timings at first
+    monkeypatch.setattr(queue, "timings_under_way", lambda: next(looks))
+    assert run_queue([one], place) == []
+    assert next(looks) is False
+    assert left(one, place.records) == []
+    record = json.loads(record_path(place.records, one).read_text())
+    assert record["command"] == "kernelformer reproduce recall-test"
+    assert record["claims"][0]["rule"].startswith("for: ")
+    entries = read_jobs(place.records, one)
+    assert [x["name"] for x in entries] == ["softmax:rotary=True", "elu:rotary=True"]
+    for entry in entries:
+        assert entry["settings"]["steps"] == 2
+        assert entry["settings"]["seed"] == 0
+        assert entry["environment"]["torch"]
+        assert [step for step, _ in entry["curve"]] == [1, 2]
+        assert entry["result"]["steps"] == 2
+        assert entry["gradients"]["maximum"] >= entry["gradients"]["median"] > 0
+    started = []
+    assert run_queue([one], place, log=started.append) == []
+    assert started == []
+
+
+def test_what_another_item_has_done_is_not_done_again(place):
+    one = item()
+    run_here([one], place, lambda _: None, lambda: None)
+    told = []
+    assert run_queue([replace(one, name="other")], place, log=told.append) == []
+    assert all("on record in another item" in x for x in told)
+    assert len(told) == 2
+
+
+def test_other_settings_are_another_job_and_the_old_one_stays_on_record(place):
+    run_here([item()], place, lambda _: None, lambda: None)
+    changed = item(learning_rate=0.5)
+    assert len(left(changed, place.records)) == 2
+    run_here([changed], place, lambda _: None, lambda: None)
+    assert len(read_jobs(place.records, changed)) == 4
+    assert {x["settings"]["learning_rate"] for x in current(changed, read_jobs(place.records, changed))} == {0.5}
+
+
+def test_what_changes_no_result_changes_no_key():
+    jobs, other = item().jobs(), item(log_every=1, save_every=1).jobs()
+    assert [x.key for x in jobs] == [x.key for x in other]
+    assert len({x.key for x in jobs}) == len({folder_name(x) for x in jobs}) == 2
+
+
+def test_a_queue_whose_time_is_up_goes_on_where_it_was(place):
+    long = item(steps=100_000, eval_every=100_000)
+    told = []
+    assert run_queue([long], place, hours=6 / 3600, log=told.append) == []
+    assert [x for x in told if "stopped, to be gone on with" in x]
+    assert len(pending([long], place)) == 2
+
+
+def test_a_job_that_fails_is_named_and_the_others_go_on(place):
+    bad = item(**{"task.num_keys": 1})  # four pairs of one key
+    failed = run_queue([bad], place)
+    assert len(failed) == 2
+    assert "num_keys" in failed[0]
+    assert len(pending([bad], place)) == 2
+
+
+def test_a_job_whose_data_is_missing_is_not_started(place):
+    job = ITEMS["enwik8"].jobs()[0]
+    assert missing_data(job, place.data) == ["enwik8"]
+    assert pending([ITEMS["enwik8"]], place) == []
+    assert located(job.request, place.data)["task_options"]["data"] == str(place.data / "enwik8" / "enwik8")
+
+
+def test_timings_are_under_way_while_their_process_lives():
+    assert not timings_under_way()
+    with taking_timings():
+        assert timings_under_way()
+    assert not timings_under_way()
+    code = (
+        "import os, signal; from kernelformer.timing import taking_timings\n"
+        "with taking_timings(): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == -signal.SIGKILL
+    assert not timings_under_way()  # whoever left the mark is dead
+
+
+def test_a_damaged_record_is_named(place):
+    one = item()
+    place.records.mkdir(parents=True)
+    record_path(place.records, one).write_text('{"jobs": 3}')
+    with pytest.raises(ValueError, match="recall-test.json is no record of evidence"):
+        left(one, place.records)
+
+
+def test_unknown_items_are_named():
+    with pytest.raises(ValueError, match="unknown item 'varianc'; did you mean 'variance'"):
+        find_items(["varianc"])
+
+
+def test_every_item_says_what_counts_before_it_runs():
+    for each in ITEMS.values():
+        assert each.claims
+        assert each.size
+        assert each.about
+        assert all(x.rule.text.startswith("for: ") for x in each.claims)
+        jobs = each.jobs()
+        assert len({x.key for x in jobs}) == len(jobs)
+        for part in each.parts:
+            assert isinstance(part, StudyPart) or part.seeds >= 3
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_every_item_runs_in_its_smallest_size(name, place):
+    make_data(place.data)
+    small = shrunk(ITEMS[name])
+    assert run_here([small], place, lambda _: None, lambda: None) == len(small.jobs())
+    assert len(judge(small, place.records).findings) == len(small.claims)
+
+
+def test_the_ledger_shows_every_claim_and_escapes_what_it_shows(place, monkeypatch):
+    from kernelformer.evidence import ledger
+
+    one = item()
+    run_here([one], place, lambda _: None, lambda: None)
+    odd = replace(one, about="<script>alert(1)</script>", claims=(replace(one.claims[0], text="a | b <i>"),))
+    monkeypatch.setattr(ledger, "ITEMS", {odd.name: odd})
+    page, summary = write_ledger(place.records)
+    html, markdown = page.read_text(), summary.read_text()
+    assert "<script>" not in html
+    assert "a | b &lt;i&gt;" in html
+    assert "a \\| b &lt;i&gt;" in markdown
+    assert "<svg" in html
+    assert "open" in markdown
