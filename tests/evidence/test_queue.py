@@ -132,7 +132,7 @@ def test_a_damaged_record_is_named(place):
     one = item()
     place.records.mkdir(parents=True)
     record_path(place.records, one).write_text('{"jobs": 3}')
-    with pytest.raises(ValueError, match="recall-test.json is no record of evidence"):
+    with pytest.raises(ValueError, match=r"recall-test\.json is no record of evidence"):
         left(one, place.records)
 
 

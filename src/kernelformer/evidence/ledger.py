@@ -70,7 +70,7 @@ def summary_text(judged: Sequence[Judged]) -> str:
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts(judged).items())
     parts = [
         "# Ledger of the papers' claims",
-        f"Made by `kernelformer reproduce` from the records beside this page; pictures and rules are in [{PAGE}]({PAGE}). "
+        f"Made by `kernelformer reproduce` from the records beside this page; pictures and rules: [{PAGE}]({PAGE}). "
         f"A verdict needs a difference of more than two standard errors, over seeds and over validation samples "
         f"together, or Student's quantile where that is larger; everything else is open. Sizes are those of two CPU "
         f"cores, far from the papers', so that a verdict is about the claim at this size. Claims: {told}.",

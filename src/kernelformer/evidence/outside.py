@@ -20,5 +20,104 @@ class Outside:
     reason: str
 
 
+P, K, S, N = "Performer", "KL-Transformer", "Skyformer", "NPRF with RPE"
 GPU = "Not attempted: needs GPUs"
-OUTSIDE: tuple[Outside, ...] = ()
+RECIPE = "the settings are recipes"
+
+OUTSIDE: tuple[Outside, ...] = (
+    Outside(P, "Eq. 1 to 8, 11, Lemma 1, 2, Algorithm 1", "Tests, against definitions and closed forms in float64."),
+    Outside(
+        P, "Theorem 1 to 4, 7, Lemma 4, Fig. 2, Fig. 4", "`kernelformer study estimators`; Theorem 2 has a misprint."
+    ),
+    Outside(P, "Theorem 5, 6", "Not attempted: refinements of Theorem 3 and 4 for other kernels, nothing to measure."),
+    Outside(
+        P, "Fig. 3, Fig. 20", "`kernelformer study encoder`: time and memory of whole encoders, 2 cores for a GPU."
+    ),
+    Outside(
+        P,
+        "Fig. 5 left (LM1B, weights of a softmax model)",
+        f"{GPU} at that size; `kernelformer convert` has it on pretrained models (docs/converting.md).",
+    ),
+    Outside(P, "Fig. 7 left (ImageNet64, 12,288 tokens)", f"{GPU}; {RECIPE} (`performer-imagenet64`)."),
+    Outside(P, "Fig. 7 right (proteins of 8,192 tokens)", f"{GPU}; {RECIPE} (`performer-protein-long`)."),
+    Outside(
+        P, "Table 1, Fig. 9 (statistics of TrEMBL)", "Not attempted: TrEMBL of January 2019 is not to be had here."
+    ),
+    Outside(P, "Table 2, out of distribution", "Not attempted: the held-out families of Pfam are not to be had here."),
+    Outside(
+        P, "Fig. 10 to 12 (attention matrices)", "`kernelformer attention` draws them for any model; no claim in them."
+    ),
+    Outside(P, "Fig. 13 (amino acids and BLOSUM)", "`kernelformer study amino-acids`, on AntiBERTy."),
+    Outside(P, "Fig. 14 (error over layers)", "`kernelformer study depth`, on MiniLM."),
+    Outside(
+        P,
+        "Fig. 16, 17 (eight kernels)",
+        "Not attempted: 16 models at a size where they would differ; all are there as `relu:activation=...`.",
+    ),
+    Outside(
+        P,
+        "Fig. 18 (the Linear Transformer diverges)",
+        f"{GPU}: it is about 36 layers; with 2 and 3 layers `elu` is stable in every run on record.",
+    ),
+    Outside(P, "Fig. 19 (Long Range Arena)", "The items listops, text, image, retrieval and pathfinder."),
+    Outside(
+        K,
+        "Eq. 1 to 12, Lemma S.2, Theorem 3",
+        "Tests, against definitions and simulation; misprints are in docs/methods.md.",
+    ),
+    Outside(K, "Theorem 1, 2, Lemma S.1, S.3", "Nothing to measure: Turing completeness."),
+    Outside(K, "Table 1 (complexities)", "`kernelformer bench`: time over length; formulas in docs/methods.md."),
+    Outside(
+        K, "Table 2, Table 5 at full size", f"{GPU}; {RECIPE} (`kl-listops`, `kl-text`, `kl-retrieval`, `kl-image`)."
+    ),
+    Outside(
+        K,
+        "Fig. 1, 3, 8 (accuracy, memory, speed)",
+        "Not attempted at full size; comparisons on record show all three at the size of a CPU.",
+    ),
+    Outside(K, "Fig. 4, 7 (memory)", "`kernelformer bench` and `kernelformer study encoder`."),
+    Outside(
+        K,
+        "Table 3 after pre-training on WikiText-103",
+        f"{GPU}; {RECIPE} (`kl-wikitext`, `kl-glue-*`); in small the items snli and sentences.",
+    ),
+    Outside(K, "Table 6, 7, 8", "Settings: the recipes have them, number for number, with departures in their notes."),
+    Outside(
+        K, "Table 14 (gradients at the classifier)", "`kernelformer study redraws` on the runs of the item sparsity."
+    ),
+    Outside(K, "Sec. 4.3 (which model to use)", "Advice, not a measurement; README has ours."),
+    Outside(S, "Lemma 1, 3, Eq. 1 to 6, the iteration", "Tests; Lemma 3's open interval is a misprint."),
+    Outside(
+        S,
+        "Fig. 1, Theorem 2, App. F",
+        "`kernelformer study approximation`; on pretrained weights the condition numbers come out the other way round.",
+    ),
+    Outside(
+        S,
+        "Table 1: BigBird, Reformer, Informer",
+        "`kernelformer compare sky-listops --attention bigbird,...`, through transformers' own modules.",
+    ),
+    Outside(
+        S, "Table 1: Linformer", "In the recipes `sky-*`; not trained here: it mixes positions of one fixed length."
+    ),
+    Outside(
+        S, "Table 2 (time and memory of training)", "`kernelformer study encoder`; a GPU's figures cannot be had here."
+    ),
+    Outside(S, "Fig. 2 (accuracy over time)", "The comparisons on record; seeds and rates in the item stability."),
+    Outside(N, "Eq. 1 to 13, Lemma 2, Theorem 3, Algorithm 1", "Tests, against the direct sum in float64."),
+    Outside(N, "Proposition 1", "Nothing to measure."),
+    Outside(
+        N,
+        "Fig. 1a, 1b",
+        "`kernelformer study positions`: errors over norms, and time; on a CPU the FFT is never fastest.",
+    ),
+    Outside(N, "Table 1 (GLUE after pre-training on 160 GB)", f"{GPU}; {RECIPE} (`rpe-pretrain`, `rpe-glue-*`)."),
+    Outside(N, "Table 1: SMYRF, FCA", "Not attempted: the paper quotes their figures from elsewhere."),
+    Outside(N, "Table 2 at full size (WikiText-103)", f"{GPU}; {RECIPE} (`rpe-wikitext`)."),
+    Outside(N, "Table 4 at full size, fine-tuned row", f"{GPU}; {RECIPE} (`rpe-imagenet`, `rpe-imagenet-finetune`)."),
+    Outside(
+        N, "Fig. 3a (number of features)", "Not attempted: at a BLEU that a CPU reaches nothing can be told apart."
+    ),
+    Outside(N, "Table 5, App. A", "Settings: in the recipes."),
+    Outside(N, "Table 6 (ImageNet32)", f"{GPU}; {RECIPE} (`rpe-imagenet32`)."),
+)

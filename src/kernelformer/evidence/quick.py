@@ -39,7 +39,7 @@ STUDY: dict[str, Any] = {
     "samples": 2,
     "texts": 1,
 }
-WORDS = "a film of the year is good or bad and it was seen by all who came to see how it ends".split()
+WORDS = ("film", "year", "good", "bad", "seen", "came", "ends", "all", "how", "who", "and", "it", "was", "by")
 ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 
 

@@ -96,8 +96,8 @@ EIGENVALUES = Item(
     "eigenvalues",
     PAPER,
     "Table 4, 9 to 12",
-    "Eigenvalues of the covariances of Gaussian mixtures at the start and at the end of training, from the identity and "
-    "from the start of the authors' code",
+    "Eigenvalues of the covariances of Gaussian mixtures at the start and at the end of training, from the identity "
+    "and from the start of the authors' code",
     REVIEWS_SIZE,
     (
         Training("main", "kl-text", (GMM_RKS, GMM_PRF), REVIEWS, probes=("redraws", "eigenvalues")),
