@@ -41,6 +41,7 @@ TABLES: dict[str, Table] = {
     "advice-checks": conversion.checks,
     "advice-checked": conversion.checked,
     "feature-errors": studies.feature_errors,
+    "simplex": studies.simplex,
     "approximation": studies.approximation,
     "conditions": studies.conditions,
     "dimensions": studies.dimensions,

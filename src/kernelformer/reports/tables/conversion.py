@@ -17,6 +17,7 @@ DECODERS = {
     "512 tokens, six heads exact": "smollm2-recall-heads",
     "2048 tokens, with repeated passages": "smollm2-2048",
 }
+STAGES = ("original", "as converted", "after transfer", "after LoRA", "window and sinks alone", "kernel alone")
 ADVISED = {"MiniLM": "minilm", "AntiBERTy": "antiberty", "SmolLM2": "smollm2", "albert-tiny": "albert-tiny"}
 
 
@@ -91,28 +92,31 @@ def perplexities(records: Records, name: str) -> dict[str, float]:
         return {}
     figures, reports = record["judged"]["figures"], record["reports"]
     original = figures["original"]["perplexity"]
-    return {
-        "original": original,
-        "as converted": reports["converted"]["perplexity"],
-        "after transfer": record["spent"]["transfer"]["perplexity ratio"] * original,
-        "after LoRA": reports["distilled"]["perplexity"],
-        "window and sinks alone": figures["window and sinks alone"]["perplexity"],
-        "kernel alone": figures["kernel alone"]["perplexity"],
-    }
+    stages = (
+        original,
+        reports["converted"]["perplexity"],
+        record["spent"]["transfer"]["perplexity ratio"] * original,
+        reports["distilled"]["perplexity"],
+        figures["window and sinks alone"]["perplexity"],
+        figures["kernel alone"]["perplexity"],
+    )
+    return dict(zip(STAGES, stages, strict=True))
 
 
 def decoders(records: Records) -> str:
     """SmolLM2 converted in four ways: perplexity and its ratio to the original's."""
-    every = {shown: perplexities(records, name) for shown, name in DECODERS.items()}
-    stages = list(next(x for x in every.values() if x))
     rows = []
-    for shown, figures in every.items():
+    for shown, name in DECODERS.items():
+        figures = perplexities(records, name)
+        if not figures:
+            rows.append([shown, *[ABSENT] * (len(STAGES) + 1)])
+            continue
         base = figures["original"]
         cells = [f"{x:.1f}" if k == "original" else f"{x:.1f} ({x / base:.3f})" for k, x in figures.items()]
-        spent = records.get(f"{PLACE}{DECODERS[shown]}.json")["spent"]
+        spent = records.get(f"{PLACE}{name}.json")["spent"]
         minutes = " + ".join(f"{spent[x]['seconds'] / 60:.1f}" for x in ("transfer", "tune"))
         rows.append([shown, minutes, *cells])
-    return grid(["perplexity (times the original's)", "minutes", *stages], rows)
+    return grid(["perplexity (times the original's)", "minutes", *STAGES], rows)
 
 
 def passkeys(records: Records, name: str, model: str) -> dict[int, dict[str, Any]]:

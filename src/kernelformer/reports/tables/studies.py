@@ -51,6 +51,18 @@ def feature_errors(records: Records) -> str:
     return grid(["relative error", *DATA], table)
 
 
+def simplex(records: Records) -> str:
+    """Errors of `favor+` by orthogonal and by simplex draws, over the norm of queries and keys."""
+    rows = records.get(FEATURES).get("rows", [])
+    by = {(x["data"], x["attention"]): x for x in rows if (x["window"], x["size"]) == (0, 128)}
+    table, norms = [], ("0.5", "1", "2", "4")
+    for shown, attention in (('`"orthogonal"`', "favor+"), ('`"simplex"`', "favor+:draw=simplex")):
+        some = [by.get((f"isotropic, norm {x}", attention)) for x in norms]
+        cells = [ABSENT if x is None else f"{x['output_mean']:.3f} ± {x['output_standard_error']:.3f}" for x in some]
+        table.append([shown, *cells])
+    return grid(["norm", *norms], table)
+
+
 APPROXIMATION = "skyformer/approximation.json"
 
 
