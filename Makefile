@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 
-.PHONY: setup demo test test-all bench peers lint format clean
+.PHONY: setup demo test test-all bench tables peers lint format clean
 
 setup: $(READY)
 
@@ -36,6 +36,9 @@ test-all: $(READY)
 
 bench: $(PEERS)
 	$(BIN)/kernelformer bench
+
+tables: $(READY)
+	$(BIN)/kernelformer results --tables
 
 lint: $(READY)
 	$(BIN)/ruff check .

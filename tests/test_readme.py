@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+RESULTS = sorted((ROOT / "results").rglob("*.md"))
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="an installed package has no documents beside its tests")
 
@@ -30,7 +31,7 @@ def named(page: str) -> set[str]:
 
 def commands() -> list[str]:
     """Every command of the pages, without the prompt's comment."""
-    inline = [x for page in TEXTS for x in re.findall(r"`(kernelformer [^`\n]+)`", page.read_text())]
+    inline = [x for page in (*TEXTS, *RESULTS) for x in re.findall(r"`(kernelformer [^`\n]+)`", page.read_text())]
     lines = [x for page in TEXTS for block in blocks(page, "") for x in block.splitlines()]
     return [*inline, *(x for x in lines if x.startswith("kernelformer "))]
 
@@ -65,7 +66,7 @@ def test_every_command_and_option_that_is_shown_exists():
                 pytest.fail(f"{line}: there is no command {word}")
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
+@pytest.mark.parametrize("page", [*TEXTS, *RESULTS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings_that_exist(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:

@@ -35,6 +35,9 @@ def test_bench_checks_times_weighs_and_writes(tmp_path):
         assert row["error"] < 1e-4
         assert row["peak"] is not None
     assert record["environment"]["torch"] == torch.__version__
+    assert record["command"].startswith("kernelformer bench --lengths 128 --peers sdpa --tasks causal --passes train")
+    assert set(SMALL) <= set(record["command"].split())
+    assert record["settings"]["attention"] == ["favor+"]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from kernelformer.cli.derive import takes
 from kernelformer.environment import environment
 from kernelformer.files import write_json
 from kernelformer.measure.settings import BenchSettings
+from kernelformer.settings import command_words, plain
 
 
 @takes(BenchSettings)
@@ -37,7 +39,12 @@ def bench(
             f"ratios: against {first}; above 1, {first} is faster or leaner. peak: memory beyond the inputs; "
             f"beyond: beyond outputs and gradients too.",
         )
-        write_json(file, {"environment": environment(count), "rows": [row.as_json() for row in rows]})
+        head = {
+            "command": shlex.join(["kernelformer", "bench", *command_words(settings)]),
+            "environment": environment(count),
+            "settings": plain(settings),
+        }
+        write_json(file, {**head, "rows": [row.as_json() for row in rows]})
         picture = file.with_suffix(".png")
         show.plot(rows, picture, settings.heaps[0])
         console.print(f"figures: {file}   picture: {picture}")

@@ -42,7 +42,7 @@ class KernelformerConfig(PreTrainedConfig):
         cross_attention: from its decoder to its encoder; None means as ``decoder_attention``, without relative
             and rotary positions, window and sinks (``softmax`` for ``local``, which is nothing else). ``auto``, the
             default, is the same, but for ``nprf`` it is ``favor+``: unit vectors have logits in [-1, 1], so that
-            without a bias no source token can stand out (results/README.md has the figures). Models that were saved
+            without a bias no source token can stand out (results/comparisons has the figures). Models that were saved
             before this default have None, and stay what they were.
         positions: ``sinusoidal``, ``learned``, ``image`` (learned rows, columns and channels), ``none``, or ``auto``:
             none where all self-attention has relative or rotary positions, else the model's own (learned for images,

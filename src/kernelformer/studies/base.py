@@ -26,7 +26,7 @@ from typing import Any
 
 from kernelformer.environment import environment
 from kernelformer.files import read_json, write_json
-from kernelformer.settings import Settings, as_text, options, plain
+from kernelformer.settings import Settings, command_words, plain
 
 Log = Callable[[str], None]
 Progress = Callable[[], None]
@@ -96,19 +96,7 @@ class Study:
 
 def command(name: str, settings: Any) -> str:
     """The command that runs a study with these settings; defaults are left out."""
-    words = ["kernelformer", "study", name]
-    short = plain(settings)
-    for each, how in options(type(settings)):
-        value = getattr(settings, each.name)
-        if value == each.default:
-            continue
-        key = each.name.replace("_", "-")
-        shown = short[each.name] if how.path or isinstance(value, Path) else value
-        text = as_text(shown)
-        flag = [f"--{key}" if value else f"--no-{key}"] if isinstance(value, bool) else [f"--{key}", text]
-        given = [str(x) for x in shown] if isinstance(value, tuple) else [text]
-        words += given if how.argument else flag
-    return shlex.join(words)
+    return shlex.join(["kernelformer", "study", name, *command_words(settings)])
 
 
 def read_record(folder: Path, name: str) -> dict[str, Any] | None:

@@ -1,0 +1,51 @@
+"""Tables of README.md, docs/ and results/ that are made from the records; a new one is a function and its line here."""
+
+from __future__ import annotations
+
+from kernelformer.reports.tables import choice, conversion, speed, studies, training
+from kernelformer.reports.tables.fill import Table
+
+TABLES: dict[str, Table] = {
+    "choice": choice.choice,
+    "short": choice.short,
+    "figures": choice.figures,
+    "attention": speed.attention,
+    "memory": speed.memory,
+    "skyformer-speed": speed.skyformer,
+    "wildcat-speed": speed.wildcat,
+    "learned-speed": speed.learned,
+    "fastfood": speed.fastfood,
+    "hadamard": speed.hadamard,
+    "bias": speed.bias,
+    "bias-lengths": speed.bias_lengths,
+    "encoder": speed.encoder,
+    "serving": speed.serving,
+    "near-speed": speed.near,
+    "near-decode": speed.near_decode,
+    "converted-lengths": speed.converted_lengths,
+    "papers-tasks": training.papers_tasks,
+    "language-models": training.language_models,
+    "rotary": training.rotary,
+    "recall": training.recall,
+    "cross-attention": training.cross_attention,
+    "methods-distilled": conversion.methods,
+    "methods-windows": conversion.methods_windows,
+    "wildcat": conversion.wildcat,
+    "antiberty": conversion.antiberty,
+    "decoders": conversion.decoders,
+    "passkeys": conversion.recall,
+    "recall-heads": conversion.recall_heads,
+    "kernel-gain": conversion.kernel_gain,
+    "keep": conversion.keep,
+    "normalized": conversion.normalized,
+    "advice-checks": conversion.checks,
+    "advice-checked": conversion.checked,
+    "feature-errors": studies.feature_errors,
+    "simplex": studies.simplex,
+    "approximation": studies.approximation,
+    "conditions": studies.conditions,
+    "dimensions": studies.dimensions,
+    "position-errors": studies.position_errors,
+    "smoothing": studies.smoothing,
+    "packing": studies.packing,
+}

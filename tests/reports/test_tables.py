@@ -1,0 +1,156 @@
+"""Tables of pages are what the records give, and records say how they were made."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kernelformer.cli.app import app
+from kernelformer.reports.results import read_results
+from kernelformer.reports.results_page import results_page
+from kernelformer.reports.tables import TABLES, choice, conversion, speed
+from kernelformer.reports.tables.fill import BEGIN, END, fill_pages, filled, write_tables
+from kernelformer.reports.tables.records import ABSENT, Records, grid, joined, spread, times
+from kernelformer.settings import split_names
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+COMPARISONS = RESULTS / "comparisons"
+
+on_file = pytest.mark.skipif(not RESULTS.is_dir(), reason="an installed package has no records beside its tests")
+
+
+def bench_row(name, seconds, *, task="bidirectional", length=1024, backward=False, peak=None, note=""):
+    case = {"task": task, "length": length, "backward": backward}
+    return {"name": name, "case": case, "seconds": {"default": seconds}, "peak": peak, "results": 2**20, "note": note}
+
+
+@on_file
+def test_every_table_of_the_pages_is_the_one_that_the_records_give():
+    texts = fill_pages(RESULTS, TABLES)
+    stale = [str(page.relative_to(ROOT)) for page, text in texts.items() if page.read_text(encoding="utf-8") != text]
+    assert not stale, "write them by `kernelformer results --tables`"
+
+
+@on_file
+def test_every_table_stands_on_a_page():
+    shown = {name for page in fill_pages(RESULTS, TABLES) for name in BEGIN.findall(page.read_text(encoding="utf-8"))}
+    assert shown == TABLES.keys()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_without_records_a_table_has_no_figures_and_no_error(name, tmp_path):
+    text = TABLES[name](Records(tmp_path))
+    assert not re.search(r"\d\.\d+x|\d ms|MiB \||± \d", text)
+
+
+def test_what_stands_around_a_table_stays(tmp_path):
+    page = f"before\n<!-- table one -->\nold\n{END}\nafter\n"
+    once = filled(page, Records(tmp_path), {"one": lambda _: "new"})
+    assert once == f"before\n<!-- table one -->\nnew\n{END}\nafter\n"
+    assert filled(once, Records(tmp_path), {"one": lambda _: "new"}) == once
+
+
+def test_an_unknown_table_and_one_without_an_end_are_named_with_their_page(tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    page = folder / "README.md"
+    for text, problem in (
+        ("<!-- table two -->\n", "no table 'two'; known are one"),
+        ("<!-- table one -->\n", "no end"),
+    ):
+        page.write_text(text)
+        with pytest.raises(ValueError, match=problem) as caught:
+            write_tables(folder, {"one": lambda _: ""})
+        assert str(page) in str(caught.value)
+        assert page.read_text() == text
+
+
+def test_a_record_that_is_put_in_place_fills_its_table(tmp_path):
+    rows = [bench_row("favor+", 0.5, task="causal", length=4096), bench_row("sdpa", 3.5, task="causal", length=4096)]
+    assert ABSENT in TABLES["attention"](Records(tmp_path))
+    file = tmp_path / speed.ATTENTION
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"rows": rows}))
+    assert f"| SDPA | {ABSENT} / 7.0x / {ABSENT} |" in TABLES["attention"](Records(tmp_path))
+    assert "causal not on record / 7.0x / not on record" in choice.short(Records(tmp_path))
+
+
+def test_a_contender_that_was_not_run_has_no_figure(tmp_path):
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"rows": [bench_row("favor+", 0.5, peak=3 * 2**20), bench_row("sdpa", 1.0, note="no")]}))
+    bench = Records(tmp_path).bench("bench.json")
+    assert bench.faster("favor+", "sdpa", "bidirectional", 1024) == ABSENT
+    assert bench.beyond("favor+", "bidirectional", 1024) == "2 MiB"
+
+
+def test_figures_are_formatted_as_pages_have_them():
+    assert [times(x) for x in (0.66, 7.04, 9.96, 24.6)] == ["0.7x", "7.0x", "10x", "25x"]
+    assert spread([2.0, 4.0], 2) == f"3.00 ± {math.sqrt(2):.2f}"
+    assert (spread([2.0], 1), spread([])) == ("2.0", ABSENT)
+    assert (joined([ABSENT, ABSENT]), joined(["1x", ABSENT])) == (ABSENT, f"1x / {ABSENT}")
+    assert grid(["a", "b"], [["", "1"]]) == "| a | b |\n| --- | --- |\n| | 1 |"
+
+
+def test_the_command_writes_tables_and_takes_nothing_else_with_them(tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "README.md").write_text(f"<!-- table figures -->\n{END}\n")
+    given = ["results", "--tables", "--folder", str(folder)]
+    assert "pages with changed tables: 1" in CliRunner().invoke(app, given).output
+    assert "pages with changed tables: 0" in CliRunner().invoke(app, given).output
+    refused = CliRunner().invoke(app, [*given, "--add", "out"])
+    assert refused.exit_code
+    assert "--tables goes with --folder alone" in " ".join(refused.output.split())
+
+
+@on_file
+def test_figures_in_the_text_of_pages_are_those_of_the_records():
+    records = Records(RESULTS)
+    page = (RESULTS / "conversion" / "README.md").read_text()
+    for name, method in (
+        ("minilm-skyformer", "skyformer:num_landmarks=128:kernel=softmax"),
+        ("minilm-loglinear", "loglinear:num_features=128"),
+    ):
+        assert f"{conversion.cosine(records, name, method, 'distilled'):.3f} (" in page
+    baseline = records.get("comparisons/2026-11-16-proteins.json")["baselines"]["empirical baseline"]["perplexity"]
+    assert f"perplexity of {baseline:.2f}" in (COMPARISONS / "README.md").read_text()
+    errors = {(x[0], x[1], x[2]): x[3] for x in records.get("learned-kernels/kernels.json")["errors"]}
+    quoted = [f"{errors[1.0, 'noise', 512]:.3f} against {errors[1.0, '1.0', 512]:.3f}"]
+    quoted.append(f"{errors[2.5, 'noise', 512]:.2f} against {errors[2.5, '1.0', 512]:.2f}")
+    assert all(x in (ROOT / "docs" / "learned-kernels.md").read_text() for x in quoted)
+
+
+@on_file
+@pytest.mark.slow
+def test_the_page_of_comparisons_is_that_of_its_records():
+    assert (COMPARISONS / "index.html").read_text(encoding="utf-8") == results_page(read_results(COMPARISONS))
+
+
+@on_file
+def test_every_record_says_how_it_was_made():
+    without = []
+    for path in RESULTS.rglob("*.json"):
+        record = json.loads(path.read_text())
+        if not {"command", "commands", "function"} & record.keys():
+            without.append(str(path.relative_to(RESULTS)))
+    # Its command was never written down, and the page says so.
+    assert without == ["conversion/smollm2.json"]
+
+
+@on_file
+@pytest.mark.parametrize("path", sorted(COMPARISONS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_command_of_a_comparison_lists_what_was_run(path):
+    record = json.loads(path.read_text())
+    words = shlex.split(record["command"])
+    labels = list(dict.fromkeys(run["label"] for run in record["runs"]))
+    if "--attention" in words:
+        assert sorted(split_names(words[words.index("--attention") + 1])) == sorted(labels)
+    if "--length" in words:
+        assert str(record["settings"]["task_options"]["length"]) == words[words.index("--length") + 1]
