@@ -191,7 +191,9 @@ def test_a_longer_run_that_is_stopped_keeps_the_model_it_had_and_goes_on(tmp_pat
     assert read_run(folder).state == "unfinished"
     result = call("evaluate", folder, "--threads", "1")
     assert result.exit_code == 0, result.output
-    assert "this is the model after 4 steps; the run was made longer since, to 8" in " ".join(result.output.split())
+    said = " ".join(result.output.split())
+    assert "this is the model after 4 steps; the run was made longer since, to 8" in said
+    assert re.search(r"test loss: \d\.\d{4} ± \d\.\d{4} .*± is the standard error over the samples", said)
     assert call(*advised(str(stopped.value))).exit_code == 0
     assert finished(folder)["steps"] == 8
     train(RUN, tmp_path / "y", quiet=True)

@@ -258,6 +258,22 @@ def test_numbers_are_those_of_the_runs_in_the_report_and_in_the_terminal(three, 
     assert all(row in shown for row in rows)
 
 
+def test_test_scores_errors_and_gradients_are_shown_where_there_are_some(tmp_path):
+    norms = {"median": 0.5, "p95": 2.0, "max": 40.0}
+    more = {"value_error": 0.04, "test": {METRIC: 2.5}, "test_error": 0.03, "grad_norm": norms, "best_step": 150}
+    new = make_run(tmp_path, "elu", 0, value=2.25, **more)
+    old = make_run(tmp_path, "softmax", 0, value=3.0)
+    comparison = compare(new, old)
+    head, lines = cells(comparison)
+    assert head[1:4] == ["bits per byte (lower is better)", "test bits per byte", "tokens/s"]
+    assert [line[1:3] for line in lines] == [["2.250 (n=1)", "2.500"], ["3.000 (n=1)", NONE]]
+    _, page = written(comparison, tmp_path)
+    shown = next(rows for rows in page.tables if rows[0][:3] == ["run", "seed", "state"])
+    assert [row[3:6] for row in shown[1:]] == [["2.25 ± 0.04", "2.5 ± 0.03", "0.5, 2, 40"], ["3", NONE, NONE]]
+    assert len(table(comparison).columns) == len(head)
+    assert "test bits per byte" not in cells(compare(old))[0]
+
+
 def test_the_order_follows_the_sense_of_the_metric(three):
     up, down = ([row.label for row in compare(*three, higher=higher).summary()] for higher in (True, False))
     assert up == down[::-1]

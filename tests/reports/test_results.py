@@ -95,6 +95,25 @@ def test_a_record_has_all_numbers_and_nothing_of_the_machine(tmp_path):
     assert (folder / "comparison.json").read_bytes() == before
 
 
+def test_errors_test_scores_and_gradients_stay_on_record_and_older_records_have_none(tmp_path):
+    more = {
+        "value_error": 0.0123,
+        "loss_error": math.nan,
+        "test": {"accuracy": 0.48, "loss": math.inf},
+        "best_step": 75,
+    }
+    more |= {"test_error": 0.02, "grad_norm": {"median": 0.5, "p95": 2.0, "max": 7.0}}
+    runs = [run("elu", 0, 0.5, **more), run("softmax", 0, 0.6)]
+    write_results(tmp_path / "results", [compared(tmp_path / "out", "text", {}, runs=runs, task="listops")])
+    ((new, old),) = ([x.result for x in record.comparison.runs] for record in read_results(tmp_path / "results"))
+    assert (new.value_error, new.test_error, new.best_step) == (0.0123, 0.02, 75)
+    assert new.test == {"accuracy": 0.48}  # what is not finite has no place in JSON
+    assert new.grad_norm == {"median": 0.5, "p95": 2.0, "max": 7.0}
+    assert math.isnan(new.loss_error)
+    assert math.isnan(old.value_error)
+    assert (old.test, old.grad_norm, old.best_step) == ({}, {}, None)
+
+
 def test_a_second_record_of_a_day_replaces_the_first_and_another_day_stands_beside_it(tmp_path):
     place = tmp_path / "results"
     write_results(place, [compared(tmp_path, "text", TWO)])

@@ -490,6 +490,7 @@ def test_a_run_that_diverges_ends_there_and_says_so(tmp_path):
     result = train(run, tmp_path, log=told.append)
     assert result.diverged
     assert math.isnan(result.value)
+    assert result.grad_norm["max"] > 0  # of the steps before
     assert result.steps < 100  # seen when it was to be saved
     assert "learning_rate" in told[-1]
     assert json.loads((tmp_path / "result.json").read_text())["diverged"] is True

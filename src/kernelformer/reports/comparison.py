@@ -173,6 +173,11 @@ class Summary:
         scores = [run.result.scores.get(metric, math.nan) for run in self.runs if run.result is not None]
         return spread_of([x for x in scores if math.isfinite(x)])
 
+    def test(self, metric: str) -> Spread:
+        """A score on the test split, of the runs that have it."""
+        scores = [run.result.test.get(metric, math.nan) for run in self.runs if run.result is not None]
+        return spread_of([x for x in scores if math.isfinite(x)])
+
     @property
     def note(self) -> str:
         """A remark on runs that diverged or did not finish; empty where there are none."""
@@ -217,6 +222,11 @@ class Comparison:
         """What is drawn over time: the metric, or the loss where the metric is known at the end alone."""
         known = any(self.metric in p.values for run in self.runs for p in run.evaluation)
         return self.metric if known else "loss"
+
+    @property
+    def tested(self) -> bool:
+        """Whether runs have selected their best weights and scored them on the test split."""
+        return any(run.result is not None and self.metric in run.result.test for run in self.runs)
 
     @property
     def unequal(self) -> str:
@@ -297,8 +307,10 @@ def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """The summary as text: the head and a row per label; decoding only if somebody did."""
     rows, mark = comparison.summary(), MARK if comparison.unequal else ""
     better = "higher" if comparison.higher_is_better else "lower"
-    extra = {name: [row.extra(name) for row in rows] for name in comparison.extra_metrics}
-    head = ["label", f"{comparison.metric.replace('_', ' ')} ({better} is better)"]
+    metric = comparison.metric
+    extra = {f"test {metric}": [row.test(metric) for row in rows]} if comparison.tested else {}
+    extra |= {name: [row.extra(name) for row in rows] for name in comparison.extra_metrics}
+    head = ["label", f"{metric.replace('_', ' ')} ({better} is better)"]
     head += [name.replace("_", " ") for name in extra]
     head += ["tokens/s", "peak memory", "parameters", "training", "decoding a token"]
     lines = []
@@ -338,7 +350,7 @@ def table(comparison: Comparison) -> Table:
     notes += "".join(f"\n{name}: {whole}" for whole, name in short.items() if name != whole)
     out = Table(title=Text(visible(comparison.title)), caption=Text(CAPTION + notes), box=None, padding=(0, 2, 0, 0))
     out.title_justify = out.caption_justify = "left"
-    first = 2 + len(comparison.extra_metrics)
+    first = 2 + comparison.tested + len(comparison.extra_metrics)
     for index, name in enumerate(head):
         whole = first <= index < first + 4
         out.add_column(Text(name), justify="right" if index else "left", overflow="fold", no_wrap=whole)

@@ -16,6 +16,7 @@ from kernelformer.reports.comparison import (
     MARK,
     NONE,
     Comparison,
+    RunRecord,
     Summary,
     cells,
     incomparable,
@@ -167,12 +168,27 @@ def records_table(comparison: Comparison, name: str, records: Sequence[Mapping[s
     return out + (table(f"{name} by label", ["by label", *map(safe_label, comparison.labels)], other) if other else "")
 
 
+def _ends(run: RunRecord, metric: str) -> list[str]:
+    """The value of a run, that of its test split, and the median, 95th percentile and maximum of its gradient norms."""
+    result = run.result
+    if result is None:
+        return [NONE] * 3
+
+    def measured(value: float, error: float) -> str:
+        return f"{value:.6g} ± {error:.2g}" if math.isfinite(error) else f"{value:.6g}"
+
+    test = measured(result.test[metric], result.test_error) if metric in result.test else NONE
+    norms = ", ".join(f"{result.grad_norm[name]:.3g}" for name in ("median", "p95", "max") if name in result.grad_norm)
+    return [measured(result.value, result.value_error), test, norms or NONE]
+
+
 def _details(comparison: Comparison) -> str:
-    rows = []
+    rows, metric = [], comparison.metric
     for run in comparison.runs:
-        value = f"{run.result.value:.6g}" if run.result else NONE
-        rows.append([safe_label(run.label), *map(safe, (run.seed, run.state, value, run.step, run.path))])
-    every = table("every run", ["run", "seed", "state", safe(comparison.metric), "steps", "folder"], rows)
+        shown = (run.seed, run.state, *_ends(run, metric), run.step, run.path)
+        rows.append([safe_label(run.label), *map(safe, shown)])
+    head = ["run", "seed", "state", f"{metric} ± standard error over samples", f"test {metric}", "gradient norm"]
+    every = table("every run", [*map(safe, [*head, "steps", "folder"])], rows)
     settings = records_table(comparison, "settings", [run.settings for run in comparison.runs])
     environment = records_table(comparison, "environment", [run.environment for run in comparison.runs])
     commands = pre("\n".join(dict.fromkeys(run.command for run in comparison.runs)))

@@ -107,7 +107,7 @@ def _result(task: Task, trainer: RunTrainer, test: dict[str, float], lines: Sequ
         best_step=None if best is None or recorder.diverged else best.step,
         test=tested,
         test_error=test_errors.get(metric, math.nan),
-        grad_norm=gradient_norms(lines),
+        grad_norm=gradient_norms([*lines, {"grad_norms": meter.take_norms()}]),  # a run that diverged may have some
         tokens_per_second=speed(lines),
         peak_bytes=meter.peak,
         parameters=trainer.network.num_parameters(),
