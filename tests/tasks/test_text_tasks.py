@@ -77,9 +77,7 @@ def test_the_test_split_can_be_the_validation_split_and_training_keeps_all_its_t
     assert texts(whole.split("train")) == [f"train {i}" for i in range(40)]
     with pytest.raises(ValueError, match=r"has no 'exam', found test, train; name another split"):
         make_task("text", data=tmp_path, validation_split="exam").split("train")
-    with pytest.raises(
-        ValueError, match="validation_split is a split of a folder or data set, got 'test' and the file"
-    ):
+    with pytest.raises(ValueError, match="is a split of a folder or data set, got 'test' and the file"):
         make_task("text", data=tmp_path / "train.jsonl", validation_split="test")
 
 

@@ -167,7 +167,7 @@ def _start(item: Item, job: Job, place: Place, log: Log) -> _Running:
     request = _request(item, job, place)
     # HF_HUB_OFFLINE: a job reads what is there, and a missing file ends it at once instead of by a time-out.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", PARENT: str(os.getpid())}
-    errors = tempfile.TemporaryFile()  # noqa: SIM115: closed when the process has ended
+    errors = tempfile.TemporaryFile()  # noqa: SIM115
     order = [sys.executable, *WORKER, json.dumps(request)]
     process = subprocess.Popen(order, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
     log(f"{item.name}: {_title(job)}: started")
