@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import kernelformer as kf
 from definition import close, inputs
 from kernelformer import kernels
-from kernelformer.analysis.spectra import kernel_profile, spectra
+from kernelformer.analysis.spectra import kernel_profile, spectra, squared_log_variances
 from kernelformer.feature_maps import FastFoodMap, GenerativeMap, MixtureMap
 from kernelformer.feature_maps.hadamard import fastfood, fwht
 from kernelformer.feature_maps.reference import hadamard_matrix as hadamard
@@ -319,6 +319,88 @@ def test_spectra_of_a_model_are_rows_of_the_papers_tables():
     rows = spectra(torch.nn.Sequential(*layers, kf.KernelAttention(16, 4, "softmax")))
     assert [(r.layer, r.head) for r in rows] == [(f"{i}.core", h) for i in (0, 1) for h in range(4)]
     assert all(r.minimum == r.maximum == r.mean == 1 for r in rows)
+
+
+def test_spectra_are_squared_singular_values_also_where_float32_would_lose_them():
+    layer = kf.KernelAttention(8, 2, "gmm-rks", num_features=8, tied=True)
+    small = torch.tensor([1.0, 1e-2, 1e-4, 1e-6])
+    with torch.no_grad():
+        layer.core.feature_map.S.copy_(torch.diag(small))
+        layer.core.feature_map.S[1] *= 2
+    first, second = spectra(layer)
+    assert (first.minimum, first.maximum, first.mean) == pytest.approx((1e-12, 1, 0.25 * (1 + 1e-4)), rel=1e-5)
+    assert (second.minimum, second.maximum) == pytest.approx((4e-12, 4), rel=1e-5)
+    assert first.learned
+
+
+def test_spectra_of_sampled_frequencies_are_those_of_the_core():
+    for method in ("fastfood-prf", "generative-rks"):
+        layer = kf.KernelAttention(8, 2, method, num_features=8)
+        rows, values = spectra(layer), layer.core.eigenvalues().flatten(1)
+        assert not any(x.learned for x in rows)
+        close(torch.tensor([x.maximum for x in rows]), values.amax(1).detach())
+        close(torch.tensor([x.mean for x in rows]), values.mean(1).detach())
+    few = kf.KernelAttention(16, 2, "favor+", num_features=3)  # fewer frequencies than dimensions
+    assert [x.minimum for x in spectra(few)] == [0, 0]
+
+
+# The start of the authors' code
+
+
+@pytest.mark.parametrize(("d", "ledger", "printed"), [(64, 0.0295, 0.031), (32, 0.055, 0.053)])
+def test_xavier_starts_full_covariances_at_what_the_paper_prints_as_learned(d, ledger, printed):
+    layers = [
+        kf.KernelAttention(4 * d, 4, "gmm-rks", num_features=2, tied=True, start="xavier", seed=s) for s in range(3)
+    ]
+    rows = spectra(torch.nn.Sequential(*layers))  # 3 layers of 4 heads, as in Tables 9 and 11
+    means = torch.tensor([x.mean for x in rows], dtype=torch.float64)
+    within(means, 2 / (d + 4))
+    assert float(means.mean()) == pytest.approx(ledger, rel=0.03)
+    assert float(means.mean()) == pytest.approx(printed, rel=0.08)
+    weights = torch.cat([layer.core.feature_map.S.detach().flatten() for layer in layers])
+    assert weights.abs().max() < math.sqrt(6 / (d * d + 4 * d))
+    mu = torch.cat([layer.core.feature_map.mu.detach().flatten() for layer in layers])
+    assert 0.9 / d < mu.abs().max() <= 1 / d
+
+
+@pytest.mark.parametrize(("d", "printed"), [(64, 0.025), (32, 0.042)])
+def test_xavier_starts_diagonal_covariances_near_1_and_squared_logarithms_at_what_is_printed(d, printed):
+    layers = [kf.KernelAttention(4 * d, 4, "gmm-prf", num_features=2, start="xavier", seed=s) for s in range(3)]
+    model = torch.nn.Sequential(*layers)
+    assert all(0.6 < x.minimum < 1 < x.maximum < 1.6 for x in spectra(model))
+    rows = squared_log_variances(model)
+    assert [(x.layer, x.head) for x in rows] == [(f"{i}.core", h) for i in range(3) for h in range(4)]
+    within(torch.tensor([x.mean for x in rows], dtype=torch.float64), 2 / (d + 4))
+    assert max(x.maximum for x in rows) == pytest.approx(6 / (d + 4), rel=0.02)
+    assert 0.7 < printed / (2 / (d + 4)) < 1
+    assert squared_log_variances(kf.KernelAttention(8, 2, "gmm-rks", num_features=8)) == []
+
+
+def test_xavier_counts_the_fans_as_torch_does():
+    for covariance, size in (("full", (5, 6, 6)), ("diagonal", (5, 6))):
+        phi = MixtureMap(head_dim=6, num_heads=5, features="rks", num_features=2, covariance=covariance, start="xavier")
+        assert phi._fans == torch.nn.init._calculate_fan_in_and_fan_out(torch.empty(size))
+
+
+def test_the_start_changes_first_values_alone(tmp_path):
+    options = {"head_dim": 4, "num_heads": 2, "num_features": 8}
+    plain, xavier = (kf.build_attention("gmm-rks", **options, start=x) for x in ("identity", "xavier"))
+    default = kf.build_attention("gmm-rks", **options)
+    for name, x in default.state_dict().items():
+        assert torch.equal(x, plain.state_dict()[name])
+    assert {name: x.shape for name, x in xavier.state_dict().items()} == {
+        name: x.shape for name, x in default.state_dict().items()
+    }
+    assert torch.equal(xavier.feature_map.noise, default.feature_map.noise)
+    save_file(xavier.state_dict(), tmp_path / "x.safetensors")  # weights say where they are, whatever the start was
+    load_model(default, tmp_path / "x.safetensors")
+    assert torch.equal(default.feature_map.S, xavier.feature_map.S)
+    again = kf.build_attention("gmm-rks", **options, start="xavier")
+    assert torch.equal(again.feature_map.S, xavier.feature_map.S)
+    other = kf.build_attention("gmm-rks", **options, start="xavier", mean_std=0.0)
+    assert not other.feature_map.mu.any()
+    with pytest.raises(ValueError, match=r"unknown start 'ones'; .*choose from identity, xavier"):
+        kf.build_attention("gmm-rks", **options, start="ones")
 
 
 @pytest.mark.parametrize("method", RANDOM)

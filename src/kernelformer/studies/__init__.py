@@ -49,7 +49,7 @@ STUDIES: dict[str, Study] = {
         ),
         Study(
             "redraws",
-            "How much redraws of random features change the outputs of trained classifiers, and what kernels have learned",
+            "How redraws of random features change the outputs of trained classifiers, and what kernels have learned",
             "KL-Transformer (2110.08323), Fig. 5, 9, 10 and Tables 4, 9-12, 14",
             settings.RedrawsSettings,
             resumes=True,

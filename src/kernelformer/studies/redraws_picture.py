@@ -13,7 +13,7 @@ BARS = {
     "rsd": ("Relative Standard Deviation (RSD)", 1.0),
     "pi": ("Prediction Inconsistency (PI), %", 1.0),
     "agv": ("Accuracy Gain with Voting (AGV)", 1.0),
-    "voting_accuracy": ("Voting Accuracy (VA), %; line: mean accuracy", 100.0),
+    "voting_accuracy": ("Voting Accuracy (VA), %; line: mean", 100.0),
 }
 
 
@@ -56,21 +56,20 @@ def _colour(index: int) -> str:
 
 def _bars(axis: Any, methods: list[Method], name: str) -> None:
     title, factor = BARS[name]
-    spreads = [x.spread(name) for x in methods]
-    heights = [factor * x.mean for x in spreads]
-    errors = [0.0 if math.isnan(x.deviation) else factor * x.deviation for x in spreads]
-    axis.bar(range(len(methods)), heights, yerr=errors, capsize=3, color=[_colour(i) for i in range(len(methods))])
+    base = 1.0 if name == "agv" else 0.0  # a bar is the gain or the loss
+    for i, x in enumerate(methods):
+        spread = x.spread(name)
+        error = None if math.isnan(spread.deviation) else factor * spread.deviation
+        axis.bar(i, factor * spread.mean - base, bottom=base, yerr=error, capsize=3, color=_colour(i))
+        if name == "voting_accuracy":
+            axis.plot((i - 0.4, i + 0.4), [100 * x.spread("accuracy").mean] * 2, color="black")
     if name == "voting_accuracy":
-        means = [100 * x.spread("accuracy").mean for x in methods]
-        axis.hlines(
-            means, [i - 0.4 for i in range(len(methods))], [i + 0.4 for i in range(len(methods))], color="black"
-        )
-        values = [*means, *heights]
+        values = [100 * x.spread(which).mean for x in methods for which in ("accuracy", name)]
         axis.set_ylim(max(0.0, min(values) - 5), max(values) + 3)
     elif name == "agv":
-        axis.axhline(1, color="grey", linewidth=1, linestyle=":")
-        farthest = max(abs(h - 1) + e for h, e in zip(heights, errors, strict=True))
-        axis.set_ylim(1 - 1.2 * max(farthest, 0.005), 1 + 1.2 * max(farthest, 0.005))
+        axis.axhline(1, color="grey", linewidth=1)
+    else:
+        axis.set_ylim(bottom=0)
     for i, x in enumerate(methods):
         if x.deterministic and name in ("rsd", "pi"):
             axis.text(i, 0, "draws\nnothing", ha="center", va="bottom", fontsize="x-small", color="grey")
@@ -104,8 +103,12 @@ def _eigenvalues(axis: Any, methods: list[Method]) -> None:
             if len(values) == 2:
                 learned = all(run.eigenvalues["end"]["learned"] for run in x.runs)
                 axis.plot((0, 1), values, color=_colour(i), marker=marker, linestyle="-" if learned else ":")
-    axis.set_title("eigenvalues: largest (triangles) and mean; dotted: of a sample", fontsize="medium")
+    axis.set_title("eigenvalues: largest (triangle), mean", fontsize="medium")
+    axis.set_xlabel("dotted: covariance of the frequencies of a draw")
     axis.set_xticks((0, 1), ("start", "end of training"))
     axis.set_xlim(-0.2, 1.2)
     axis.set_yscale("log")
+    for each in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        each("{x:g}")  # labels are plain text here, and log scales write mathematics
+    axis.tick_params(which="both", labelsize="x-small")
     axis.grid(True, alpha=0.2)

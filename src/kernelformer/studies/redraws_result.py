@@ -56,7 +56,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds and the standard deviation over them; NaN for one seed."""
+    """A mean over seeds and the standard deviation over them; NaN for one seed, or where a number is not finite."""
 
     mean: float
     deviation: float
@@ -64,7 +64,8 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Mean and deviation of some numbers, at least one."""
-        return cls(fmean(values), stdev(values) if len(values) > 1 else math.nan)
+        finite = all(map(math.isfinite, values))
+        return cls(fmean(values), stdev(values) if len(values) > 1 and finite else math.nan)
 
     def text(self, digits: int, factor: float = 1.0) -> str:
         """The mean, and after ± the deviation where there is one."""
