@@ -56,7 +56,8 @@ def attention_similarity(received: Tensor) -> Tensor:
     share = received.double() / received.double().sum(-1, keepdim=True)
     centred = share - share.mean(-2, keepdim=True)
     unit = centred / centred.norm(dim=-2, keepdim=True).clamp_min(1e-300)
-    return unit.mT @ unit
+    similarity: Tensor = unit.mT @ unit
+    return similarity
 
 
 def pairs_of(matrix: Tensor) -> Tensor:
@@ -68,7 +69,8 @@ def pairs_of(matrix: Tensor) -> Tensor:
 def pearson(x: Tensor, y: Tensor) -> Tensor:
     """Pearson's correlation over the last dimension, (*, N) and (*, N) -> (*)."""
     x, y = (z.double() - z.double().mean(-1, keepdim=True) for z in (x, y))
-    return (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp_min(1e-300)
+    correlation: Tensor = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp_min(1e-300)
+    return correlation
 
 
 def ranks(x: Tensor) -> Tensor:

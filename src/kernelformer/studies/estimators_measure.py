@@ -145,8 +145,8 @@ def tail_rows(settings: Settings) -> list[Tail]:
             # log E exp(theta X) = theta a - exponent
             log_moment = bound.theta * threshold - bound.exponent
             moments = torch.exp(bound.theta * orthogonal.sum(-1) - d * log_moment)
-            above = (Estimate.of((x.mean(-1) > threshold).double()) for x in (iid, orthogonal))
-            rows.append(Tail(d, SUM_LENGTH, t, *above, chernoff, d / (d + 2) * chernoff, Estimate.of(moments)))
+            one, two = (Estimate.of((x.mean(-1) > threshold).double()) for x in (iid, orthogonal))
+            rows.append(Tail(d, SUM_LENGTH, t, one, two, chernoff, d / (d + 2) * chernoff, Estimate.of(moments)))
     return rows
 
 
@@ -173,7 +173,8 @@ def _in_ball(count: int, dim: int, gen: torch.Generator) -> Tensor:
     """Points uniform in the unit ball, (count, D), in float64."""
     x = torch.randn(count, dim, generator=gen, dtype=torch.float64)
     radius = torch.rand(count, 1, generator=gen, dtype=torch.float64) ** (1 / dim)
-    return x / x.norm(dim=-1, keepdim=True) * radius
+    points: Tensor = x / x.norm(dim=-1, keepdim=True) * radius
+    return points
 
 
 def predicted_delta(num_features: int, dim: int) -> float:
