@@ -13,6 +13,7 @@ from kernelformer.errors import WorkerError
 from kernelformer.measure import encoder as measured
 from kernelformer.measure.encoder import Case, build, measure, measure_memory, step
 from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, PASSES
+from kernelformer.modules.sparse_layers import SPARSE_LAYERS
 from kernelformer.studies import encoder
 from kernelformer.studies.encoder import Result, Row, Size, cases
 from kernelformer.studies.settings import EncoderSettings
@@ -55,6 +56,14 @@ def by_hand(model, tokens):
 def test_the_bound_returns_the_values(name):
     model, tokens = build(TINY, name).eval(), TINY.tokens()
     torch.testing.assert_close(model(tokens).last_hidden_state, by_hand(model, tokens))
+
+
+@pytest.mark.parametrize("name", SPARSE_LAYERS)
+def test_sparse_layers_of_transformers_are_measured_as_any_attention(name):
+    figures = measure("time", vars(TINY), {kind: [name, "softmax"] for kind in PASSES}, rounds=1, budget=0.01)
+    assert all(figures[kind][x]["seconds"] > 0 for kind in PASSES for x in (name, "softmax"))
+    peaks = measure("memory", vars(TINY), {kind: [name] for kind in PASSES}, rounds=1, budget=0.01)
+    assert all("peak" in peaks[kind][name] for kind in PASSES)
 
 
 def test_the_bound_still_projects_queries_and_keys():
@@ -276,7 +285,7 @@ def test_the_study_in_processes_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sizes": ("regula",)}, "unknown size 'regula'; did you mean 'regular'\\? choose from regular, small"),
+        ({"sizes": ("regula",)}, "unknown size 'regula'; did you mean 'regular'\\? choose from arena, regular, small"),
         ({"sizes": ()}, "sizes must name at least one"),
         ({"lengths": (1024, 0)}, "lengths must be an integer of at least 1, got 0"),
         ({"layers": 0}, "layers must be an integer of at least 1, got 0"),

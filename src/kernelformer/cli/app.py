@@ -122,10 +122,15 @@ def _table(*columns: str) -> Table:
 
 def _methods() -> Table:
     from kernelformer import list_methods, method_options
+    from kernelformer.modules.sparse_layers import SPARSE_LAYERS
 
     table = _table("method", "about", "options")
     for name, about in list_methods().items():
         table.add_row(name, about, ", ".join(method_options(name)))
+    table.add_section()
+    for name, layer in SPARSE_LAYERS.items():
+        about = f"{layer.about} ({layer.paper.name}); a layer of transformers, in encoders only"
+        table.add_row(name, about, ", ".join(layer.options))
     return table
 
 

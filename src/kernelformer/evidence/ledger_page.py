@@ -73,7 +73,8 @@ def _item(each: Judged, paper: str) -> str:
     parts = [
         f"<p>{safe(item.about)}.</p>",
         f'<p class="soft">{safe(paper)}, {safe(item.where)}. Size: {safe(item.size)}. On record: '
-        f"{safe(each.progress)}; <code>kernelformer reproduce {safe(item.name)}</code>, about {item.hours:g} core hours.</p>",
+        f"{safe(each.progress)}; <code>kernelformer reproduce {safe(item.name)}</code>, about {item.hours:g} core "
+        "hours.</p>",
         table(f"Claims of {item.name}", ["claim", "printed", "here", "verdict"], rows),
         f"<details><summary>Rules</summary><ul>{rules}</ul></details>",
         *_pictures(item, each.entries),

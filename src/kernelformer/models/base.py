@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 from transformers.utils import CONFIG_NAME
 
 from kernelformer.cache import StateCache
@@ -18,6 +19,7 @@ from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.hashes import WEIGHTS, check_hashes, write_hashes
 from kernelformer.models.config import KernelformerConfig
+from kernelformer.models.sparse_layers import reset_mask_values
 from kernelformer.modules import KernelAttention, RelativePositions
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.spec import parse_attention
@@ -64,6 +66,8 @@ class KernelformerPreTrainedModel(PreTrainedModel):
             init.zeros_(module.bias)
         elif isinstance(module, FirstToken):
             init.normal_(module.vector, std=1.0 if std is None else std)
+        elif isinstance(module, LSHSelfAttention):
+            reset_mask_values(module)
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:  # type: ignore[override]
         """Save as Hugging Face's does; beside the files come their hashes."""

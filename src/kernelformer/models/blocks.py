@@ -13,8 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kernelformer.cache import StateCache
 from kernelformer.models.config import KernelformerConfig
+from kernelformer.models.sparse_layers import SparseAttention, make_sparse_layer
 from kernelformer.modules import KernelAttention, RelativePositions, method_options
 from kernelformer.modules.options import POSITION_OPTIONS
+from kernelformer.modules.sparse_layers import SPARSE_LAYERS
 from kernelformer.modules.spec import parse_attention
 
 
@@ -34,7 +36,7 @@ class Block(GradientCheckpointingLayer):
         self,
         config: KernelformerConfig,
         index: int,
-        attention: KernelAttention,
+        attention: KernelAttention | SparseAttention,
         cross: KernelAttention | None = None,
     ) -> None:
         super().__init__()
@@ -89,6 +91,7 @@ class Block(GradientCheckpointingLayer):
         if cache is None:
             out: Tensor = self.attention(x, **tokens)
             return out
+        assert isinstance(self.attention, KernelAttention)  # no other layer is causal
         kept = cache.layers[self.index]
         if x.shape[1] == 1:
             y, kept.state = self.attention.step(x, kept.state, **tokens)
@@ -142,7 +145,12 @@ class Stack(nn.Module):
         common: dict[str, Any] = {"length": length, "grid": grid, "num_prefix": num_prefix, "shared": shared}
         blocks = []
         for i, spec in enumerate(specs):
-            own = make_attention(config, spec, causal=causal, seed=draw_seed(config.seed, part, i, 0), **common)
+            seed = draw_seed(config.seed, part, i, 0)
+            own: KernelAttention | SparseAttention
+            if parse_attention(spec)[0] in SPARSE_LAYERS:
+                own = make_sparse_layer(config, spec, causal=causal, seed=seed, length=length + num_prefix)
+            else:
+                own = make_attention(config, spec, causal=causal, seed=seed, **common)
             other = None
             if cross is not None:
                 other = make_attention(

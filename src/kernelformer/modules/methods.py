@@ -37,6 +37,7 @@ from kernelformer.modules.papers import (
     TRANSFORMER,
     WILDCAT,
 )
+from kernelformer.modules.sparse_layers import SPARSE_LAYERS, no_core
 from kernelformer.modules.wildcat import WildcatCore
 
 _POSITIVE = {"hyperbolic": False, "regularized": False}
@@ -323,6 +324,8 @@ def find_method(name: str) -> Method:
     Raises:
         ValueError: no method has this name.
     """
+    if isinstance(name, str) and name in SPARSE_LAYERS:
+        raise no_core(name)
     if not isinstance(name, str) or name not in METHODS:
         raise unknown("method", name, METHODS)
     return METHODS[name]

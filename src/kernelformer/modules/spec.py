@@ -4,6 +4,7 @@ favor+                                       a method
 nprf:num_features=64:relative=1d             with options
 favor+:rotary=True:rotary_base=500000        with rotary positions, in a layer
 favor+:algorithm=fft                         with what is an option of a call, in the benchmark
+bigbird:block_size=16                        a sparse layer of transformers, in an encoder
 2 x softmax, 4 x favor+:num_features=64      block by block
 softmax > favor+                             the encoder's attention and the decoder's
 """
@@ -26,6 +27,7 @@ from kernelformer.modules.options import (
     method_options,
     resolve_options,
 )
+from kernelformer.modules.sparse_layers import SPARSE_LAYERS, check_sparse_options
 
 BETWEEN_SIDES = ">"
 _COMMA = re.compile(r",\s+(?![^(\[]*[)\]])")  # those within brackets belong to a value
@@ -121,9 +123,12 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 def parse_attention(text: str) -> tuple[str, dict[str, Any]]:
     """Read the attention of a whole layer: as `parse_method`, with options of relative and rotary positions.
 
-    Those of relative positions are known where ``relative`` is among them.
+    Those of relative positions are known where ``relative`` is among them. Sparse layers of transformers have only
+    options of their own.
     """
     spec = _checked(text)
+    if spec.method in SPARSE_LAYERS:
+        return spec.method, check_sparse_options(spec.method, spec.values)
     values = spec.values
     positions = {name: x for name, x in values.items() if "relative" in values and name in POSITION_OPTIONS}
     own = {name: x for name, x in values.items() if name not in positions}

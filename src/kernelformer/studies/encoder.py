@@ -43,6 +43,7 @@ class Size:
 SIZES: dict[str, Size] = {
     "regular": Size(8, 512, 2048, (1024, 2048, 4096, 8192)),
     "small": Size(1, 64, 64, (1024, 2048, 4096, 8192, 16384)),
+    "arena": Size(2, 64, 128, (1024, 4096, 16384)),  # Skyformer (2111.00035), Sec. 5, which has 2 layers
 }
 
 

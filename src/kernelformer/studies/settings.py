@@ -64,7 +64,7 @@ class PositionsSettings(Settings):
 class EncoderSettings(Settings):
     """Settings of `studies.encoder`."""
 
-    sizes: tuple[str, ...] = option(("regular", "small"), "of regular, small")
+    sizes: tuple[str, ...] = option(("regular", "small"), "of regular, small, arena")
     lengths: tuple[int, ...] | None = option(None, "tokens; default: each size's own", least=1)
     layers: int = option(6, least=1)
     depths: tuple[int, ...] = option(
