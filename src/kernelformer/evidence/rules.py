@@ -54,6 +54,13 @@ def mean_of(entries: Sequence[Entry], part: str, attention: str, path: str = VAL
     return mean_over_seeds([look_up(x, path) for x in mine], errors)
 
 
+def brief(attention: str, other: str) -> str:
+    """An attention by its method and the options that tell it from another one of the same method."""
+    head, *options = attention.split(":")
+    there, *others = other.split(":")
+    return ":".join([head, *(x for x in options if head == there and x not in others)])
+
+
 def sample_error(entry: Entry) -> float:
     """Standard error of a run's value over validation samples: as measured, else of an accuracy sqrt(p (1 - p) / N)."""
     measured = look_up(entry, "result.value_error")
@@ -108,12 +115,13 @@ class Above:
 
     @property
     def _first(self) -> str:
-        return f"`{self.first}`" if self.part == "main" else f"`{self.first}` ({self.part})"
+        name = brief(self.first, self.second)
+        return f"`{name}`" if self.part == "main" else f"`{name}` ({self.part})"
 
     @property
     def _second(self) -> str:
-        part = self.other_part or self.part
-        return f"`{self.second}`" if part == "main" else f"`{self.second}` ({part})"
+        name, part = brief(self.second, self.first), self.other_part or self.part
+        return f"`{name}`" if part == "main" else f"`{name}` ({part})"
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
         """Judge by the means over seeds."""
@@ -189,7 +197,7 @@ class Level:
     def text(self) -> str:
         """The rule in words."""
         return (
-            f"for: {self.name} of `{self.attention}` is below {self.most:g} by more than two standard errors over "
+            f"for: {self.name} of `{brief(self.attention, '')}` is below {self.most:g} by more than two standard errors over "
             f"seeds (or Student's quantile, if larger); against: above by as much; else open"
         )
 
@@ -198,7 +206,7 @@ class Level:
         mean = mean_of(entries, self.part, self.attention, self.path)
         if mean is None:
             return Finding(MISSING_RESULT, "")
-        ours = f"`{self.attention}`: {self.name} {shown(mean)}"
+        ours = f"`{brief(self.attention, '')}`: {self.name} {shown(mean)}"
         gap = difference(mean, Mean(self.most, 2, 0.0, 0.0))
         if not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
             return Finding(OPEN, ours)
@@ -219,7 +227,7 @@ class All:
     def __call__(self, entries: Sequence[Entry]) -> Finding:
         """Judge by every rule."""
         findings = [rule(entries) for rule in self.rules]
-        ours = "; ".join(x.ours for x in findings if x.ours)
+        ours = "; ".join(f"{x.ours} ({x.verdict})" for x in findings if x.ours)
         verdicts = {x.verdict for x in findings}
         for verdict in (MISSING_RESULT, CONTRADICTS, OPEN):
             if verdict in verdicts:

@@ -69,6 +69,7 @@ STABILITY = Item(
 )
 
 TABLE_1 = ("softmax", "gaussian", SKYFORMER, "nystromformer:num_landmarks=64", "favor+:num_features=64")
+SPARSE = ("bigbird", "longformer", "reformer", "informer")  # by the modules of transformers
 LEARNED = ("gmm-prf:num_features=32:draw=iid", "fastfood-prf:num_features=64")
 
 
@@ -114,6 +115,7 @@ ARENA = (
         steps=1500,
         task__validation_samples=2000,
         eval_every=500,
+        more=SPARSE,
     ),
     _arena(
         "text",
