@@ -115,9 +115,6 @@ OUTSIDE: tuple[Outside, ...] = (
     Outside(N, "Table 1: SMYRF, FCA", "Not attempted: the paper quotes their figures from elsewhere."),
     Outside(N, "Table 2 at full size (WikiText-103)", f"{GPU}; {RECIPE} (`rpe-wikitext`)."),
     Outside(N, "Table 4 at full size, fine-tuned row", f"{GPU}; {RECIPE} (`rpe-imagenet`, `rpe-imagenet-finetune`)."),
-    Outside(
-        N, "Fig. 3a (number of features)", "Not attempted: at a BLEU that a CPU reaches nothing can be told apart."
-    ),
     Outside(N, "Table 5, App. A", "Settings: in the recipes."),
     Outside(N, "Table 6 (ImageNet32)", f"{GPU}; {RECIPE} (`rpe-imagenet32`)."),
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kernelformer.evidence.base import Item, Job, located
+from kernelformer.evidence.derived import is_there, make_missing
 from kernelformer.evidence.records import add_job, folder_name, left, probed, read_entries
 from kernelformer.evidence.worker import ERROR, JOB, STOPPED, do_job
 from kernelformer.files import read_json
@@ -54,7 +55,7 @@ class _Running:
 
 def missing_data(job: Job, data: Path) -> list[str]:
     """Folders of data that a job needs and that are not there."""
-    return [name for name in job.data if not (data / name).exists()]
+    return [name for name in job.data if not is_there(name, data)]
 
 
 def pending(items: Iterable[Item], place: Place) -> list[tuple[Item, Job]]:
@@ -87,7 +88,6 @@ def run_queue(
     Raises:
         StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call goes on from there.
     """
-    _borrow(items, place, log)
     waiting = pending(items, place)
     end = time.monotonic() + 3600 * hours if hours is not None else None
     running: list[_Running] = []
@@ -96,7 +96,12 @@ def run_queue(
     try:
         while running or (waiting and not _over(end)):
             while waiting and len(running) < parallel and not _over(end) and not timings_under_way():
-                running.append(_start(*waiting.pop(0), place, log))
+                item, job = waiting.pop(0)
+                if _borrowed(item, job, place, log):
+                    progress()
+                else:
+                    make_missing(job.data, place.data, log)
+                    running.append(_start(item, job, place, log))
             _yield_to_timings(running, log)
             if _over(end):
                 _terminate(running)
@@ -120,14 +125,15 @@ def run_queue(
     return failed
 
 
-def _borrow(items: Sequence[Item], place: Place, log: Log) -> None:
-    """Put on record what another item has done already."""
-    known = {entry["key"]: entry for path in place.records.glob("*.json") for entry in read_entries(path)}
-    for item in items:
-        for job in left(item, place.records):
-            if job.key in known and probed(job, known[job.key]):
-                add_job(place.records, item, job, known[job.key])
+def _borrowed(item: Item, job: Job, place: Place, log: Log) -> bool:
+    """Put on record what another item has done already; whether there was something."""
+    for path in sorted(place.records.glob("*.json")):
+        for entry in read_entries(path):
+            if entry["key"] == job.key and probed(job, entry):
+                add_job(place.records, item, job, entry)
                 log(f"{item.name}: {_title(job)}: on record in another item")
+                return True
+    return False
 
 
 def run_here(items: Sequence[Item], place: Place, log: Log, progress: Callable[[], None]) -> int:
@@ -139,6 +145,7 @@ def run_here(items: Sequence[Item], place: Place, log: Log, progress: Callable[[
     jobs = pending(items, place)
     for item, job in jobs:
         log(f"{item.name}: {_title(job)}")
+        make_missing(job.data, place.data, log)
         request = _request(item, job, place)
         do_job(request)
         add_job(place.records, item, job, read_json(Path(request["folder"]) / JOB))

@@ -74,10 +74,16 @@ def make_data(folder: Path) -> None:
     verses = [{"en": _sentence(6), "de": _sentence(6)} for _ in range(48)]
     _rows(folder / "bible-en-de" / "train.jsonl", verses)
     _rows(folder / "bible-en-de" / "test.jsonl", verses[:12])
-    _text(folder / "enwik8" / "enwik8", "\n".join(_sentence(12) for _ in range(2000)))
+    _text(folder / "enwik8" / "enwik8", "\n".join(_article(i) for i in range(120)))
     proteins = ("".join(random.choices(ACIDS, k=40)) for _ in range(64))
     _text(folder / "proteins" / "proteins.txt", "\n".join(proteins) + "\n")
     _images(folder / "cifar10")
+
+
+def _article(number: int) -> str:
+    """A page of a dump of Wikipedia that links to the next ones."""
+    links = " ".join(f"[[Page {number + i}]]" for i in range(1, 40))
+    return f"<page><title>Page {number}</title><text>{links} {_sentence(120)}</text></page>"
 
 
 def _sentence(words: int) -> str:

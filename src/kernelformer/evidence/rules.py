@@ -197,8 +197,8 @@ class Level:
     def text(self) -> str:
         """The rule in words."""
         return (
-            f"for: {self.name} of `{brief(self.attention, '')}` is below {self.most:g} by more than two standard errors over "
-            f"seeds (or Student's quantile, if larger); against: above by as much; else open"
+            f"for: {self.name} of `{brief(self.attention, '')}` is below {self.most:g} by more than two standard "
+            f"errors over seeds (or Student's quantile, if larger); against: above by as much; else open"
         )
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:

@@ -9,7 +9,7 @@ from kernelformer.evidence.base import Item
 from kernelformer.evidence.items.beyond import RECALL
 from kernelformer.evidence.items.learned_kernels import EIGENVALUES, REVIEW_SENTENCES, SNLI, SPARSITY, VARIANCE
 from kernelformer.evidence.items.performer import PROTEINS, REDRAWING
-from kernelformer.evidence.items.relative import CIFAR, ENWIK8, MAPS_ITEM, NORMALIZED, TRANSLATION
+from kernelformer.evidence.items.relative import CIFAR, ENWIK8, FEATURES, MAPS_ITEM, NORMALIZED, TRANSLATION
 from kernelformer.evidence.items.skyformer import ARENA, STABILITY
 
 # What says most for its time comes first.
@@ -26,6 +26,7 @@ ITEMS: dict[str, Item] = {
         RECALL,
         REDRAWING,
         MAPS_ITEM,
+        FEATURES,
         NORMALIZED,
         CIFAR,
         *ARENA,

@@ -46,4 +46,3 @@ RECALL = Item(
     0.6,
     unit="accuracy",
 )
-BEYOND = (RECALL,)

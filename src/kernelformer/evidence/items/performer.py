@@ -81,4 +81,3 @@ PROTEINS = Item(
     3.0,
     unit=NAME,
 )
-PERFORMER = (REDRAWING, PROTEINS)
