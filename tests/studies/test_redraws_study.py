@@ -248,7 +248,7 @@ def test_correlations_leave_out_what_draws_nothing_and_tasks_stay_apart(tmp_path
     assert all(math.isnan(x["r2"]) for x in rows[3:])
     assert {tuple(x["measures"]): x["paper"] for x in rows}[("PI", "AGV")] == 0.89
     shown = redraws.tables(result)
-    assert [x.row_count for x in shown] == [5, 5, 1, 1, 1, 1]
+    assert [x.row_count for x in shown] == [5, 5, 5, 1, 1, 1, 1]
     redraws.picture(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 40000
 
