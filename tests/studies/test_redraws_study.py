@@ -187,10 +187,11 @@ def test_runs_that_cannot_be_measured_are_named_and_left_out(runs, tmp_path):
     shutil.copytree(runs / "exact", tmp_path / "a" / "exact")
     shutil.copytree(runs / "mixture", tmp_path / "a" / "cut")
     shutil.rmtree(tmp_path / "a" / "cut" / "model")
+    (tmp_path / "x.txt").write_text("a short text of a few words\n" * 20)
     texts = Run(
         task="bytes",
         attention="softmax",
-        task_options={"length": 8, "validation_samples": 2},
+        task_options={"data": str(tmp_path / "x.txt"), "length": 8, "validation_samples": 2},
         model={"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
         steps=1,
         batch_size=2,
@@ -248,7 +249,7 @@ def test_correlations_leave_out_what_draws_nothing_and_tasks_stay_apart(tmp_path
     assert all(math.isnan(x["r2"]) for x in rows[3:])
     assert {tuple(x["measures"]): x["paper"] for x in rows}[("PI", "AGV")] == 0.89
     shown = redraws.tables(result)
-    assert [x.row_count for x in shown] == [5, 5, 1, 1, 1, 1]
+    assert [x.row_count for x in shown] == [5, 5, 5, 1, 1, 1, 1]
     redraws.picture(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 40000
 

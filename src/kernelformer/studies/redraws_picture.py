@@ -26,9 +26,8 @@ def picture(result: Result, path: Path) -> None:
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(x.task for x in result.runs))
-    longest = max(len(_label(x)) for x in result.methods)
     with mpl.rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(17, (6.4 + 0.07 * longest) * len(tasks) + 0.6), layout="constrained")
+        figure = Figure(figsize=(17, 8 * len(tasks) + 0.8), layout="constrained")
         grid: Any = figure.subplots(2 * len(tasks), 4, squeeze=False)
         for index, task in enumerate(tasks):
             methods = [x for x in result.methods if x.task == task]
@@ -45,9 +44,11 @@ def picture(result: Result, path: Path) -> None:
         figure.savefig(path, dpi=110)
 
 
-def _label(method: Method) -> str:
-    """Method and options, an option a line."""
-    return method.attention.replace(":", "\n")
+def _labels(methods: list[Method]) -> list[str]:
+    """Names of methods, with their options, one a line, only where two have the same name; the legend has them all."""
+    names = [x.attention.partition(":")[0] for x in methods]
+    both = zip(names, methods, strict=True)
+    return [name if names.count(name) == 1 else x.attention.replace(":", "\n") for name, x in both]
 
 
 def _colour(index: int) -> str:
@@ -64,8 +65,8 @@ def _bars(axis: Any, methods: list[Method], name: str) -> None:
         if name == "voting_accuracy":
             axis.plot((i - 0.4, i + 0.4), [100 * x.spread("accuracy").mean] * 2, color="black")
     if name == "voting_accuracy":
-        values = [100 * x.spread(which).mean for x in methods for which in ("accuracy", name)]
-        axis.set_ylim(max(0.0, min(values) - 5), max(values) + 3)
+        lowest = min(100 * run.value(which) for x in methods for run in x.runs for which in ("accuracy", name))
+        axis.set_ylim(bottom=max(0.0, lowest - 5))  # below it there is nothing to see
     elif name == "agv":
         axis.axhline(1, color="grey", linewidth=1)
     else:
@@ -74,7 +75,7 @@ def _bars(axis: Any, methods: list[Method], name: str) -> None:
         if x.deterministic and name in ("rsd", "pi"):
             axis.text(i, 0, "draws\nnothing", ha="center", va="bottom", fontsize="x-small", color="grey")
     axis.set_title(title, fontsize="medium")
-    axis.set_xticks(range(len(methods)), [_label(x) for x in methods], fontsize="x-small", rotation=45, ha="right")
+    axis.set_xticks(range(len(methods)), _labels(methods), fontsize="x-small", rotation=40, ha="right")
     axis.grid(True, axis="y", alpha=0.2)
 
 
@@ -96,6 +97,8 @@ def _scatter(axis: Any, result: Result, methods: list[Method], task: str, pair: 
 
 def _eigenvalues(axis: Any, methods: list[Method]) -> None:
     """Mean and largest eigenvalue from the start to the end; dotted where it is that of a sample of frequencies."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     for i, x in enumerate(methods):
         for which, marker in (("maximum", "^"), ("mean", "o")):
             ends = [x.eigenvalues(when, which) for when in ("start", "end")]
@@ -108,7 +111,7 @@ def _eigenvalues(axis: Any, methods: list[Method]) -> None:
     axis.set_xticks((0, 1), ("start", "end of training"))
     axis.set_xlim(-0.2, 1.2)
     axis.set_yscale("log")
-    for each in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        each("{x:g}")  # labels are plain text here, and log scales write mathematics
-    axis.tick_params(which="both", labelsize="x-small")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")  # labels are plain text here, and log scales write mathematics
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.grid(True, alpha=0.2)

@@ -11,8 +11,11 @@ from kernelformer.studies.redraws_result import Measured, Method, Result, Spread
 
 
 def tables(result: Result) -> list[Table]:
-    """Variance by method (Fig. 5), eigenvalues by method (Table 4) and by head (Tables 9-12), gradients (Table 14)."""
-    rows = [_variance(result), *_eigenvalues(result)]
+    """Variance and accuracy by method (Fig. 5), eigenvalues by method and head (Tables 4, 9-12), gradients (Table 14).
+
+    Heads are those of the first seed of each mixture.
+    """
+    rows = [_variance(result), _accuracy(result), *_eigenvalues(result)]
     seen = {}
     for x in result.runs:
         if _learned(x) and (x.task, x.attention) not in seen:
@@ -39,24 +42,29 @@ def _names(result: Result) -> dict[tuple[str, str], str]:
 def _variance(result: Result) -> Table:
     names, settings = _names(result), result.settings
     title = f"Over {settings.draws} redraws, {settings.samples} samples; mean over seeds ± standard deviation over them"
-    out = _table(title, "seeds", "RSD", "median", "PI, %", "AGV", "VA, %", "accuracy, %", "± over draws", "own draw, %")
+    out = _table(title, "seeds", "RSD", "median RSD", "PI, %", "AGV")
     for x in result.methods:
-        own = Spread.of([run.redraws["own_draw"]["accuracy"] for run in x.runs])
         cells = [x.spread("rsd").text(3), x.spread("rsd_median").text(3), x.spread("pi").text(2)]
-        if x.deterministic:
-            cells = ["draws nothing", "0", "0"]
-        rest = [x.spread(name).text(1, 100) for name in ("voting_accuracy", "accuracy", "accuracy_deviation")]
-        out.add_row(
-            names[x.task, x.attention], str(len(x.runs)), *cells, x.spread("agv").text(3), *rest, own.text(1, 100)
-        )
+        cells = ["draws nothing", "0", "0"] if x.deterministic else cells
+        out.add_row(names[x.task, x.attention], str(len(x.runs)), *cells, x.spread("agv").text(3))
     notes = [
         f"{a} and {b}: {row['r2']:.2f} (paper {row['paper']:.2f})"
         for row in result.correlations()
         for a, b in [row["measures"]]
         if row["methods"] > 2
     ]
+    out.caption = f"R² over methods: {', '.join(notes)}" if notes else None
+    return out
+
+
+def _accuracy(result: Result) -> Table:
+    names = _names(result)
+    out = _table("Accuracy, %", "voting (VA)", "mean over draws", "deviation over draws", "own draw")
+    for x in result.methods:
+        own = Spread.of([run.redraws["own_draw"]["accuracy"] for run in x.runs])
+        values = [x.spread(name).text(1, 100) for name in ("voting_accuracy", "accuracy", "accuracy_deviation")]
+        out.add_row(names[x.task, x.attention], *values, own.text(1, 100))
     out.caption = "own draw: the one that the model was saved with"
-    out.caption += f"; R² over methods: {', '.join(notes)}" if notes else ""
     return out
 
 
