@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,11 +128,11 @@ def test_the_study_compares_models_and_goes_on(protein_model, sequences, tmp_pat
     assert "figures of another model, text or size" in call("elu", "--seed", "1").output
 
 
-def test_what_cannot_be_read_is_refused(protein_model, sequences, tmp_path):
+def test_what_cannot_be_read_is_refused(protein_model, sequences):
     with pytest.raises(ValueError, match="has 5 sequences of two residues or more, and 9 were asked for"):
         amino_acids.chosen_sequences(AminoAcidsSettings(model="m", text=sequences, sequences=9))
-    source = amino_acids.load_source(protein_model)
     vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"])}
-    source.tokenizer = transformers.BertTokenizer(vocab=vocabulary)
+    words = transformers.BertTokenizer(vocab=vocabulary)
+    source = replace(amino_acids.load_source(protein_model), tokenizer=words)
     with pytest.raises(ValueError, match="has no token for each of the amino acids"):
         amino_acids.residue_ids(source)

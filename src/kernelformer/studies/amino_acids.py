@@ -32,8 +32,8 @@ from kernelformer.data.sources import hash_files
 from kernelformer.data.texts import order, read_texts
 from kernelformer.hf import convert
 from kernelformer.hf.load import Source, load_source
+from kernelformer.modules import parse_method
 from kernelformer.modules.evaluating import evaluating
-from kernelformer.modules.spec import parse_method
 from kernelformer.settings import plain
 from kernelformer.studies.amino_acids_picture import picture
 from kernelformer.studies.base import Log, Progress, read_record, write_record
@@ -252,8 +252,9 @@ def _finished(folder: Path, settings: Settings, about: dict[str, Any]) -> list[R
     rows = []
     for row in kept["rows"]:
         if row["model"] in models_of(settings):
+            own = {name: x for name, x in row.items() if name != "standard_error"}
             similarity = tuple(tuple(x) for x in row["similarity"])
-            rows.append(Row(**{**row, "similarity": similarity, "resampled": tuple(row["resampled"])}))
+            rows.append(Row(**{**own, "similarity": similarity, "resampled": tuple(row["resampled"])}))
     return rows
 
 

@@ -40,7 +40,7 @@ def picture(result: Result, path: Path) -> None:
         axis.set_axis_on()
         shown = matrix[order][:, order].fill_diagonal_(math.nan)
         values = pairs_of(matrix)
-        image = axis.imshow(shown, cmap="Blues", vmin=float(values.min()), vmax=float(values.max()))
+        image = axis.imshow(shown.numpy(), cmap="Blues", vmin=float(values.min()), vmax=float(values.max()))
         axis.set_title(title, fontsize="medium")
         axis.set_xticks(range(len(GROUPS)), list(GROUPS), fontsize="x-small")
         axis.set_yticks(range(len(GROUPS)), list(GROUPS), fontsize="x-small")

@@ -27,8 +27,8 @@ from kernelformer.distill.hidden_states import HiddenStateErrors
 from kernelformer.distill.measure import Batch, measure
 from kernelformer.hf import convert
 from kernelformer.hf.load import load_source
+from kernelformer.modules import method_options, parse_method
 from kernelformer.modules.evaluating import evaluating
-from kernelformer.modules.spec import method_options, parse_method
 from kernelformer.settings import plain
 from kernelformer.studies.base import Log, Progress, read_record, write_record
 from kernelformer.studies.depth_picture import picture
@@ -154,8 +154,12 @@ def _finished(folder: Path, settings: Settings, about: dict[str, Any]) -> list[R
     if kept["settings"] != here or any(kept[name] != x for name, x in about.items()):
         raise ValueError(f"{folder / NAME}.json has figures of another model, text or size; give another --out.")
     wanted = set(cases_of(settings))
-    rows = (Row(**{name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}) for row in kept["rows"])
-    return [x for x in rows if (x.method, x.draw) in wanted]
+    rows = []
+    for row in kept["rows"]:
+        if (row["method"], row["draw"]) in wanted:
+            curves: dict[str, Any] = {name: tuple(row[name]) for name in ("own", "hidden", "output")}
+            rows.append(Row(**{**row, **curves}))
+    return rows
 
 
 def _measure(model: Any, method: str, draw: int, seed: int, batches: Sequence[Batch], originals: Sequence[Any]) -> Row:
