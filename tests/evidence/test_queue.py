@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kernelformer.evidence import queue
 from kernelformer.evidence.base import Claim, Item, StudyPart, Training, located
 from kernelformer.evidence.items import ITEMS, find_items
-from kernelformer.evidence.ledger import judge, write_ledger
+from kernelformer.evidence.ledger import judge, summary_text, write_ledger
 from kernelformer.evidence.queue import Place, missing_data, pending, run_here, run_queue
 from kernelformer.evidence.quick import make_data, shrunk
 from kernelformer.evidence.records import current, folder_name, left, read_jobs, record_path
@@ -175,3 +176,9 @@ def test_the_ledger_shows_every_claim_and_escapes_what_it_shows(place, monkeypat
     assert "a \\| b &lt;i&gt;" in markdown
     assert "<svg" in html
     assert "open" in markdown
+
+
+def test_the_ledger_in_the_results_is_made_from_the_records_beside_it():
+    records = Path(__file__).parents[2] / "results" / "evidence"
+    made = summary_text([judge(each, records) for each in ITEMS.values()])
+    assert (records / "README.md").read_text() == made, "kernelformer reproduce --page writes it again"
