@@ -22,6 +22,9 @@ ATTENTIONS = (
     "nystromformer:num_landmarks=128",
     "linformer:rank=128",
     "favor+:num_features=128",
+    "informer",
+    "reformer",
+    "bigbird",
     LANDMARKS,
 )
 MODEL = network(2, 2, 64, 128, pooling="mean", dropout=0.1, positions="learned")
