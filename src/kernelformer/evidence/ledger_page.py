@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kernelformer.evidence.outside import Outside
 
 CSS = """
+.figures figure { max-width: 34rem }
 .verdict { font-weight: 700; white-space: nowrap }
 .supports { color: #00795a } .contradicts { color: #c04b00 } .open, .notrun { color: var(--soft) }
 @media screen and (prefers-color-scheme: dark) { .supports { color: #3fcf9f } .contradicts { color: #ff9a5c } }
