@@ -27,7 +27,7 @@ def picture(result: Result, path: Path) -> None:
     order = [AMINO_ACIDS.index(x) for x in GROUPS]
     panels = [("BLOSUM62", blosum62())]
     for row in result.rows:
-        title = f"{row.model}\nPearson {row.pearson:.2f} ± {row.standard_error:.2f}"
+        title = f"{row.model}\nPearson {row.pearson:.3f} ± {row.standard_error:.3f}"
         panels.append((title, torch.tensor(row.similarity, dtype=torch.float64)))
     columns = min(COLUMNS, len(panels))
     lines = math.ceil(len(panels) / columns)
