@@ -33,7 +33,7 @@ OUTSIDE: tuple[Outside, ...] = (
         "queries and keys (norm 2), and lose to them for short ones (0.5 and 1); the paper does not say its norms."
         " Theorem 2 has a misprint.",
     ),
-    Outside(P, "Theorem 5, 6", "Not attempted: refinements of Theorem 3 and 4 for other kernels, nothing to measure."),
+    Outside(P, "Theorem 5, 6", "The general forms of Theorem 3 and 2, which are measured."),
     Outside(
         P, "Fig. 3, Fig. 20", "`kernelformer study encoder`: time and memory of whole encoders, 2 cores for a GPU."
     ),
