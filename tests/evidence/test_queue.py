@@ -21,6 +21,8 @@ from kernelformer.evidence.quick import make_data, shrunk
 from kernelformer.evidence.records import current, folder_name, left, read_jobs, record_path
 from kernelformer.evidence.rules import Above
 from kernelformer.timing import taking_timings, timings_under_way
+from kernelformer.training.checkpoints import locked
+from kernelformer.training.config import TrainingError
 
 SMALL = {
     "steps": 2,
@@ -129,12 +131,50 @@ def test_timings_are_under_way_while_their_process_lives():
     assert not timings_under_way()  # whoever left the mark is dead
 
 
-def test_a_damaged_record_is_named(place):
+@pytest.mark.parametrize("text", ['{"jobs": 3}', '{"jobs": [{"x": 1}]}', '{"jobs": [3]}', "{", "[]"])
+def test_a_damaged_record_is_named_and_other_items_go_on(text, place):
     one = item()
     place.records.mkdir(parents=True)
-    record_path(place.records, one).write_text('{"jobs": 3}')
-    with pytest.raises(ValueError, match=r"recall-test\.json is no record of evidence"):
+    record_path(place.records, one).write_text(text)
+    with pytest.raises(ValueError, match=r"recall-test\.json is no(t JSON| record of evidence)"):
         left(one, place.records)
+    other = replace(one, name="other", parts=(replace(one.parts[0], attentions=("softmax:rotary=True",)),))
+    assert run_here([other], place, lambda _: None, lambda: None) == 1
+
+
+def test_two_queues_do_not_write_the_same_records(place):
+    with locked(place.records), pytest.raises(TrainingError, match="another process runs the queue of"):
+        run_queue([item()], place)
+
+
+def test_data_that_cannot_be_made_fails_its_jobs_alone(place):
+    (place.data / "enwik8").mkdir(parents=True)
+    (place.data / "enwik8" / "enwik8").write_text("no articles")
+    small = shrunk(ITEMS["retrieval"])
+    failed = run_queue([small], place)
+    assert len(failed) == len(small.jobs())
+    assert "has no articles" in failed[0]
+
+
+def test_settings_on_record_name_data_and_no_folder_of_a_machine(place):
+    make_data(place.data)
+    small = shrunk(ITEMS["snli"])
+    run_here([small], place, lambda _: None, lambda: None)
+    assert {x["settings"]["task_options"]["data"] for x in read_jobs(place.records, small)} == {"data:snli"}
+    assert str(place.data) not in record_path(place.records, small).read_text()
+
+
+def test_steps_between_evaluations_are_part_of_a_job_whose_curve_is_judged():
+    part = item().parts[0]
+    keys = [
+        [x.key for x in replace(part, by_curve=curve, settings={**SMALL, "eval_every": every}).jobs()]
+        for curve in (True, False)
+        for every in (1, 2)
+    ]
+    assert keys[0] != keys[1]
+    assert keys[2] == keys[3]
+    best = [[x.key for x in item(select="best", eval_every=every).jobs()] for every in (1, 2)]
+    assert best[0] != best[1]
 
 
 def test_unknown_items_are_named():

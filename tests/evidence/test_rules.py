@@ -7,7 +7,8 @@ import math
 import pytest
 
 from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPORTS, Finding
-from kernelformer.evidence.rules import Above, Alike, All, Level, look_up, mean_of, sample_error
+from kernelformer.evidence.items import ITEMS
+from kernelformer.evidence.rules import Above, Alike, All, AtLeast, Level, look_up, mean_of, sample_error
 from kernelformer.evidence.study_rules import OfStudy, SmallerCost, conversion_cost
 
 
@@ -77,6 +78,7 @@ def test_all_needs_every_rule_and_one_is_enough_against():
     assert All([good, bad, vague])(FAR).verdict == CONTRADICTS
     assert All([good, vague])(FAR).verdict == OPEN
     assert All([good, Above("a:m=1", "c")])(FAR).verdict == MISSING_RESULT
+    assert All([bad, Above("a:m=1", "c")])(FAR).verdict == CONTRADICTS
     assert good.text in All([good, bad]).text
 
 
@@ -86,11 +88,20 @@ def test_parts_can_be_compared_with_each_other():
     assert "(fast)" in Above("a", "a", "fast", "slow")(both).ours
 
 
-def test_a_name_without_options_means_the_attention_that_begins_with_it():
-    mean = mean_of(FAR, "main", "a")
+def test_an_attention_is_known_by_its_whole_name():
+    mean = mean_of(FAR, "main", "a:m=1")
     assert mean is not None
     assert mean.count == 3
-    assert mean_of(FAR, "other", "a") is None
+    assert mean_of(FAR, "main", "a") is None
+    assert mean_of(FAR, "other", "a:m=1") is None
+
+
+def test_at_least_as_good_allows_a_margin_and_no_more():
+    near = [*runs("a", [0.700, 0.701, 0.702]), *runs("b", [0.701, 0.702, 0.703])]
+    assert AtLeast("a", "b", margin=0.02)(near).verdict == SUPPORTS
+    assert AtLeast("a", "b", margin=0.001)(near).verdict == OPEN
+    assert AtLeast("b", "a:m=1", margin=0.02)(FAR).verdict == CONTRADICTS
+    assert AtLeast("b", "a:m=1", margin=0.02, below=True)(FAR).verdict == SUPPORTS
 
 
 def test_a_path_leads_to_a_number_or_to_nan():
@@ -99,17 +110,47 @@ def test_a_path_leads_to_a_number_or_to_nan():
     assert math.isnan(look_up(one, "result.scores.none"))
     assert math.isnan(look_up({"result": {"value": None}}, "result.value"))
     assert look_up(one, "reach.0.8") == 200
-    assert look_up(one, "reach.0.99") == 300  # never: the last step
+    assert math.isnan(look_up(one, "reach.0.99"))  # never
+    assert look_up({"curve": [[50, None], [100, 0.9]]}, "reach.0.8") == 100
+    assert sample_error(one, "reach.0.8") == pytest.approx(100 / math.sqrt(12))
 
 
-def test_diverged_runs_do_not_count_as_values_but_as_divergences():
-    some = [*runs("a", [0.5, 0.5]), entry("a", 2, math.nan, diverged=True)]
-    mean = mean_of(some, "main", "a")
-    assert mean is not None
-    assert mean.count == 2
-    share = mean_of(some, "main", "a", "result.diverged")
+def test_a_diverged_run_has_no_right_answer_and_leaves_other_measures_open():
+    bad = [entry("a", seed, math.nan, diverged=True) for seed in range(3)]
+    good = runs("b", [0.60, 0.61, 0.62])
+    finding = Above("b", "a")([*bad, *good])
+    assert finding.verdict == SUPPORTS
+    share = mean_of(bad, "main", "a", "result.diverged")
     assert share is not None
-    assert share.value == pytest.approx(1 / 3)
+    assert share.value == 1
+    losses = [{**x, "result": {**x["result"], "metric": "perplexity"}} for x in bad]
+    finding = Above("b", "a")([*losses, *good])
+    assert finding.verdict == OPEN
+    assert "without a value: 0, 3" in finding.ours
+    one = Above("b", "a")([*losses[:1], *runs("a", [0.1, 0.1])[1:], *good])
+    assert one.verdict == OPEN
+
+
+def test_a_level_that_is_never_reached_decides_nothing():
+    slow = [{**x, "curve": [[50, 0.1], [100, 0.2]]} for x in runs("a", [0.2, 0.2, 0.2])]
+    quick = [{**x, "curve": [[50, 0.9], [100, 1.0]]} for x in runs("b", [1.0, 1.0, 1.0])]
+    assert Alike("a", "a", path="reach.0.8", margin=200)(slow).verdict == OPEN
+    assert Above("a", "b", path="reach.0.8")([*slow, *quick]).verdict == OPEN
+
+
+def all_rules(rule):
+    return [x for each in rule.rules for x in all_rules(each)] if isinstance(rule, All) else [rule]
+
+
+def test_identical_results_support_every_claim_of_likeness_at_its_number_of_samples():
+    for item in ITEMS.values():
+        rules = [x for claim in item.claims for x in all_rules(claim.rule) if isinstance(x, Alike | AtLeast)]
+        for rule in rules:
+            if "accuracy" in rule.name:
+                job = next(x for x in item.jobs() if x.part == rule.part)
+                options = job.request["task_options"]
+                samples = options.get("test_samples" if "test" in rule.name else "validation_samples")
+                assert 2 * math.sqrt(2 * 0.25 / samples) < rule.margin, (item.name, rule)
 
 
 def study(part: str, standard: float, normalized: float):

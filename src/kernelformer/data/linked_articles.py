@@ -32,11 +32,17 @@ def read_articles(dump: Path) -> dict[str, tuple[str, list[str]]]:
         text = html.unescape(source)
         if ":" in title or text.lower().startswith("#redirect"):
             continue
-        links = [x.strip() for x in LINK.findall(text)]
+        links = [_title(x) for x in LINK.findall(text)]
         plain = " ".join(MARKUP.sub(r"\1", text).split())
         if len(plain) >= LEAST:
             articles[html.unescape(title)] = (plain, links)
     return articles
+
+
+def _title(link: str) -> str:
+    """The title that a link means: its first letter is a capital, and underscores are blanks."""
+    name = " ".join(link.replace("_", " ").split())
+    return name[:1].upper() + name[1:]
 
 
 def linked_pairs(
@@ -57,7 +63,7 @@ def linked_pairs(
     draw.shuffle(partners)
     for (title, partner), other in zip(linked, partners, strict=True):
         yield {"text1": articles[title][0], "text2": articles[partner][0], "label": 1}
-        if other != title and other not in articles[title][1]:
+        if other != title and other not in articles[title][1] and title not in articles[other][1]:
             yield {"text1": articles[title][0], "text2": articles[other][0], "label": 0}
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, get_args, get_type_hints
 
 from kernelformer.recipes.catalogue import change, find_recipe
 from kernelformer.recipes.papers.base import CPU
-from kernelformer.settings import Settings, plain
+from kernelformer.settings import Settings
 from kernelformer.studies import STUDIES, Study
 from kernelformer.training.config import FREE, Run
 from kernelformer.training.plan import make_plan
@@ -69,6 +69,7 @@ class Training:
             of all data.
         seeds: how many, from 0 on.
         probes: names of `evidence.probes.PROBES`, measured on every trained model.
+        by_curve: whether the learning curve is judged, so that the steps between evaluations are part of a job.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Training:
     settings: Mapping[str, Any] = field(default_factory=dict)
     seeds: int = 3
     probes: tuple[str, ...] = ()
+    by_curve: bool = False
 
     def jobs(self) -> list[Job]:
         """All runs, seed by seed, so that a stopped queue has all attentions of a seed."""
@@ -85,7 +87,8 @@ class Training:
         jobs = []
         for each in make_plan("", run, self.attentions, self.seeds, Path()).runs:
             request = each.as_json()
-            key = _hash(TRAINING, _chosen(each))
+            every = {"eval_every": each.eval_every} if self.by_curve or each.select == "best" else {}
+            key = _hash(TRAINING, {**_chosen(each), **every})
             jobs.append(Job(self.name, TRAINING, each.label, each.seed, request, key, _data(request), self.probes))
         return jobs
 
@@ -107,7 +110,8 @@ class StudyPart:
     def jobs(self) -> list[Job]:
         """The study itself."""
         settings = dict(self.settings)
-        key = _hash(STUDY, self.study, plain(study_settings(STUDIES[self.study], settings)))
+        study_settings(STUDIES[self.study], settings)  # checked before anything is run
+        key = _hash(STUDY, self.study, settings)
         request = {"study": self.study, "settings": settings}
         return [Job(self.name, STUDY, self.study, 0, request, key, _data(settings))]
 

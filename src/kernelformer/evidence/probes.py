@@ -13,7 +13,13 @@ def redraws(folder: Path) -> dict[str, Any]:
     """How much a classifier depends on the draw of its features: 100 draws on 200 validation samples."""
     measured = redraw_statistics(folder)
     flat = {name: x["mean"] if isinstance(x, Mapping) else x for name, x in measured["figures"].items()}
-    return {**flat, "deterministic": measured["deterministic"], "own_accuracy": measured["own_draw"]["accuracy"]}
+    errors = {f"{name}_error": x["error"] for name, x in measured["figures"].items() if isinstance(x, Mapping)}
+    return {
+        **flat,
+        **errors,
+        "deterministic": measured["deterministic"],
+        "own_accuracy": measured["own_draw"]["accuracy"],
+    }
 
 
 def eigenvalues(folder: Path) -> dict[str, Any]:

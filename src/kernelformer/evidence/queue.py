@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +21,8 @@ from kernelformer.evidence.records import add_job, folder_name, left, probed, re
 from kernelformer.evidence.worker import ERROR, JOB, STOPPED, do_job
 from kernelformer.files import read_json
 from kernelformer.subprocesses import PARENT
-from kernelformer.timing import timings_under_way
+from kernelformer.timing import BESIDE, timings_under_way
+from kernelformer.training.checkpoints import locked
 from kernelformer.training.config import StoppedError
 
 WORKER = ("-m", "kernelformer.evidence.worker")
@@ -51,6 +53,7 @@ class _Running:
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
     stopped: bool = False  # while somebody takes timings
+    told: bool = False  # to save and stop, by this queue
 
 
 def missing_data(job: Job, data: Path) -> list[str]:
@@ -87,7 +90,20 @@ def run_queue(
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call goes on from there.
+        TrainingError: another queue works on these records, or they cannot be written.
     """
+    with locked(place.records, "runs the queue of"):
+        return _run(items, place, hours, parallel, log, progress)
+
+
+def _run(
+    items: Sequence[Item],
+    place: Place,
+    hours: float | None,
+    parallel: int,
+    log: Log,
+    progress: Callable[[], None],
+) -> list[str]:
     waiting = pending(items, place)
     end = time.monotonic() + 3600 * hours if hours is not None else None
     running: list[_Running] = []
@@ -97,18 +113,22 @@ def run_queue(
         while running or (waiting and not _over(end)):
             while waiting and len(running) < parallel and not _over(end) and not timings_under_way():
                 item, job = waiting.pop(0)
-                if _borrowed(item, job, place, log):
+                try:
+                    started = _begin(item, job, place, log)
+                except (ValueError, OSError) as problem:
+                    failed.append(_failed(item, job, str(problem), log))
+                    started = None
+                running += [started] if started else []
+                if started is None:
                     progress()
-                else:
-                    make_missing(job.data, place.data, log)
-                    running.append(_start(item, job, place, log))
-            _yield_to_timings(running, log)
             if _over(end):
                 _terminate(running)
+            else:
+                _yield_to_timings(running, log)
             for each in [x for x in running if x.process.poll() is not None]:
                 running.remove(each)
-                problem = _finish(each, place, log)
-                failed += [problem] if problem else []
+                reason = _finish(each, place, log)
+                failed += [reason] if reason else []
                 progress()
             time.sleep(POLL)
     except KeyboardInterrupt:
@@ -119,21 +139,23 @@ def run_queue(
         raise StoppedError("stopped; what ran has saved where it was, and the same call goes on from there.") from None
     finally:
         signal.signal(signal.SIGTERM, before)
+        _terminate(running)
         for each in running:
-            if each.process.poll() is None:
-                each.process.kill()
+            each.process.wait()
     return failed
 
 
-def _borrowed(item: Item, job: Job, place: Place, log: Log) -> bool:
-    """Put on record what another item has done already; whether there was something."""
+def _begin(item: Item, job: Job, place: Place, log: Log) -> _Running | None:
+    """Start a job; None where another item has done it already, which is then put on record here too."""
     for path in sorted(place.records.glob("*.json")):
-        for entry in read_entries(path):
-            if entry["key"] == job.key and probed(job, entry):
-                add_job(place.records, item, job, entry)
-                log(f"{item.name}: {_title(job)}: on record in another item")
-                return True
-    return False
+        with suppress(ValueError):  # a damaged record of another item; its own job says so
+            for entry in read_entries(path):
+                if entry["key"] == job.key and probed(job, entry):
+                    add_job(place.records, item, job, entry)
+                    log(f"{item.name}: {_title(job)}: on record in another item")
+                    return None
+    make_missing(job.data, place.data, log)
+    return _start(item, job, place, log)
 
 
 def run_here(items: Sequence[Item], place: Place, log: Log, progress: Callable[[], None]) -> int:
@@ -173,7 +195,7 @@ def _request(item: Item, job: Job, place: Place) -> dict[str, Any]:
 def _start(item: Item, job: Job, place: Place, log: Log) -> _Running:
     request = _request(item, job, place)
     # HF_HUB_OFFLINE: a job reads what is there, and a missing file ends it at once instead of by a time-out.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", PARENT: str(os.getpid())}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", PARENT: str(os.getpid()), BESIDE: "1"}
     errors = tempfile.TemporaryFile()  # noqa: SIM115
     order = [sys.executable, *WORKER, json.dumps(request)]
     process = subprocess.Popen(order, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
@@ -188,16 +210,25 @@ def _finish(each: _Running, place: Place, log: Log) -> str:
         file.seek(0)
         said = file.read().decode(errors="replace").strip().splitlines()
     if code == 0:
-        add_job(place.records, each.item, each.job, read_json(each.folder / JOB))
+        try:
+            add_job(place.records, each.item, each.job, read_json(each.folder / JOB))
+        except (ValueError, OSError) as problem:
+            return _failed(each.item, each.job, str(problem), log)
         log(f"{name}: on record")
         return ""
-    if code in (STOPPED, -signal.SIGTERM):
+    if code in (STOPPED, -signal.SIGTERM) and each.told:
         log(f"{name}: stopped, to be gone on with")
         return ""
     last = f"killed by signal {-code}" if code < 0 else " ".join(said[-1:])
     reason = next((x.removeprefix(ERROR) for x in said if x.startswith(ERROR)), last) or "it ended without a word"
-    log(f"{name}: failed: {reason}")
-    return f"{name}: {reason}"
+    return _failed(each.item, each.job, reason, log)
+
+
+def _failed(item: Item, job: Job, reason: str, log: Log) -> str:
+    """The line on a job that failed, logged."""
+    line = f"{item.name}: {_title(job)}: {reason}"
+    log(f"failed: {line}")
+    return line
 
 
 def _terminate(running: Sequence[_Running]) -> None:
@@ -205,7 +236,9 @@ def _terminate(running: Sequence[_Running]) -> None:
         if each.stopped:
             each.process.send_signal(signal.SIGCONT)
             each.stopped = False
-        each.process.terminate()
+        if not each.told:
+            each.told = True
+            each.process.terminate()
 
 
 def _yield_to_timings(running: Sequence[_Running], log: Log) -> None:

@@ -11,7 +11,7 @@ from kernelformer.evidence.base import PAPERS, TRAINING, Item, Job
 from kernelformer.files import read_json, write_text
 from kernelformer.reports.portable import as_text, portable
 
-FOLDER = Path("results/evidence")
+NEEDED = {"key", "part", "kind", "name", "seed"}  # of every job on record
 
 
 def record_path(folder: Path, item: Item) -> Path:
@@ -28,11 +28,16 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     """The jobs of a record; none where there is no file."""
     if not path.exists():
         return []
-    record = read_json(path)
-    if not isinstance(record, dict) or not isinstance(record.get("jobs"), list):
-        raise ValueError(f"{path} is no record of evidence: it has no list of 'jobs'; put it right or remove it.")
+    wrong = "put it right or remove it, and its jobs are run again"
+    try:
+        record = read_json(path)
+    except ValueError as problem:
+        raise ValueError(f"{path} is not JSON: {str(problem).rstrip('.')}; {wrong}.") from None
+    entries = record.get("jobs") if isinstance(record, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(x, dict) and x.keys() >= NEEDED for x in entries):
+        raise ValueError(f"{path} is no record of evidence: it must have a list of jobs with all their parts; {wrong}.")
     shared: dict[str, Any] = record.get("settings", {})
-    return [_whole(entry, shared) for entry in record["jobs"]]
+    return [_whole(entry, shared) for entry in entries]
 
 
 def _whole(entry: dict[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +66,9 @@ def probed(job: Job, entry: Mapping[str, Any]) -> bool:
 
 def add_job(folder: Path, item: Item, job: Job, outcome: Mapping[str, Any]) -> None:
     """Put a finished job on record; whatever else is there stays."""
-    head = {"part": job.part, "kind": job.kind, "name": job.name, "seed": job.seed}
+    head: dict[str, Any] = {"part": job.part, "kind": job.kind, "name": job.name, "seed": job.seed}
+    if job.kind == TRAINING:
+        head["settings"] = dict(job.request)  # with "data:" for the folder of data, wherever that is
     entries = [x for x in read_jobs(folder, item) if x["key"] != job.key]
     write_record(folder, item, [*entries, {**outcome, **head}])
 

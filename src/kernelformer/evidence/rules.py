@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from kernelformer.analysis.differences import Mean, difference, mean_over_seeds
+from kernelformer.analysis.differences import Difference, Mean, difference, mean_over_seeds
 from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPORTS, TRAINING, Finding
 
 Entry = Mapping[str, Any]
-VALUE = "result.value"
+VALUE, TEST = "result.value", "result.test"
 REACH = "reach"
+QUANTILE = "(or Student's quantile of them, if larger)"
 
 
 def steps_to(entry: Entry, level: float) -> float:
-    """The first step whose evaluation is at least so high; where none is, the last step, which is then too early."""
+    """The first step whose evaluation is at least so high; NaN where none is."""
     curve = entry.get("curve") or []
-    return float(next((step for step, value in curve if value >= level), curve[-1][0] if curve else math.nan))
+    return float(next((step for step, value in curve if value is not None and value >= level), math.nan))
 
 
 def look_up(entry: Any, path: str) -> float:
@@ -39,40 +41,51 @@ def look_up(entry: Any, path: str) -> float:
 
 
 def runs_of(entries: Sequence[Entry], part: str, attention: str) -> list[Entry]:
-    """The runs of an attention in a part; an attention without options stands for the one that begins with it."""
-    mine = [x for x in entries if x["kind"] == TRAINING and x["part"] == part]
-    exact = [x for x in mine if x["name"] == attention]
-    return exact or [x for x in mine if x["name"].split(":")[0] == attention]
+    """The runs of an attention in a part."""
+    return [x for x in entries if x["kind"] == TRAINING and x["part"] == part and x["name"] == attention]
 
 
-def mean_of(entries: Sequence[Entry], part: str, attention: str, path: str = VALUE) -> Mean | None:
-    """Mean over the seeds of an attention; None where no run has the value."""
-    mine = [x for x in runs_of(entries, part, attention) if math.isfinite(look_up(x, path))]
-    if not mine:
-        return None
-    errors = [sample_error(x) for x in mine] if path == VALUE else []
-    return mean_over_seeds([look_up(x, path) for x in mine], errors)
+def value_of(entry: Entry, path: str) -> float:
+    """The value of a run; the accuracy of one that diverged is 0, as it answers nothing."""
+    if path == VALUE and entry["result"]["diverged"] and entry["result"]["metric"] == "accuracy":
+        return 0.0
+    return look_up(entry, path)
 
 
-def brief(attention: str, other: str) -> str:
-    """An attention by its method and the options that tell it from another one of the same method."""
-    head, *options = attention.split(":")
-    there, *others = other.split(":")
-    return ":".join([head, *(x for x in options if head == there and x not in others)])
+def sample_error(entry: Entry, path: str = VALUE) -> float:
+    """Standard error of a value over validation samples; NaN where nobody knows it.
 
-
-def sample_error(entry: Entry) -> float:
-    """Standard error of a run's value over validation samples: as measured, else of an accuracy sqrt(p (1 - p) / N)."""
+    As measured; else of an accuracy sqrt(p (1 - p) / N), and of the steps to a level, which are known to an interval
+    between two evaluations only, that interval / sqrt(12).
+    """
+    if path.startswith(REACH):
+        steps = [0, *(step for step, _ in entry.get("curve") or [])]
+        return max((b - a for a, b in pairwise(steps)), default=0) / math.sqrt(12)
+    if path.startswith(TEST):
+        return look_up(entry, "result.test_error")
+    if path != VALUE:
+        return look_up(entry, f"{path}_error")
     measured = look_up(entry, "result.value_error")
     count = look_up(entry, "settings.task_options.validation_samples")
     if math.isfinite(measured) or entry["result"]["metric"] != "accuracy" or not count > 0:
         return measured
-    p = look_up(entry, VALUE)
+    p = value_of(entry, VALUE)
     return math.sqrt(p * (1 - p) / count)
 
 
+def mean_of(entries: Sequence[Entry], part: str, attention: str, path: str = VALUE) -> Mean | None:
+    """Mean over the seeds of an attention that have the value; None where none has."""
+    mine = [x for x in runs_of(entries, part, attention) if math.isfinite(value_of(x, path))]
+    return mean_over_seeds([value_of(x, path) for x in mine], [sample_error(x, path) for x in mine]) if mine else None
+
+
+def without(entries: Sequence[Entry], part: str, attention: str, path: str) -> int:
+    """How many runs of an attention are on record without a value: diverged, or never at the level."""
+    return sum(not math.isfinite(value_of(x, path)) for x in runs_of(entries, part, attention))
+
+
 def shown(mean: Mean, scale: float = 1.0, digits: int = 3) -> str:
-    """A mean with its standard error, or with the words that there is none."""
+    """A mean with its standard error and the number of seeds, or with the words that there is one."""
     if not math.isfinite(mean.of_seeds):
         return f"{scale * mean.value:.{digits}g} (one seed)"
     return f"{scale * mean.value:.{_places(scale * mean.error, digits)}f} ± {scale * mean.error:.2g}"
@@ -80,6 +93,15 @@ def shown(mean: Mean, scale: float = 1.0, digits: int = 3) -> str:
 
 def _places(error: float, digits: int) -> int:
     return digits if error <= 0 else min(6, max(0, 1 - math.floor(math.log10(error))))
+
+
+def brief(attention: str, other: str) -> str:
+    """An attention by its method and the options that tell it from another one of the same method."""
+    if ">" in attention + other:
+        return attention
+    head, *options = attention.split(":")
+    there, *others = other.split(":")
+    return ":".join([head, *(x for x in options if head == there and x not in others)])
 
 
 @dataclass(frozen=True)
@@ -109,9 +131,14 @@ class Above:
         """The rule in words."""
         word, other = ("below", "above") if self.below else ("above", "below")
         return (
-            f"for: {self.name} of {self._first} is {word} that of {self._second} by more than two standard errors over "
-            f"seeds and samples (or Student's quantile, if larger); against: {other} by as much; else open"
+            f"for: {self.name} of {self._first} is {word} that of {self._second} by more than two {self._errors} "
+            f"{QUANTILE}; against: {other} by as much; else open"
         )
+
+    @property
+    def _errors(self) -> str:
+        measured = self.path == VALUE or self.path.startswith((TEST, REACH))
+        return "standard errors over seeds and samples" if measured else "standard errors over seeds"
 
     @property
     def _first(self) -> str:
@@ -124,11 +151,14 @@ class Above:
         return f"`{name}`" if part == "main" else f"`{name}` ({part})"
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
-        """Judge by the means over seeds."""
-        first = mean_of(entries, self.part, self.first, self.path)
-        second = mean_of(entries, self.other_part or self.part, self.second, self.path)
-        if first is None or second is None:
+        """Judge by the means over seeds; where a run has no value, it is open."""
+        sides = ((self.part, self.first), (self.other_part or self.part, self.second))
+        if not all(runs_of(entries, *side) for side in sides):
             return Finding(MISSING_RESULT, "")
+        first, second = (mean_of(entries, *side, self.path) for side in sides)
+        lost = [without(entries, *side, self.path) for side in sides]
+        if first is None or second is None:
+            return Finding(OPEN, f"runs of {self._first}, {self._second} without a value: {lost[0]}, {lost[1]}")
         gap = difference(first, second)
         ours = (
             f"{self._first} {shown(first, self.scale)}, {self._second} {shown(second, self.scale)}; "
@@ -137,9 +167,43 @@ class Above:
         if not math.isfinite(gap.error):
             return Finding(OPEN, f"{ours}, one seed")
         ours += f" ± {self.scale * gap.error:.2g}"
+        if any(lost):
+            return Finding(OPEN, f"{ours}; runs without a value: {lost[0]}, {lost[1]}")
+        return Finding(self.verdict(gap), ours)
+
+    def verdict(self, gap: Difference) -> str:
+        """What a difference says."""
         if abs(gap.value) <= gap.bound:
-            return Finding(OPEN, ours)
-        return Finding(SUPPORTS if (gap.value < 0) == self.below else CONTRADICTS, ours)
+            return OPEN
+        return SUPPORTS if (gap.value < 0) == self.below else CONTRADICTS
+
+
+@dataclass(frozen=True)
+class AtLeast(Above):
+    """The first attention is as good as the second or better, within a margin.
+
+    Args:
+        margin: by which it may be worse.
+    """
+
+    margin: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        word = "larger" if self.below else "smaller"
+        return (
+            f"for: {self.name} of {self._first} is surely not {word} than that of {self._second} by "
+            f"{self.scale * self.margin:g} or more, with two {self._errors} {QUANTILE} on top; against: surely by "
+            f"more; else open"
+        )
+
+    def verdict(self, gap: Difference) -> str:
+        """What a difference says."""
+        better = -gap.value if self.below else gap.value
+        if better - gap.bound > -self.margin:
+            return SUPPORTS
+        return CONTRADICTS if better + gap.bound < -self.margin else OPEN
 
 
 @dataclass(frozen=True)
@@ -156,23 +220,15 @@ class Alike(Above):
     def text(self) -> str:
         """The rule in words."""
         return (
-            f"for: {self.name} of {self._first} and {self._second} differ by less than {self.scale * self.margin:g} "
-            f"with their standard errors on top; against: by more, with the errors taken off; else open"
+            f"for: {self.name} of {self._first} and {self._second} differ by less than {self.scale * self.margin:g}, "
+            f"with two {self._errors} {QUANTILE} on top; against: by more, with these taken off; else open"
         )
 
-    def __call__(self, entries: Sequence[Entry]) -> Finding:
-        """Judge by the interval of the difference."""
-        finding = super().__call__(entries)
-        first = mean_of(entries, self.part, self.first, self.path)
-        second = mean_of(entries, self.other_part or self.part, self.second, self.path)
-        if first is None or second is None:
-            return finding
-        gap = difference(first, second)
-        if math.isfinite(gap.error) and abs(gap.value) + gap.bound < self.margin:
-            return Finding(SUPPORTS, finding.ours)
-        if math.isfinite(gap.error) and abs(gap.value) - gap.bound > self.margin:
-            return Finding(CONTRADICTS, finding.ours)
-        return Finding(OPEN, finding.ours)
+    def verdict(self, gap: Difference) -> str:
+        """What a difference says."""
+        if abs(gap.value) + gap.bound < self.margin:
+            return SUPPORTS
+        return CONTRADICTS if abs(gap.value) - gap.bound > self.margin else OPEN
 
 
 @dataclass(frozen=True)
@@ -198,18 +254,19 @@ class Level:
         """The rule in words."""
         return (
             f"for: {self.name} of `{brief(self.attention, '')}` is below {self.most:g} by more than two standard "
-            f"errors over seeds (or Student's quantile, if larger); against: above by as much; else open"
+            f"errors over seeds {QUANTILE}; against: above by as much; else open"
         )
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
         """Judge by the mean over seeds."""
         mean = mean_of(entries, self.part, self.attention, self.path)
         if mean is None:
-            return Finding(MISSING_RESULT, "")
+            return Finding(OPEN if runs_of(entries, self.part, self.attention) else MISSING_RESULT, "")
         ours = f"`{brief(self.attention, '')}`: {self.name} {shown(mean)}"
         gap = difference(mean, Mean(self.most, 2, 0.0, 0.0))
-        if not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
-            return Finding(OPEN, ours)
+        lost = without(entries, self.part, self.attention, self.path)
+        if lost or not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
+            return Finding(OPEN, f"{ours}; runs without a value: {lost}" if lost else ours)
         return Finding(SUPPORTS if gap.value < 0 else CONTRADICTS, ours)
 
 
@@ -229,7 +286,7 @@ class All:
         findings = [rule(entries) for rule in self.rules]
         ours = "; ".join(f"{x.ours} ({x.verdict})" for x in findings if x.ours)
         verdicts = {x.verdict for x in findings}
-        for verdict in (MISSING_RESULT, CONTRADICTS, OPEN):
+        for verdict in (CONTRADICTS, MISSING_RESULT, OPEN):
             if verdict in verdicts:
                 return Finding(verdict, ours)
         return Finding(SUPPORTS, ours)

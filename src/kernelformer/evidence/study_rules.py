@@ -48,7 +48,10 @@ class SmallerCost:
         records = studies_of(entries, self.parts)
         if not records:
             return Finding(MISSING_RESULT, "")
-        first, second = (mean_over_seeds([value(x) for x in records]) for value in (self.first, self.second))
+        values = [[value(x) for x in records] for value in (self.first, self.second)]
+        if not all(math.isfinite(x) for side in values for x in side):
+            return Finding(OPEN, f"{self.names[0]} or {self.names[1]} is not finite")
+        first, second = map(mean_over_seeds, values)
         gap = difference(first, second)
         ours = f"{self.names[0]} {shown(first)}, {self.names[1]} {shown(second)} {self.unit}"
         if not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
@@ -62,7 +65,7 @@ def conversion_cost(model: str, features: int) -> Callable[[Record], float]:
     def cost(record: Record) -> float:
         mine = record["models"][model]
         row = next(x for x in mine["converted"] if x["features"] == features)
-        return float(row["mean"] - mine["bits_per_byte"])
+        return math.nan if None in (row["mean"], mine["bits_per_byte"]) else float(row["mean"] - mine["bits_per_byte"])
 
     return cost
 

@@ -109,8 +109,13 @@ def cut_metrics(folder: Path, step: int) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing to the folder meanwhile; the system lets go when the process ends."""
+def locked(folder: Path, doing: str = "is training in") -> Iterator[None]:
+    """Keep other processes from writing to the folder meanwhile; the system lets go when the process ends.
+
+    Args:
+        folder: that is locked.
+        doing: what the other process does there, for the error.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
@@ -120,9 +125,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise TrainingError(
-                f"another process is training in {folder}; wait for it, or take another folder."
-            ) from None
+            raise TrainingError(f"another process {doing} {folder}; wait for it, or take another folder.") from None
         yield
     finally:
         os.close(handle)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kernelformer.evidence.base import Claim, Item, Training
-from kernelformer.evidence.rules import Above, All
+from kernelformer.evidence.rules import Above, AtLeast
 
 ROTARY = ":rotary=True"
 NEAR_FAR = f"favor+:num_features=64:window=8{ROTARY}"
 LOCAL = f"local:window=8:sinks=0{ROTARY}"
-FAR = "result.scores.accuracy_18_to_30"
+FAR = "result.scores.accuracy_to_30"  # of distances from 17 on
 RECALL = Item(
     "recall",
     "this library",
@@ -35,12 +35,12 @@ RECALL = Item(
         Claim(
             "A kernel on what is far recalls what a window alone cannot",
             "not in the papers",
-            Above(NEAR_FAR, LOCAL, name="accuracy", scale=100),
+            Above(NEAR_FAR, LOCAL, path=FAR, name="accuracy at distances of 17 to 30", scale=100),
         ),
         Claim(
             "Linear attention recalls as softmax does",
             "not in the papers; Zoology finds that it does not",
-            All([Above(f"favor+:num_features=64{ROTARY}", f"softmax{ROTARY}", name="accuracy", scale=100)]),
+            AtLeast(f"favor+:num_features=64{ROTARY}", f"softmax{ROTARY}", name="accuracy", scale=100, margin=0.1),
         ),
     ),
     0.6,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernelformer.evidence.base import Claim, Item, Training
-from kernelformer.evidence.rules import Above, Alike, All, Level
+from kernelformer.evidence.rules import Above, Alike, All, AtLeast, Level
 
 PAPER = "KL-Transformer"
 # Each 64 features wide: two components of 16 frequencies with a cosine and a sine, 32 with both, and so on.
@@ -81,7 +81,7 @@ VARIANCE = Item(
         ),
         Claim(
             "On Text RKS is more accurate than PRF",
-            "GMM 66.2 against 62.7% (Table 2 at 4000 bytes)",
+            "GMM 63.95 against 62.64% (Table 2, 4000 bytes)",
             Above(GMM_RKS, GMM_PRF, name="accuracy", scale=100),
         ),
     ),
@@ -147,7 +147,10 @@ SPARSITY = Item(
     "Fig. 6, App. E",
     "After how many steps 80% of the sums of relevant values are right, for few, half and most positions relevant",
     "48 pairs instead of 200, 16,000 samples instead of 160,000, 800 steps of 32 at a rate of 1e-3 instead of 5e-6",
-    tuple(Training(_relevance(p), "kl-sparsity", TRIED, {**SUMS, "task.relevance": p}, seeds=5) for p in RELEVANCES),
+    tuple(
+        Training(_relevance(p), "kl-sparsity", TRIED, {**SUMS, "task.relevance": p}, seeds=5, by_curve=True)
+        for p in RELEVANCES
+    ),
     (
         Claim(
             "GMM-PRF converges more slowly the more positions are relevant",
@@ -177,12 +180,12 @@ SENTENCE_CLAIMS = (
     Claim(
         "FastFood with all of S, G, B learned is at least as good as with S alone or nothing learned",
         "Table 13: best or close to it on 6 of 8 tasks of GLUE",
-        All([Above(FASTFOOD[2], x, name="accuracy", scale=100) for x in FASTFOOD[:2]]),
+        All([AtLeast(FASTFOOD[2], x, name="accuracy", scale=100, margin=0.03) for x in FASTFOOD[:2]]),
     ),
     Claim(
         "Learned kernels are competitive with softmax on short texts",
-        "Table 3: means within 2 points",
-        Alike(FASTFOOD[2], "softmax", name="accuracy", scale=100, margin=0.02),
+        "Table 3: FastFood-PRF is 2.4 points below softmax in the mean of its columns",
+        AtLeast(FASTFOOD[2], "softmax", name="accuracy", scale=100, margin=0.05),
     ),
 )
 SNLI = Item(

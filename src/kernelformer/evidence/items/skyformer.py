@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from kernelformer.evidence.base import Claim, Item, Training
-from kernelformer.evidence.rules import Above, Alike, All
+from kernelformer.evidence.rules import Above, AtLeast
 
 PAPER = "Skyformer"
 SKYFORMER, NYSTROM = "skyformer:num_landmarks=64", "skyformer:num_landmarks=64:kernel=softmax"
 RATES = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
-LARGEST = "gradients.maximum"
+LARGEST = "result.grad_norm.max"
 
 
 def _rate(rate: float) -> str:
@@ -58,19 +58,21 @@ STABILITY = Item(
             "Sec. 5: numerical instability observed",
             Above(SKYFORMER, NYSTROM, _rate(RATES[2]), name="accuracy", scale=100),
         ),
-        Claim(
-            "Seeds differ more under softmax",
-            "Sec. 5: runs with different seeds may diverge",
-            Alike("softmax", "gaussian", _rate(RATES[0]), name="accuracy", scale=100, margin=0.02),
-        ),
     ),
     0.8,
     unit="accuracy",
 )
 
 TABLE_1 = ("softmax", "gaussian", SKYFORMER, "nystromformer:num_landmarks=64", "favor+:num_features=64")
+ACCURACY = "result.test.accuracy"
+# The paper's protocol: the best weights on validation, then the test.
+BEST: dict[str, Any] = {"select": "best", "task.test_samples": 2000}
 SPARSE = ("bigbird", "longformer", "reformer", "informer")  # by the modules of transformers
 LEARNED = ("gmm-prf:num_features=32:draw=iid", "fastfood-prf:num_features=64")
+
+
+def _at_least(first: str, second: str) -> AtLeast:
+    return AtLeast(first, second, path=ACCURACY, name="test accuracy", scale=100, margin=0.04)
 
 
 def _arena(name: str, recipe: str, column: str, printed: str, size: str, hours: float, **settings: Any) -> Item:
@@ -79,28 +81,25 @@ def _arena(name: str, recipe: str, column: str, printed: str, size: str, hours: 
         name,
         PAPER,
         f"Table 1, {column}",
-        f"Accuracy on {column} of Long Range Arena",
+        f"Test accuracy on {column} of Long Range Arena, of the weights that are best on the validation split",
         size,
-        (Training("main", recipe, attentions, {key.replace("__", "."): x for key, x in settings.items()}),),
+        (Training("main", recipe, attentions, {**BEST, **{key.replace("__", "."): x for key, x in settings.items()}}),),
         (
-            Claim(
-                "Skyformer is comparable to softmax or better",
-                printed,
-                All([Above(SKYFORMER, "softmax", name="accuracy", scale=100)]),
-            ),
+            Claim("Skyformer is comparable to softmax or better", printed, _at_least(SKYFORMER, "softmax")),
             Claim(
                 "Gaussian kernelized attention is comparable to softmax or better",
                 printed,
-                Above("gaussian", "softmax", name="accuracy", scale=100),
+                _at_least("gaussian", "softmax"),
             ),
             Claim(
                 "Skyformer is better than Performer",
                 printed,
-                Above(SKYFORMER, "favor+:num_features=64", name="accuracy", scale=100),
+                Above(SKYFORMER, "favor+:num_features=64", path=ACCURACY, name="test accuracy", scale=100),
             ),
         ),
         hours,
-        unit="accuracy",
+        value=ACCURACY,
+        unit="test accuracy",
     )
 
 
@@ -150,7 +149,7 @@ ARENA = (
         "retrieval",
         "sky-retrieval",
         "Retrieval",
-        "softmax 80.7, Gaussian 82.3, Skyformer 82.1, Performer 80.0%",
+        "softmax 80.7, Gaussian 81.8, Skyformer 82.1, Performer 80.0%",
         "articles of enwik8 of which one links to the other or not, the first 512 bytes of each, instead of papers of "
         "which one cites the other by 4000; 1,000 steps instead of 50,000",
         6.0,
@@ -165,7 +164,7 @@ ARENA = (
         "pathfinder",
         "sky-pathfinder",
         "Pathfinder",
-        "softmax 69.8, Gaussian 70.9, Skyformer 70.7, Performer 66.3%",
+        "softmax 65.3, Gaussian 70.7, Skyformer 70.7, Performer 66.3%",
         "drawings of 14 x 14 pixels with paths of 3 dashes and no distractors instead of 32 x 32, 4,000 steps of 32",
         8.0,
         task__size=14,
