@@ -95,7 +95,7 @@ def summary_text(judged: Sequence[Judged]) -> str:
         sizes = [f"- **{x.item.name}** ({x.progress}): {plain(x.item.size)}." for x in mine]
         if sizes:
             parts += ["Sizes:", "\n".join(sizes)]
-    rows = [[x.paper, plain(x.where), plain(x.reason)] for x in OUTSIDE]
+    rows = [[x.paper, plain(x.where), x.reason] for x in OUTSIDE]
     parts += ["## Other items of the papers", _left(table(["paper", "item", "where it stands"], rows))]
     return "\n\n".join(parts) + "\n"
 
