@@ -117,6 +117,9 @@ STUDIES = {
     "features": ([], "kernelformer.studies.features.run"),
     "serving": ([], "kernelformer.studies.serving.run"),
     "lengths": (["x"], "kernelformer.studies.lengths.run"),
+    "estimators": ([], "kernelformer.studies.estimators.run"),
+    "depth": (["x", "--text", "y"], "kernelformer.studies.depth.run"),
+    "amino-acids": (["x", "--text", "y"], "kernelformer.studies.amino_acids.run"),
     "conversion": (["x", "--text", "y", "--held-out", "z"], "kernelformer.studies.conversion.run"),
 }
 

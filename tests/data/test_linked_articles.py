@@ -18,7 +18,7 @@ def page(title: str, *links: str) -> str:
 
 @pytest.fixture
 def dump(tmp_path):
-    pages = [page(f"A{i}", *(f"A{(i + j) % 60}|see A{(i + j) % 60}" for j in range(1, 31))) for i in range(60)]
+    pages = [page(f"A{i}", *(f"a{(i + j) % 200}|see A{(i + j) % 200}" for j in range(1, 31))) for i in range(200)]
     others = [
         page("Talk:A1", "A2"),
         "<page><title>Old</title><text>#REDIRECT [[A1]]" + BODY + "</text></page>",
@@ -31,7 +31,7 @@ def dump(tmp_path):
 
 def test_articles_are_read_without_markup_and_with_their_links(dump):
     articles = read_articles(dump)
-    assert len(articles) == 60
+    assert len(articles) == 200
     text, links = articles["A0"]
     assert links[:2] == ["A1", "A2"]
     assert "[[" not in text
@@ -43,7 +43,7 @@ def test_labels_say_whether_the_first_links_to_the_second_and_splits_share_no_ar
     write_pairs(dump, tmp_path / "links", length=4000)
     articles = read_articles(dump)
     by_text = {text: title for title, (text, _) in articles.items()}
-    assert len(by_text) == 60  # each article can be told by its text
+    assert len(by_text) == 200  # each article can be told by its text
     seen = {}
     for name in ("train", "validation", "test"):
         rows = [json.loads(x) for x in (tmp_path / "links" / f"{name}.jsonl").read_text().splitlines()]
@@ -52,6 +52,7 @@ def test_labels_say_whether_the_first_links_to_the_second_and_splits_share_no_ar
             first, second = by_text[row["text1"]], by_text[row["text2"]]
             assert first != second
             assert (second in articles[first][1]) == bool(row["label"])
+            assert row["label"] or first not in articles[second][1]
         seen[name] = {by_text[row[key]] for row in rows for key in ("text1", "text2")}
     assert not seen["train"] & seen["test"]
     assert not seen["train"] & seen["validation"]

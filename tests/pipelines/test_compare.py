@@ -432,7 +432,7 @@ def test_other_places_are_found_from_anywhere_too_and_names_of_the_hub_stay(tmp_
 @pytest.mark.parametrize(
     ("options", "both"),
     [
-        ([], ("nprf:num_features=16:relative=1d", "nprf:num_features=24:relative=1d")),
+        ([], ("nprf:num_features=16:draw=iid:relative=1d", "nprf:num_features=24:draw=iid:relative=1d")),
         (["--attention", "softmax"], ("softmax", None)),  # nothing of the recipe's is left in the decoder
         (["--attention", "softmax > elu"], ("softmax", "elu")),
         (["--attention", "softmax,elu > relu,elu"], (["softmax", "elu"], ["relu", "elu"])),

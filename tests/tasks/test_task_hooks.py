@@ -87,7 +87,8 @@ def test_numbers_are_learned_by_their_squared_error_and_a_task_has_the_last_word
     assert json.loads((tmp_path / "run" / "result.json").read_text())["metric"] == "told"
     # The metric is no part of the evaluations in between.
     lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [sorted(x) for x in lines if "eval_loss" in x] == [["eval_error", "eval_loss", "seconds", "step", "tokens"]]
+    names = ["eval_error", "eval_loss", "eval_loss_error", "seconds", "step", "tokens"]
+    assert [sorted(x) for x in lines if "eval_loss" in x] == [names]
 
 
 def test_numbers_and_classes_are_not_mixed_up():

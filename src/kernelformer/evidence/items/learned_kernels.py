@@ -180,7 +180,7 @@ SENTENCE_CLAIMS = (
     Claim(
         "FastFood with all of S, G, B learned is at least as good as with S alone or nothing learned",
         "Table 13: best or close to it on 6 of 8 tasks of GLUE",
-        All([AtLeast(FASTFOOD[2], x, name="accuracy", scale=100, margin=0.03) for x in FASTFOOD[:2]]),
+        All([AtLeast(FASTFOOD[2], x, name="accuracy", scale=100, margin=0.05) for x in FASTFOOD[:2]]),
     ),
     Claim(
         "Learned kernels are competitive with softmax on short texts",
