@@ -14,6 +14,7 @@ from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPOR
 Entry = Mapping[str, Any]
 VALUE, TEST = "result.value", "result.test"
 REACH = "reach"
+ALWAYS = ("relative", "rotary", "window", "kernel", "start")  # options that make another method of one
 QUANTILE = "(or Student's quantile of them, if larger)"
 
 
@@ -96,12 +97,13 @@ def _places(error: float, digits: int) -> int:
 
 
 def brief(attention: str, other: str) -> str:
-    """An attention by its method and the options that tell it from another one of the same method."""
+    """An attention by its method, positions and kernel, and what else tells it from another of the same method."""
     if ">" in attention + other:
         return attention
     head, *options = attention.split(":")
     there, *others = other.split(":")
-    return ":".join([head, *(x for x in options if head == there and x not in others)])
+    mine = (x for x in options if x.split("=")[0] in ALWAYS or (head == there and x not in others))
+    return ":".join([head, *mine])
 
 
 @dataclass(frozen=True)
