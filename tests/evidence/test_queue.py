@@ -65,7 +65,7 @@ def test_jobs_are_done_once_and_recorded_with_all_that_they_depend_on(place, mon
         assert entry["environment"]["torch"]
         assert [step for step, _ in entry["curve"]] == [1, 2]
         assert entry["result"]["steps"] == 2
-        assert entry["gradients"]["maximum"] >= entry["gradients"]["median"] > 0
+        assert entry["result"]["grad_norm"]["max"] >= entry["result"]["grad_norm"]["median"] > 0
     started = []
     assert run_queue([one], place, log=started.append) == []
     assert started == []

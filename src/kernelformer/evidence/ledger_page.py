@@ -26,7 +26,7 @@ CSS = """
 ABOUT = (
     "What the four papers claim, what this library gets at the size of two CPU cores, and whether that supports the "
     "claim, contradicts it or leaves it open. A verdict needs a difference of more than two standard errors over seeds "
-    "and validation samples together, or Student's quantile where that is larger. Rules were written before the runs."
+    "and validation samples together, or Student's quantile where that is larger. Rules are in the records."
 )
 
 

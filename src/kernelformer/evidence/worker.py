@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -72,15 +70,8 @@ def _train(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
         "result": result.as_json(),
         "curve": [[p.step, p.values.get(result.metric, p.values["loss"])] for p in record.evaluation],
         "loss": _thinned([[p.step, p.values["loss"]] for p in record.training]),
-        "gradients": _gradients([p.values["grad_norm"] for p in record.training if "grad_norm" in p.values]),
         "probes": probes,
     }
-
-
-def _gradients(norms: list[float]) -> dict[str, float]:
-    """Median and maximum of the gradient norms that were logged; of a diverged run those until then."""
-    finite = [x for x in norms if math.isfinite(x)]
-    return {"median": median(finite), "maximum": max(finite)} if finite else {}
 
 
 def _thinned(points: list[list[float]], most: int = 60) -> list[list[float]]:
