@@ -15,45 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.attention.blocks import (
-    Shapes,
-    empty_rows,
-    gather_grads,
-    grouped,
-    hidden_rows,
-    put_rows,
-    rows_of,
-    spans,
-    spread,
-    visible_pair,
-)
-from kernelformer.attention.engine import Engine
+from kernelformer.attention.blocks import Shapes, empty_rows, gather_grads, grouped, spans, spread
 from kernelformer.attention.families import engine_class, make_engine
+from kernelformer.attention.passes import KeyPass, QueryPass
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
 
 def _keeps(s: Shapes) -> bool:
     """Whether the states are worth keeping for the backward pass."""
     return s.S >= s.M
-
-
-def _sums(
-    engine: Engine,
-    s: Shapes,
-    k5: Tensor,
-    v5: Tensor,
-    key_mask: Tensor | None,
-    block: slice,
-    count: int,
-    work: Workspace,
-) -> list[Tensor]:
-    """The state of a block after all keys."""
-    rows = engine.empty((count * s.G,), s.M, s.E, k5.new_empty(0, dtype=work.dtype))
-    for start, end in spans(s.S, s.chunk(count, s.G)):
-        hidden = hidden_rows(key_mask, block, slice(start, end), s.G, 1, end - start)
-        k, v = (rows_of(x[block, :, :, start:end], name, work) for x, name in ((k5, "k"), (v5, "v")))
-        engine.absorb(rows, *visible_pair(k, v, hidden), hidden)
-    return rows
 
 
 @torch.library.custom_op("kernelformer::linear_attention", mutates_args=())
@@ -78,9 +48,8 @@ def _forward(
     for first, last in spans(s.B, s.samples()):
         block, count = slice(first, last), last - first
         engine, _ = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, False, work)
-        rows = _sums(engine, s, k5, v5, key_mask, block, count, work)
-        for start, end in spans(s.L, s.chunk(count, s.H)):
-            put_rows(out5[block, :, :, start:end], engine.read(rows, rows_of(q5[block, :, :, start:end], "q", work)))
+        rows = KeyPass(s, k5, v5, key_mask, block, work).sums(engine)
+        QueryPass(s, q5, block, work).read(engine, rows, out5)
         for whole, part in zip(kept, rows, strict=False):
             whole[block] = part.view(whole[block].shape)
     return out, kept
@@ -130,21 +99,11 @@ def _backward(
     for first, last in spans(s.B, s.samples()):
         block, count = slice(first, last), last - first
         engine, tensor_grads = make_engine(known, spread(tensors, block, count, s.G), scale, normalize, learn, work)
-        if state:
-            rows = [x[block].flatten(0, 1) for x in state]
-        else:
-            rows = _sums(engine, s, k5, v5, key_mask, block, count, work)
+        keys = KeyPass(s, k5, v5, key_mask, block, work)
+        rows = [x[block].flatten(0, 1) for x in state] if state else keys.sums(engine)
         grads = engine.zero_grads(rows)
-        for start, end in spans(s.L, s.chunk(count, s.H)):
-            x, g, o = (rows_of(t[block, :, :, start:end], n, work) for t, n in ((q5, "q"), (g5, "g"), (out5, "o")))
-            put_rows(dq5[block, :, :, start:end], engine.read_backward(rows, grads, x, g, o))
-        for start, end in spans(s.S, s.chunk(count, s.G)):
-            hidden = hidden_rows(key_mask, block, slice(start, end), s.G, 1, end - start)
-            k, v = (rows_of(x[block, :, :, start:end], name, work) for x, name in ((k5, "k"), (v5, "v")))
-            k, v = visible_pair(k, v, hidden)
-            pair = engine.absorb_backward(rows, grads, k, v, hidden)
-            for target, part in zip((dk5, dv5), visible_pair(*pair, hidden), strict=True):
-                put_rows(target[block, :, :, start:end], part)
+        QueryPass(s, q5, block, work).backward(engine, rows, grads, (g5, out5), dq5)
+        keys.backward(engine, rows, grads, dk5, dv5)
         if learn:
             gather_grads(totals, tensor_grads(), block, count, s.G)
     return dq, dk, dv, totals

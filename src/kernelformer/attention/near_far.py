@@ -32,9 +32,11 @@ RESULTS = "Tensor out, Tensor total, Tensor guarded, Tensor[] row_scales, Tensor
 FORWARD = f"({TENSORS}, {SETTINGS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor[], Tensor[], Tensor[])"
 BACKWARD = (
     f"(Tensor grad, Tensor[] state_grads, {RESULTS}, {TENSORS}, {SETTINGS}, bool learn) "
-    f"-> (Tensor, Tensor, Tensor, Tensor[], Tensor[], Tensor[], Tensor, Tensor[])"
+    f"-> (Tensor, Tensor, Tensor, Tensor[], Tensor[], Tensor[], Tensor, Tensor[], Tensor[])"
 )
 NUM_RESULTS = RESULTS.count(", ") + 1
+# Of query, key, value, sinks, bias, tensors, beta, state and right_state.
+Gradients = tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor], list[Tensor]]
 
 
 class Results(NamedTuple):
@@ -174,7 +176,7 @@ class _Grads:
         )
         self.sinks = [torch.zeros_like(x, dtype=run.dtype) for x in call.sinks[:2]]
         self.tensors = [torch.zeros_like(x) for x in call.tensors] if learn else []
-        self.state = [torch.zeros_like(x) for x in call.state]
+        self.states = [[torch.zeros_like(x) for x in given] for given in (call.state, call.right_state)]
         self.far_logs = torch.zeros_like(run.far_logs)
 
     def add_near(self, parts: Sequence[Tensor], block: slice, start: int) -> None:
@@ -182,7 +184,7 @@ class _Grads:
         for target, sinks, rows in zip((self.key, self.value), self.sinks or (None, None), parts, strict=True):
             self.run.near.add_windows(target, sinks, rows, block, start)
 
-    def results(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor]]:
+    def results(self) -> Gradients:
         """In the order and the dtypes of the operator."""
         call, near = self.run.call, self.run.near
         given = (call.query, call.key, call.value)
@@ -193,13 +195,11 @@ class _Grads:
         dq, dk, dv = (x.to(y.dtype) for x, y in zip((self.query, self.key, self.value), given, strict=True))
         sinks = [x.to(y.dtype) for x, y in zip(self.sinks, call.sinks, strict=False)]
         bias = [near.band_grad(), near.grad_tails + self.far_logs] if call.bias else []
-        return dq, dk, dv, sinks, bias, self.tensors, self.far_logs.sum(0), self.state
+        return dq, dk, dv, sinks, bias, self.tensors, self.far_logs.sum(0), *self.states
 
 
 @torch.library.custom_op("kernelformer::near_far_attention_backward", mutates_args=(), schema=BACKWARD)
-def _backward(
-    *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor]]:
+def _backward(*arguments: Any) -> Gradients:
     (grad, state_grads), rest, learn = arguments[:2], arguments[2:-1], arguments[-1]
     results, run = Results(*rest[:NUM_RESULTS]), Run(NearFarCall.of(rest[NUM_RESULTS:]))
     grads = _Grads(run, learn)
@@ -246,7 +246,7 @@ def _backward_pass(
     if side is not None and s.L:
         first = [x[0, block].flatten(0, 1) for x in states]
         start = side.begin_backward(first, wanted, grads.key, grads.value)
-        for whole, x in zip(grads.state if number == 0 else (), start, strict=False):
+        for whole, x in zip(grads.states[number], start, strict=False):
             whole[block] = x.view(whole[block].shape)
         side.add_tensor_grads(grads.tensors)
 
@@ -260,9 +260,7 @@ def _end_grads(side: Side, results: Results, state_grads: list[Tensor]) -> list[
 
 
 @_backward.register_fake
-def _(
-    *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor], Tensor, list[Tensor]]:
+def _(*arguments: Any) -> Gradients:
     call, learn = NearFarCall.of(arguments[2 + NUM_RESULTS : -1]), arguments[-1]
     dtype = compute_dtype(call.query.dtype)
     made = [torch.empty_like(x) for x in (call.query, call.key, call.value)]
@@ -275,6 +273,7 @@ def _(
         [torch.empty_like(x) for x in call.tensors] if learn else [],
         call.query.new_empty(call.query.shape[1], dtype=dtype),
         [torch.empty_like(x) for x in call.state],
+        [torch.empty_like(x) for x in call.right_state],
     )
 
 
@@ -296,7 +295,7 @@ def _grad(ctx: Any, grad: Tensor | None, *others: Any) -> tuple[Any, ...]:
     results = Results(*unflatten(saved[count:], ctx.result_lengths))
     call = NearFarCall.of([*arguments, *ctx.attention_settings])
     state_grads = [torch.zeros_like(x) if g is None else g for g, x in zip(others[3], results.end_state, strict=True)]
-    dq, dk, dv, sinks, bias, tensors, beta, state = _backward(
+    dq, dk, dv, sinks, bias, tensors, beta, state, right_state = _backward(
         torch.zeros_like(results.out) if grad is None else grad, state_grads, *results, *arguments,
         *ctx.attention_settings, ctx.learn,
     )  # fmt: skip
@@ -309,6 +308,7 @@ def _grad(ctx: Any, grad: Tensor | None, *others: Any) -> tuple[Any, ...]:
         "tensors": tensors if ctx.learn else [None] * len(call.tensors),
         "beta": None if call.beta is None else beta.to(call.beta.dtype),
         "state": state,
+        "right_state": right_state,
     }
     return (*(grads.get(x) for x in NAMES), None)
 
@@ -330,7 +330,7 @@ def near_far_attention(call: NearFarCall) -> tuple[Tensor, list[Tensor]]:
     buffers and a number per row.
     """
     no_tangents(query=call.query, key=call.key, value=call.value, a_parameter_of_the_feature_map=call.tensors)
-    no_tangents(bias=call.bias, state=call.state, beta=call.beta, sinks=call.sinks)
+    no_tangents(bias=call.bias, state=[*call.state, *call.right_state], beta=call.beta, sinks=call.sinks)
     arguments = call.tensor_arguments
     keep = torch.is_grad_enabled() and any(
         x.requires_grad for y in arguments if y is not None for x in (y if isinstance(y, list) else [y])

@@ -30,7 +30,7 @@ from kernelformer.contract import SignedSpec, Workspace, compute_dtype, lookup
 # The operators' arguments for a call, in the order of `NearFarCall.tensor_arguments` and `NearFarCall.settings`.
 TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? far_mask, Tensor[] sinks, Tensor[] bias, "
-    "Tensor? seed, Tensor[] tensors, Tensor? beta, Tensor[] state"
+    "Tensor? seed, Tensor[] tensors, Tensor? beta, Tensor[] state, Tensor[] right_state"
 )
 SETTINGS = (
     "str spec, float scale, float far_scale, bool is_causal, SymInt window, SymInt offset, float dropout, "
@@ -55,7 +55,9 @@ class NearFarCall:
         seed: of the dropped weights, () int64; None: none are dropped.
         tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
         beta: (H), the logarithm of a factor of the far part.
-        state: sums of earlier far keys, (B, G, ...) each; nothing: there are none, or no far part.
+        state: sums of earlier far keys, (B, G, ...) each; nothing: there are none, or no far part. With a slope their
+            logarithms are relative to the key that comes ``window`` before the first query.
+        right_state: sums of later far keys, mirrored: relative to the key ``max(window, 1)`` after the last query.
         spec: of the map, as `contract.register` names it; empty: there is no far part.
         scale: of q . k in the near part.
         far_scale: the map sees ``sqrt(far_scale) x``.
@@ -78,6 +80,7 @@ class NearFarCall:
     tensors: Sequence[Tensor]
     beta: Tensor | None
     state: Sequence[Tensor]
+    right_state: Sequence[Tensor]
     spec: str
     scale: float
     far_scale: float
@@ -219,8 +222,9 @@ class Side:
     def begin(self) -> list[Tensor]:
         """The sums before the first group, (N, ...) each: the state's, and the keys that every query sees."""
         call = self.run.call
-        if call.state and not self.mirror:
-            rows = [x[self.block].flatten(0, 1) for x in call.state]
+        given = call.right_state if self.mirror else call.state
+        if given:
+            rows = [x[self.block].flatten(0, 1) for x in given]
         else:
             like = call.query.new_empty(0, dtype=self.run.dtype)
             rows = self.engine.empty((self.count * self.run.s.G,), call.features, call.value.shape[3], like)

@@ -24,8 +24,12 @@ def check_bias(
     max_distance: int | None,
     slope: Tensor | None,
     num_prefix: int,
+    whole: bool = True,
 ) -> Bias | None:
-    """Check the bias of a call, and what was said about it; None where there is none."""
+    """Check the bias of a call, and what was said about it; None where there is none.
+
+    Where the call has only part of the sequence, not ``whole``, the bias's length is left to `split_cores`.
+    """
     if table is None:
         if algorithm is not None or max_distance is not None or slope is not None or num_prefix:
             given = {"algorithm": algorithm, "max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
@@ -46,7 +50,8 @@ def check_bias(
         if prefix:
             raise ValueError(f"num_prefix={prefix} is for tokens before a grid, got a bias of shape {shape(table)}.")
         expected = (heads, past + L + S - 1) if past or L + S else (heads, 0)
-        if tuple(table.shape) != expected:
+        fits = tuple(table.shape) == expected if whole else table.dim() == 2 and table.shape[0] == heads
+        if not fits:
             before = f" with {past} tokens before them" if past else ""
             raise ValueError(
                 f"bias must be (heads, queries + keys - 1) = {expected} for {L} queries and {S} keys{before}, over "
@@ -61,7 +66,7 @@ def check_bias(
         raise ValueError("slope says how the bias goes on beyond max_distance, which was not given.")
     check_slope(slope, table, heads)
     check_values(table)
-    if window is not None:
+    if window is not None and whole:
         check_tail(table, layout.L - 1 + layout.offset, window, slope, call.is_causal)
     return Bias(table, layout, algorithm, window, slope)
 

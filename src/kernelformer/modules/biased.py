@@ -59,7 +59,7 @@ class BiasedAttention:
         bias = call.bias
         assert bias is not None
         if not call.in_stream:
-            key, value = (self._per_head(x) for x in (call.key, call.value))
+            key, value = (self.per_head(x) for x in (call.key, call.value))
             relative = RelativeCall(
                 query=call.query,
                 key=key,
@@ -130,7 +130,7 @@ class BiasedAttention:
             raise ValueError(f"the state was made {with_} a slope, this call has {here}; start anew with state=None.")
         return None if made[NEAR] == "all" else int(str(made[NEAR]))
 
-    def _per_head(self, x: Tensor) -> Tensor:
+    def per_head(self, x: Tensor) -> Tensor:
         """Keys of every query head: each has its own bias."""
         repeats = self.feature_map.num_heads // x.shape[1]
         return x if repeats == 1 else x.repeat_interleave(repeats, 1)
@@ -175,7 +175,7 @@ class BiasedAttention:
     ) -> tuple[Sequence[Tensor], list[Tensor], NearKeys | None]:
         """The sums of a call's state, its near tokens with those of the call (see `join`), and their buffers."""
         dtype = compute_dtype(call.query.dtype)
-        key, value, mask = self._per_head(call.key).to(dtype), self._per_head(call.value).to(dtype), call.key_mask
+        key, value, mask = self.per_head(call.key).to(dtype), self.per_head(call.value).to(dtype), call.key_mask
         if mask is None:
             mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
         else:

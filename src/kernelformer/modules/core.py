@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.state import MadeBy
 from kernelformer.contract import autocasts, compute_dtype
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.bias import check_bias, check_step_bias
-from kernelformer.modules.calibration import Calibrated
 from kernelformer.modules.call import Call
 from kernelformer.modules.checks import (
     cannot_stream,
@@ -23,15 +21,18 @@ from kernelformer.modules.checks import (
     check_gate,
     check_inputs,
     check_mask,
-    check_memory,
     check_scale,
     check_step,
     check_stream,
 )
+from kernelformer.modules.context import active_ranks
+from kernelformer.modules.memory import Remembering
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
+from kernelformer.modules.split import attend_split
+from kernelformer.modules.split_cores import CoreSplit
 
 
-class AttentionCore(Calibrated):
+class AttentionCore(Remembering):
     """Attention over given queries, keys and values: everything between the projections.
 
     `forward` and `step` check their arguments and make a `Call` of them. A method implements `_attend` and, where it
@@ -45,6 +46,7 @@ class AttentionCore(Calibrated):
         normalize_qk: divide queries and keys by their L2 norm first (NPRF with RPE, Sec. 3.2).
     """
 
+    splits: type[CoreSplit] | None = None  # how it attends over ranks; None: it cannot
     takes_gate = False
     takes_bias = False
     takes_segments = True
@@ -124,8 +126,10 @@ class AttentionCore(Calibrated):
         Returns:
             (B, H, L, E), zero where no key is visible; with ``return_state`` also the state.
         """
-        call = self._accept(
-            Call(
+        ranks = active_ranks()
+
+        def make_call() -> Call:
+            call = Call(
                 query=query,
                 key=key,
                 value=value,
@@ -138,28 +142,35 @@ class AttentionCore(Calibrated):
                 state=state,
                 streams=return_state,
             )
-        )
+            known: dict[str, Any] = {"algorithm": algorithm, "max_distance": max_distance, "slope": slope}
+            return self._checked(call, bias, whole=ranks is None, num_prefix=num_prefix, **known)
+
+        if ranks is not None:
+            out, after = attend_split(self, make_call, ranks)
+        elif segment_ids is None:
+            out, after = self._attend_alone(make_call())
+        else:  # boundaries have to be read, which a graph cannot
+            packed = torch.compiler.disable(attend_packed) if torch.compiler.is_compiling() else attend_packed
+            out, after = packed(self, make_call())
+        return (out, after) if return_state and after is not None else out
+
+    def _checked(self, call: Call, bias: Tensor | None, **known: Any) -> Call:
+        """A call whose arguments fit one another and the core, with its bias."""
+        call = self._accept(call)
         if call.in_stream:
             self._check_can_stream(call, "a state")
         if bias is not None:
             self._check_takes_bias(bias)
-        checked = check_bias(
-            bias, call, algorithm=algorithm, max_distance=max_distance, slope=slope, num_prefix=num_prefix
-        )
+        checked = check_bias(bias, call, **known)
         call = call if checked is None else replace(call, bias=checked)
         if call.in_stream:
             self._check_stream(call)
         self._check_gate(call)
         check_packed(self, call)
-        problem = self.refusal(is_causal)
+        problem = self.refusal(call.is_causal)
         if problem is not None:
             raise problem
-        if segment_ids is None:
-            out, after = self._attend_alone(call)
-        else:  # boundaries have to be read, which a graph cannot
-            packed = torch.compiler.disable(attend_packed) if torch.compiler.is_compiling() else attend_packed
-            out, after = packed(self, call)
-        return (out, after) if return_state and after is not None else out
+        return call
 
     def step(
         self,
@@ -229,30 +240,6 @@ class AttentionCore(Calibrated):
         dtype = call.query.dtype
         out, after = self._step(self._normalized(enter_segment(self, call)))
         return out.to(dtype), after if segment_ids is None else replace(after, last_id=last_id(call))
-
-    def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """What `recall` needs of a whole context, (B, G, S, D) and (B, G, S, E); here all of it."""
-        query = key.new_zeros(key.shape[0], self.num_heads, 1, key.shape[3]) if key.dim() == 4 else key
-        call = self._accept(Call(query=query, key=key, value=value, scale=self.scale, key_mask=key_mask))
-        length = call.key.shape[2]
-        made_by = (*self._maker(), ("remembers", length))
-        return State((call.key, call.value, *(() if key_mask is None else (key_mask,))), length, made_by)
-
-    def recall(self, query: Tensor, memory: State) -> Tensor:
-        """Attend to a remembered context, without a bias: (B, H, L, D) -> (B, H, L, E)."""
-        self._check_memory(memory)
-        key, value, *mask = memory.tensors
-        real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-        out = self.forward(query, key, value, key_mask=mask[0] if mask else None, query_mask=real)
-        assert isinstance(out, Tensor)
-        return out
-
-    def _maker(self) -> MadeBy:
-        """What makes a memory fit this core."""
-        return (("method", self.method),)
-
-    def _check_memory(self, memory: State) -> None:
-        check_memory(memory, self.method, dict(self._maker()))
 
     def refusal(self, causal: bool) -> ValueError | None:
         """Why it cannot attend with this causality, before any input is there; None where it can."""

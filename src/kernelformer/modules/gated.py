@@ -40,6 +40,7 @@ class GatedCore(KernelCore):
     Cost: as causal attention, in segments of 256 tokens; under `torch.compile` it compiles once per length.
     """
 
+    splits = None  # sums that forget are not merged by their masses alone
     takes_gate = True
     takes_bias = False
 

@@ -21,6 +21,7 @@ from kernelformer.modules.call import Call
 from kernelformer.modules.checks import check_near, check_scale, other_maker, other_tensor
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.near_far import Far, NearFarAttention
+from kernelformer.modules.split_cores import KernelSplit
 
 
 class KernelCore(AttentionCore):
@@ -49,6 +50,7 @@ class KernelCore(AttentionCore):
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
+    splits = KernelSplit
     causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence
 
     def __init__(

@@ -15,6 +15,7 @@ from kernelformer.modules.checks import other_maker, other_tensor
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.near_far import NearFarAttention
 from kernelformer.modules.near_stream import Stream
+from kernelformer.modules.split_cores import LocalSplit
 
 
 class LocalCore(AttentionCore):
@@ -32,6 +33,7 @@ class LocalCore(AttentionCore):
     The others are those of `AttentionCore`.
     """
 
+    splits = LocalSplit
     takes_bias = True
     has_near = True
     takes_dropout = True

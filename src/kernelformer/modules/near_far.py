@@ -80,7 +80,7 @@ class NearFarAttention:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         if not call.in_stream:
-            out, _ = self._run(call, far, first_tokens(self.sinks, call, None), None, 0)
+            out, _ = self.run(call, far, first_tokens(self.sinks, call, None), None, 0)
             return out, None
         dtype = compute_dtype(call.query.dtype)
         key, value, mask = call.key.to(dtype), call.value.to(dtype), call.key_mask
@@ -98,7 +98,7 @@ class NearFarAttention:
             )
         call = replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
         sinks = first_tokens(self.sinks, call, None if before is None else before.sinks, offset, past)
-        out, after = self._run(call, far, sinks, [x.to(dtype) for x in sums], offset)
+        out, after = self.run(call, far, sinks, [x.to(dtype) for x in sums], offset)
         first = max(0, key.shape[2] - self.window)
         kept = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
         tokens = [key[:, :, first:], value[:, :, first:], kept[:, first:]]
@@ -111,10 +111,25 @@ class NearFarAttention:
         keep = (tokens[0].clone(), tokens[1].clone(), tokens[2].clone())  # views would keep all of a prompt
         return out, Stream(after, keep, sinks, length).tensors()
 
-    def _run(
-        self, call: Call, far: Far | None, sinks: Sinks | None, sums: Sequence[Tensor] | None, offset: int
+    def run(
+        self,
+        call: Call,
+        far: Far | None,
+        sinks: Sinks | None,
+        sums: Sequence[Tensor] | None,
+        offset: int,
+        later: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Attend to the keys of a call, of which ``offset`` are before the first query."""
+        """Attend to the keys of a call, of which ``offset`` are before the first query.
+
+        Args:
+            call: with keys and values for each head of the sums.
+            far: or None.
+            sinks: at positions among the keys of the call, or before them.
+            sums: of far keys before those of the call.
+            offset: number of keys before the first query.
+            later: sums of far keys after those of the call.
+        """
         return near_far_attention(
             NearFarCall(
                 query=call.query,
@@ -128,6 +143,7 @@ class NearFarAttention:
                 tensors=() if far is None else far.tensors,
                 beta=None if far is None else far.beta,
                 state=sums or (),
+                right_state=later,
                 spec="" if far is None else far.spec,
                 scale=self.scale_of(call.scale),
                 far_scale=call.scale,
@@ -135,7 +151,7 @@ class NearFarAttention:
                 window=self.window,
                 offset=offset,
                 dropout=self.dropout,
-                own_sinks=sinks is not None and not call.in_stream and call.key.shape[2] > 0,
+                own_sinks=sinks is not None and sums is None and call.key.shape[2] > 0,
             )
         )
 

@@ -122,7 +122,7 @@ def attend_packed(core: AttentionCore, call: Call) -> tuple[Tensor, State | None
     if not call.in_stream:
         if len(segments.row) <= call.query.shape[0]:  # one in each row, or no tokens at all
             return core._attend_alone(alone)
-        return _attend_apart(core, alone, segments), None
+        return attend_apart(core, alone, segments), None
     out, after = _attend_stream(core, alone, call.segment_ids, segments)
     return out, None if after is None else replace(after, last_id=last_id(call))
 
@@ -167,7 +167,7 @@ def _attend_stream(core: AttentionCore, call: Call, ids: Tensor, segments: Segme
         first, others = segments.where(others & goes_on), others & ~goes_on
         out = _attend_first(core, call, first, out) if len(first.row) else out
     if bool(others.any()):
-        out = _attend_apart(core, replace(call, state=None, streams=False), segments.where(others), out)
+        out = attend_apart(core, replace(call, state=None, streams=False), segments.where(others), out)
     return out, after
 
 
@@ -193,7 +193,7 @@ def _attend_first(core: AttentionCore, call: Call, first: Segments, out: Tensor)
     return out.index_copy(0, rows, torch.where(inside[:, None, :, None], new, out.index_select(0, rows)))
 
 
-def _attend_apart(core: AttentionCore, call: Call, segments: Segments, others: Tensor | None = None) -> Tensor:
+def attend_apart(core: AttentionCore, call: Call, segments: Segments, others: Tensor | None = None) -> Tensor:
     """Attend within segments -> (B, H, L, E); at tokens that are in none of them those of ``others``."""
     if call.key_mask is not None:
         segments, call = _without_hidden(segments, call, call.key_mask)

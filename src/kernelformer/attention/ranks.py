@@ -1,0 +1,101 @@
+"""The ranks that one sequence is split over, and what they tell each other.
+
+Each rank holds a contiguous part of the tokens, in the order of the ranks. Numbers that gradients flow through go
+around in one all-gather forward and one exchange backward, whose size does not depend on the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks:
+    """A process group whose ranks hold one sequence, part by part.
+
+    Args:
+        group: a process group that this process belongs to; None: all processes.
+
+    Attributes:
+        rank: of this process, by which the parts are ordered.
+        size: number of ranks, R.
+        sent: bytes that this rank has given to others since it was made, each copy counted: what a formula for an
+            exchange can be checked with.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "context_parallel needs a process group, and torch.distributed is not initialized; start with torchrun "
+                "and call torch.distributed.init_process_group() first."
+            )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"group must be a torch.distributed process group or None, got {type(group).__name__}.")
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process does not belong to the group that a sequence is to be split over.")
+        self.sent = 0
+
+    def gather_numbers(self, numbers: Tensor) -> Tensor:
+        """Integers (...) of every rank, (R, ...); all ranks give the same shape."""
+        every = [torch.empty_like(numbers) for _ in range(self.size)]
+        self._all_gather(every, numbers.contiguous())
+        return torch.stack(every)
+
+    def starts(self, length: int) -> list[int]:
+        """R + 1 positions: of the first token of every rank, and after the last; this one holds ``length``."""
+        lengths = self.gather_numbers(torch.tensor([length], device=self.device)).flatten().tolist()
+        return list(accumulate(lengths, initial=0))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's backend wants small numbers."""
+        kind = "cpu" if "gloo" in str(dist.get_backend(self.group)) else "cuda"
+        return torch.device(kind)
+
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors (...) of every rank, (R, ...) each, in one exchange; gradients go back to the rank they came from.
+
+        All ranks give the same shapes, in one dtype and on one device.
+        """
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+        if not flat.numel():
+            return [x.expand(self.size, *x.shape) for x in tensors]
+        whole: Tensor = _Gather.apply(flat, self)  # type: ignore[no-untyped-call]
+        parts = whole.split([x.numel() for x in tensors], 1)
+        return [part.unflatten(1, x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+    def _all_gather(self, every: list[Tensor], x: Tensor) -> None:
+        self.sent += x.numel() * x.element_size() * (self.size - 1)
+        dist.all_gather(every, x, group=self.group)
+
+    def _sum_for_each(self, grads: Tensor) -> Tensor:
+        """Of numbers (R, n) for every rank the sum of those for this one, (n)."""
+        every = torch.empty_like(grads)
+        self.sent += grads[0].numel() * grads.element_size() * (self.size - 1)
+        dist.all_to_all_single(every, grads.contiguous(), group=self.group)
+        return every.sum(0)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather (n) -> (R, n); backward is its transpose: every rank gets the sum of what all ranks ask of its part.
+
+    It runs on all ranks or on none: whoever uses the result must let gradients reach it, zeros too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        whole = x.new_empty(ranks.size, x.numel())
+        ranks._all_gather(list(whole.unbind(0)), x.contiguous())
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.ranks._sum_for_each(grad), None

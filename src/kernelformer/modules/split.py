@@ -1,0 +1,246 @@
+"""Attention over a sequence that is split over ranks: what goes around, and the call that is left to each rank.
+
+    1. facts: a few integers, so that calls that do not fit one another are an error on every rank and never a hang;
+       with sinks under a mask, or with packed sequences, also where they are
+    2. the exchange: sums of far tokens and the near ones themselves (`split_parts`)
+    3. the rank's own tokens, as any stream goes on from a state: causal attention from that of the ranks before, the
+       bidirectional one with a state on each side
+
+What a core asks of the other ranks, and how it attends to what came, is its `CoreSplit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention import State
+from kernelformer.attention.ranks import Ranks
+from kernelformer.modules.call import Call
+from kernelformer.modules.packed import Segments, attend_apart, attend_packed
+from kernelformer.modules.split_parts import Sent, first_sinks, incoming, outgoing
+from kernelformer.modules.split_runs import FIRST, LAST, Runs
+
+if TYPE_CHECKING:
+    from kernelformer.modules.core import AttentionCore
+
+
+class Facts(NamedTuple):
+    """What ranks compare before they exchange anything; all but the last four have to agree."""
+
+    batch: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    method: int
+    draw: int
+    dtype: int
+    causality: int
+    bias: int
+    segment_ids: int
+    gradients: int
+    returned_state: int
+    queries: int
+    keys: int
+    masked: int
+    problem: int
+
+
+FREE = 4  # of them may differ
+
+
+def _code(*values: object) -> int:
+    """A number that stands for some values."""
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "little")
+
+
+def _facts(core: AttentionCore, call: Call) -> Facts:
+    q, k, v, bias = call.query, call.key, call.value, call.bias
+    drawn, settled = {}, {}
+    for module in core.modules():
+        identity = getattr(module, "identity", None)
+        for name, x in (identity or {}).items():
+            (drawn if name in ("seed", "draw") else settled)[name] = str(x)
+    near = (getattr(core, "window", None), getattr(core, "sinks", 0), getattr(core, "normalize", True))
+    needs = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (k, v, *core.parameters(), *(() if bias is None else (bias.table,)))
+    )
+    table = () if bias is None else (tuple(bias.table.shape), bias.window, bias.slope is None)
+    return Facts(
+        *(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]),
+        method=_code(core.method, near, settled, call.scale),
+        draw=_code(drawn),
+        dtype=_code(q.dtype),
+        causality=int(call.is_causal),
+        bias=_code(table),
+        segment_ids=int(call.segment_ids is not None),
+        gradients=int(needs),
+        returned_state=int(call.streams),
+        queries=q.shape[2],
+        keys=k.shape[2],
+        masked=int(call.key_mask is not None),
+        problem=0,
+    )
+
+
+def _agree(ranks: Ranks, facts: Facts | None, problem: Exception | None) -> list[Facts]:
+    """The facts of all ranks, or on every rank an error where they do not fit one another."""
+    own = facts if facts is not None else Facts(*[0] * (len(Facts._fields) - 1), problem=1)
+    every = [Facts(*x) for x in ranks.gather_numbers(torch.tensor(own, device=ranks.device)).tolist()]
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(every):
+        if other.problem:
+            raise ValueError(f"rank {rank} of {ranks.size} cannot make this call, and says why; no rank can alone.")
+    for name in Facts._fields[:-FREE]:
+        values = [getattr(x, name) for x in every]
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                small = max(abs(value), abs(values[0])) < 1 << 32
+                said = f": {values[0]} and {value}" if small else ""
+                what = name.replace("_", " ")
+                raise ValueError(
+                    f"ranks 0 and {rank} of {ranks.size} do not make the same call: they have another {what}{said}; "
+                    f"give all ranks of a sequence the same model, settings and samples, and each its own tokens."
+                )
+    return every
+
+
+def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Ranks) -> tuple[Tensor, State | None]:
+    """Attend to the tokens of all ranks, with the queries of this one.
+
+    Args:
+        core: the method.
+        make_call: checks the inputs of this rank; what it raises is an error on every rank.
+        ranks: the group.
+
+    Returns:
+        (B, H, L, E), and of a causal call the state after this rank's keys where it is wanted.
+    """
+    call, problem = None, None
+    try:
+        call = make_call()
+        problem = _refusal(core, call)
+    except Exception as error:  # the others have to know, whatever it is
+        problem = error
+    facts = None if call is None or problem is not None else _facts(core, call)
+    every = _agree(ranks, facts, problem)
+    assert call is not None
+    return _Split(core, call, ranks, every).attend()
+
+
+def _refusal(core: AttentionCore, call: Call) -> ValueError | None:
+    """Why a core cannot make this call over ranks; None where it can."""
+    if core.splits is None:
+        return ValueError(
+            f"{core.method!r} has no state of constant size that ranks could exchange, and the sequence is split over "
+            f"them; use a method with a feature map such as 'favor+', or 'local'."
+        )
+    if call.state is not None:
+        return ValueError("a split sequence starts at its first rank, got a state; give all of its tokens in one call.")
+    return core.splits.refusal(core, call)
+
+
+class _Split:
+    """One call on this rank, with the facts of all."""
+
+    def __init__(self, core: AttentionCore, call: Call, ranks: Ranks, every: list[Facts]) -> None:
+        self.core, self.ranks, self.rank = core, ranks, ranks.rank
+        for rank, x in enumerate(every):
+            if call.is_causal and x.queries != x.keys:
+                raise ValueError(
+                    f"causal attention over ranks is over the same tokens, got {x.queries} queries and {x.keys} keys "
+                    f"on rank {rank}; give every rank as many keys as queries."
+                )
+        self.starts = list(accumulate((x.keys for x in every), initial=0))
+        assert core.splits is not None
+        tokens = (sum(x.queries for x in every), self.starts[-1])
+        # Normalized already: what goes around is what the sums see.
+        self.own = core.splits(core, core._normalized(call), tokens, self.starts[self.rank])
+        self.call, self.form = self.own.call, self.own.form
+        self.runs = Runs(call, self.form.sinks, ranks, any(x.masked for x in every))
+
+    def attend(self) -> tuple[Tensor, State | None]:
+        """Exchange, then attend to one's own tokens and what came of the others."""
+        return self._causal() if self.call.is_causal else (self._both(), None)
+
+    def _exchange(self, parts: list[Sent]) -> list[Sent]:
+        """What all ranks send, in one exchange."""
+        gathered, result = self.ranks.gather([x for part in parts for x in part.tensors]), []
+        for part in parts:
+            count = len(part.tensors)
+            result.append(part.like(gathered[:count]))
+            gathered = gathered[count:]
+        return result
+
+    def _causal(self) -> tuple[Tensor, State | None]:
+        """As a stream that goes on from the state of the ranks before."""
+        runs, call, links = self.runs, self.call, self.runs.left
+        (sent,) = self._exchange([outgoing(self.form, runs.runs[LAST], False)])
+        left = incoming(self.form, sent, links, self.ranks, self.starts, mirror=False)
+        sinks = None
+        if self.form.sinks:
+            valid, position = runs.first_visible(LAST, self.starts)
+            sinks = first_sinks(sent.sinks, valid & links.unsqueeze(2), position)
+        state = self.own.state(left, sinks)
+        if call.segment_ids is None:
+            out, after = self.core._attend_alone(replace(call, state=state))
+        else:
+            state = replace(state, last_id=runs.ids[self.rank, :, FIRST])
+            out, after = attend_packed(self.core, replace(call, state=state))
+        return out, None if after is None else replace(after, length=self.starts[self.rank + 1])
+
+    def _both(self) -> Tensor:
+        """Bidirectional, with a state on each side; of packed rows the first and the last segment one by one."""
+        runs, form, call = self.runs, self.form, self.call
+        is_packed = call.segment_ids is not None
+        to_right = outgoing(form, runs.runs[LAST], False)
+        if is_packed or form.reach or form.slope is not None:
+            to_left = outgoing(form, runs.runs[FIRST], True, None if is_packed else to_right)
+            to_right, to_left = self._exchange([to_right, to_left])
+            shared = {} if to_left.full else {"full": to_right.full}
+            shared |= {} if to_left.sinks else {"sinks": to_right.sinks}
+            to_left = replace(to_left, **shared)
+        else:
+            (to_right,) = self._exchange([to_right])
+            to_left = to_right
+        single = runs.single[self.rank]
+        out = self._between(to_right, to_left, FIRST, runs.left, runs.right & single)
+        if call.segment_ids is None or not call.query.shape[2]:
+            return out
+        ids = call.segment_ids
+        last = self._between(to_right, to_left, LAST, runs.left & single, runs.right)
+        is_first, is_last = ((ids == x)[:, None, :, None] for x in (ids[:, :1], ids[:, -1:]))
+        out = torch.where(is_first, out, torch.where(is_last, last, 0))
+        segments = Segments.of(ids)
+        inner = segments.where((segments.start > 0) & (segments.start + segments.length < ids.shape[1]))
+        alone = replace(call, segment_ids=None)
+        return attend_apart(self.core, alone, inner, out) if len(inner.row) else out
+
+    def _between(self, to_right: Sent, to_left: Sent, which: int, left: Tensor, right: Tensor) -> Tensor:
+        """Attend within one run of this rank, and to what it sees of the ranks on the left and on the right, (R, B)."""
+        form, ranks, runs = self.form, self.ranks, self.runs
+        before = incoming(form, to_right, left, ranks, self.starts, mirror=False)
+        after = incoming(form, to_left, right, ranks, self.starts, mirror=True)
+        own = [x[self.rank] for x in (to_left if which == FIRST else to_right).full]
+        sinks = None
+        if form.sinks:
+            places = [runs.first_visible(x, self.starts) for x in (LAST, FIRST)]
+            from_left = torch.arange(ranks.size, device=left.device) < self.rank + (which == LAST)
+            here = torch.arange(ranks.size, device=left.device) == self.rank
+            at = from_left.view(-1, 1, 1)
+            valid, position = (torch.where(at, x, y) for x, y in zip(*places, strict=True))
+            seen = left | right | here.unsqueeze(1)
+            rows = [torch.where(at[..., None, None], x, y) for x, y in zip(to_right.sinks, to_left.sinks, strict=True)]
+            sinks = first_sinks(rows, valid & seen.unsqueeze(2), position)
+        alone = self.call
+        if alone.segment_ids is not None:
+            alone = replace(alone, segment_ids=None, key_mask=runs.runs[which].mask)
+        return self.own.between(alone, own, (before, after), sinks)

@@ -1,0 +1,281 @@
+"""What a rank sends of its tokens, and what it makes of those that the others sent, where a sequence is split.
+
+Near tokens travel as they are, far ones as sums: of all tokens of a rank, and of all but those that may be near for its
+neighbour. So an exchange is of one size whatever the length, and nothing is ever taken off a sum again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention.near import Sinks
+from kernelformer.attention.near_keys import Tokens
+from kernelformer.attention.ranks import Ranks
+from kernelformer.attention.sums import faded, key_sums, merge_sums
+from kernelformer.contract import compute_dtype, lookup
+
+
+@dataclass(frozen=True)
+class Form:
+    """What attention needs of the tokens on other ranks.
+
+    Args:
+        key: (B, G, S, D), with as many heads as the sums.
+        value: (B, G, S, E).
+        reach: w, how many tokens on each side are needed as they are.
+        sinks: how many first visible tokens are.
+        spec: of the map whose sums stand for the others; empty: nobody needs them.
+        tensors: of the map.
+        scale: the map sees ``sqrt(scale) x``.
+        normalize: whether what is read from the sums is divided by the sum of the weights.
+        parts: see `key_sums`.
+        slope: (G), what the log weight of a far token falls by per token of distance; None: it does not.
+    """
+
+    key: Tensor
+    value: Tensor
+    reach: int = 0
+    sinks: int = 0
+    spec: str = ""
+    tensors: Sequence[Tensor] = ()
+    scale: float = 1.0
+    normalize: bool = True
+    parts: bool = False
+    slope: Tensor | None = None
+
+    @property
+    def positive(self) -> bool:
+        """The family of the map."""
+        return lookup(self.spec).family == "positive"
+
+    def sums(self, first: int, last: int, mask: Tensor | None, mirror: bool) -> list[Tensor]:
+        """The state of tokens first to last."""
+        return key_sums(
+            self.key[:, :, first:last],
+            self.value[:, :, first:last],
+            spec=self.spec,
+            tensors=self.tensors,
+            scale=self.scale,
+            key_mask=None if mask is None else mask[:, first:last],
+            normalize=self.normalize,
+            parts=self.parts,
+            slope=self.slope,
+            mirror=mirror,
+        )
+
+    def merged(self, states: Sequence[Sequence[Tensor]], used: Tensor | None = None) -> list[Tensor]:
+        """One state from several, of which ``used`` (R) or (R, B) counts; None: all."""
+        stacked = [torch.stack(x) for x in zip(*states, strict=True)]
+        if used is None:
+            used = torch.ones(len(states), dtype=torch.bool, device=self.key.device)
+        return merge_sums(stacked, used, self.positive)
+
+    def fade(self, state: list[Tensor], tokens: int) -> list[Tensor]:
+        """A state as it is seen from so many tokens farther away."""
+        return state if self.slope is None or not tokens else faded(state, self.slope.to(state[0].dtype) * tokens)
+
+
+class Run(NamedTuple):
+    """A stretch of tokens of this rank that goes on, or may go on, on other ranks: all of them, or a segment's.
+
+    Args:
+        mask: (B, S) bool, which tokens are in it and visible; None: all.
+        far: the same without sinks.
+        index: (B, sinks), its first visible tokens; where there are fewer, anything.
+    """
+
+    mask: Tensor | None
+    far: Tensor | None
+    index: Tensor
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank sends, or what all ranks sent, (R, ...) each then.
+
+    Args:
+        full: state of all far tokens.
+        head: state of those that are not among ``edge``.
+        edge: the last w keys and values, or the first ones; with fewer tokens zeros are in place of the others.
+        marks: (2, B, w), which of those are visible, and which are no sinks; nothing where all are.
+        sinks: the first visible keys and values.
+    """
+
+    full: Sequence[Tensor] = ()
+    head: Sequence[Tensor] = ()
+    edge: Sequence[Tensor] = ()
+    marks: Sequence[Tensor] = ()
+    sinks: Sequence[Tensor] = ()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of it, in order."""
+        return [*self.full, *self.head, *self.edge, *self.marks, *self.sinks]
+
+    def like(self, tensors: list[Tensor]) -> Sent:
+        """Other tensors in the same places."""
+        rest = list(tensors)
+        lists = (self.full, self.head, self.edge, self.marks, self.sinks)
+        return Sent(*([rest.pop(0) for _ in x] for x in lists))
+
+
+def outgoing(form: Form, run: Run, mirror: bool, others: Sent | None = None) -> Sent:
+    """What a rank sends of a run: to the ranks after it, or mirrored to those before.
+
+    Args:
+        form: the tokens.
+        run: which of them count.
+        mirror: the direction.
+        others: what it sends of the same run in the other direction, where that serves both.
+    """
+    length, reach = form.key.shape[2], form.reach
+    cut = min(reach, length) if mirror else max(0, length - reach)
+    full, head = [], []
+    if form.spec:
+        spans = ((cut, length), (0, cut)) if mirror else ((0, cut), (cut, length))
+        head, edge = (form.sums(*span, run.far, mirror) for span in spans)
+        full = form.merged([head, form.fade(edge, -reach)]) if reach else head
+    dtype = compute_dtype(form.key.dtype)
+    missing = max(0, reach - length)
+    room = (0, missing) if mirror else (missing, 0)
+    at = slice(0, reach) if mirror else slice(max(0, length - reach), length)
+    hidden = None if run.mask is None else ~run.mask[:, None, at, None]
+    edge_tokens: list[Tensor] = []
+    for x in (form.key, form.value) if reach else ():
+        piece = x[:, :, at] if hidden is None else x[:, :, at].masked_fill(hidden, 0)
+        edge_tokens.append(F.pad(piece.to(dtype), (0, 0, *room)))
+    marks = []
+    if reach and run.mask is not None and run.far is not None:
+        marks = [torch.stack([F.pad(x[:, at].to(dtype), room) for x in (run.mask, run.far)])]
+    picked = []
+    for x in (form.key, form.value) if form.sinks else ():
+        index = run.index[:, None, :, None].clamp(0, max(0, length - 1)).expand(-1, x.shape[1], -1, x.shape[3])
+        rows = x.gather(2, index) if length else x.new_zeros(index.shape)
+        picked.append(rows.to(dtype))
+    shared = others is not None and form.slope is None
+    return Sent(
+        full=() if shared else full,
+        head=head if reach else (),
+        edge=edge_tokens,
+        marks=marks,
+        sinks=() if shared else picked,
+    )
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a rank knows of the tokens on one side of its own.
+
+    Args:
+        sums: state of the far ones; nothing without a map.
+        tokens: the near ones, in the order of the sequence: keys (B, G, n, D), values (B, G, n, E), mask (B, n).
+    """
+
+    sums: list[Tensor]
+    tokens: Tokens
+
+
+def incoming(form: Form, sent: Sent, links: Tensor, ranks: Ranks, starts: Sequence[int], *, mirror: bool) -> Side:
+    """What the ranks before this one sent, or mirrored those after it.
+
+    Args:
+        form: of this rank.
+        sent: by all ranks, (R, ...) each.
+        links: (R, B) bool, whose tokens this rank's sees.
+        ranks: the group.
+        starts: R + 1 positions, of the first token of every rank and after the last.
+        mirror: the direction.
+    """
+    reach, here = form.reach, ranks.rank
+    sums: list[Tensor] = []
+    batch = form.key.shape[0]
+    others = range(here + 1, ranks.size) if mirror else range(here)
+    gaps = {s: starts[s] - starts[here + 1] if mirror else starts[here] - starts[s + 1] for s in others}
+    if form.spec:
+        states, used = [], []
+        for s in range(ranks.size):  # those that do not count too: the exchange has to run backward on every rank
+            full = [x[s] for x in sent.full]
+            counts = s in gaps
+            if counts and gaps[s] < reach:
+                states += [form.fade([x[s] for x in sent.head], gaps[s])]
+                states += _between(form, sent, s, starts, gaps[s], mirror)
+            else:
+                states.append(form.fade(full, gaps[s]) if counts else full)
+            used += [links[s] & counts] * (len(states) - len(used))
+        sums = form.merged(states, torch.stack(used))
+    tokens = _near_tokens(sent, links, starts, list(gaps), reach, mirror)
+    if tokens is None:
+        empty = form.key.new_zeros(*form.key.shape[:2], 0, form.key.shape[3], dtype=compute_dtype(form.key.dtype))
+        mask = torch.ones(batch, 0, dtype=torch.bool, device=form.key.device)
+        tokens = (empty, form.value.new_zeros(*form.value.shape[:2], 0, form.value.shape[3], dtype=empty.dtype), mask)
+    return Side(sums, tokens)
+
+
+def _between(form: Form, sent: Sent, s: int, starts: Sequence[int], gap: int, mirror: bool) -> list[list[Tensor]]:
+    """States of the edge tokens of rank s that lie beyond the near ones after all, since a rank between is short."""
+    count = min(form.reach, starts[s + 1] - starts[s])
+    beyond = count - (form.reach - gap)
+    if beyond <= 0:
+        return []
+    first = (count - beyond) if mirror else form.reach - count
+    at = slice(first, first + beyond)
+    key, value = (x[s][:, :, at] for x in sent.edge)
+    far = sent.marks[0][s][1][:, at] > 0 if sent.marks else None
+    short = Form(
+        key,
+        value,
+        spec=form.spec,
+        tensors=form.tensors,
+        scale=form.scale,
+        normalize=form.normalize,
+        parts=form.parts,
+        slope=form.slope,
+    )
+    return [short.sums(0, beyond, far, mirror)]
+
+
+def _near_tokens(
+    sent: Sent, links: Tensor, starts: Sequence[int], others: list[int], reach: int, mirror: bool
+) -> Tokens | None:
+    """The w tokens next to this rank's, or as many as there are; None where none are asked for."""
+    if not sent.edge:
+        return None
+    keys, values = ([x[0][:, :, :0]] for x in sent.edge)  # of no tokens, so that they always come from the exchange
+    masks = [links[0].unsqueeze(1)[:, :0]]
+    for s in others:
+        count = min(reach, starts[s + 1] - starts[s])
+        at = slice(0, count) if mirror else slice(reach - count, reach)
+        keys.append(sent.edge[0][s][:, :, at])
+        values.append(sent.edge[1][s][:, :, at])
+        seen = links[s].unsqueeze(1).expand(-1, count)
+        masks.append(seen & (sent.marks[0][s][0][:, at] > 0) if sent.marks else seen)
+    key, value, mask = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 1)
+    near = slice(0, reach) if mirror else slice(max(0, mask.shape[1] - reach), None)
+    return key[:, :, near], value[:, :, near], mask[:, near]
+
+
+def first_sinks(candidates: Sequence[Tensor], valid: Tensor, position: Tensor) -> Sinks:
+    """The first real ones among the candidates of all ranks, in their order.
+
+    Args:
+        candidates: keys (R, B, G, s, D) and values (R, B, G, s, E).
+        valid: (R, B, s) bool, which are.
+        position: (R, B, s), in the sequence.
+    """
+    count = valid.shape[2]
+    flat = valid.transpose(0, 1).flatten(1)  # (B, R s)
+    order = (~flat).int().sort(dim=1, stable=True).indices[:, :count]
+    places = position.transpose(0, 1).flatten(1).gather(1, order)
+    visible = flat.gather(1, order)
+    rows = []
+    for x in candidates:
+        tokens = x.movedim(0, 2).flatten(2, 3)  # (B, G, R s, X)
+        index = order[:, None, :, None].expand(-1, x.shape[2], -1, x.shape[4])
+        rows.append(tokens.gather(2, index).masked_fill(~visible[:, None, :, None], 0))
+    return Sinks(rows[0], rows[1], places, visible)
