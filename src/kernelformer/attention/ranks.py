@@ -43,10 +43,20 @@ class Ranks:
         self.sent = 0
 
     def gather_numbers(self, numbers: Tensor) -> Tensor:
-        """Integers (...) of every rank, (R, ...); all ranks give the same shape."""
+        """Numbers (...) of every rank, (R, ...), without gradients; all ranks give the same shape."""
         every = [torch.empty_like(numbers) for _ in range(self.size)]
         self._all_gather(every, numbers.contiguous())
         return torch.stack(every)
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raise on all ranks where there is a problem on one: on that rank the problem itself."""
+        flags = self.gather_numbers(torch.tensor([problem is not None], device=self.device).long()).flatten().tolist()
+        if problem is not None:
+            raise problem
+        if any(flags):
+            raise ValueError(
+                f"rank {flags.index(1)} of {self.size} cannot make this call, and says why; no rank can alone."
+            )
 
     def starts(self, length: int) -> list[int]:
         """R + 1 positions: of the first token of every rank, and after the last; this one holds ``length``."""

@@ -18,6 +18,7 @@ from kernelformer.errors import shape
 from kernelformer.hf.eager import NOT_SDPA, attend_eagerly
 from kernelformer.hf.pattern_mask import PatternMask, is_plain
 from kernelformer.modules import AttentionCore
+from kernelformer.modules.context import active_ranks, needs_whole
 
 CORE = "kernel"  # the name of the core among the children of an attention module
 CROSS = "is_cross_attention"  # attribute of cores whose keys are those of other tokens than their queries
@@ -165,6 +166,7 @@ def attend_exactly(
 
     By transformers' SDPA, and by the model's own eager attention where SDPA cannot: soft-capped logits, sinks.
     """
+    needs_whole("exact attention, which this layer has kept,", "convert all layers")
     options["is_causal"] = causal_without_mask(module, options.get("is_causal"))
     if any(options.get(name) is not None for name in NOT_SDPA):
         return attend_eagerly(module, query, key, value, mask, **options)
@@ -208,6 +210,23 @@ def bias_table(position_bias: Tensor | None) -> Tensor | None:
     return torch.cat([values[:, 1:, 0].flip(1), values[:, 0]], 1)
 
 
+def _check_positions(position_ids: Tensor | None, query: Tensor) -> None:
+    """Raise on every rank of a split sequence where transformers would count positions from 0 on each."""
+    ranks, length = active_ranks(), query.shape[2]
+    if ranks is None:
+        return
+    start = ranks.starts(length)[ranks.rank]
+    fits = isinstance(position_ids, Tensor) and position_ids.shape[-1] == length
+    if fits and length:
+        fits = bool((position_ids[..., 0] == start).all())
+    problem = ValueError(
+        f"the tokens of this rank stand at {start} to {start + length - 1} of their sequence, and transformers counts "
+        f"from 0; give the model position_ids=torch.arange({start}, {start + length})[None]. Models whose attention is "
+        f"not told the positions cannot be split."
+    )
+    ranks.agree(None if fits else problem)
+
+
 def attend(
     core: AttentionCore,
     module: nn.Module,
@@ -244,6 +263,7 @@ def attend(
         (B, L, H, E), and the weights (B, H, L, S) where ``output_attentions`` asks for them.
     """
     check_keywords(keywords, core.method, module)
+    _check_positions(keywords.get("position_ids"), query)
     if isinstance(attention_mask, PatternMask):
         raise _no_pattern()
     if dropout:

@@ -21,6 +21,7 @@ from kernelformer.hashes import WEIGHTS, check_hashes, write_hashes
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.sparse_layers import reset_mask_values
 from kernelformer.modules import KernelAttention, RelativePositions
+from kernelformer.modules.context import active_ranks, share_of_mean, share_of_same
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.spec import parse_attention
 from kernelformer.weight_headers import check_sizes, weight_files
@@ -171,7 +172,10 @@ def refuse_unknown(model: nn.Module, keywords: Mapping[str, Any]) -> None:
 
 
 class FirstToken(nn.Module):
-    """A learned vector in front of every sequence, whose output stands for the whole of it."""
+    """A learned vector in front of every sequence, whose output stands for the whole of it.
+
+    Where sequences are split over ranks the first one has it.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -179,29 +183,44 @@ class FirstToken(nn.Module):
 
     def forward(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Put it in front, (B, L, d) and mask (B, L) -> (B, 1 + L, d) and (B, 1 + L)."""
-        first = self.vector.to(x.dtype).expand(x.shape[0], 1, -1)
+        ranks = active_ranks()
+        count = 0 if ranks is not None and ranks.rank else 1
+        first = self.vector.to(x.dtype).expand(x.shape[0], count, -1)
         if key_mask is not None:
-            key_mask = torch.cat([key_mask.new_ones(key_mask.shape[0], 1), key_mask], 1)
+            key_mask = torch.cat([key_mask.new_ones(key_mask.shape[0], count), key_mask], 1)
         return torch.cat([first, x], 1), key_mask
 
 
-def mean_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+def mean_loss(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, *, per_token: bool = False
+) -> Tensor:
     """Cross-entropy over all labels but -100, or the squared error of numbers.
+
+    Where sequences are split over ranks it is the same number on all of them, and its gradient is a rank's share, so
+    that the gradients of all ranks add up to those of the whole.
 
     Args:
         logits: (..., classes); (B, 1) for numbers.
         labels: (...); in floating point they are numbers.
-        num_items_in_batch: labels that the mean is over, where the batch is a part of a larger one.
+        num_items_in_batch: labels that the mean is over, on all ranks, where the batch is a part of a larger one.
+        per_token: whether each rank has the labels of its own tokens; otherwise all have those of whole sequences.
     """
+    splits = active_ranks() is not None
     if labels.is_floating_point():
         if logits.shape[-1] != 1:
             raise ValueError(
                 f"labels in {labels.dtype} are a regression, which has num_labels=1, got {logits.shape[-1]}."
             )
-        return nn.functional.mse_loss(logits.squeeze(-1).float(), labels.to(logits.device).float())
+        error = nn.functional.mse_loss(logits.squeeze(-1).float(), labels.to(logits.device).float())
+        return share_of_same(error) if splits else error
     if logits.shape[-1] == 1:
         raise ValueError(f"num_labels=1 is a regression, whose labels are floating point, got {labels.dtype}.")
     flat, wanted = logits.flatten(0, -2).float(), labels.flatten().to(logits.device)
+    if splits and per_token:
+        total = nn.functional.cross_entropy(flat, wanted, reduction="sum")
+        return share_of_mean(total, (wanted != -100).sum(), num_items_in_batch)
     if num_items_in_batch is None:
-        return nn.functional.cross_entropy(flat, wanted)
-    return nn.functional.cross_entropy(flat, wanted, reduction="sum") / num_items_in_batch
+        loss = nn.functional.cross_entropy(flat, wanted)
+    else:
+        loss = nn.functional.cross_entropy(flat, wanted, reduction="sum") / num_items_in_batch
+    return share_of_same(loss) if splits else loss

@@ -18,6 +18,7 @@ from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.models.encoder import check_tokens, choose_positions
 from kernelformer.modules import RelativePositions
+from kernelformer.modules.context import next_column, real_before, tokens_before
 from kernelformer.modules.packed import segment_positions
 
 
@@ -30,13 +31,14 @@ def token_positions(
 ) -> Tensor:
     """Positions (B or 1, L) of the last tokens, counted over real ones, so that padding on the left moves nothing.
 
-    With segments, (B, past + L), each one has positions from 0.
+    With segments, (B, past + L), each one has positions from 0. Tokens on ranks before this one count.
     """
     if segment_ids is not None:
         return segment_positions(segment_ids, attention_mask)[:, past:]
     if attention_mask is None:
+        past += tokens_before(tokens)
         return torch.arange(past, past + tokens, device=device).unsqueeze(0)
-    return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
+    return (real_before(attention_mask) + attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
 
 
 class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # type: ignore[misc]  # another cache
@@ -140,10 +142,11 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
                     f"a loss needs a prediction for each label, got {logits.shape[1]} and {labels.shape[1]}; leave "
                     f"logits_to_keep out."
                 )
-            wanted = labels[:, 1:]
+            wanted = torch.cat([labels[:, 1:], next_column(labels, -100)], 1)[:, : labels.shape[1]]
             if segments is not None:  # the last token of a sequence says nothing of the next one
-                wanted = wanted.masked_fill(segments[:, 1:] != segments[:, :-1], -100)
-            loss = mean_loss(logits[:, :-1], wanted, num_items_in_batch)
+                after = torch.cat([segments[:, 1:], next_column(segments, -1)], 1)[:, : labels.shape[1]]
+                wanted = wanted.masked_fill(after != segments, -100)
+            loss = mean_loss(logits, wanted, num_items_in_batch, per_token=True)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
 

@@ -10,11 +10,13 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from kernelformer.attention.ranks import Ranks
 from kernelformer.errors import shape
 from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack, last_segments, visible
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
+from kernelformer.modules.context import active_ranks, tokens_before
 from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.spec import has_positions
 
@@ -96,13 +98,15 @@ class KernelformerModel(KernelformerPreTrainedModel):
         if position_ids is None and segments is not None:
             position_ids = segment_positions(segments)
         elif position_ids is None:
-            position_ids = torch.arange(given.shape[1], device=given.device).unsqueeze(0)
+            start = tokens_before(given.shape[1])
+            position_ids = torch.arange(start, start + given.shape[1], device=given.device).unsqueeze(0)
         x = self.embeddings(input_ids, position_ids, inputs_embeds)
         if self.first is not None:
             if segments is not None:
                 raise ValueError("a first token stands for a whole row, got segment_ids; use pooling='mean'.")
             x, key_mask = self.first(x, key_mask)
-            position_ids = nn.functional.pad(position_ids + 1, (1, 0))  # it stands at 0, before all others
+            added = x.shape[1] - position_ids.shape[1]  # it stands at 0, before all others
+            position_ids = nn.functional.pad(position_ids + 1, (added, 0))
         tokens = {"key_mask": key_mask, "segment_ids": segments, "position_ids": position_ids}
         return BaseModelOutput(last_hidden_state=self.stack(x, **tokens))
 
@@ -115,13 +119,25 @@ class Pooler(nn.Module):
         self.kind = kind
 
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Pool (B, L, d) -> (B, d); the mask (B, L) says which tokens a mean is over."""
+        """Pool (B, L, d) -> (B, d); the mask (B, L) says which tokens of all ranks a mean is over."""
+        ranks = active_ranks()
+        if ranks is not None:
+            return self._over_ranks(x, attention_mask, ranks)
         if self.kind == "cls":
             return x[:, 0]
         if attention_mask is None:
             return x.mean(1)
         weight = attention_mask.to(x.dtype).unsqueeze(-1)
         return (x * weight).sum(1) / weight.sum(1).clamp_min(1)
+
+    def _over_ranks(self, x: Tensor, attention_mask: Tensor | None, ranks: Ranks) -> Tensor:
+        """The same on every rank."""
+        first = x[:, :1].sum(1)  # zeros of a rank without tokens
+        if self.kind == "cls":
+            return ranks.gather([first])[0][0]
+        weight = x.new_ones(*x.shape[:2], 1) if attention_mask is None else attention_mask.to(x.dtype).unsqueeze(-1)
+        total, count = (y.sum(0) for y in ranks.gather([(x * weight).sum(1), weight.sum(1)]))
+        return total / count.clamp_min(1)
 
 
 class Head(nn.Sequential):
@@ -247,5 +263,5 @@ class KernelformerForMaskedLM(KernelformerPreTrainedModel):
         refuse_unknown(self, kwargs)
         hidden = self.model(input_ids, attention_mask, inputs_embeds, position_ids, segment_ids).last_hidden_state
         logits = self.lm_head(hidden)
-        loss: Any = None if labels is None else mean_loss(logits, labels, num_items_in_batch)
+        loss: Any = None if labels is None else mean_loss(logits, labels, num_items_in_batch, per_token=True)
         return MaskedLMOutput(loss=loss, logits=logits)

@@ -18,6 +18,7 @@ from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.decoder import token_positions
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.models.encoder import KernelformerModel, check_tokens, choose_positions
+from kernelformer.modules.context import needs_whole
 
 
 class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, GenerationMixin):  # type: ignore[misc]  # another cache
@@ -114,6 +115,7 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
             kwargs: of other Hugging Face models, None or False.
         """
         refuse_unknown(self, kwargs)
+        needs_whole("a model of pairs of sequences", "split those of a language model or an encoder")
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask)
         hidden: Any = encoder_outputs[0]

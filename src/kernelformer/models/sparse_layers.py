@@ -29,6 +29,7 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from kernelformer.errors import integer, positive_int
 from kernelformer.models.config import KernelformerConfig
+from kernelformer.modules.context import needs_whole
 from kernelformer.modules.spec import parse_attention
 from kernelformer.quiet import silent_libraries
 
@@ -68,6 +69,7 @@ class SparseAttention(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} has no packed sequences, got segment_ids; give each sequence a row of its own."
             )
+        needs_whole(type(self).__name__, "use a method with a feature map such as 'favor+'")
         length = x.shape[1]
         if key_mask is not None:
             x = x.masked_fill(~key_mask.unsqueeze(-1), 0)

@@ -14,6 +14,7 @@ from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, me
 from kernelformer.models.blocks import Stack
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.encoder import Head, Pooler, choose_positions
+from kernelformer.modules.context import needs_whole
 
 
 class KernelformerForImageClassification(KernelformerPreTrainedModel):
@@ -60,6 +61,7 @@ class KernelformerForImageClassification(KernelformerPreTrainedModel):
     ) -> ImageClassifierOutput:
         """Classify images (B, channels, rows, columns); labels (B) give the mean cross-entropy."""
         refuse_unknown(self, kwargs)
+        needs_whole("an image", "give every process images of its own")
         expected = (self.config.num_channels, *(self.config.image_size or ()))
         if pixel_values is None or tuple(pixel_values.shape[1:]) != expected:
             given = None if pixel_values is None else shape(pixel_values)

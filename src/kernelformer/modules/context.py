@@ -1,4 +1,4 @@
-"""The ranks that sequences are split over at the moment, if they are.
+"""The ranks that sequences are split over at the moment, if they are, and what tokens must know of those elsewhere.
 
 Process-wide and not of a thread: activation checkpointing recomputes layers in the threads of the backward pass.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
+from torch import Tensor
 
 from kernelformer.attention.ranks import Ranks
 
@@ -25,12 +28,76 @@ def split_over(ranks: Ranks) -> Iterator[Ranks]:
     try:
         yield ranks
     finally:
-        _ACTIVE.remove(ranks)
+        _ACTIVE.pop()
+
+
+def needs_whole(what: str, way: str) -> None:
+    """Raise where sequences are split: ``what`` needs all of them."""
+    ranks = active_ranks()
+    if ranks is not None:
+        raise ValueError(f"{what} needs whole sequences, and they are split over {ranks.size} ranks; {way}.")
 
 
 def tokens_before(length: int) -> int:
-    """How many tokens the ranks before this one hold, where each holds ``length`` of its own; 0 if nothing is split."""
+    """How many tokens the ranks before this one hold, which holds ``length``; 0 where nothing is split."""
     ranks = active_ranks()
+    return 0 if ranks is None else ranks.starts(length)[ranks.rank]
+
+
+def real_before(mask: Tensor) -> Tensor:
+    """How many real tokens of each sample are on the ranks before, (B, L) -> (B, 1)."""
+    ranks = active_ranks()
+    counts = mask.long().sum(1, keepdim=True)
     if ranks is None:
-        return 0
-    return ranks.starts(length)[ranks.rank]
+        return torch.zeros_like(counts)
+    every = ranks.gather_numbers(counts.to(ranks.device))
+    return every[: ranks.rank].sum(0).to(mask.device)
+
+
+def segment_before(ids: Tensor, real: Tensor) -> Tensor:
+    """How many real tokens of the segment that each row begins with are on the ranks before, (B, L) -> (B, 1)."""
+    ranks = active_ranks()
+    none = ids.new_zeros(ids.shape[0], 1)
+    if ranks is None:
+        return none
+    own = none.expand(-1, 3) - 1
+    if ids.shape[1]:
+        own = torch.stack([ids[:, 0], ids[:, -1], (real.to(ids) * (ids == ids[:, -1:])).sum(1)], 1)
+    every = ranks.gather_numbers(own.long().to(ranks.device)).to(ids.device)
+    before, here = every[: ranks.rank], every[ranks.rank]
+    linked = before[..., 1] == here[:, 0]
+    return (linked * before[..., 2].clamp_min(0)).sum(0).unsqueeze(1).to(ids.dtype)
+
+
+def next_column(x: Tensor, fill: int) -> Tensor:
+    """The numbers of the token after this rank's last, (B, L) -> (B, 1); ``fill`` where there is none."""
+    ranks = active_ranks()
+    column = x[:, :1] if x.shape[1] else x.new_zeros(x.shape[0], 1)
+    if ranks is None:
+        return torch.full_like(column, fill)
+    own = torch.cat([column.long(), column.new_full(column.shape, x.shape[1]).long()], 1)
+    every = ranks.gather_numbers(own.to(ranks.device)).to(x.device)
+    later = [y[:, :1] for y in every[ranks.rank + 1 :] if int(y[0, 1])] if x.shape[0] else []
+    return later[0].to(x.dtype) if later else torch.full_like(column, fill)
+
+
+def share_of_mean(total: Tensor, count: Tensor, given: Tensor | int | None = None) -> Tensor:
+    """A mean over the tokens of all ranks from this rank's sum and number: its value, and the gradient of its share.
+
+    The gradients of all ranks together are those of the mean; ``given`` is the number over all ranks, if it is known.
+    """
+    ranks = active_ranks()
+    assert ranks is not None
+    every = ranks.gather_numbers(torch.stack([total.detach().double(), count.double()]).to(ranks.device)).sum(0)
+    value, number = every.to(total.device).unbind()
+    number = number if given is None else torch.as_tensor(given, device=total.device)
+    share = total / number.to(total.dtype)
+    return share + ((value / number).to(total.dtype) - share).detach()
+
+
+def share_of_same(value: Tensor) -> Tensor:
+    """A number that all ranks have computed alike: its value, and of its gradient one share in R."""
+    ranks = active_ranks()
+    assert ranks is not None
+    share = value / ranks.size
+    return share + (value - share).detach()

@@ -25,7 +25,7 @@ from kernelformer.modules.checks import (
     check_step,
     check_stream,
 )
-from kernelformer.modules.context import active_ranks
+from kernelformer.modules.context import active_ranks, needs_whole
 from kernelformer.modules.memory import Remembering
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 from kernelformer.modules.split import attend_split
@@ -205,6 +205,7 @@ class AttentionCore(Remembering):
         Returns:
             (B, H, 1, E) and the state after the token.
         """
+        needs_whole("step", "let one process generate, from the state of the last rank")
         if bias is not None:
             self._check_takes_bias(bias)
         elif slope is not None:

@@ -19,6 +19,7 @@ from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.biased import FADES, NEAR, BiasedAttention
 from kernelformer.modules.call import Call
 from kernelformer.modules.checks import check_near, check_scale, other_maker, other_tensor
+from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.near_far import Far, NearFarAttention
 from kernelformer.modules.split_cores import KernelSplit
@@ -261,12 +262,14 @@ class KernelCore(AttentionCore):
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a whole context: sums of constant size, or all of it where landmarks see queries."""
         if self.has_near:
+            near = f"window={self.window} and sinks={self.sinks}"
             raise ValueError(
-                f"{self.method!r} with window={self.window} and sinks={self.sinks} has near keys, and a context to "
-                f"remember has none: build the core of a cross-attention without them."
+                f"{self.method!r} with {near} has near keys, and a context to remember has none: build the core of a "
+                f"cross-attention without them."
             )
         if self.feature_map.sees_sequence:
             return super().remember(key, value, key_mask=key_mask)
+        needs_whole("remember", "attend to the context over ranks, in one call")
         query = key.new_zeros(key.shape[0], self.num_heads, *key.shape[2:])
         result = self.forward(query, key, value, is_causal=True, key_mask=key_mask, return_state=True)
         assert isinstance(result, tuple)
@@ -295,7 +298,7 @@ class KernelCore(AttentionCore):
         return out.to(query.dtype)
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Why landmarks that see the whole sequence cannot be causal; None where the call can be made."""
+        """Why landmarks that see the whole sequence cannot be causal; None where they can."""
         return self._not_causal("is_causal=True") if causal and self.feature_map.sees_sequence else None
 
     def _stream_refusal(self, what: str) -> ValueError | None:

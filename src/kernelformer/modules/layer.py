@@ -12,6 +12,7 @@ from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, positive_int, shape
 from kernelformer.modules.build import build_attention
+from kernelformer.modules.context import tokens_before
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, method_options, near_settings
 from kernelformer.modules.packed import segment_positions
@@ -212,7 +213,14 @@ class KernelAttention(nn.Module):
                     "counted from the start of each segment."
                 )
             position_ids = segment_positions(segment_ids)
-        turned: tuple[Tensor, Tensor] = self.rotary(q, k, 0 if state is None else state.length, position_ids)
+        past = (
+            tokens_before(q.shape[2])
+            if state is None and position_ids is None
+            else 0
+            if state is None
+            else state.length
+        )
+        turned: tuple[Tensor, Tensor] = self.rotary(q, k, past, position_ids)
         return turned
 
     def _merge(self, heads: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from kernelformer.attention.state import MadeBy
 from kernelformer.modules.calibration import Calibrated
 from kernelformer.modules.call import Call
 from kernelformer.modules.checks import check_memory
+from kernelformer.modules.context import needs_whole
 
 
 class Remembering(Calibrated):
@@ -27,6 +28,7 @@ class Remembering(Calibrated):
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
         """What `recall` needs of a whole context, (B, G, S, D) and (B, G, S, E); here all of it."""
+        needs_whole("remember", "attend to the context over ranks, in one call")
         query = key.new_zeros(key.shape[0], self.num_heads, 1, key.shape[3]) if key.dim() == 4 else key
         call = self._accept(Call(query=query, key=key, value=value, scale=self.scale, key_mask=key_mask))
         length = call.key.shape[2]

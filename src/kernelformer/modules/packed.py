@@ -22,6 +22,7 @@ from kernelformer.attention.relative.bias_view import Layout
 from kernelformer.errors import shape
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.checks import can_read
+from kernelformer.modules.context import segment_before
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
@@ -303,7 +304,7 @@ def _both(mask: Tensor | None, other: Tensor) -> Tensor:
 
 
 def segment_positions(segment_ids: Tensor, real: Tensor | None = None) -> Tensor:
-    """Positions (B, L) that start at 0 with every segment of packed rows.
+    """Positions (B, L) that start at 0 with every segment of packed rows, wherever a split one began.
 
     Args:
         segment_ids: (B, L), see `AttentionCore.forward`.
@@ -313,4 +314,5 @@ def segment_positions(segment_ids: Tensor, real: Tensor | None = None) -> Tensor
     count = real.cumsum(1)
     first = torch.nn.functional.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
     before = torch.where(first, count - real, 0).cummax(1).values  # real tokens before the segment
-    return (count - 1 - before).clamp_min(0)
+    carried = segment_before(segment_ids, real) * (segment_ids == segment_ids[:, :1])
+    return (count - 1 - before + carried).clamp_min(0)

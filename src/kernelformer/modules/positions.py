@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.feature_maps.base import parameter
+from kernelformer.modules.context import active_ranks
 
 SCHEMES = ("table", "t5", "alibi")
 BAND = 64  # distances that ALiBi's attention meets key by key; beyond, sums fade
@@ -126,6 +127,8 @@ class RelativePositions(nn.Module):
     def forward(self, queries: int, keys: int, past: int = 0) -> dict[str, Any]:
         """Arguments of a core's call: bias (H, past + L + S - 1) and what is known of it.
 
+        Where sequences are split over ranks the bias is over distances up to ``max_distance`` on each side.
+
         Args:
             queries: L.
             keys: S.
@@ -139,6 +142,13 @@ class RelativePositions(nn.Module):
                     f"tokens, got {queries} queries and {keys} keys{f' after {past}' if past else ''}."
                 )
             return {"bias": self.weight, "num_prefix": self.num_prefix}
+        ranks = active_ranks()
+        if ranks is not None:
+            if self.max_length is not None:
+                self._check(ranks.starts(max(queries, keys))[-1])
+            reach = self._known().get("max_distance")
+            if reach is not None:  # all that tokens on other ranks need
+                return {"bias": self.entries(torch.arange(-reach, reach + 1, device=self._device)), **self._known()}
         self._check(past + max(queries, keys))
         distance = torch.arange(max(past + queries + keys - 1, 0), device=self._device) - (past + queries - 1)
         return {"bias": self.entries(distance), **self._known()}
