@@ -40,6 +40,7 @@ class Facts(NamedTuple):
     head_dim: int
     value_dim: int
     method: int
+    seed: int
     draw: int
     dtype: int
     causality: int
@@ -54,6 +55,17 @@ class Facts(NamedTuple):
 
 
 FREE = 4  # of them may differ
+CODED = ("method", "dtype", "bias")  # numbers that say nothing
+NAMES = {name: name.replace("_", " ") for name in Facts._fields} | {
+    "batch": "the number of samples",
+    "method": "the method or its settings",
+    "seed": "the seed of their features",
+    "draw": "the number of their draw",
+    "gradients": "whether keys and values need gradients",
+    "causality": "is_causal",
+    "returned_state": "return_state",
+    "segment_ids": "whether segment_ids are given",
+}
 
 
 def _code(*values: object) -> int:
@@ -63,11 +75,8 @@ def _code(*values: object) -> int:
 
 def _facts(core: AttentionCore, call: Call) -> Facts:
     q, k, v, bias = call.query, call.key, call.value, call.bias
-    drawn, settled = {}, {}
-    for module in core.modules():
-        identity = getattr(module, "identity", None)
-        for name, x in (identity or {}).items():
-            (drawn if name in ("seed", "draw") else settled)[name] = str(x)
+    settings = dict(getattr(getattr(core, "feature_map", None), "identity", {}))
+    seed, draw = (int(settings.pop(name, 0)) for name in ("seed", "draw number"))
     near = (getattr(core, "window", None), getattr(core, "sinks", 0), getattr(core, "normalize", True))
     needs = torch.is_grad_enabled() and any(
         x.requires_grad for x in (k, v, *core.parameters(), *(() if bias is None else (bias.table,)))
@@ -75,8 +84,9 @@ def _facts(core: AttentionCore, call: Call) -> Facts:
     table = () if bias is None else (tuple(bias.table.shape), bias.window, bias.slope is None)
     return Facts(
         *(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]),
-        method=_code(core.method, near, settled, call.scale),
-        draw=_code(drawn),
+        method=_code(core.method, near, settings, call.scale),
+        seed=seed,
+        draw=draw,
         dtype=_code(q.dtype),
         causality=int(call.is_causal),
         bias=_code(table),
@@ -103,11 +113,9 @@ def _agree(ranks: Ranks, facts: Facts | None, problem: Exception | None) -> list
         values = [getattr(x, name) for x in every]
         for rank, value in enumerate(values):
             if value != values[0]:
-                small = max(abs(value), abs(values[0])) < 1 << 32
-                said = f": {values[0]} and {value}" if small else ""
-                what = name.replace("_", " ")
+                what = NAMES[name] + ("" if name in CODED else f": {values[0]} and {value}")
                 raise ValueError(
-                    f"ranks 0 and {rank} of {ranks.size} do not make the same call: they have another {what}{said}; "
+                    f"ranks 0 and {rank} of {ranks.size} do not make the same call: they differ in {what}; "
                     f"give all ranks of a sequence the same model, settings and samples, and each its own tokens."
                 )
     return every
