@@ -33,7 +33,7 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def _rank(rank, count, port, answer, function, arguments):
+def _rank(rank, count, port, answer, function, arguments, options):
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
     os.environ["LOCAL_RANK"] = str(rank)
@@ -41,19 +41,19 @@ def _rank(rank, count, port, answer, function, arguments):
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     try:
-        answer.send(function(*arguments))
+        answer.send(function(*arguments, **options))
     except Exception as error:  # the test looks at it
         answer.send(Raised(error))
     finally:
         dist.destroy_process_group()
 
 
-def on_ranks(count, function, *arguments, seconds=SECONDS):
-    """What ``function(*arguments)`` of a module returns on each of ``count`` ranks; `Raised` where it raises."""
+def on_ranks(count, function, *arguments, seconds=SECONDS, **options):
+    """What ``function(*arguments, **options)`` of a module returns on each of ``count`` ranks; `Raised` where it raises."""
     port = _free_port()
     pipes = [_context.Pipe(duplex=False) for _ in range(count)]
     ranks = [
-        _context.Process(target=_rank, args=(r, count, port, send, function, arguments), daemon=True)
+        _context.Process(target=_rank, args=(r, count, port, send, function, arguments, options), daemon=True)
         for r, (_, send) in enumerate(pipes)
     ]
     for rank, (_, send) in zip(ranks, pipes, strict=True):
