@@ -49,7 +49,7 @@ def _rank(rank, count, port, answer, function, arguments, options):
 
 
 def on_ranks(count, function, *arguments, seconds=SECONDS, **options):
-    """What ``function(*arguments, **options)`` of a module returns on each of ``count`` ranks; `Raised` where it raises."""
+    """What a function returns on each of ``count`` ranks; `Raised` where it raises."""
     port = _free_port()
     pipes = [_context.Pipe(duplex=False) for _ in range(count)]
     ranks = [

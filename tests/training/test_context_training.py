@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import on_ranks
-
-sys.path.append(str(Path(__file__).parents[1] / "training"))
 from test_training import losses, register, tiny
 
 from kernelformer.records import read_result
 from kernelformer.training import train
+from rank_processes import on_ranks
 
 NEAR = "favor+:num_features=8:window=3:sinks=1:rotary=True"
 CASES = {
