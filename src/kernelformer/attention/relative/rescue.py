@@ -262,9 +262,7 @@ def rescue_backward(block: Block, span: Span, lost: Tensor, g: Tensor, out: Tens
         grads.dq[n, index] += block.tiles.through(dx, x, size)[0]
 
 
-def _signed_state(
-    block: Block, state: _State, share: Tensor, q: Queries, asked: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def _signed_state(block: Block, state: _State, share: Tensor, q: Queries, asked: tuple[Tensor, Tensor, Tensor]) -> None:
     """Gradients of a state, of the bias of its keys, and of the queries that see it (added to ``q.grad``).
 
     Args:
