@@ -19,6 +19,7 @@ from kernelformer.attention.relative import windows as bands
 from kernelformer.attention.relative.bias_view import Layout
 from kernelformer.attention.relative.call import RelativeCall
 from kernelformer.attention.relative.direct import relative_attention
+from kernelformer.attention.relative.dispatch import biased_attention
 from kernelformer.contract import PositiveSpec, Workspace, lookup
 
 H, SCALE = 2, 0.5
@@ -179,6 +180,8 @@ def test_parts_shorter_than_the_window_and_sides_without_keys(variant, sloped):
     """Empty sides as tensors: EMPTY and zeros, alone (with every key hidden) or beside none at all."""
     case = Case(variant, L=60, cuts=(3, 20, 22, 58), window=17, sloped=sloped)
     case.check(parts(case, empty=True), case.whole())
+    case = Case(variant, L=40, cuts=(1, 39), window=0, sloped=sloped)
+    case.check(parts(case), case.whole())
     case = Case(variant, L=80, cuts=(70,), window=4, sloped=sloped, masked=True)
     case.mask[0, :] = False  # a sample without any key
     case.check(parts(case, empty=True), case.whole())
@@ -215,6 +218,8 @@ def test_rows_that_a_huge_key_dwarfs_see_the_states(variant, causal, sloped, mon
     """A key that some rows cannot see (a later one, or one that the bias hides) is e^100 times the others or more."""
     case = Case(variant, causal=causal, sloped=sloped, window=12, hidden=() if causal else tuple(range(1, 12)))
     done, huge = count_rescues(monkeypatch), 70
+    if causal:
+        monkeypatch.setattr(bands, "BUFFER", 1)  # a block for every sample
     with torch.no_grad():
         if variant == "favor+":  # long keys have small features, which queries on the other side weigh alike
             case.q[..., 0], case.k[..., 0] = -30, 30
@@ -385,3 +390,6 @@ def test_states_that_mean_nothing_are_refused():
         relative_attention(replace(call, is_causal=True))
     with pytest.raises(ValueError, match="window=None; give window="):
         relative_attention(replace(call, window=None))
+    with pytest.raises(ValueError, match="algorithm='windowed' or None, got window=1 and algorithm='fft'"):
+        biased_attention(call, features=24, algorithm="fft")
+    close(biased_attention(call, features=24), relative_attention(call)[0])
