@@ -82,6 +82,12 @@ def bias_of(case: Case, total, keys):
     return {"bias": table[:, distance.clamp(-3, 3) + 3].requires_grad_(), "max_distance": 3}
 
 
+def _folded(grad):
+    """What a table (H, n) gets up to its window, with all that lies beyond at the window."""
+    place = torch.arange(grad.shape[1]) - grad.shape[1] // 2
+    return torch.zeros(HEADS, 7, dtype=grad.dtype).index_add(1, place.clamp(-3, 3) + 3, grad)
+
+
 def run(core, case: Case, given, bias):
     """Output and gradients: of what is split, and of what all ranks have."""
     given = dict(given)
@@ -94,7 +100,7 @@ def run(core, case: Case, given, bias):
         bias["bias"].requires_grad_()
     out = core(*leaves, is_causal=case.causal, **rest, **bias)
     (out * grad).sum().backward()
-    shared = [x.grad for x in core.parameters()] + ([bias["bias"].grad] if case.bias == "table" else [])
+    shared = [x.grad for x in core.parameters()] + ([_folded(bias["bias"].grad)] if case.bias == "table" else [])
     return [out.detach(), *(x.grad for x in leaves)], [x.clone() for x in shared if x is not None]
 
 

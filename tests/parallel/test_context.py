@@ -52,10 +52,15 @@ def _near():
     return cases
 
 
+def _biased():
+    cases = _every("nprf", SMALL, bias="table") | _every("favor+", SMALL, bias="slope", key_heads=2)
+    return cases | _every("trigonometric", SMALL, bias="table") | _every("relu", SMALL, bias="slope")
+
+
 def _some():
     """Of each kind a few."""
-    near, plain = list(_near().items()), list(_plain().items())
-    return dict(near[3:8:4] + near[8::9] + plain[1:24:6] + plain[24::4])
+    near, plain, biased = (list(x().items()) for x in (_near, _plain, _biased))
+    return dict(near[3:8:4] + near[8::9] + plain[1:24:6] + plain[24::4] + biased[1::5])
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,7 @@ def _some():
         (_some, False),
         pytest.param(_plain, True, marks=pytest.mark.slow),
         pytest.param(_near, True, marks=pytest.mark.slow),
+        pytest.param(_biased, True, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_together_are_one_process(cases, every):
