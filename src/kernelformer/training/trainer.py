@@ -150,7 +150,9 @@ class RunTrainer(TaskTrainer):
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         data: Any = self.train_dataset if train_dataset is None else train_dataset
-        return Order(len(data), self.run.steps * self.run.batch_size, self.run.seed)
+        count = self.run.steps * self.run.batch_size
+        own = getattr(data, "sampler", None)  # of data whose samples are too many for a permutation in memory
+        return Order(len(data), count, self.run.seed) if own is None else own(count, self.run.seed)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The trainer's, with groups of their own for what the kernels learn and for tables of positions."""
