@@ -1,4 +1,4 @@
-"""The order of training windows: a permutation in every epoch, a function of (seed, position), without a list of all."""
+"""The order of training windows: a permutation in every epoch, a function of (seed, position), without a list."""
 
 from __future__ import annotations
 
@@ -44,16 +44,14 @@ def test_places_are_uniform_and_neighbours_are_torn_apart():
 
 def test_seeds_choose_among_all_places():
     size, seeds = 12, 6000
-    counts = np.bincount(
-        [int(permute(np.array([4]), size, seed=s, epoch=2)[0]) for s in range(seeds)], minlength=size
-    )
+    counts = np.bincount([int(permute(np.array([4]), size, seed=s, epoch=2)[0]) for s in range(seeds)], minlength=size)
     assert np.abs(counts - seeds / size).max() < 5 * np.sqrt(seeds / size)
 
 
 def test_the_largest_number_of_samples_has_an_order():
     some = permute(np.array([0, 1, MOST - 1]), MOST, seed=0, epoch=0)
     assert len(set(some.tolist())) == 3
-    assert 0 <= some.min()
+    assert some.min() >= 0
     assert some.max() < MOST
     for size in (0, MOST + 1):
         with pytest.raises(ValueError, match=f"from 1 to 2\\^62 samples, got {size}"):

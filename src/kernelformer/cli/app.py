@@ -13,8 +13,8 @@ from kernelformer.cli import advise as advising
 from kernelformer.cli import bench as benchmark
 from kernelformer.cli import convert as converting
 from kernelformer.cli import judge as judging
-from kernelformer.cli import prepare as preparing
 from kernelformer.cli import pictures, reproduce, results, studies, training
+from kernelformer.cli import prepare as preparing
 from kernelformer.cli import translate as translating
 from kernelformer.cli.common import console, plain_errors
 from kernelformer.errors import choice

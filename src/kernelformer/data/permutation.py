@@ -38,7 +38,8 @@ def permute(indices: Int64, size: int, *, seed: int, epoch: int) -> Int64:
 
     Cost: about 0.1 seconds for a million indices, no memory but theirs.
     """
-    keys = mix_bits(mix_bits(mix_bits(np.array([seed], np.uint64)) + np.uint64(epoch)) + np.arange(_ROUNDS).astype("u8"))
+    key = mix_bits(mix_bits(np.array([seed], np.uint64)) + np.uint64(epoch))
+    keys = mix_bits(key + np.arange(_ROUNDS).astype(np.uint64))
     high = math.isqrt(size - 1) + 1
     low = -(-size // high)
     values = _network(indices.astype(np.uint64), high, low, keys)

@@ -89,9 +89,7 @@ class ShardIndex:
 
     def write(self, folder: Path) -> None:
         """Write it into a folder whose shards are all there."""
-        splits = {
-            name: {"tokens": x.tokens, "documents": x.documents, **asdict(x)} for name, x in self.splits.items()
-        }
+        splits = {name: {"tokens": x.tokens, "documents": x.documents, **asdict(x)} for name, x in self.splits.items()}
         write_json(folder / INDEX, {"format": FORMAT, **asdict(self), "splits": splits})
 
     def fingerprint(self) -> str:

@@ -74,8 +74,7 @@ def shard_tokenizer(name: str) -> ShardTokenizer:
     files = [path, path / TOKENIZER, path / MODEL / TOKENIZER]
     file = next((x for x in files if x.is_file()), None)
     if file is not None:
-        tokenizer = _of_file(file)
-        return _checked(path.name, tokenizer, usual_token("eos", tokenizer.get_vocab(with_added_tokens=True)))
+        return _checked(path.name, _of_file(file))
     if not path.is_dir() and (not _HUB_NAME.fullmatch(name) or path.suffix == ".json"):
         raise ValueError(
             f"there is no tokenizer {name}; give bytes, a tokenizer.json, a folder with one, or a name on the hub."
@@ -104,11 +103,13 @@ def _of_transformers(name: str, path: Path) -> ShardTokenizer:
     return _checked(path.name, inner, loaded.eos_token_id)
 
 
-def _checked(name: str, tokenizer: Tokenizer, end: int | None) -> ShardTokenizer:
+def _checked(name: str, tokenizer: Tokenizer, end: int | None = None) -> ShardTokenizer:
+    """A tokenizer that neither cuts nor pads; where it does not say what ends a text, the usual names do."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # a text that says <eos> does not end there
-    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    tokens = tokenizer.get_vocab(with_added_tokens=True)
+    size = max(tokens.values(), default=-1) + 1
     if not size:
         raise ValueError(f"the tokenizer {name} has not one token; give another.")
-    return ShardTokenizer(name, tokenizer, size, end)
+    return ShardTokenizer(name, tokenizer, size, usual_token("eos", tokens) if end is None else end)

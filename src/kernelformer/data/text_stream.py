@@ -87,6 +87,9 @@ class TextStream:
         if not texts:
             raise ValueError(f"there are no texts, got none; give the path of {self.layout}.")
         self.paths = [existing(Path(x).expanduser(), self.layout, option="a text") for x in texts]
+        for number, path in enumerate(self.paths):
+            if path in self.paths[:number]:
+                raise ValueError(f"{path} is given twice; give each text once.")
         if pattern is not None and not any(x.is_dir() for x in self.paths):
             raise ValueError(f"pattern chooses files of a folder, got pattern={pattern!r} and files; leave it out.")
         self.items = [item for path in self.paths for item in self._items(path)]
@@ -96,7 +99,7 @@ class TextStream:
 
     def sources(self) -> list[dict[str, object]]:
         """Names and sizes in bytes of what was given, for a record."""
-        counts = {path: 0 for path in self.paths}
+        counts = dict.fromkeys(self.paths, 0)
         for item, size in zip(self.items, self.sizes, strict=True):
             counts[next(x for x in self.paths if item.path == x or x in item.path.parents)] += size
         return [{"name": path.name, "bytes": counts[path]} for path in self.paths]

@@ -160,7 +160,7 @@ def _enter(out: Path, made: dict[str, Any], tokenizer: ShardTokenizer, log: Log)
     others = [x.name for x in there if not _OURS.fullmatch(x.name)]
     if others or (there and not (out / UNFINISHED).exists()):
         names = ", ".join((others or [x.name for x in there])[:5])
-        raise ValueError(f"{out} is not empty and holds no shards of ours, found {names}; give another folder by --out.")
+        raise ValueError(f"{out} is not empty and holds no shards of ours, found {names}; give another --out.")
     if there:
         log(f"{out} holds an unfinished preparation; starting anew")
         with _writing(out):
@@ -180,8 +180,8 @@ def _check_same(out: Path, index: ShardIndex, made: dict[str, Any]) -> None:
     ]
     if different:
         raise ValueError(
-            f"{out} is finished with other settings, there and here: {'; '.join(different)}. Take the same settings, or "
-            f"another folder by --out."
+            f"{out} is finished with other settings, there and here: {'; '.join(different)}. Take the same settings, "
+            f"or another folder by --out."
         )
 
 
