@@ -111,6 +111,10 @@ def test_rows_are_documents_divided_as_tasks_divide_them_and_end_with_a_token(tm
     assert saved.get_vocab() == tokenizer.get_vocab()
     again = prepare(settings(tmp_path, rows, tokenizer=tmp_path / "shards", out=tmp_path / "again"))
     assert again.tokenizer["sha256"] == index.tokenizer["sha256"]
+    tokenizer.add_tokens(["cat"])
+    tokenizer.save(str(vocabulary))
+    with pytest.raises(ValueError, match=r"finished with other settings, there and here: tokenizer \{.*\} and \{.*\}"):
+        prepare(settings(tmp_path, rows, tokenizer=vocabulary, validation_share=0.2))
 
 
 def test_a_folder_with_a_bare_list_of_tokens_is_a_tokenizer(tmp_path):
@@ -211,10 +215,12 @@ def test_an_unfinished_folder_is_started_anew_and_a_finished_one_left_as_it_is(t
     assert {x.name for x in out.iterdir()} == {".lock", UNFINISHED, "train-00000.bin", "train-00001.bin"}
     with pytest.raises(ValueError, match="cannot be used: there is no such file; data must be a folder that"):
         make_task("shards", data=out).split("train")
+    (out / ".train-00002.bin.0123.partial").write_text("half")  # as a process leaves it that is killed at once
     heard = []
     index = prepare(replace(chosen, shard_tokens=3000), log=heard.append)
     assert heard[0] == f"{out} holds an unfinished preparation; starting anew"
     assert index.splits["train"].shards[0].tokens == 3000
+    assert not list(out.glob(".*.partial"))
     assert bytes(np.concatenate([tokens(out, x) for x in SPLITS])) == text.read_bytes()
 
     before = {x.name: x.stat().st_mtime_ns for x in out.iterdir() if x.name != ".lock"}

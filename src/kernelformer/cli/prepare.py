@@ -26,6 +26,6 @@ def prepare(settings: PrepareSettings) -> None:
                 progress=lambda done, total: progress.update(bar, completed=done, total=total),
             )
         for name, split in index.splits.items():
-            text = human_bytes(split.text_bytes)
-            console.print(f"{name}: {split.tokens:,} tokens of {split.documents:,} documents, {text} of text")
+            documents = f"{split.documents:,} document{'s' * (split.documents != 1)}"
+            console.print(f"{name}: {split.tokens:,} tokens of {documents}, {human_bytes(split.text_bytes)} of text")
         console.print(f"shards: {settings.out}   train by: kernelformer train shards --data {settings.out}")

@@ -46,17 +46,22 @@ class ShardTokenizer:
         encodings = self.tokenizer.encode_batch_fast([x.decode() for x in texts], add_special_tokens=False)
         return [np.array(x.ids, np.uint32) for x in encodings]
 
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Write ``tokenizer.json``, which other libraries read too, and return what the index says of it."""
-        text = BYTES if self.tokenizer is None else self.tokenizer.to_str(pretty=True)
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json``, which other libraries read too; bytes need none."""
         if self.tokenizer is not None:
-            write_text(folder / TOKENIZER, text)
+            write_text(folder / TOKENIZER, self._text())
+
+    def record(self) -> dict[str, Any]:
+        """What the index says of it."""
         return {
             "name": self.name,
             "file": None if self.tokenizer is None else TOKENIZER,
-            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "sha256": hashlib.sha256(self._text().encode()).hexdigest(),
             "end": self.end,
         }
+
+    def _text(self) -> str:
+        return BYTES if self.tokenizer is None else self.tokenizer.to_str(pretty=True)
 
 
 def shard_tokenizer(name: str) -> ShardTokenizer:

@@ -82,11 +82,11 @@ def prepare(
             return finished
         with _writing(out):
             write_json(out / UNFINISHED, made)
-            record = tokenizer.save(out)
+            tokenizer.save(out)
         splits = _write_shards(out, stream, tokenizer, settings.shard_tokens, log, progress)
         _check_amounts(splits, stream, settings, log)
         name = dtype_for(tokenizer.size)
-        index = ShardIndex(name, tokenizer.size, record, settings.shard_tokens, splits, made)
+        index = ShardIndex(name, tokenizer.size, tokenizer.record(), settings.shard_tokens, splits, made)
         with _writing(out):
             index.write(out)
             (out / UNFINISHED).unlink()
@@ -104,7 +104,7 @@ def _write_shards(
     """Tokenize all pieces, a round at a time, and write what they give."""
 
     def written(shard: Shard) -> None:
-        log(f"{shard.file}: {shard.tokens:,} tokens, {shard.documents:,} documents end in it")
+        log(f"{shard.file}: {shard.tokens:,} tokens, ends of documents: {shard.documents:,}")
 
     dtype = np.dtype(dtype_for(tokenizer.size)).newbyteorder("<")
     writers = {split: ShardWriter(out, split, dtype, whole, written) for split in SPLITS}
@@ -152,7 +152,7 @@ def _enter(out: Path, made: dict[str, Any], tokenizer: ShardTokenizer, log: Log)
     """Look at what is in the folder: the index of a finished one, or None when it is ready to be filled."""
     if (out / INDEX).exists():
         index = read_index(out)
-        _check_same(out, index, made)
+        _check_same(out, index, made, tokenizer)
         verify(out, index)
         log(f"{out} is finished, and all its files are as they were written; nothing is left to do")
         return index
@@ -169,9 +169,10 @@ def _enter(out: Path, made: dict[str, Any], tokenizer: ShardTokenizer, log: Log)
     return None
 
 
-def _check_same(out: Path, index: ShardIndex, made: dict[str, Any]) -> None:
-    """Raise if a finished folder was made with other settings or of other texts."""
-    before, now = ({**x["settings"], "texts": x["texts"]} for x in (index.made, made))
+def _check_same(out: Path, index: ShardIndex, made: dict[str, Any], tokenizer: ShardTokenizer) -> None:
+    """Raise if a finished folder was made with other settings or another tokenizer, or of other texts."""
+    before = {**index.made["settings"], "texts": index.made["texts"], "tokenizer": index.tokenizer}
+    now = {**made["settings"], "texts": made["texts"], "tokenizer": tokenizer.record()}
     skipped = ("out",)  # the folder may have been renamed
     different = [
         f"{name} {before.get(name)!r} and {now[name]!r}"
