@@ -80,7 +80,8 @@ def few_samples(task: str, folder: Path, options: Mapping[str, Any]) -> dict[str
         given = {"data": str(write_text(folder / "text.txt")), "length": 32, "validation_samples": 4}
         return given if task == "bytes" else {**given, **cache, "vocab_size": 300}
     if task == "shards":
-        return {"data": str(write_shards(folder / "shards", write_text(folder / "text.txt"))), "length": 32}
+        data = write_shards(folder / "shards", write_text(folder / "text.txt"))
+        return {"data": str(data), "length": 32, "validation_samples": 4}
     if task in ("proteins", "proteins-masked"):
         return {"data": str(write_proteins(folder / "proteins.txt")), "length": 64}
     if task in ("grey", "images", "pixels"):
