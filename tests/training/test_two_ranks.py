@@ -35,15 +35,15 @@ def _tasks(_threads):
     torch.set_num_threads(1)
 
 
-def launch(*arguments):
-    """This file on two processes."""
+def launch(*arguments, script=__file__):
+    """This file, or another, on two processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     options = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", port]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *options, __file__, *map(str, arguments)]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, script, *map(str, arguments)]
     done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -159,7 +159,9 @@ class RunTrainer(ContextTrainer):
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         data: Any = self.train_dataset if train_dataset is None else train_dataset
-        order = Order(len(data), self.run.steps * self.run.batch_size, self.run.seed)
+        count = self.run.steps * self.run.batch_size
+        own = getattr(data, "sampler", None)  # of data whose samples are too many for a permutation in memory
+        order = Order(len(data), count, self.run.seed) if own is None else own(count, self.run.seed)
         if self.context is None:
             return order
         return Repeated(order, self.args.per_device_train_batch_size, self.context.size)
