@@ -58,6 +58,12 @@ class Ranks:
                 f"rank {flags.index(1)} of {self.size} cannot make this call, and says why; no rank can alone."
             )
 
+    def part(self, x: Tensor, axis: int = 1) -> Tensor:
+        """This rank's tokens of a whole sequence, a view: of n tokens those from n r / R on, rounded down."""
+        length = x.shape[axis]
+        first, last = (length * rank // self.size for rank in (self.rank, self.rank + 1))
+        return x.narrow(axis, first, last - first)
+
     def starts(self, length: int) -> list[int]:
         """R + 1 positions: of the first token of every rank, and after the last; this one holds ``length``."""
         lengths = self.gather_numbers(torch.tensor([length], device=self.device)).flatten().tolist()

@@ -1,5 +1,5 @@
 """Sequences and models beyond one process."""
 
-from kernelformer.parallel.context import context_parallel
+from kernelformer.parallel.context import context_parallel, sum_gradients
 
-__all__ = ["context_parallel"]
+__all__ = ["context_parallel", "sum_gradients"]

@@ -42,11 +42,10 @@ class Context:
     def part(self, batch: dict[str, Any], main: str) -> dict[str, Any]:
         """This rank's tokens of a batch of whole sequences: of all tensors (B, L, ...), L being that of ``main``."""
         length = batch[main].shape[1]
-        first, last = (length * x // self.size for x in (self.ranks.rank, self.ranks.rank + 1))
 
         def cut(x: Any) -> Any:
             splits = isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == length
-            return x[:, first:last] if splits else x
+            return self.ranks.part(x) if splits else x
 
         return {name: cut(x) for name, x in batch.items()}
 
