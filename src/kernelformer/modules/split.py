@@ -24,7 +24,7 @@ from kernelformer.attention import State
 from kernelformer.attention.ranks import Ranks
 from kernelformer.modules.call import Call
 from kernelformer.modules.packed import Segments, attend_apart, attend_packed
-from kernelformer.modules.split_parts import Sent, first_sinks, incoming, outgoing
+from kernelformer.modules.split_parts import Sent, first_sinks, incoming, outgoing, sums_both_ways, sums_one_way
 from kernelformer.modules.split_runs import FIRST, LAST, Runs
 
 if TYPE_CHECKING:
@@ -191,7 +191,8 @@ class _Split:
     def _causal(self) -> tuple[Tensor, State | None]:
         """As a stream that goes on from the state of the ranks before."""
         runs, call, links = self.runs, self.call, self.runs.left
-        (sent,) = self._exchange([outgoing(self.form, runs.runs[LAST], False)])
+        run = runs.runs[LAST]
+        (sent,) = self._exchange([outgoing(self.form, run, sums_one_way(self.form, run, False), False)])
         left = incoming(self.form, sent, links, self.ranks, self.starts, mirror=False)
         sinks = None
         if self.form.sinks:
@@ -209,24 +210,29 @@ class _Split:
         """Bidirectional, with a state on each side; of packed rows the first and the last segment one by one."""
         runs, form, call = self.runs, self.form, self.call
         is_packed = call.segment_ids is not None
-        to_right = outgoing(form, runs.runs[LAST], False)
+        first, last = runs.runs
         if is_packed or form.reach or form.slope is not None:
-            to_left = outgoing(form, runs.runs[FIRST], True, None if is_packed else to_right)
+            if is_packed:
+                ways = sums_one_way(form, last, False), sums_one_way(form, first, True)
+            else:
+                ways = sums_both_ways(form, last)
+            to_right = outgoing(form, last, ways[0], False)
+            to_left = outgoing(form, first, ways[1], True, shared=not is_packed)
             to_right, to_left = self._exchange([to_right, to_left])
             shared = {} if to_left.full else {"full": to_right.full}
             shared |= {} if to_left.sinks else {"sinks": to_right.sinks}
             to_left = replace(to_left, **shared)
         else:
-            (to_right,) = self._exchange([to_right])
+            (to_right,) = self._exchange([outgoing(form, last, sums_one_way(form, last, False), False)])
             to_left = to_right
         single = runs.single[self.rank]
         out = self._between(to_right, to_left, FIRST, runs.left, runs.right & single)
         if call.segment_ids is None or not call.query.shape[2]:
             return out
         ids = call.segment_ids
-        last = self._between(to_right, to_left, LAST, runs.left & single, runs.right)
+        other = self._between(to_right, to_left, LAST, runs.left & single, runs.right)
         is_first, is_last = ((ids == x)[:, None, :, None] for x in (ids[:, :1], ids[:, -1:]))
-        out = torch.where(is_first, out, torch.where(is_last, last, 0))
+        out = torch.where(is_first, out, torch.where(is_last, other, 0))
         segments = Segments.of(ids)
         inner = segments.where((segments.start > 0) & (segments.start + segments.length < ids.shape[1]))
         alone = replace(call, segment_ids=None)
