@@ -13,7 +13,7 @@ import torch
 
 SECONDS = 120.0  # after which ranks that wait for one another are a failure, not a hang
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "kernelformer", "kernelformer.parallel"])
+_context.set_forkserver_preload(["torch.distributed", "kernelformer.parallel", "kernelformer.models"])
 
 
 class Raised:

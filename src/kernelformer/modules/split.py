@@ -141,7 +141,8 @@ def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Rank
     facts = None if call is None or problem is not None else _facts(core, call)
     every = _agree(ranks, facts, problem)
     assert call is not None
-    return _Split(core, call, ranks, every).attend()
+    out, after = _Split(core, call, ranks, every).attend()
+    return out.to(call.query.dtype), after
 
 
 def _refusal(core: AttentionCore, call: Call) -> ValueError | None:
