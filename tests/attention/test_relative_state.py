@@ -213,8 +213,9 @@ def count_rescues(monkeypatch):
 
 @pytest.mark.parametrize("sloped", [False, True], ids=["level", "slope"])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("alone", [False, True], ids=["with keys", "with states only"])
 @pytest.mark.parametrize("variant", ["favor+", "trigonometric"])
-def test_rows_that_a_huge_key_dwarfs_see_the_states(variant, causal, sloped, monkeypatch):
+def test_rows_that_a_huge_key_dwarfs_see_the_states(variant, alone, causal, sloped, monkeypatch):
     """A key that some rows cannot see (a later one, or one that the bias hides) is e^100 times the others or more."""
     case = Case(variant, causal=causal, sloped=sloped, window=12, hidden=() if causal else tuple(range(1, 12)))
     done, huge = count_rescues(monkeypatch), 70
@@ -226,6 +227,9 @@ def test_rows_that_a_huge_key_dwarfs_see_the_states(variant, causal, sloped, mon
             case.k[:, :, huge, 0] = 0
         else:
             case.k[:, :, huge] *= 12
+    if alone:  # all other keys of the middle part and of its halos are masked
+        case.mask = torch.ones(2, case.L, dtype=torch.bool)
+        case.mask[:, 28:122] = torch.arange(28, 122) == huge
     rows = slice(40, huge) if causal else slice(huge - 11, huge)  # the others see nothing else
     out = parts(case)
     assert sum(done) > 0
