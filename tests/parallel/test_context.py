@@ -36,6 +36,7 @@ def _plain():
             cases[f"{method} {causal=}"] = Case(method, options, causal=causal, masked=causal)
     for method in ("favor+", "trigonometric"):
         cases[f"cross {method}"] = Case(method, SMALL, cross=True, masked=True, key_heads=1)
+    cases["frozen keys"] = Case("favor+", SMALL, causal=True, frozen=True)
     cases["unnormalized"] = Case("favor+", {**SMALL, "normalize": False}, causal=True)
     cases["learned landmarks"] = Case("skyformer", {"num_landmarks": 4, "landmarks": "learned"}, causal=True)
     return cases
@@ -48,6 +49,8 @@ def _near():
         common = {"causal": causal, "packed": packed, "bias": kind}
         cases[f"near {kind} {common}"] = Case("favor+", {**SMALL, "window": 5, "sinks": 1}, **common)
         cases[f"near signed {kind} {common}"] = Case("trigonometric", {**SMALL, "window": 5}, **common)
+    for causal in (False, True):
+        cases[f"frozen keys {causal=}"] = Case("favor+", NEAR, causal=causal, frozen=True)
     cases["sinks alone with a slope"] = Case("favor+", {**SMALL, "sinks": 2, "window": 2}, bias="slope")
     return cases
 
@@ -60,7 +63,7 @@ def _biased():
 def _some():
     """Of each kind a few."""
     near, plain, biased = (list(x().items()) for x in (_near, _plain, _biased))
-    return dict(near[3:8:4] + near[8::9] + plain[1:24:6] + plain[24::4] + biased[1::5])
+    return dict(near[3:8:4] + near[8::9] + plain[1:24:6] + plain[24::4] + plain[-4:-2] + near[-3:] + biased[1::5])
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,18 @@ class Ranks:
         kind = "cpu" if "gloo" in str(dist.get_backend(self.group)) else "cuda"
         return torch.device(kind)
 
-    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], gradients: bool) -> list[Tensor]:
         """Tensors (...) of every rank, (R, ...) each, in one exchange; gradients go back to the rank they came from.
 
         All ranks give the same shapes, in one dtype and on one device.
+
+        Args:
+            tensors: of this rank.
+            gradients: whether the exchange runs backward; the same on all ranks, whichever of their tensors need it.
         """
         flat = torch.cat([x.reshape(-1) for x in tensors])
+        if gradients and not flat.requires_grad:
+            flat.requires_grad_()
         if not flat.numel():
             return [x.expand(self.size, *x.shape) for x in tensors]
         whole: Tensor = _Gather.apply(flat, self)  # type: ignore[no-untyped-call]

@@ -24,7 +24,15 @@ from kernelformer.attention import State
 from kernelformer.attention.ranks import Ranks
 from kernelformer.modules.call import Call
 from kernelformer.modules.packed import Segments, attend_apart, attend_packed
-from kernelformer.modules.split_parts import Sent, first_sinks, incoming, outgoing, sums_both_ways, sums_one_way
+from kernelformer.modules.split_parts import (
+    Sent,
+    first_sinks,
+    incoming,
+    no_sums,
+    outgoing,
+    sums_both_ways,
+    sums_one_way,
+)
 from kernelformer.modules.split_runs import FIRST, LAST, Runs
 
 if TYPE_CHECKING:
@@ -168,6 +176,7 @@ class _Split:
                     f"causal attention over ranks is over the same tokens, got {x.queries} queries and {x.keys} keys "
                     f"on rank {rank}; give every rank as many keys as queries."
                 )
+        self.gradients = bool(every[0].gradients)
         self.starts = list(accumulate((x.keys for x in every), initial=0))
         assert core.splits is not None
         tokens = (sum(x.queries for x in every), self.starts[-1])
@@ -182,7 +191,7 @@ class _Split:
 
     def _exchange(self, parts: list[Sent]) -> list[Sent]:
         """What all ranks send, in one exchange."""
-        gathered, result = self.ranks.gather([x for part in parts for x in part.tensors]), []
+        gathered, result = self.ranks.gather([x for part in parts for x in part.tensors], self.gradients), []
         for part in parts:
             count = len(part.tensors)
             result.append(part.like(gathered[:count]))
@@ -193,7 +202,9 @@ class _Split:
         """As a stream that goes on from the state of the ranks before."""
         runs, call, links = self.runs, self.call, self.runs.left
         run = runs.runs[LAST]
-        (sent,) = self._exchange([outgoing(self.form, run, sums_one_way(self.form, run, False), False)])
+        is_last = self.rank == self.ranks.size - 1  # after whom nobody comes
+        sums = no_sums(self.form) if is_last else sums_one_way(self.form, run, False)
+        (sent,) = self._exchange([outgoing(self.form, run, sums, False)])
         left = incoming(self.form, sent, links, self.ranks, self.starts, mirror=False)
         sinks = None
         if self.form.sinks:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernelformer.attention.families import engine_class
 from kernelformer.attention.near import Sinks
 from kernelformer.attention.near_keys import Tokens
 from kernelformer.attention.ranks import Ranks
@@ -141,6 +142,16 @@ def sums_one_way(form: Form, run: Run, mirror: bool) -> Sums:
     spans = ((cut, length), (0, cut)) if mirror else ((0, cut), (cut, length))
     head, edge = (form.sums(*span, run.far, mirror) for span in spans)
     return Sums(form.merged([head, form.fade(edge, -reach)]) if reach else head, head)
+
+
+def no_sums(form: Form) -> Sums:
+    """Those of no tokens, where nobody wants any: they cost no pass over the keys."""
+    if not form.spec:
+        return Sums([], [])
+    known, like = lookup(form.spec), form.key.new_empty(0, dtype=compute_dtype(form.key.dtype))
+    features = known.feature_dim(form.tensors, form.key.shape[3])
+    state = engine_class(known).empty(tuple(form.key.shape[:2]), features, form.value.shape[3], like)
+    return Sums(state, state)
 
 
 def sums_both_ways(form: Form, run: Run) -> tuple[Sums, Sums]:
