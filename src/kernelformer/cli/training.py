@@ -51,6 +51,9 @@ Sets = Annotated[
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 PROMPT = "def "  # of `generate`, and of the demo
 Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
+Timeout = Annotated[
+    int | None, typer.Option(min=1, help="seconds that a process of several waits for the others; default: 1800")
+]
 
 
 def _named(recipe: str) -> str:
@@ -89,9 +92,11 @@ def train(
     sets: Sets = None,
     resume: Resume = False,
     threads: Threads = None,
+    timeout: Timeout = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run; default: out/RECIPE")] = None,
 ) -> None:
     """Train a model. Also by `torchrun -m kernelformer train ...` on several processes."""
+    from kernelformer.training.absent import TIMEOUT
     from kernelformer.training.session import train as train_model
 
     folder = out or Path("out") / recipe
@@ -109,7 +114,8 @@ def train(
         if attention:  # A alone is for the decoder too, whatever the recipe has there
             settings.setdefault("decoder_attention", None)
         use_threads(threads)
-        train_model(change(run, settings), folder, resume=resume, command=_command())
+        waits = TIMEOUT if timeout is None else timeout
+        train_model(change(run, settings), folder, resume=resume, command=_command(), timeout=waits)
 
 
 def evaluate(

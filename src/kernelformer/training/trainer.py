@@ -36,8 +36,13 @@ from kernelformer.training.meter import Meter, Recorder, scores
 from kernelformer.training.selection import Best, prune, save_best
 
 
-def training_arguments(run: Run, folder: Path) -> TrainingArguments:
+def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArguments:
     """The run in Hugging Face's words; starts torch.distributed where several processes were launched.
+
+    Args:
+        run: the settings.
+        folder: of the run.
+        timeout: seconds that a process waits for the others.
 
     Raises:
         ValueError: the batch cannot be divided among the processes.
@@ -72,6 +77,7 @@ def training_arguments(run: Run, folder: Path) -> TrainingArguments:
         dataloader_pin_memory=gpu,
         dataloader_num_workers=run.workers,
         remove_unused_columns=False,
+        ddp_timeout=timeout,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # draws are functions of (seed, number), the same on every process
     )
