@@ -96,7 +96,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="folder of the run; default: out/RECIPE")] = None,
 ) -> None:
     """Train a model. Also by `torchrun -m kernelformer train ...` on several processes."""
-    from kernelformer.training.absent import TIMEOUT
+    from kernelformer.parallel.group import TIMEOUT
     from kernelformer.training.session import train as train_model
 
     folder = out or Path("out") / recipe

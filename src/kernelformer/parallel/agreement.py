@@ -40,7 +40,7 @@ def difference(tensors: Mapping[str, Tensor], group: Group | None = None) -> str
     mine = {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
     all_of_them: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(all_of_them, mine, group)
-    ranks = [dist.get_global_rank(group or dist.group.WORLD, i) for i in range(len(all_of_them))]
+    ranks = dist.get_process_group_ranks(group)
     first = all_of_them[0]
     for rank, theirs in zip(ranks, all_of_them, strict=True):
         for name in (*first, *theirs):

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -78,9 +79,7 @@ def save_sharded(
         _refuse_differences(tensors)
         _all_do(lambda: _prepare(folder, part, record), first=True)
         writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
-        _all_do(
-            lambda: dcp.save(_rows(tensors), storage_writer=writer, no_dist=_alone()), f"{folder} cannot be written: "
-        )
+        _all_do(lambda: save(_rows(tensors), storage_writer=writer, no_dist=_alone()), f"{folder} cannot be written: ")
         _all_do(lambda: _publish(part, folder, record), f"{folder} cannot be written: ", first=True)
     finally:
         if _is_first():
@@ -124,7 +123,7 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer | No
     _all_do(check)
     _all_do(lambda: check_hashes(folder), first=True)
     reader = HuggingFaceStorageReader(str(folder))
-    _all_do(lambda: dcp.load(_rows(tensors), storage_reader=reader, no_dist=_alone()), f"{folder} cannot be read: ")
+    _all_do(lambda: load(_rows(tensors), storage_reader=reader, no_dist=_alone()), f"{folder} cannot be read: ")
     set_model_state_dict(model, state)
     if optimizer is not None:
         states = {name: x for name, x in tensors.items() if name.startswith(PREFIX)}
@@ -138,7 +137,7 @@ def _tensors(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[s
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     seen: dict[int, str] = {}
     repeated = {name for name, x in named if seen.setdefault(id(x), name) != name}
-    given = get_model_state_dict(model) if state is None else state
+    given: Mapping[str, Any] = get_model_state_dict(model) if state is None else state
     other = [name for name, x in given.items() if not isinstance(x, Tensor)]
     if other:
         raise ValueError(f"{type(model).__name__} keeps {other[0]}, which is no tensor, and cannot be saved so.")

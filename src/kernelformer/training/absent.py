@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import Store
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import kernelformer
@@ -26,7 +27,6 @@ from kernelformer.commands import resume_command
 from kernelformer.training.config import TrainingError
 
 T = TypeVar("T")
-TIMEOUT = 1800  # seconds; of torch.distributed's gloo too
 _GRACE = 1.0  # seconds in which others notice too
 _PATIENCE = 5.0  # seconds for the store, which may have ended with its process
 _PREFIX = "kernelformer"
@@ -50,7 +50,7 @@ class Presence(TrainerCallback):
         folder: of the run, for the way out.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world: int, timeout: float, folder: Path) -> None:
+    def __init__(self, store: Store, *, rank: int, world: int, timeout: float, folder: Path) -> None:
         self.store, self.rank, self.world, self.timeout, self.folder = store, rank, world, timeout, folder
         self.where = ""
         self.enter("the start of the run")

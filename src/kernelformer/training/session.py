@@ -23,11 +23,12 @@ from kernelformer.formatting import shortened
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.modules import redraw
 from kernelformer.modules.redraw import random_maps
+from kernelformer.parallel.group import TIMEOUT
 from kernelformer.quiet import silent_libraries
 from kernelformer.records import RUN, Result, read_head, read_object
 from kernelformer.tasks import Task, make_task
 from kernelformer.terminal import VisibleConsole
-from kernelformer.training.absent import TIMEOUT, presence
+from kernelformer.training.absent import presence
 from kernelformer.training.callbacks import Bar, Board, LastDraw, Stop
 from kernelformer.training.checkpoints import clear, cut_metrics, locked, main_does, set_aside, writing
 from kernelformer.training.config import Run, StoppedError, everywhere, extension

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from kernelformer.hashes import write_hashes
 from kernelformer.modules import RelativePositions, parameter_groups
 from kernelformer.modules.redraw import random_maps
+from kernelformer.parallel.group import start_group
 from kernelformer.tasks import Task
 from kernelformer.training.checkpoints import (
     STAGE,
@@ -48,6 +50,8 @@ def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArgument
         ValueError: the batch cannot be divided among the processes.
     """
     gpu = torch.accelerator.is_available()
+    if not gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # there transformers would leave the time-out unused
+        start_group(timeout, "gloo")
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=run.steps,
