@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -122,8 +123,7 @@ def load_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer | No
 
     _all_do(check)
     _all_do(lambda: check_hashes(folder), first=True)
-    reader = HuggingFaceStorageReader(str(folder))
-    _all_do(lambda: load(_rows(tensors), storage_reader=reader, no_dist=_alone()), f"{folder} cannot be read: ")
+    _all_do(lambda: _read(folder, tensors), f"{folder} cannot be read: ")
     set_model_state_dict(model, state)
     if optimizer is not None:
         states = {name: x for name, x in tensors.items() if name.startswith(PREFIX)}
@@ -147,6 +147,18 @@ def _tensors(model: nn.Module, state: Mapping[str, Any] | None = None) -> dict[s
 def _rows(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The same tensors, single numbers as rows of one: torch reads files by slices, and a number has none."""
     return {name: x.view(1) if x.dim() == 0 else x for name, x in tensors.items()}
+
+
+def _write(part: Path, tensors: Mapping[str, Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is enough
+        save(_rows(tensors), storage_writer=HuggingFaceStorageWriter(str(part), save_distributed=True))
+
+
+def _read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(_rows(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 def _size(x: Tensor) -> list[Any]:

@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from kernelformer.errors import positive_int
@@ -28,9 +29,9 @@ def start_group(timeout: int = TIMEOUT, backend: str | None = None) -> None:
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(limit)
         return
-    store: dist.Store = dist.HashStore()
+    store: Store = HashStore()
     rank, world = 0, 1
     if "RANK" in os.environ:
         store, rank, world = next(rendezvous("env://", timeout=limit))
-        store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import kernelformer
