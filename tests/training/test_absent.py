@@ -109,16 +109,18 @@ def test_a_hung_process_ends_the_others_in_time_and_one_that_is_gone_does_at_onc
     assert 2 <= float(hung.split()[0]) < 30
 
 
-def wait(event):
+def wait(ready, event):
+    ready.set()
     event.wait(30)
 
 
 def test_processes_that_were_forked_have_no_part_in_the_lock(tmp_path):
     context = multiprocessing.get_context("fork")
-    event = context.Event()
+    ready, event = context.Event(), context.Event()
     with locked(tmp_path):
-        child = context.Process(target=wait, args=(event,))
+        child = context.Process(target=wait, args=(ready, event))
         child.start()
+        ready.wait(30)
     with locked(tmp_path):  # though the child lives
         assert child.is_alive()
     event.set()
