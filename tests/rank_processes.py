@@ -13,7 +13,9 @@ import torch
 
 SECONDS = 120.0  # after which ranks that wait for one another are a failure, not a hang
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "kernelformer.parallel", "kernelformer.models"])
+_context.set_forkserver_preload(
+    ["torch.distributed", "kernelformer.parallel", "kernelformer.models", "kernelformer.hf"]
+)
 
 
 class Raised:
@@ -27,7 +29,7 @@ class Raised:
         return f"{self.kind}: {self.text}\n{self.trace}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -50,7 +52,7 @@ def _rank(rank, count, port, answer, function, arguments, options):
 
 def on_ranks(count, function, *arguments, seconds=SECONDS, **options):
     """What a function returns on each of ``count`` ranks; `Raised` where it raises."""
-    port = _free_port()
+    port = free_port()
     pipes = [_context.Pipe(duplex=False) for _ in range(count)]
     ranks = [
         _context.Process(target=_rank, args=(r, count, port, send, function, arguments, options), daemon=True)
@@ -71,3 +73,13 @@ def on_ranks(count, function, *arguments, seconds=SECONDS, **options):
             rank.join(5)
             if rank.is_alive():
                 rank.kill()
+
+
+def run_ranks(function, world, *arguments):
+    """Call ``function(rank, *arguments)`` on ``world`` ranks; fails where one of them raises."""
+    for result in on_ranks(world, _with_rank, function, *arguments):
+        assert not isinstance(result, Raised), result
+
+
+def _with_rank(function, *arguments):
+    return function(torch.distributed.get_rank(), *arguments)

@@ -52,6 +52,9 @@ Sets = Annotated[
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 PROMPT = "def "  # of `generate`, and of the demo
 Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
+Timeout = Annotated[
+    int | None, typer.Option(min=1, help="seconds that a process of several waits for the others; default: 1800")
+]
 
 
 ContextParallel = Annotated[
@@ -102,9 +105,11 @@ def train(
     context_parallel: ContextParallel = None,
     resume: Resume = False,
     threads: Threads = None,
+    timeout: Timeout = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run; default: out/RECIPE")] = None,
 ) -> None:
     """Train a model. Also by `torchrun -m kernelformer train ...` on several processes."""
+    from kernelformer.parallel.group import TIMEOUT
     from kernelformer.training.session import train as train_model
 
     folder = out or Path("out") / recipe
@@ -126,7 +131,8 @@ def train(
         if run.context_parallel > 1 and "WORLD_SIZE" not in os.environ:  # not started by torchrun: one machine's ranks
             start_ranks(run.context_parallel)
         use_threads(threads)
-        train_model(run, folder, resume=resume, command=_command())
+        waits = TIMEOUT if timeout is None else timeout
+        train_model(run, folder, resume=resume, command=_command(), timeout=waits)
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from kernelformer.hashes import write_hashes
 from kernelformer.modules import RelativePositions, parameter_groups
 from kernelformer.modules.redraw import random_maps
+from kernelformer.parallel.group import start_group
 from kernelformer.tasks import Task
 from kernelformer.training.checkpoints import (
     STAGE,
@@ -37,13 +39,20 @@ from kernelformer.training.meter import Meter, Recorder, scores
 from kernelformer.training.selection import Best, prune, save_best
 
 
-def training_arguments(run: Run, folder: Path) -> TrainingArguments:
+def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArguments:
     """The run in Hugging Face's words; starts torch.distributed where several processes were launched.
+
+    Args:
+        run: the settings.
+        folder: of the run.
+        timeout: seconds that a process waits for the others.
 
     Raises:
         ValueError: the batch cannot be divided among the processes.
     """
     gpu = torch.accelerator.is_available()
+    if not gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # there transformers would leave the time-out unused
+        start_group(timeout, "gloo")
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=run.steps,
@@ -73,6 +82,7 @@ def training_arguments(run: Run, folder: Path) -> TrainingArguments:
         dataloader_pin_memory=gpu,
         dataloader_num_workers=run.workers,
         remove_unused_columns=False,
+        ddp_timeout=timeout,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # draws are functions of (seed, number), the same on every process
     )
