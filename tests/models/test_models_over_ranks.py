@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from kernelformer.models import MODELS, KernelformerConfig
-from kernelformer.parallel import context_parallel, sum_gradients
+from kernelformer.parallel import context_parallel, shard, sum_gradients
 from rank_processes import on_ranks
 
 LENGTHS = [13, 7]
@@ -102,3 +102,23 @@ def test_tokens_of_one_process_are_as_ever():
     logits = model(given["input_ids"]).logits[:, :-1].flatten(0, 1)
     plain = torch.nn.functional.cross_entropy(logits, given["input_ids"][:, 1:].flatten())
     assert model(**given).loss.item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+def _sharded():
+    """Both at once: weights over the ranks that the sequence is over."""
+    given = _inputs("mask", False)
+    whole, model = (_model("causal-lm", NEAR) for _ in range(2))
+    whole(**given).loss.backward()
+    shard(model)
+    with context_parallel() as ranks:
+        loss = model(**{name: ranks.part(x) for name, x in given.items()}).loss
+        (loss * ranks.size).backward()  # the mean over ranks of what has to be added up
+    wanted = dict(whole.named_parameters())
+    parts = [(x.grad.full_tensor() - wanted[name].grad).abs().max() for name, x in model.named_parameters()]
+    return float(max(parts))
+
+
+def test_sharded_models_over_the_same_ranks():
+    for difference in on_ranks(2, _sharded):
+        assert isinstance(difference, float), difference
+        assert difference < 2e-6
