@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.blocks import empty_rows
+from kernelformer.attention.decomposed import is_exporting
+from kernelformer.attention.decomposed_near import near_far
 from kernelformer.attention.engine import Merged, Part
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.merge import finish, merge
@@ -330,6 +332,8 @@ def near_far_attention(call: NearFarCall) -> tuple[Tensor, list[Tensor]]:
     Cost: O(L (w + C) (D + E) + L M (D + E)) time for chunks of C queries; memory beyond inputs and outputs is a few
     buffers and a number per row.
     """
+    if is_exporting():
+        return near_far(call)
     no_tangents(query=call.query, key=call.key, value=call.value, a_parameter_of_the_feature_map=call.tensors)
     no_tangents(bias=call.bias, state=[*call.state, *call.right_state], beta=call.beta, sinks=call.sinks)
     arguments = call.tensor_arguments

@@ -70,7 +70,7 @@ def _positive(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     new, logits = _map_positive(spec, tensors, query, key, scale, normalize)
     after = _take_positive(new, value, state, hidden)
-    return _answer_positive(logits, *after, normalize), after
+    return answer_positive(logits, *after, normalize), after
 
 
 def _map_positive(
@@ -97,7 +97,7 @@ def _take_positive(new: Tensor, value: Tensor, state: Sequence[Tensor], hidden: 
     return total, torch.lerp(mean, value, (new - total).to(mean.dtype).exp())  # old and new shares add up to 1
 
 
-def _answer_positive(logits: Tensor, log_mass: Tensor, mean: Tensor, normalize: bool) -> Tensor:
+def answer_positive(logits: Tensor, log_mass: Tensor, mean: Tensor, normalize: bool) -> Tensor:
     """(B, G, R, M) log features of queries, and what the keys have left -> (B, G, R, E)."""
     logits = logits + log_mass.to(mean.dtype).transpose(-1, -2)
     out = logits.softmax(-1) @ mean
@@ -120,7 +120,7 @@ def _signed(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     after = _take_signed(spec, tensors, key, value, state, scale, hidden, normalize, guard=normalize)
     phi_q, factor = spec.features(query, tensors, scale, "query", normalize)
-    return _answer_signed(spec, phi_q, factor, after, normalize), after
+    return answer_signed(spec, phi_q, factor, after, normalize), after
 
 
 def _take_signed(
@@ -160,7 +160,7 @@ def _take_signed(
     return log_scale, kv, k_sum, norm_sum
 
 
-def _answer_signed(
+def answer_signed(
     spec: SignedSpec, phi_q: Tensor, factor: Tensor | None, state: Sequence[Tensor], normalize: bool
 ) -> Tensor:
     """(B, G, R, M) features of queries, and what the keys have left -> (B, G, R, E)."""
@@ -258,11 +258,11 @@ def read(
     if spec.family == "positive":
         positive = cast(PositiveSpec, spec)
         features = positive.log_shares if normalize else positive.log_features
-        out = _answer_positive(features(rows, tensors, scale, "query"), state[0], state[1], normalize)
+        out = answer_positive(features(rows, tensors, scale, "query"), state[0], state[1], normalize)
     else:
         signed = cast(SignedSpec, spec)
         phi_q, factor = signed.features(rows, tensors, scale, "query", normalize)
-        out = _answer_signed(signed, phi_q, factor, state, normalize)
+        out = answer_signed(signed, phi_q, factor, state, normalize)
     return out.reshape(batch, heads, length, out.shape[-1])
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.contract import scaled
@@ -82,6 +83,9 @@ class Dense(Transform):
         """One product; for all heads at once where they share the frequencies."""
         omega = self.matrix(tensors[0])
         x = x.to(omega.dtype)
+        if omega.shape[:-2].numel() == 1 and torch.compiler.is_exporting():  # a flat view would fix the length
+            z = F.linear(x * factor, omega.view(omega.shape[-2:]))
+            return z if offset is None else torch.add(z, offset, alpha=weight)
         if omega.shape[:-2].numel() == 1:
             flat, omega = x.reshape(-1, x.shape[-1]), omega.view(omega.shape[-2:]).t()
             if offset is None:

@@ -70,7 +70,7 @@ class GaussianCore(GrowingCore):
         """Attend to some of the keys, without a division."""
         key, value = call.key[:, :, keys], call.value[:, :, keys]
         key_mask = None if call.key_mask is None else call.key_mask[:, keys]
-        if call.dropout:
+        if call.dropout or torch.compiler.is_exporting():
             return _dropped_sums(replace(call, key=key, value=value, key_mask=key_mask, is_causal=is_causal))
         return gaussian_attention(call.query, key, value, scale=call.scale, key_mask=key_mask, is_causal=is_causal)
 
@@ -94,7 +94,7 @@ class GaussianCore(GrowingCore):
 
 
 def _dropped_sums(call: Call) -> Tensor:
-    """Gaussian attention by its whole matrix of weights, some of which are dropped."""
+    """Gaussian attention by its whole matrix of weights, some of which may be dropped."""
     query, key_mask = call.query, call.key_mask
     repeat = query.shape[1] // call.key.shape[1]
     key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
@@ -119,6 +119,8 @@ def sdpa(call: Call) -> Tensor:
     if key.shape[2] == 0:
         return empty_attention(query, key, value)
     grouped = query.shape[1] != key.shape[1]
+    if torch.compiler.is_exporting():
+        return _traced_sdpa(call, grouped)
     is_causal = call.is_causal and call.past + 1 < key.shape[2]  # else the first query sees every key
     if key_mask is None and not (is_causal and call.past):
         return F.scaled_dot_product_attention(
@@ -156,3 +158,23 @@ def sdpa(call: Call) -> Tensor:
             mask = mask & key_mask[:, None, None, :keys]
         parts.append(rows(tile, keys, mask))
     return torch.cat(parts, 2)
+
+
+def _traced_sdpa(call: Call, grouped: bool) -> Tensor:
+    """The same for a graph of any length, which has no loop over tiles: with a mask of L x S where there is one."""
+    query, key, value, key_mask = call.query, call.key, call.value, call.key_mask
+    common: dict[str, Any] = {"scale": call.scale, "enable_gqa": grouped}
+    if key_mask is None and not (call.is_causal and call.past):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=call.is_causal, **common)
+    length, seen = key.shape[2], None if key_mask is None else key_mask[:, None, None, :]
+    if call.is_causal and query.shape[2] != 1:
+        last = torch.arange(length - query.shape[2], length, device=query.device).unsqueeze(1)
+        past = torch.arange(length, device=query.device) <= last
+        seen = past if seen is None else seen & past
+    if seen is None or key_mask is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, **common)
+    hidden = ~key_mask[:, None, :, None]
+    key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    some = seen.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen | ~some, **common)
+    return out.masked_fill(~some, 0)

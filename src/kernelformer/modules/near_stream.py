@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
+from kernelformer.attention.decomposed import is_exporting
 from kernelformer.attention.near import Sinks
 from kernelformer.attention.near_keys import NearKeys, Tokens
 from kernelformer.modules.call import Call
@@ -91,7 +92,10 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
     number = torch.arange(1, count + 1, device=key.device).expand(batch, -1)
     made = number.new_zeros(batch, 1) if before is None else before.visible.sum(1, keepdim=True)
     new = key.new_ones(batch, length - offset, dtype=torch.bool) if mask is None else mask[:, offset:]
-    position = torch.searchsorted(new.cumsum(1).contiguous(), (number - made).contiguous()) + offset
+    if is_exporting():  # what a search gives, by operations that ONNX has
+        position = (new.cumsum(1).unsqueeze(1) < (number - made).unsqueeze(2)).sum(2) + offset
+    else:
+        position = torch.searchsorted(new.cumsum(1).contiguous(), (number - made).contiguous()) + offset
     visible = (position < length) & (number > made)
     index = position.clamp(0, max(0, length - 1))[:, None, :, None].expand(-1, key.shape[1], -1, -1)
     picked = []

@@ -1,0 +1,365 @@
+"""The fast algorithms by plain operations of torch, for `torch.export` and what comes after it, ONNX.
+
+An exported graph has no operator of ours, no loop over chunks and no branch on numbers, and its length is a symbol. All
+chunks are worked on at once, whole mapped tensors included: O(L M) memory, where the operators take O(M E).
+
+The sums before each chunk are one cumulative sum in float64, at one scale for the whole sequence. A chunk's own keys
+are weighed in float64 too. What is smaller than a later key by up to e^700 is exact therefore; what is smaller than
+that, which no logits of a float32 model reach, counts as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention.engine import Part
+from kernelformer.attention.merge import finish
+from kernelformer.attention.positive import EMPTY
+from kernelformer.attention.recurrent import answer_positive, answer_signed
+from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup, wide_dtype
+
+CHUNK = 64  # tokens; a chunk's own keys cost C (M + E) a token, sums of all chunks L / C times M E numbers
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is tracing, so that operators are to be taken apart."""
+    return torch.compiler.is_exporting()
+
+
+def visible_tokens(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, G, S, X) in the dtype of the arithmetic; hidden ones, which may hold anything, are 0."""
+    dtype = compute_dtype(key.dtype)
+    key, value = key.to(dtype), value.to(dtype)
+    if key_mask is None:
+        return key, value
+    hidden = ~key_mask[:, None, :, None]
+    return key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+
+
+def linear(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    """Attend to all keys; see `linear.linear_attention` for the arguments.
+
+    Of a positive map by two softmaxes, see `positive`. Cost: O((L + S) M (D + E)) time, O((L + S) M) memory.
+    """
+    known = lookup(spec)
+    key, value = visible_tokens(key, value, key_mask)
+    state = _sums(known, tensors, key, value, key_mask, scale, normalize)
+    rows = _rows(query.to(key.dtype), key.shape[1])
+    if isinstance(known, PositiveSpec):
+        logits = _log_features(known, tensors, rows, scale, "query", normalize)
+        out = answer_positive(logits, state[0], state[1], normalize)
+    else:
+        signed = cast(SignedSpec, known)
+        out = answer_signed(signed, *signed.features(rows, tensors, scale, "query", normalize), state, normalize)
+    return _by_query_head(out, query).flatten(1, 2).to(query.dtype)
+
+
+def _rows(query: Tensor, groups: int) -> Tensor:
+    """Queries of a key head's group one after the other, (B, H, L, D) -> (B, G, R L, D).
+
+    A copy, here and in `_by_query_head`: of a view of a view the exporter asks what holds for some lengths only.
+    """
+    return query.unflatten(1, (groups, -1)).flatten(2, 3).clone(memory_format=torch.contiguous_format)
+
+
+def _by_query_head(rows: Tensor, query: Tensor) -> Tensor:
+    """The inverse of `_rows`, (B, G, R L, X) -> (B, G, R, L, X)."""
+    heads: Tensor = rows.clone(memory_format=torch.contiguous_format).unflatten(2, (query.shape[1] // rows.shape[1], query.shape[2]))
+    return heads
+
+
+def _sums(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    scale: float,
+    normalize: bool,
+) -> list[Tensor]:
+    """The state after all keys, (B, G, ...) each; see `recurrent`."""
+    hidden = None if key_mask is None else ~key_mask[:, None, :, None]
+    if isinstance(spec, PositiveSpec):
+        logits = _log_features(spec, tensors, key, scale, "key", normalize)
+        logits = (logits if hidden is None else logits.masked_fill(hidden, EMPTY)).transpose(2, 3)  # (B, G, M, S)
+        return [logits.logsumexp(3, keepdim=True), logits.softmax(3) @ value]
+    known = cast(SignedSpec, spec)
+    phi, factor = known.features(key, tensors, scale, "key", normalize)
+    phi = phi if hidden is None else phi.masked_fill(hidden, 0)
+    top = phi.new_zeros(*phi.shape[:2], 1, 1)
+    if factor is not None:
+        factor = factor if hidden is None else factor.masked_fill(hidden, EMPTY)
+        top = factor.amax(2, keepdim=True)
+    norm = _lengths(known, phi, hidden, normalize)
+    if factor is not None:
+        size = (factor - top).exp()
+        phi, norm = phi * size, norm * size
+    return [top, phi.transpose(2, 3) @ value, phi.sum(2).unsqueeze(3), norm.sum(2, keepdim=True)]
+
+
+def _log_features(
+    spec: PositiveSpec, tensors: Sequence[Tensor], x: Tensor, scale: float, role: str, normalize: bool
+) -> Tensor:
+    formula = spec.log_shares if normalize else spec.log_features
+    return formula(x, tensors, scale, "key" if role == "key" else "query")
+
+
+def _lengths(spec: SignedSpec, phi: Tensor, hidden: Tensor | None, normalize: bool) -> Tensor:
+    """``|phi|`` of rows, (..., 1), as the guard takes it; 0 for hidden ones."""
+    length = spec.length(normalize)
+    norm = phi.norm(dim=-1, keepdim=True) if length is None else phi.new_full((*phi.shape[:-1], 1), length)
+    return norm if hidden is None else norm.masked_fill(hidden, 0)
+
+
+class Chunking:
+    """A sequence of any length in chunks.
+
+    The number of chunks is read from a tensor, so that it is a symbol of its own in the graph. As a formula of the
+    length, which the solver of guards would have to reason about, it ends in a graph for one length.
+
+    Args:
+        like: (*, L, X), for its length and device.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.length = like.shape[-2]
+        self.count = cast(int, torch.full((), (self.length + CHUNK - 1) // CHUNK, device=like.device).item())
+        torch._check(self.count >= 1)
+        torch._check(self.length <= self.count * CHUNK)
+
+    def chunks(self, x: Tensor, fill: float | bool = 0) -> Tensor:
+        """(*, L, X) -> (*, n, C, X), the end filled up."""
+        rest = x.new_full((*x.shape[:-2], self.count * CHUNK - self.length, x.shape[-1]), fill)
+        whole: Tensor = torch.cat([x, rest], -2).unflatten(-2, (self.count, CHUNK))
+        return whole
+
+    def by_chunk(self, x: Tensor) -> Tensor:
+        """Queries (B, G, R, L, X), those of a key head together: (B, G, n, R C, X)."""
+        return self.chunks(x).transpose(2, 3).flatten(3, 4)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """The inverse of `by_chunk`: (B, G, n, R C, X) -> (B, H, L, X)."""
+        rows = x.clone(memory_format=torch.contiguous_format).unflatten(3, (-1, CHUNK)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return rows.narrow(2, 0, self.length)
+
+    def rows_by_head(self, part: Part) -> Part:
+        """Rows of chunks (B, G, n, R C) as rows of the sequence (B, H, L)."""
+        rest = (None if x is None else self.by_head(x.unsqueeze(4)).squeeze(3) for x in part[1:])
+        return Part(self.by_head(part.num), *rest)  # type: ignore[arg-type]
+
+
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    normalize: bool = True,
+    state: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Attend to the keys up to one's own position, and to those in the state; see `causal.causal_attention`.
+
+    Cost: as `causal_part`. The state's logarithm is in float64, as after a step.
+    """
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"causal attention is exported with a key for each query, got {query.shape[2]} queries and {key.shape[2]} "
+            f"keys."
+        )
+    key, value = visible_tokens(key, value, key_mask)
+    hidden = None if key_mask is None else ~key_mask
+    common: dict[str, Any] = {"scale": scale, "normalize": normalize, "state": state}
+    part, after = causal_part(lookup(spec), tensors, query.to(key.dtype), key, value, hidden, **common)
+    if normalize:
+        out = finish(part._replace(num=part.num.clone()))[0]
+    else:
+        root = (0.5 * part.log).exp().unsqueeze(-1)  # twice: the size itself may lie beyond float range
+        out = part.num * root * root
+    return out.to(query.dtype), after
+
+
+def causal_part(
+    spec: Spec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    *,
+    scale: float,
+    normalize: bool,
+    state: Sequence[Tensor] | None = None,
+) -> tuple[Part, list[Tensor]]:
+    """What keys up to each query's own give it.
+
+    Args:
+        spec: of the map.
+        tensors: of the map.
+        query: (B, H, L, D) in the dtype of the arithmetic.
+        key: (B, G, L, D); hidden ones are 0.
+        value: (B, G, L, E); hidden ones are 0.
+        hidden: (B, L) bool, or None.
+        scale: the map sees ``sqrt(scale) x``.
+        normalize: whether what cancels under normalization may be left out.
+        state: sums before the first key, (B, G, ...) each.
+
+    Returns:
+        sums of the rows (B, H, L, ...), and the state after the last key, its logarithm in float64.
+
+    Cost: O(L (M + C) (D + E)) time; O(L M + L / C M E) memory.
+    """
+    covered = None if hidden is None else hidden[:, None, :, None]
+    arguments = (tensors, query, key, value, covered, scale, normalize, state)
+    if isinstance(spec, PositiveSpec):
+        return _positive_part(spec, *arguments)
+    return _signed_part(cast(SignedSpec, spec), *arguments)
+
+
+def _running(own: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sums (B, G, n, ...) of chunks -> those before each chunk, and the one after the last, (B, G, ...)."""
+    first = torch.zeros_like(own[:, :, :1]) if before is None else before.unsqueeze(2)
+    totals = torch.cat([first, own], 2).cumsum(2)
+    return totals[:, :, :-1], totals[:, :, -1]
+
+
+def _positive_part(
+    spec: PositiveSpec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    covered: Tensor | None,
+    scale: float,
+    normalize: bool,
+    state: Sequence[Tensor] | None,
+) -> tuple[Part, list[Tensor]]:
+    """Past chunks by the means of features, the chunk itself by its weights; both by their logarithms."""
+    groups, wide, cut = key.shape[1], wide_dtype(key), Chunking(key)
+    new = _log_features(spec, tensors, key, scale, "key", normalize)
+    new = cut.chunks(new if covered is None else new.masked_fill(covered, EMPTY), EMPTY)  # (B, G, n, C, M)
+    v = cut.chunks(value)
+    logits = _log_features(spec, tensors, _rows(query, groups), scale, "query", normalize)
+    logits = cut.by_chunk(_by_query_head(logits, query))  # (B, G, n, R C, M)
+
+    peak = new.amax(3, keepdim=True)  # (B, G, n, 1, M)
+    size = (new - peak).exp()
+    top = peak.amax(2, keepdim=True).to(wide)
+    if state is not None:
+        top = torch.maximum(top, state[0].to(wide).transpose(2, 3).unsqueeze(2))
+    rate = (peak.to(wide) - top).exp().transpose(3, 4)  # (B, G, n, M, 1)
+    mass, kv = size.sum(3).unsqueeze(4).to(wide), (size.transpose(3, 4) @ v).to(wide)
+    end = top.transpose(3, 4).squeeze(2)  # (B, G, M, 1)
+    old = None if state is None else (state[0].to(wide) - end).exp()
+    masses, last_mass = _running(rate * mass, old)
+    kvs, last_kv = _running(rate * kv, None if old is None or state is None else old * state[1].to(wide))
+    log_mass, mean = _logs(masses, end.unsqueeze(2)), _ratio(kvs, masses).to(v.dtype)
+    past_logits = logits + log_mass.to(logits.dtype).transpose(3, 4)
+    past = Part(past_logits.softmax(4) @ mean, past_logits.logsumexp(4))
+
+    here = logits + peak
+    row = here.amax(4, keepdim=True)
+    scores = (here - row).to(wide).exp() @ (new - peak).to(wide).exp().transpose(3, 4)  # (B, G, n, R C, C)
+    scores = scores * _lower(scores, query.shape[1] // groups)
+    seen = scores.sum(4, keepdim=True)
+    log = _logs(seen, row.to(wide)).to(v.dtype).squeeze(4)
+    part = _joined(past, Part(_ratio(scores, seen).to(v.dtype) @ v, log))
+    after = [_logs(last_mass, end), _ratio(last_kv, last_mass).to(value.dtype)]
+    return cut.rows_by_head(part), after
+
+
+def _logs(mass: Tensor, scale: Tensor) -> Tensor:
+    """``log mass + scale``, and EMPTY where there is no mass, or none of a visible key."""
+    some = (mass > 0) & (scale > EMPTY / 2)
+    return torch.where(some, torch.where(some, mass, 1.0).log() + scale, EMPTY)
+
+
+def _ratio(sums: Tensor, mass: Tensor) -> Tensor:
+    """``sums / mass``, and 0 where there is no mass."""
+    return sums / torch.where(mass > 0, mass, 1.0)
+
+
+def _lower(like: Tensor, repeats: int) -> Tensor:
+    """(R C, C), 1 where a query of a chunk sees the key."""
+    return torch.ones(CHUNK, CHUNK, dtype=like.dtype, device=like.device).tril().repeat(repeats, 1)
+
+
+def _joined(a: Part, b: Part) -> Part:
+    """Two means with log masses, by the share that the logistic function has of them."""
+    num = torch.lerp(a.num, b.num, torch.sigmoid(b.log - a.log).unsqueeze(-1))
+    return Part(num, torch.logaddexp(a.log, b.log))
+
+
+def _signed_part(
+    spec: SignedSpec,
+    tensors: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    covered: Tensor | None,
+    scale: float,
+    normalize: bool,
+    state: Sequence[Tensor] | None,
+) -> tuple[Part, list[Tensor]]:
+    """Plain sums of features in float64, at the largest factor of all keys."""
+    groups, wide, cut = key.shape[1], wide_dtype(key), Chunking(key)
+    phi, factor = spec.features(key, tensors, scale, "key", normalize)
+    phi = phi if covered is None else phi.masked_fill(covered, 0)
+    norm = _lengths(spec, phi, covered, normalize)
+    phi_q, factor_q = spec.features(_rows(query, groups), tensors, scale, "query", normalize)
+    norm_q = _lengths(spec, phi_q, None, normalize)
+
+    phi, norm, v = phi.to(wide), norm.to(wide), value.to(wide)
+    top = phi.new_zeros(*phi.shape[:2], 1, 1)
+    if factor is not None:
+        factor = factor if covered is None else factor.masked_fill(covered, EMPTY)
+        top = factor.amax(2, keepdim=True).to(wide)
+        top = top if state is None else torch.maximum(top, state[0].to(wide))
+        size = (factor.to(wide) - top).exp()
+        phi, norm = phi * size, norm * size
+    rate = None if state is None or factor is None else (state[0].to(wide) - top).exp()
+    given = (None, None, None) if state is None else state[1:]
+    old = [None if x is None else x.to(wide) if rate is None else rate * x.to(wide) for x in given]
+    # A value of 1 and the length stand beside the values: one sum and one product serve all three.
+    columns = torch.cat([v, torch.ones_like(v[..., :1])], 3)
+    x, y, lengths = cut.chunks(phi), cut.chunks(columns), cut.chunks(norm)
+    before = None if old[0] is None or old[1] is None else torch.cat([old[0], old[1]], 3)
+    sums, last = _running(x.transpose(3, 4) @ y, before)
+    sizes, last_size = _running(lengths.sum(3, keepdim=True), old[2])
+
+    q = cut.by_chunk(_by_query_head(phi_q, query)).to(wide)
+    lower = _lower(q, query.shape[1] // groups)
+    both = q @ sums + (q @ x.transpose(3, 4) * lower) @ y
+    num, den = both[..., :-1], both[..., -1:]
+    own = cut.by_chunk(_by_query_head(norm_q, query)).to(wide)
+    guard = own * (sizes + lower @ lengths)
+    log = torch.zeros_like(den) if factor is None else torch.zeros_like(den) + top.unsqueeze(2)
+    if factor_q is not None:
+        log = log + cut.by_chunk(_by_query_head(factor_q, query)).to(wide)
+    unit = torch.maximum(den.abs(), guard)
+    some = unit > 0
+    unit = torch.where(some, unit, 1.0)
+    log = torch.where(some, log + unit.log(), EMPTY)
+    dtype = value.dtype
+    part = Part(*((x / unit).to(dtype) for x in (num,)), log.squeeze(4).to(dtype), (den / unit).squeeze(4).to(dtype))
+    if spec.guarded:
+        part = part._replace(guard=(guard / unit).squeeze(4).to(dtype))
+    after = [top, last[..., :-1].to(dtype), last[..., -1:].to(dtype), last_size.to(dtype)]
+    return cut.rows_by_head(part), after
