@@ -361,5 +361,5 @@ def _signed_part(
     part = Part(*((x / unit).to(dtype) for x in (num,)), log.squeeze(4).to(dtype), (den / unit).squeeze(4).to(dtype))
     if spec.guarded:
         part = part._replace(guard=(guard / unit).squeeze(4).to(dtype))
-    after = [top, last[..., :-1].to(dtype), last[..., -1:].to(dtype), last_size.to(dtype)]
+    after = [top.to(dtype), last[..., :-1].to(dtype), last[..., -1:].to(dtype), last_size.to(dtype)]
     return cut.rows_by_head(part), after

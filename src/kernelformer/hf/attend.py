@@ -88,9 +88,9 @@ def make_mask(
     if not is_plain(mask_function):
         raise _no_pattern()
     causal = mask_function is causal_mask_function
-    if causal and int(q_offset) + q_length != kv_offset + kv_length:
+    if causal and q_offset + q_length != kv_offset + kv_length:
         raise ValueError(
-            f"causal attention of {q_length} tokens after {int(q_offset)} others over {kv_length} keys: there is a key "
+            f"causal attention of {q_length} tokens after {q_offset} others over {kv_length} keys: there is a key "
             f"for each token so far. A cache of fixed length is not covered; use a DynamicCache or a StateCache."
         )
     if attention_mask is not None and attention_mask.shape[1] != kv_length:
@@ -98,7 +98,8 @@ def make_mask(
             f"attention_mask covers {attention_mask.shape[1]} tokens, there are {kv_length} keys; give it a column for "
             f"each token of the context."
         )
-    if attention_mask is None or bool(attention_mask.all()):
+    traced = torch.compiler.is_exporting()  # a graph is for all masks, and cannot look at this one
+    if attention_mask is None or (not traced and bool(attention_mask.all())):
         attention_mask = torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch_size, kv_length)
     return attention_mask if causal else attention_mask[:, None, None]
 
@@ -147,6 +148,8 @@ def read_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) 
 def _keys(mask: Tensor) -> Tensor | None:
     """Mask of keys (B, S), or None where it hides nothing."""
     stored = mask[:1, :1] if mask.stride() == (0, 0) else mask  # one number, expanded
+    if torch.compiler.is_exporting():  # only what `make_mask` makes of no mask is one number, expanded
+        return None if stored is not mask else mask.bool()
     return None if bool(stored.all()) else mask.bool()
 
 

@@ -53,13 +53,14 @@ class Embeddings(nn.Module):
     def forward(self, tokens: Tensor | None, position: Tensor, vectors: Tensor | None = None) -> Tensor:
         """Embed (B, L) tokens, or (B, L, d) vectors given instead, at positions (B or 1, L) -> (B, L, d)."""
         x = self.tokens(tokens) if vectors is None else vectors
-        if self.longest is not None:
+        if self.longest is not None and not torch.compiler.is_exporting():
             last = int(position.max()) if position.numel() else -1
             if last >= self.longest:
                 raise ValueError(
                     f"this model has {self.longest} {self.positions} positions, got a sequence of {last + 1} tokens; "
                     f"shorten it, or build the model with a larger max_position_embeddings or other positions."
                 )
+        if self.longest is not None:
             for table, index in zip(self.places, self._indices(position), strict=True):
                 x = x + table(index)
         x = x * self.scale

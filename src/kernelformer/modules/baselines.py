@@ -24,6 +24,7 @@ class BaselineCore(AttentionCore):
     """Base class of methods that need the whole sequence at once."""
 
     takes_segments = False
+    export_refusal = "has as many landmarks or mixtures as the length allows"
 
     def refusal(self, causal: bool) -> ValueError | None:
         """Bidirectional only."""

@@ -26,6 +26,7 @@ from kernelformer.modules.checks import (
     check_stream,
 )
 from kernelformer.modules.context import active_ranks, needs_whole
+from kernelformer.modules.exported import check_export
 from kernelformer.modules.memory import Remembering
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 from kernelformer.modules.split import attend_split
@@ -54,6 +55,7 @@ class AttentionCore(Remembering):
     takes_dropout = False  # whether it forms weights that can be dropped
     attention_dropout = 0.0  # the share that training drops
     mixes_queries = False  # whether one query's output depends on the others
+    export_refusal: str = ""  # why no graph of any length can be made of it
     delegates = False  # whether other cores attend, which look at the tokens themselves
 
     def __init__(
@@ -238,6 +240,7 @@ class AttentionCore(Remembering):
             call = replace(call, bias=check_step_bias(bias, slope, self.num_heads))
         self._check_gate(call)
         check_packed(self, call)
+        check_export(self, call)
         dtype = call.query.dtype
         out, after = self._step(self._normalized(enter_segment(self, call)))
         return out.to(dtype), after if segment_ids is None else replace(after, last_id=last_id(call))
@@ -288,6 +291,7 @@ class AttentionCore(Remembering):
 
     def _attend_alone(self, call: Call) -> tuple[Tensor, State | None]:
         """Attend with one sequence a row, whose bad tokens stay where they are seen."""
+        check_export(self, call)
         bad = BadTokens.of(call) if call.is_causal and not self.delegates else None
         if bad is not None:  # before the norms, whose gradient at a bad token would be NaN whatever the loss
             call = bad.remove(call)

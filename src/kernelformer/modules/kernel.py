@@ -121,6 +121,11 @@ class KernelCore(AttentionCore):
         return self.has_near
 
     @property
+    def export_refusal(self) -> str:  # type: ignore[override]
+        """Why no graph of any length can be made of it."""
+        return "takes its landmarks from the tokens" if self.feature_map.sees_sequence else ""
+
+    @property
     def takes_segments(self) -> bool:  # type: ignore[override]
         """Whether no landmarks come from the whole row."""
         return not self.feature_map.sees_sequence

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State
+from kernelformer.attention.decomposed import is_exporting
 from kernelformer.attention.engine import Part
 from kernelformer.attention.merge import finish, merge
 from kernelformer.attention.near import Sinks
@@ -22,6 +23,7 @@ from kernelformer.attention.state import MadeBy
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 from kernelformer.modules.bias import check_tail
 from kernelformer.modules.call import Bias, Call
+from kernelformer.modules.exported import attend_stream, step_stream
 from kernelformer.modules.near_stream import NO_SINK, Buffers, Stream, first_tokens, without_sinks
 
 
@@ -82,6 +84,8 @@ class NearFarAttention:
         if not call.in_stream:
             out, _ = self.run(call, far, first_tokens(self.sinks, call, None), None, 0)
             return out, None
+        if is_exporting():
+            return attend_stream(self, call, far)
         dtype = compute_dtype(call.query.dtype)
         key, value, mask = call.key.to(dtype), call.value.to(dtype), call.key_mask
         sums: Sequence[Tensor] = ()
@@ -205,6 +209,8 @@ class NearFarAttention:
 
         In a few whole operations where nothing is differentiated, else as any other call.
         """
+        if is_exporting() and call.state is not None:
+            return *step_stream(self, call, far), None
         state, buffers = call.state, None if call.state is None else call.state.near
         is_plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self.dropout)
         before = None if state is None else Stream.of(state, self.sinks > 0)

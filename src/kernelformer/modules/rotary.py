@@ -108,6 +108,8 @@ class RotaryPositions(nn.Module):
         cos, sin = angle.cos(), angle.sin()
         if self.factor != 1:
             cos, sin = self.factor * cos, self.factor * sin
+        if torch.compiler.is_exporting():
+            return _turned(query, cos, sin), _turned(key, cos, sin)
         rest = cos.new_ones(*cos.shape[:-1], query.shape[-1] - self.dim)
         cos = torch.cat([cos, cos, rest], -1)
         return Rotation.apply(query, cos, sin), Rotation.apply(key, cos, sin)  # type: ignore[no-untyped-call]
@@ -127,6 +129,13 @@ class RotaryPositions(nn.Module):
         """The settings, for printing a model."""
         scaling = f", scaling={self.scaling}" if self.scaling else ""
         return f"dim={self.dim}, base={self.base:g}{scaling}"
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`Rotation` by plain operations, none in place, for an exported graph; cos and sin have n columns."""
+    n, wide = sin.shape[-1], x.to(cos.dtype)
+    a, b, rest = wide[..., :n], wide[..., n : 2 * n], wide[..., 2 * n :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
 
 
 def _check_dim(head_dim: int, rotary_dim: int | None) -> int:
