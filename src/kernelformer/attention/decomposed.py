@@ -23,6 +23,7 @@ from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.recurrent import answer_positive, answer_signed
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup, wide_dtype
 
+TINY = 1e-300  # what a mass is divided by where there is none; float64 goes no further down by much
 CHUNK = 64  # tokens; a chunk's own keys cost C (M + E) a token, sums of all chunks L / C times M E numbers
 
 
@@ -31,13 +32,23 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same in another dtype; a conversion that does nothing would still be two nodes of the graph."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def by_token(mask: Tensor) -> Tensor:
+    """A mask (B, S) over rows (B, G, S, X); an index with None would take four nodes."""
+    return mask.unsqueeze(1).unsqueeze(3)
+
+
 def visible_tokens(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys and values (B, G, S, X) in the dtype of the arithmetic; hidden ones, which may hold anything, are 0."""
     dtype = compute_dtype(key.dtype)
-    key, value = key.to(dtype), value.to(dtype)
+    key, value = in_dtype(key, dtype), in_dtype(value, dtype)
     if key_mask is None:
         return key, value
-    hidden = ~key_mask[:, None, :, None]
+    hidden = by_token(~key_mask)
     return key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
 
 
@@ -59,14 +70,14 @@ def linear(
     known = lookup(spec)
     key, value = visible_tokens(key, value, key_mask)
     state = _sums(known, tensors, key, value, key_mask, scale, normalize)
-    rows = _rows(query.to(key.dtype), key.shape[1])
+    rows = _rows(in_dtype(query, key.dtype), key.shape[1])
     if isinstance(known, PositiveSpec):
         logits = _log_features(known, tensors, rows, scale, "query", normalize)
         out = answer_positive(logits, state[0], state[1], normalize)
     else:
         signed = cast(SignedSpec, known)
         out = answer_signed(signed, *signed.features(rows, tensors, scale, "query", normalize), state, normalize)
-    return _by_query_head(out, query).flatten(1, 2).to(query.dtype)
+    return in_dtype(_by_query_head(out, query).flatten(1, 2), query.dtype)
 
 
 def _rows(query: Tensor, groups: int) -> Tensor:
@@ -93,7 +104,7 @@ def _sums(
     normalize: bool,
 ) -> list[Tensor]:
     """The state after all keys, (B, G, ...) each; see `recurrent`."""
-    hidden = None if key_mask is None else ~key_mask[:, None, :, None]
+    hidden = None if key_mask is None else by_token(~key_mask)
     if isinstance(spec, PositiveSpec):
         logits = _log_features(spec, tensors, key, scale, "key", normalize)
         logits = (logits if hidden is None else logits.masked_fill(hidden, EMPTY)).transpose(2, 3)  # (B, G, M, S)
@@ -187,13 +198,13 @@ def causal(
     key, value = visible_tokens(key, value, key_mask)
     hidden = None if key_mask is None else ~key_mask
     common: dict[str, Any] = {"scale": scale, "normalize": normalize, "state": state}
-    part, after = causal_part(lookup(spec), tensors, query.to(key.dtype), key, value, hidden, **common)
+    part, after = causal_part(lookup(spec), tensors, in_dtype(query, key.dtype), key, value, hidden, **common)
     if normalize:
         out = finish(part._replace(num=part.num.clone()))[0]
     else:
         root = (0.5 * part.log).exp().unsqueeze(-1)  # twice: the size itself may lie beyond float range
         out = part.num * root * root
-    return out.to(query.dtype), after
+    return in_dtype(out, query.dtype), after
 
 
 def causal_part(
@@ -207,6 +218,7 @@ def causal_part(
     scale: float,
     normalize: bool,
     state: Sequence[Tensor] | None = None,
+    cut: Chunking | None = None,
 ) -> tuple[Part, list[Tensor]]:
     """What keys up to each query's own give it.
 
@@ -220,24 +232,24 @@ def causal_part(
         scale: the map sees ``sqrt(scale) x``.
         normalize: whether what cancels under normalization may be left out.
         state: sums before the first key, (B, G, ...) each.
+        cut: that of the sequence, where there is one already.
 
     Returns:
         sums of the rows (B, H, L, ...), and the state after the last key, its logarithm in float64.
 
     Cost: O(L (M + C) (D + E)) time; O(L M + L / C M E) memory.
     """
-    covered = None if hidden is None else hidden[:, None, :, None]
-    arguments = (tensors, query, key, value, covered, scale, normalize, state)
+    covered = None if hidden is None else by_token(hidden)
+    arguments = (tensors, query, key, value, covered, scale, normalize, state, cut or Chunking(key))
     if isinstance(spec, PositiveSpec):
         return _positive_part(spec, *arguments)
     return _signed_part(cast(SignedSpec, spec), *arguments)
 
 
-def _running(own: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sums (B, G, n, ...) of chunks -> those before each chunk, and the one after the last, (B, G, ...)."""
+def _running(own: Tensor, before: Tensor | None) -> Tensor:
+    """Sums (B, G, n, ...) of chunks -> those before each chunk and after the last, (B, G, n + 1, ...)."""
     first = torch.zeros_like(own[:, :, :1]) if before is None else before.unsqueeze(2)
-    totals = torch.cat([first, own], 2).cumsum(2)
-    return totals[:, :, :-1], totals[:, :, -1]
+    return torch.cat([first, own], 2).cumsum(2)
 
 
 def _positive_part(
@@ -250,9 +262,10 @@ def _positive_part(
     scale: float,
     normalize: bool,
     state: Sequence[Tensor] | None,
+    cut: Chunking,
 ) -> tuple[Part, list[Tensor]]:
     """Past chunks by the means of features, the chunk itself by its weights; both by their logarithms."""
-    groups, wide, cut = key.shape[1], wide_dtype(key), Chunking(key)
+    groups, wide = key.shape[1], wide_dtype(key)
     new = _log_features(spec, tensors, key, scale, "key", normalize)
     new = cut.chunks(new if covered is None else new.masked_fill(covered, EMPTY), EMPTY)  # (B, G, n, C, M)
     v = cut.chunks(value)
@@ -261,39 +274,47 @@ def _positive_part(
 
     peak = new.amax(3, keepdim=True)  # (B, G, n, 1, M)
     size = (new - peak).exp()
-    top = peak.amax(2, keepdim=True).to(wide)
+    peaks = in_dtype(peak, wide)
+    top = peaks.amax(2, keepdim=True)
     if state is not None:
-        top = torch.maximum(top, state[0].to(wide).transpose(2, 3).unsqueeze(2))
-    rate = (peak.to(wide) - top).exp().transpose(3, 4)  # (B, G, n, M, 1)
-    mass, kv = size.sum(3).unsqueeze(4).to(wide), (size.transpose(3, 4) @ v).to(wide)
+        top = torch.maximum(top, in_dtype(state[0], wide).transpose(2, 3).unsqueeze(2))
+    # A value of 1 stands beside the values: one product and one sum are mass and mean of a feature.
+    columns = torch.cat([v, torch.ones_like(v[..., :1])], 4)
+    own = in_dtype(size.transpose(3, 4) @ columns, wide) * (peaks - top).exp().transpose(3, 4)  # (B, G, n, M, E + 1)
     end = top.transpose(3, 4).squeeze(2)  # (B, G, M, 1)
-    old = None if state is None else (state[0].to(wide) - end).exp()
-    masses, last_mass = _running(rate * mass, old)
-    kvs, last_kv = _running(rate * kv, None if old is None or state is None else old * state[1].to(wide))
-    log_mass, mean = _logs(masses, end.unsqueeze(2)), _ratio(kvs, masses).to(v.dtype)
-    past_logits = logits + log_mass.to(logits.dtype).transpose(3, 4)
-    past = Part(past_logits.softmax(4) @ mean, past_logits.logsumexp(4))
+    old = None
+    if state is not None:
+        mean = in_dtype(state[1], wide)
+        old = (in_dtype(state[0], wide) - end).exp() * torch.cat([mean, torch.ones_like(mean[..., :1])], 3)
+    log_mass, mean = _masses(_running(own, old), end)
+    past_logits = logits + in_dtype(log_mass[:, :, :-1], logits.dtype).transpose(3, 4)
+    mean = in_dtype(mean, v.dtype)
+    past = Part(past_logits.softmax(4) @ mean[:, :, :-1], past_logits.logsumexp(4))
 
     here = logits + peak
     row = here.amax(4, keepdim=True)
-    scores = (here - row).to(wide).exp() @ (new - peak).to(wide).exp().transpose(3, 4)  # (B, G, n, R C, C)
+    scores = in_dtype(here - row, wide).exp() @ in_dtype(new - peak, wide).exp().transpose(3, 4)  # (B, G, n, R C, C)
     scores = scores * _lower(scores, query.shape[1] // groups)
     seen = scores.sum(4, keepdim=True)
-    log = _logs(seen, row.to(wide)).to(v.dtype).squeeze(4)
-    part = _joined(past, Part(_ratio(scores, seen).to(v.dtype) @ v, log))
-    after = [_logs(last_mass, end), _ratio(last_kv, last_mass).to(value.dtype)]
-    return cut.rows_by_head(part), after
+    log = in_dtype(_logs(seen, in_dtype(row, wide)), v.dtype).squeeze(4)
+    part = _joined(past, Part(in_dtype(_ratio(scores, seen), v.dtype) @ v, log))
+    return cut.rows_by_head(part), [log_mass[:, :, -1], mean[:, :, -1]]
+
+
+def _masses(totals: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of means and masses (B, G, n + 1, M, E + 1) at the scale ``end`` -> log masses and means."""
+    mass = totals[..., -1:]
+    return _logs(mass, end.unsqueeze(2)), _ratio(totals[..., :-1], mass)
 
 
 def _logs(mass: Tensor, scale: Tensor) -> Tensor:
-    """``log mass + scale``, and EMPTY where there is no mass, or none of a visible key."""
-    some = (mass > 0) & (scale > EMPTY / 2)
-    return torch.where(some, torch.where(some, mass, 1.0).log() + scale, EMPTY)
+    """``log mass + scale``, and EMPTY where there is no mass; at the scale of no key it is EMPTY, too."""
+    return torch.where(mass > 0, mass.clamp_min(TINY).log() + scale, EMPTY)
 
 
 def _ratio(sums: Tensor, mass: Tensor) -> Tensor:
     """``sums / mass``, and 0 where there is no mass."""
-    return sums / torch.where(mass > 0, mass, 1.0)
+    return sums / mass.clamp_min(TINY)
 
 
 def _lower(like: Tensor, repeats: int) -> Tensor:
@@ -317,49 +338,46 @@ def _signed_part(
     scale: float,
     normalize: bool,
     state: Sequence[Tensor] | None,
+    cut: Chunking,
 ) -> tuple[Part, list[Tensor]]:
     """Plain sums of features in float64, at the largest factor of all keys."""
-    groups, wide, cut = key.shape[1], wide_dtype(key), Chunking(key)
+    groups, wide = key.shape[1], wide_dtype(key)
     phi, factor = spec.features(key, tensors, scale, "key", normalize)
     phi = phi if covered is None else phi.masked_fill(covered, 0)
     norm = _lengths(spec, phi, covered, normalize)
     phi_q, factor_q = spec.features(_rows(query, groups), tensors, scale, "query", normalize)
     norm_q = _lengths(spec, phi_q, None, normalize)
 
-    phi, norm, v = phi.to(wide), norm.to(wide), value.to(wide)
+    # A value of 1 and the length of phi stand beside the values: one product and one sum serve all three.
+    ones = torch.ones_like(value[..., :1])
+    columns, phi, norm = (in_dtype(x, wide) for x in (torch.cat([value, ones], 3), phi, norm))
     top = phi.new_zeros(*phi.shape[:2], 1, 1)
     if factor is not None:
         factor = factor if covered is None else factor.masked_fill(covered, EMPTY)
-        top = factor.amax(2, keepdim=True).to(wide)
-        top = top if state is None else torch.maximum(top, state[0].to(wide))
-        size = (factor.to(wide) - top).exp()
+        top = in_dtype(factor.amax(2, keepdim=True), wide)
+        top = top if state is None else torch.maximum(top, in_dtype(state[0], wide))
+        size = (in_dtype(factor, wide) - top).exp()
         phi, norm = phi * size, norm * size
-    rate = None if state is None or factor is None else (state[0].to(wide) - top).exp()
-    given = (None, None, None) if state is None else state[1:]
-    old = [None if x is None else x.to(wide) if rate is None else rate * x.to(wide) for x in given]
-    # A value of 1 and the length stand beside the values: one sum and one product serve all three.
-    columns = torch.cat([v, torch.ones_like(v[..., :1])], 3)
+    old = None if state is None else [in_dtype(x, wide) for x in state[1:]]
+    if old is not None and state is not None and factor is not None:
+        old = [(in_dtype(state[0], wide) - top).exp() * x for x in old]
     x, y, lengths = cut.chunks(phi), cut.chunks(columns), cut.chunks(norm)
-    before = None if old[0] is None or old[1] is None else torch.cat([old[0], old[1]], 3)
-    sums, last = _running(x.transpose(3, 4) @ y, before)
-    sizes, last_size = _running(lengths.sum(3, keepdim=True), old[2])
+    sums = _running(x.transpose(3, 4) @ y, None if old is None else torch.cat(old[:2], 3))
+    sizes = _running(lengths.sum(3, keepdim=True), None if old is None else old[2])
 
-    q = cut.by_chunk(_by_query_head(phi_q, query)).to(wide)
+    q = in_dtype(cut.by_chunk(_by_query_head(phi_q, query)), wide)
     lower = _lower(q, query.shape[1] // groups)
-    both = q @ sums + (q @ x.transpose(3, 4) * lower) @ y
-    num, den = both[..., :-1], both[..., -1:]
-    own = cut.by_chunk(_by_query_head(norm_q, query)).to(wide)
-    guard = own * (sizes + lower @ lengths)
-    log = torch.zeros_like(den) if factor is None else torch.zeros_like(den) + top.unsqueeze(2)
+    both = q @ sums[:, :, :-1] + (q @ x.transpose(3, 4) * lower) @ y
+    den = both[..., -1:]
+    own = in_dtype(cut.by_chunk(_by_query_head(norm_q, query)), wide)
+    guard = own * (sizes[:, :, :-1] + lower @ lengths)
+    log = torch.zeros_like(den) + top.unsqueeze(2)
     if factor_q is not None:
-        log = log + cut.by_chunk(_by_query_head(factor_q, query)).to(wide)
+        log = log + in_dtype(cut.by_chunk(_by_query_head(factor_q, query)), wide)
     unit = torch.maximum(den.abs(), guard)
-    some = unit > 0
-    unit = torch.where(some, unit, 1.0)
-    log = torch.where(some, log + unit.log(), EMPTY)
-    dtype = value.dtype
-    part = Part(*((x / unit).to(dtype) for x in (num,)), log.squeeze(4).to(dtype), (den / unit).squeeze(4).to(dtype))
-    if spec.guarded:
-        part = part._replace(guard=(guard / unit).squeeze(4).to(dtype))
-    after = [top.to(dtype), last[..., :-1].to(dtype), last[..., -1:].to(dtype), last_size.to(dtype)]
+    log, dtype = in_dtype(_logs(unit, log), value.dtype), value.dtype
+    num, den, guard = (in_dtype(_ratio(z, unit), dtype) for z in (both[..., :-1], den, guard))
+    part = Part(num, log.squeeze(4), den.squeeze(4), guard.squeeze(4) if spec.guarded else None)
+    last = in_dtype(sums[:, :, -1], dtype)
+    after = [in_dtype(top, dtype), last[..., :-1], last[..., -1:], in_dtype(sizes[:, :, -1], dtype)]
     return cut.rows_by_head(part), after

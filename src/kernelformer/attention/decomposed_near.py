@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.decomposed import CHUNK, Chunking, causal_part, visible_tokens
+from kernelformer.attention.decomposed import CHUNK, Chunking, by_token, causal_part, in_dtype, visible_tokens
 from kernelformer.attention.engine import Part
 from kernelformer.attention.merge import finish, merge
 from kernelformer.attention.near import Sinks, near_blocks
@@ -22,19 +22,20 @@ def near_far(call: NearFarCall) -> tuple[Tensor, list[Tensor]]:
 
     Cost: O(L (w + C) (D + E) + L M (D + E)) time and O(L (w + C + M)) memory.
     """
-    query = call.query.to(compute_dtype(call.query.dtype))
+    query = in_dtype(call.query, compute_dtype(call.query.dtype))
     key, value = visible_tokens(call.key, call.value, call.key_mask)
-    part, state = near_part(call, query, key, value), list[Tensor]()
-    for mirror in call.sides:
-        far, after = _far_part(call, query, key, value, mirror)
-        part = merge(part._replace(num=part.num.clone()), far)
-        state = state if mirror else after
-    return finish(part._replace(num=part.num.clone()))[0].to(call.query.dtype), state
+    cut = Chunking(query)
+    part, state = near_part(call, query, key, value, cut), list[Tensor]()
+    if call.spec:
+        sides, state = _far_parts(call, query, key, value, cut)
+        for far in sides:
+            part = merge(part, far)
+    return in_dtype(finish(part)[0], call.query.dtype), state
 
 
-def near_part(call: NearFarCall, query: Tensor, key: Tensor, value: Tensor) -> Part:
+def near_part(call: NearFarCall, query: Tensor, key: Tensor, value: Tensor, cut: Chunking) -> Part:
     """Exact softmax on the keys within the window and the sinks, rows (B, H, L, ...); see `near`."""
-    groups, cut = key.shape[1], Chunking(query)
+    groups = key.shape[1]
     rows = cut.by_chunk((query * call.scale).unflatten(1, (groups, -1)))  # (B, G, n, R C, D)
     repeats, count = query.shape[1] // groups, cut.count
     scores, values = list[Tensor](), list[Tensor]()
@@ -42,14 +43,14 @@ def near_part(call: NearFarCall, query: Tensor, key: Tensor, value: Tensor) -> P
         left, right = near_blocks(call.window, CHUNK, call.is_causal)
         k, v = (_blocks(cut.chunks(x), left, right, count) for x in (key, value))
         real = key.new_ones(key.shape[0], cut.length, dtype=torch.bool) if call.key_mask is None else call.key_mask
-        real = _blocks(cut.chunks(real[:, None, :, None], False), left, right, count).transpose(3, 4)  # (B, 1, n, 1, W)
+        real = _blocks(cut.chunks(by_token(real), False), left, right, count).transpose(3, 4)  # (B, 1, n, 1, W)
         seen = real & _band(call, left, right, query.device).repeat(repeats, 1)
         scores.append((rows @ k.transpose(3, 4)).masked_fill(~seen, EMPTY))
         values.append(v)
     if call.sinks:
         sinks = Sinks(*call.sinks)
         seen = _sees_sinks(call, sinks, count).repeat(1, 1, 1, repeats, 1)
-        sink_key, sink_value = (x.to(query.dtype).unsqueeze(2) for x in sinks[:2])
+        sink_key, sink_value = (in_dtype(x, query.dtype).unsqueeze(2) for x in sinks[:2])
         scores.append((rows @ sink_key.transpose(3, 4)).masked_fill(~seen, EMPTY))
         values.append(sink_value)
     logits = torch.cat(scores, 4)
@@ -79,33 +80,45 @@ def _band(call: NearFarCall, left: int, right: int, device: torch.device) -> Ten
 def _sees_sinks(call: NearFarCall, sinks: Sinks, count: int) -> Tensor:
     """(B, 1, n, C, s) bool, whether a query sees a sink beyond its window."""
     i = torch.arange(count * CHUNK, device=sinks.position.device).view(1, 1, count, CHUNK, 1)
-    distance = i - sinks.position[:, None, None, None, :]
+    distance = i - _by_row(sinks.position)
     beyond = distance >= call.window if call.is_causal else distance.abs() >= call.window
-    return beyond & sinks.visible[:, None, None, None, :]
+    return beyond & _by_row(sinks.visible)
 
 
-def _far_part(call: NearFarCall, query: Tensor, key: Tensor, value: Tensor, mirror: bool) -> tuple[Part, list[Tensor]]:
-    """Sums of the keys beyond the window on one side: a causal call with delayed keys, or its mirror image."""
-    delay = max(call.window, 1) if mirror else call.window
+def _by_row(x: Tensor) -> Tensor:
+    """A number or mark per sink, (B, s) -> (B, 1, 1, 1, s)."""
+    return x.unsqueeze(1).unsqueeze(1).unsqueeze(1)
+
+
+def _far_parts(
+    call: NearFarCall, query: Tensor, key: Tensor, value: Tensor, cut: Chunking
+) -> tuple[list[Part], list[Tensor]]:
+    """Sums of the keys beyond the window on each side, and the state after those on the left.
+
+    A causal call with delayed keys; with its mirror image, where keys after the query count, as more samples of it.
+    """
     real = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if call.far_mask is None else call.far_mask
-    length = query.shape[2]
-    if mirror:
-        query, key, value, real = query.flip(2), key.flip(2), value.flip(2), real.flip(1)
-    key, value = (F.pad(x, (0, 0, delay, 0)).narrow(2, 0, length) for x in (key, value))
-    hidden = ~F.pad(real, (delay, 0)).narrow(1, 0, length)
-    gone = hidden[:, None, :, None]
+    tokens = _delayed(key, value, real, call.window)
+    if not call.is_causal:
+        mirrored = _delayed(key.flip(2), value.flip(2), real.flip(1), max(call.window, 1))
+        tokens = [torch.cat(pair, 0) for pair in zip(tokens, mirrored, strict=True)]
+        query = torch.cat([query, query.flip(2)], 0)
     part, state = causal_part(
-        lookup(call.spec),
-        call.tensors,
-        query,
-        key.masked_fill(gone, 0),
-        value.masked_fill(gone, 0),
-        hidden,
-        scale=call.far_scale,
-        normalize=False,
+        lookup(call.spec), call.tensors, query, *tokens, scale=call.far_scale, normalize=False, cut=cut
     )
     if call.beta is not None:
-        part = part._replace(log=part.log + call.beta.to(part.log.dtype).view(1, -1, 1))
-    if mirror:
-        part = Part(part.num.flip(2), *(None if x is None else x.flip(2) for x in part[1:]))  # type: ignore[arg-type]
-    return part, state
+        part = part._replace(log=part.log + in_dtype(call.beta, part.log.dtype).view(1, -1, 1))
+    if call.is_causal:
+        return [part], state
+    count = key.shape[0]
+    left = Part(*(None if x is None else x.narrow(0, 0, count) for x in part))  # type: ignore[arg-type]
+    right = Part(*(None if x is None else x.narrow(0, count, count).flip(2) for x in part))  # type: ignore[arg-type]
+    return [left, right], state
+
+
+def _delayed(key: Tensor, value: Tensor, real: Tensor, delay: int) -> list[Tensor]:
+    """Keys, values and which of them are hidden, all of them so many tokens later; hidden ones are 0."""
+    length = key.shape[2]
+    pair = (x.masked_fill(by_token(~real), 0) for x in (key, value))
+    key, value = (F.pad(x, (0, 0, delay, 0)).narrow(2, 0, length) for x in pair)
+    return [key, value, ~F.pad(real, (delay, 0)).narrow(1, 0, length)]
