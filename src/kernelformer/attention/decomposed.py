@@ -20,10 +20,9 @@ from torch import Tensor
 from kernelformer.attention.engine import Part
 from kernelformer.attention.merge import finish
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.recurrent import answer_positive, answer_signed
+from kernelformer.attention.recurrent import answer_positive, answer_signed, log_add
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup, wide_dtype
 
-TINY = 1e-300  # what a mass is divided by where there is none; float64 goes no further down by much
 CHUNK = 64  # tokens; a chunk's own keys cost C (M + E) a token, sums of all chunks L / C times M E numbers
 
 
@@ -309,12 +308,17 @@ def _masses(totals: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
 
 def _logs(mass: Tensor, scale: Tensor) -> Tensor:
     """``log mass + scale``, and EMPTY where there is no mass; at the scale of no key it is EMPTY, too."""
-    return torch.where(mass > 0, mass.clamp_min(TINY).log() + scale, EMPTY)
+    return torch.where(mass > 0, _or_one(mass).log() + scale, EMPTY)
 
 
 def _ratio(sums: Tensor, mass: Tensor) -> Tensor:
     """``sums / mass``, and 0 where there is no mass."""
-    return sums / mass.clamp_min(TINY)
+    return sums / _or_one(mass)
+
+
+def _or_one(mass: Tensor) -> Tensor:
+    """The mass, and 1 where there is none: ONNX has float32 constants, in which no bound is small enough."""
+    return torch.where(mass > 0, mass, 1.0)
 
 
 def _lower(like: Tensor, repeats: int) -> Tensor:
@@ -325,7 +329,7 @@ def _lower(like: Tensor, repeats: int) -> Tensor:
 def _joined(a: Part, b: Part) -> Part:
     """Two means with log masses, by the share that the logistic function has of them."""
     num = torch.lerp(a.num, b.num, torch.sigmoid(b.log - a.log).unsqueeze(-1))
-    return Part(num, torch.logaddexp(a.log, b.log))
+    return Part(num, log_add(a.log, b.log))
 
 
 def _signed_part(

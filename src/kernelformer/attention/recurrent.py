@@ -93,8 +93,15 @@ def _take_positive(new: Tensor, value: Tensor, state: Sequence[Tensor], hidden: 
         new = new.masked_fill(hidden, EMPTY)
     # A logarithm of 10 in float32 cannot tell 1,000,000 tokens from 1,000,001, and loses digits long before.
     new = new.to(wide_dtype(new))
-    total = torch.logaddexp(log_mass.to(new.dtype), new)
+    total = log_add(log_mass.to(new.dtype), new)
     return total, torch.lerp(mean, value, (new - total).to(mean.dtype).exp())  # old and new shares add up to 1
+
+
+def log_add(a: Tensor, b: Tensor) -> Tensor:
+    """``log(e^a + e^b)``; in an exported graph by what ONNX does without leaving float range."""
+    if not torch.compiler.is_exporting():
+        return torch.logaddexp(a, b)
+    return torch.maximum(a, b) + torch.log1p((-(a - b).abs()).exp())
 
 
 def answer_positive(logits: Tensor, log_mass: Tensor, mean: Tensor, normalize: bool) -> Tensor:

@@ -1,29 +1,30 @@
 """The graphs of an exported model: a whole sequence, a prompt with the state after it, and one token after a state.
 
 A state is a flat list of tensors, whose number and shapes are the model's own. They are all that a generation carries
-from token to token: positions are counted in them.
+from token to token: positions are counted in them. The classes here are modules that `torch.export` takes.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
 from kernelformer.attention import State
 from kernelformer.attention.state import MadeBy
-from kernelformer.cache import StateCache, StateLayer
+from kernelformer.cache import StateCache
 from kernelformer.hf import new_cache
-from kernelformer.hf.kept import KeptAttention
-from kernelformer.models import KernelformerPreTrainedModel
+from kernelformer.hf.attend import CORE
+from kernelformer.models import KernelformerForCausalLM
+from kernelformer.modules import AttentionCore
 from kernelformer.modules.growing import GrowingCore
 from kernelformer.modules.mixed import PairState
 
-OPSET = 20
 BATCH, LENGTH, PAST = "batch", "length", "past"  # the names of dynamic axes
 EXAMPLE = 70  # tokens that a graph is traced with: more than a chunk, and no multiple of one
 
@@ -69,11 +70,19 @@ class Layout:
         return [2, 2, 1][: self.count] if self.grows else [None] * self.count
 
 
+@dataclass
+class Seen:
+    """What a traced call has found out; attributes of the module itself are as before after `torch.export`."""
+
+    layouts: list[Layout] = field(default_factory=list)
+    output: str = ""
+
+
 class Whole(nn.Module):
-    """A model that reads a whole sequence: tokens (B, L) and mask (B, L) -> its logits, or vectors of the tokens.
+    """A model that reads a whole sequence: tokens and mask (B, L) -> logits, or vectors of the tokens.
 
     Args:
-        model: an encoder, ours or converted.
+        model: an encoder, ours or converted, in evaluation mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,20 +91,148 @@ class Whole(nn.Module):
         self.inputs = ["input_ids", "attention_mask"]
         if getattr(model.config, "type_vocab_size", 0) > 1 and "token_type_ids" in _arguments(model):
             self.inputs.append("token_type_ids")
-        self.outputs = ["logits" if hasattr(model.config, "id2label") and _has_head(model) else "last_hidden_state"]
+        self.seen = Seen()
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Inputs in the order of `inputs`."""
-        given = dict(zip(self.inputs, inputs, strict=True))
-        result: Tensor = self.model(**given)[self.outputs[0]]
-        return result
+        """The inputs in the order of `inputs`."""
+        result = self.model(**dict(zip(self.inputs, inputs, strict=True)), return_dict=True)
+        self.seen.output = "logits" if "logits" in result else "last_hidden_state"
+        output: Tensor = result[self.seen.output]
+        return output
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the outputs, known after the first call."""
+        return [self.seen.output]
+
+    def example(self, length: int, batch: int = 2) -> tuple[Tensor, ...]:
+        """Inputs: random tokens, those of the first row padded on the right."""
+        ids, mask = random_tokens(self.model, batch, length), torch.ones(batch, length, dtype=torch.long)
+        mask[0, length - length // 3 :] = 0
+        return (ids, mask, torch.zeros_like(ids))[: len(self.inputs)]
+
+
+class Prompt(nn.Module):
+    """A causal model on a prompt: tokens and mask (B, L) -> logits, positions, and the tensors of all states.
+
+    Padding stands on the left, so that the last token is real.
+
+    Args:
+        model: a causal language model, ours or converted, in evaluation mode.
+        every: whether there are logits (B, L, vocabulary) for every token; otherwise for the last one, (B, 1,
+            vocabulary).
+    """
+
+    def __init__(self, model: nn.Module, every: bool = False) -> None:
+        super().__init__()
+        self.model, self.every = model, every
+        self.seen = Seen()
+        self.inputs = ["input_ids", "attention_mask"]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """What the states of the layers are beside their tensors, known after the first call."""
+        return self.seen.layouts
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the outputs, known after the first call."""
+        return ["logits", *(f"next_{x}" for x in state_names(self.layouts))]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        """Read a prompt."""
+        positions = (attention_mask.cumsum(1) - 1).clamp_min(0)
+        cache = empty_cache(self.model)
+        logits = _call(self.model, input_ids, positions, cache, 0 if self.every else 1, attention_mask=attention_mask)
+        states = [layer.state for layer in cache.layers]
+        self.seen.layouts = [Layout.of(x, core) for x, core in zip(states, causal_cores(self.model), strict=True)]
+        return logits, attention_mask.sum(1, keepdim=True), *(x for state in states for x in state.tensors)
+
+    def example(self, length: int, batch: int = 2) -> tuple[Tensor, ...]:
+        """Inputs: random tokens, those of the first row padded on the left."""
+        ids, mask = random_tokens(self.model, batch, length), torch.ones(batch, length, dtype=torch.long)
+        mask[0, : length // 3] = 0
+        return ids, mask
+
+
+class Step(nn.Module):
+    """A causal model on one token: token (B, 1), its position (B, 1) and the states -> the same as a `Prompt` gives.
+
+    Args:
+        model: as that of the prompt.
+        layouts: of the prompt.
+    """
+
+    def __init__(self, model: nn.Module, layouts: Sequence[Layout]) -> None:
+        super().__init__()
+        self.model, self.layouts = model, list(layouts)
+        self.inputs = ["input_ids", *state_names(self.layouts)]
+        self.outputs = ["logits", *(f"next_{x}" for x in state_names(self.layouts))]
+
+    def forward(self, input_ids: Tensor, position: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Go on by one token."""
+        cache, rest = empty_cache(self.model), list(tensors)
+        axes = [axis for x in self.layouts for axis in x.token_axes]
+        grown = [x.shape[axis] for x, axis in zip(tensors, axes, strict=True) if axis is not None]
+        for layer, layout in zip(cache.layers, self.layouts, strict=True):
+            # A state of constant size has no use for its length; all are said to have the same.
+            layer.state = layout.state(rest[: layout.count], grown[0] if grown else 1)
+            del rest[: layout.count]
+        logits = _call(self.model, input_ids, position, cache, 1)
+        return logits, position + 1, *(x for layer in cache.layers for x in layer.state.tensors)
+
+
+def state_names(layouts: Sequence[Layout]) -> list[str]:
+    """Names of the tensors that go from token to token: the position, and those of the states."""
+    return ["position", *(f"state_{i}_{n}" for i, x in enumerate(layouts) for n in range(x.count))]
 
 
 def _arguments(model: nn.Module) -> list[str]:
     return list(inspect.signature(model.forward).parameters)
 
 
-def _has_head(model: nn.Module) -> bool:
-    """Whether a model gives logits: it is more than the bare encoder that it holds."""
-    base = getattr(model, "base_model", model)
-    return base is not model
+def _call(model: Any, ids: Tensor, positions: Tensor, cache: StateCache, keep: int, **given: Any) -> Tensor:
+    result = model(ids, position_ids=positions, past_key_values=cache, logits_to_keep=keep, use_cache=True, **given)
+    logits: Tensor = result.logits
+    return logits
+
+
+def empty_cache(model: Any) -> StateCache:
+    """A cache with a state for every layer."""
+    if isinstance(model, KernelformerForCausalLM):
+        return model.new_cache()
+    return StateCache(len(list(causal_cores(model))), layers=new_cache(model).layers)
+
+
+def causal_cores(model: nn.Module) -> Iterator[AttentionCore]:
+    """The cores of a causal model, by layer; `KeptAttention` and other modules in their place are none."""
+    for name, module in model.named_modules():
+        own = name.rpartition(".")[2] == ("core" if isinstance(model, KernelformerForCausalLM) else CORE)
+        if own and isinstance(module, AttentionCore):
+            yield module
+
+
+def random_tokens(model: Any, batch: int, length: int) -> Tensor:
+    """Tokens of a model (B, L), always the same."""
+    size = model.config.vocab_size
+    return torch.randint(min(3, size - 1), size, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+@torch.no_grad()
+def trace_whole(module: Whole | Prompt, longest: int | None) -> ExportedProgram:
+    """The graph of a whole sequence or a prompt, of any number of samples and any length up to ``longest``."""
+    axes = {0: Dim(BATCH), 1: Dim(LENGTH, max=longest) if longest else Dim(LENGTH)}
+    length = EXAMPLE if longest is None else min(EXAMPLE, longest - 1)
+    inputs = module.example(length)
+    shapes = (axes,) * len(inputs)
+    return torch.export.export(module, inputs, dynamic_shapes=(shapes,) if isinstance(module, Whole) else shapes)
+
+
+@torch.no_grad()
+def trace_step(module: Step, outputs: Sequence[Tensor]) -> ExportedProgram:
+    """The graph of a step, traced after what the prompt's graph gives for two samples."""
+    batch, past = Dim(BATCH), Dim(PAST)
+    axes = [axis for x in module.layouts for axis in x.token_axes]
+    states = tuple({0: batch} if axis is None else {0: batch, axis: past} for axis in axes)
+    token = outputs[0][:, -1].argmax(1, keepdim=True)
+    return torch.export.export(module, (token, *outputs[1:]), dynamic_shapes=({0: batch}, {0: batch}, states))
