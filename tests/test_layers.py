@@ -16,7 +16,7 @@ ORDER = [
     {"pipelines", "studies"},
     {"recipes", "reports", "measure"},
     {"training"},
-    {"tasks"},
+    {"tasks", "export"},
     {"data", "models", "distill"},
     {"analysis"},
     {"hf"},

@@ -16,16 +16,18 @@ class MissingExtraError(ModuleNotFoundError):
     """A part of the library whose optional dependencies are not installed."""
 
 
-def require_extra(who: str, *modules: str) -> None:
+def require_extra(who: str, *modules: str, extra: str = "train") -> None:
     """Raise, with the command that installs them, if optional dependencies are missing.
 
     Args:
         who: what needs them, such as ``kernelformer.hf``.
         modules: needed beside those of `TRAIN`.
+        extra: which brings them.
     """
     missing = [name for name in (*modules, *TRAIN) if not _installed(name)]
     if missing:
-        raise MissingExtraError(f"{who} needs {', '.join(missing)}: pip install 'kernelformer[train]'", name=missing[0])
+        way = f"pip install 'kernelformer[{extra}]'"
+        raise MissingExtraError(f"{who} needs {', '.join(missing)}: {way}", name=missing[0])
 
 
 def _installed(name: str) -> bool:

@@ -12,6 +12,7 @@ from kernelformer import __version__
 from kernelformer.cli import advise as advising
 from kernelformer.cli import bench as benchmark
 from kernelformer.cli import convert as converting
+from kernelformer.cli import export as exporting
 from kernelformer.cli import judge as judging
 from kernelformer.cli import pictures, reproduce, results, studies, training
 from kernelformer.cli import prepare as preparing
@@ -33,6 +34,7 @@ app.command()(translating.translate)
 app.command()(advising.advise)
 app.command()(converting.convert)
 app.command()(judging.judge)
+app.command()(exporting.export)
 app.command("continue")(converting.continue_)
 app.command()(training.demo)
 app.command()(reproduce.reproduce)

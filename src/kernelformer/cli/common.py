@@ -16,6 +16,7 @@ from rich.text import Text
 from kernelformer.commands import typed
 from kernelformer.errors import WorkerError
 from kernelformer.formatting import shortened, visible
+from kernelformer.lazy import MissingExtraError
 from kernelformer.records import unfinished
 from kernelformer.terminal import VisibleConsole, text_column
 from kernelformer.training.config import StoppedError, TrainingError
@@ -67,7 +68,7 @@ def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
         if len(name) > 300:  # the message has all of it
             fail(ValueError(f"{name[:100]}... of {len(name):,} characters cannot be used: {problem.strerror}."))
         fail(problem)
-    except (ValueError, TrainingError, WorkerError) as problem:
+    except (ValueError, TrainingError, WorkerError, MissingExtraError) as problem:
         fail(problem)
     except KeyboardInterrupt:
         fail(StoppedError(f"stopped at once; {then()}."), 130)

@@ -40,6 +40,12 @@ STUDIES: dict[str, Study] = {
             resumes=True,
         ),
         Study(
+            "exported",
+            "An encoder and its converted copies, in torch and in onnxruntime with that runtime's own attention",
+            "",
+            settings.ExportedSettings,
+        ),
+        Study(
             "sparsity",
             "Which kernels learn to ignore: learning curves on sums of relevant values",
             "KL-Transformer (2110.08323), App. E, Fig. 6",

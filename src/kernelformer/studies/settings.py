@@ -194,6 +194,22 @@ class ServingSettings(Settings):
     allow_pickle: bool = option(False, "read weights from a pickle, which can run code")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportedSettings(Settings):
+    """Settings of `studies.exported`."""
+
+    model: str = option("", "folder of an encoder; default: random weights, MiniLM-L6's sizes", path=True)
+    attention: tuple[str, ...] = option(
+        ("loglinear:num_features=64", "favor+:num_features=64:window=64:sinks=4"),
+        "what it is converted to, separated by commas",
+    )
+    lengths: tuple[int, ...] = option((1024, 4096, 16384), "tokens", least=2)
+    batch: int = option(1, "sequences at once", least=1)
+    rounds: int = option(2, "timed passes of each, at least", least=1)
+    budget: float = option(20.0, "seconds for all passes of a length", least=0.01)
+    allow_pickle: bool = option(False, "read weights from a pickle, which can run code")
+
+
 def _windows(name: str, text: str) -> tuple[int, ...]:
     """Integers of at least 0 between commas."""
     parts = split_names(text)

@@ -1,0 +1,44 @@
+"""``kernelformer export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, use_threads
+from kernelformer.cli.derive import takes
+from kernelformer.pipelines.export_settings import ExportSettings
+
+
+@takes(ExportSettings)
+def export(
+    settings: ExportSettings,
+    folder: Annotated[Path, typer.Argument(help="of a run, of a saved model, or of a converted one")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="folder to make")],
+    threads: Threads = None,
+) -> None:
+    """Write a model as ONNX, compared with torch, with a script that runs it without torch."""
+    use_threads(threads)
+    with plain_errors():
+        from kernelformer.formatting import human_bytes
+        from kernelformer.pipelines.export import export_folder
+
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=None)
+            result = export_folder(folder, out, settings, log=lambda x: say(progress, bar, x))
+        files = ", ".join(f"{name} ({human_bytes(size)})" for name, size in result.files.items() if ".onnx" in name)
+        console.print(f"{result.kind} as ONNX, opset {result.opset}: {files}", highlight=False)
+        found = result.differences
+        steps = "" if found.steps is None else f", {settings.steps} steps {found.steps:.1e}"
+        console.print(
+            f"largest difference from torch, over the largest output: sequences {found.sequences:.1e}, padded "
+            f"{found.padded:.1e}{steps}",
+            highlight=False,
+        )
+        if result.grows:
+            layers = ", ".join(map(str, result.grows))
+            console.print(f"note: the state of layers {layers} keeps every key, and grows with the text")
+        name = next(x for x in result.files if x in ("generate.py", "run.py"))
+        console.print(f"without torch: python {result.folder / name}", highlight=False, markup=False)

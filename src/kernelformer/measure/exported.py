@@ -1,0 +1,169 @@
+"""An encoder in torch and in onnxruntime, as it is and converted: four ways to read the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from kernelformer.export.check import run, session
+from kernelformer.export.graphs import Whole, trace_whole
+from kernelformer.export.onnx_files import quiet_exporter, save_onnx
+from kernelformer.measure.harness import Figures, Step, time_rounds
+from kernelformer.measure.lengths import Subject, contender
+
+ORIGINAL = "sdpa"  # the original's attention in torch
+TORCH, ONNX = "torch", "onnxruntime"
+EXAMPLE = 70  # tokens that the original is traced with
+# The sizes of MiniLM-L6.
+SIZES = {
+    "vocab_size": 30522,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+}
+
+
+class Encoder(Subject):
+    """The encoder that is measured; with an empty folder a BERT of `SIZES` with random weights."""
+
+    def build(self, length: int, head: bool = False) -> tuple[Any, list[str]]:
+        """Build the model without a head; see `Subject.build`."""
+        model, stretched = super().build(length, head)
+        if getattr(model.config, "is_decoder", False) or hasattr(model.config, "rope_parameters"):
+            raise ValueError(
+                f"{self.folder} is a {type(model).__name__}; exported encoders are measured here, decoders by "
+                f"`kernelformer study serving`."
+            )
+        return model, stretched
+
+    def _drawn(self, head: bool) -> Any:
+        if self.folder:
+            return super()._drawn(head)
+        from transformers import BertConfig, BertModel
+
+        torch.manual_seed(0)
+        return BertModel(BertConfig(**SIZES), add_pooling_layer=False)
+
+
+class Unmasked(nn.Module):
+    """The original on sequences without padding, (B, L) -> (B, L, d): no mask, as its fastest attention wants it."""
+
+    inputs, outputs = ("input_ids",), ("last_hidden_state",)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Read whole sequences."""
+        hidden: Tensor = self.model(input_ids=input_ids).last_hidden_state
+        return hidden
+
+
+def own_attention() -> dict[Any, Any]:
+    """How onnxruntime's own operator stands for torch's attention: `MultiHeadAttention`, in tiles, without an L x L.
+
+    The exporter's translation is two products and a softmax, which would take 13 GB a layer at 16384 tokens.
+    """
+    from onnxscript import opset20 as op
+    from onnxscript import values
+
+    contrib = values.Opset("com.microsoft", 1)
+
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if attn_mask is not None or is_causal:
+            raise ValueError("the original is exported without a mask and without order.")
+        heads, width = query.shape[1], query.shape[3]
+        flat = [op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), [0, 0, heads * width]) for x in (query, key, value)]
+        size = width**-0.5 if scale is None else scale
+        out = contrib.MultiHeadAttention(*flat, num_heads=heads, scale=size)
+        return op.Transpose(op.Reshape(out, [0, 0, heads, width]), perm=[0, 2, 1, 3])
+
+    return {torch.ops.aten.scaled_dot_product_attention.default: attention}
+
+
+def file_of(folder: Path, number: int) -> Path:
+    """The graph of the contender with this number."""
+    return folder / f"{number}.onnx"
+
+
+def prepare(subject: Mapping[str, Any], longest: int, names: Sequence[str], folder: str) -> dict[str, Figures]:
+    """Export the original and its converted copies into a folder; the problem of those that cannot be.
+
+    Args:
+        subject: fields of `Encoder`.
+        longest: tokens.
+        names: of attentions, `ORIGINAL` among them.
+        folder: for the graphs.
+    """
+    model, _ = Encoder(**subject).build(longest)
+    problems: dict[str, Figures] = {}
+    for number, name in enumerate(names):
+        other = contender(model, name)
+        try:
+            with quiet_exporter(), torch.no_grad():
+                if name == ORIGINAL:
+                    module: Any = Unmasked(other)
+                    axes = {0: Dim("batch"), 1: Dim("length", max=longest)}
+                    tokens = Encoder(**{**subject, "batch": 2}).tokens(model, min(EXAMPLE, longest - 1))
+                    program = torch.export.export(module, (tokens,), dynamic_shapes=(axes,))
+                else:
+                    module = Whole(other)
+                    program = trace_whole(module, longest)
+            save_onnx(program, module, file_of(Path(folder), number), own_attention() if name == ORIGINAL else None)
+        except ValueError as problem:
+            problems[name] = {"problem": str(problem).splitlines()[0]}
+    return problems
+
+
+def measure(
+    subject: Mapping[str, Any], longest: int, length: int, names: Sequence[str], folder: str, rounds: int, budget: float
+) -> dict[str, Figures]:
+    """Time all ways to read ``length`` tokens in this process: {"attention in torch": figures}.
+
+    Args:
+        subject: fields of `Encoder`.
+        longest: tokens that the graphs were made for.
+        length: tokens.
+        names: of attentions.
+        folder: of the graphs that `prepare` has written.
+        rounds: at least so many runs of each are timed.
+        budget: seconds for timing all of them.
+    """
+    this = Encoder(**subject)
+    model, _ = this.build(longest)
+    tokens, steps = this.tokens(model, length), dict[str, Step]()
+    for number, name in enumerate(names):
+        steps[way(name, TORCH)] = Step(partial(_read, contender(model, name), tokens))
+        path = file_of(Path(folder), number)
+        if path.is_file():
+            graph = session(path, torch.get_num_threads())
+            given = [tokens.numpy(), torch.ones_like(tokens).numpy(), torch.zeros_like(tokens).numpy()]
+            steps[way(name, ONNX)] = Step(partial(run, graph, given[: len(graph.get_inputs())]))
+    return time_rounds(steps, rounds, budget)
+
+
+def way(name: str, runtime: str) -> str:
+    """The name of an attention in a runtime."""
+    return f"{name} in {runtime}"
+
+
+@torch.no_grad()
+def _read(model: Any, tokens: Tensor) -> None:
+    model(input_ids=tokens)

@@ -1,0 +1,163 @@
+"""The fair peer of inference on a CPU: an encoder and its converted copies, in torch and in onnxruntime.
+
+The original runs in onnxruntime with that runtime's own attention, in tiles. Tokens are random and nothing is padded:
+only speed is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from kernelformer.errors import WorkerError
+from kernelformer.formatting import human_time
+from kernelformer.measure import exported as measured
+from kernelformer.measure.exported import ONNX, ORIGINAL, TORCH, Encoder, way
+from kernelformer.measure.harness import Figures, run_in_process
+from kernelformer.modules.spec import parse_method
+from kernelformer.quiet import silent_libraries
+from kernelformer.studies.base import Log, Progress
+from kernelformer.studies.lengths import describe
+from kernelformer.studies.settings import ExportedSettings
+
+BASE = way(ORIGINAL, TORCH)  # what the others are compared with
+
+
+@dataclass
+class Row:
+    """One way to read so many tokens: seconds of a pass, or why there are none."""
+
+    length: int
+    way: str
+    seconds: float | None = None
+    rounds: int = 0
+    note: str = ""
+
+
+@dataclass
+class Result:
+    """Rows of all lengths, and what they depend on."""
+
+    about: dict[str, Any]
+    stretched: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def faster(self, row: Row) -> float | None:
+        """How many times faster than the original in torch at the same length."""
+        base = next((x.seconds for x in self.rows if x.length == row.length and x.way == BASE), None)
+        return None if base is None or row.seconds is None else base / row.seconds
+
+
+def names(settings: ExportedSettings) -> list[str]:
+    """The attentions, the original's first."""
+    return list(dict.fromkeys((ORIGINAL, *settings.attention)))
+
+
+def steps(settings: ExportedSettings) -> int:
+    """Return how many processes there are: one that exports, and one for each length."""
+    for spec in settings.attention:
+        parse_method(spec)
+    for what in ("lengths", "attention"):
+        if not getattr(settings, what):
+            raise ValueError(f"{what} must name at least one, got {getattr(settings, what)!r}.")
+    return 1 + len(set(settings.lengths))
+
+
+def run(
+    settings: ExportedSettings, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
+) -> Result:
+    """Export, then time all ways at each length; see `studies.base`."""
+    steps(settings)
+    subject = Encoder(settings.model, "encoder", not settings.model, settings.allow_pickle, settings.batch)
+    longest = max(settings.lengths)
+    with silent_libraries():
+        model, stretched = subject.build(longest)
+    name = Path(settings.model).resolve().name if settings.model else "a BERT of MiniLM-L6's sizes"
+    result = Result(describe(model, subject, name, "encoder"), stretched)
+    common: dict[str, Any] = {"subject": asdict(subject), "longest": longest, "names": names(settings)}
+    with TemporaryDirectory(prefix="kernelformer-export-") as graphs:
+        log("exporting")
+        problems = _job(measured.prepare, **common, folder=graphs)
+        progress()
+        for length in sorted(set(settings.lengths)):
+            log(f"{length} tokens: timing")
+            given = {"length": length, "rounds": settings.rounds, "budget": settings.budget, "folder": graphs}
+            result.rows += _rows(length, names(settings), problems, _measured(common | given))
+            progress()
+    return result
+
+
+def _measured(given: dict[str, Any]) -> Figures:
+    try:
+        return _job(measured.measure, **given)
+    except WorkerError as problem:
+        return {"": {"problem": str(problem)}}
+
+
+def _rows(length: int, attentions: Sequence[str], problems: Figures, figures: Figures) -> list[Row]:
+    rows = []
+    for name in attentions:
+        for runtime in (TORCH, ONNX):
+            row = Row(length, way(name, runtime))
+            found = figures.get(row.way) or figures.get("") or problems.get(name, {"problem": "was not measured"})
+            row.seconds, row.rounds = found.get("seconds"), found.get("rounds", 0)
+            row.note = found.get("problem", "")
+            rows.append(row)
+    return rows
+
+
+def _job(work: Any, **given: Any) -> Figures:
+    return run_in_process(work, threads=torch.get_num_threads(), **given)
+
+
+def record(result: Result) -> dict[str, Any]:
+    """Return the result as plain JSON."""
+    rows = [{**asdict(row), "times faster": result.faster(row)} for row in result.rows]
+    return {"about": result.about, "stretched": result.stretched, "rows": rows}
+
+
+def tables(result: Result) -> list[Table]:
+    """Return one table: a line for each way, a column for each length."""
+    lengths = sorted({row.length for row in result.rows})
+    out = Table(title=f"a pass of {result.about['model']}, times faster than {BASE}", title_justify="left")
+    out.add_column("attention", no_wrap=True)
+    for length in lengths:
+        out.add_column(f"{length} tokens", justify="right", no_wrap=True)
+    for name in dict.fromkeys(row.way for row in result.rows):
+        mine = {row.length: row for row in result.rows if row.way == name}
+        out.add_row(name, *(_cell(result, mine[length]) for length in lengths))
+    notes = [f"{row.length} tokens, {row.way}: {row.note}" for row in result.rows if row.note]
+    out.caption, out.caption_justify = "\n".join(notes) or None, "left"
+    return [out]
+
+
+def _cell(result: Result, row: Row) -> str:
+    if row.seconds is None:
+        return "not run"
+    faster = result.faster(row)
+    return human_time(row.seconds) + (f" ({faster:.2f}x)" if faster is not None and row.way != BASE else "")
+
+
+def picture(result: Result, path: Path) -> None:
+    """Draw the seconds of a pass over the length."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for name in dict.fromkeys(row.way for row in result.rows):
+        points = [(row.length, row.seconds) for row in result.rows if row.way == name and row.seconds is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", linestyle="--" if ONNX in name else "-", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="seconds of a pass")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
