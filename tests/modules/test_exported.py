@@ -53,7 +53,7 @@ def test_a_later_key_that_dwarfs_its_chunk_changes_no_earlier_row(variant, expor
     q, k, v = inputs(130, dtype=torch.float32, size=0.5)
     before = core(q, k, v, is_causal=True)
     far = k.clone()
-    far[:, :, [20, 100]] *= 40.0  # log features grow by hundreds, beyond what float32 spans
+    far[:, :, [20, 100]] *= 20.0  # log features grow by more than the 87 that float32 spans
     after = core(q, far, v, is_causal=True)
     assert torch.isfinite(after).all()
     close(after[:, :, :20], before[:, :, :20], 1e-5)
@@ -123,7 +123,7 @@ def call(core, is_causal):
     ],
 )
 def test_what_has_no_graph_of_any_length_says_so_by_name(variant, is_causal, said):
-    core, length = build(variant, torch.float32).eval(), Dim("length")
+    core, length = build(variant, torch.float32).eval(), Dim("length", min=2)
     q, k, v = inputs(20, dtype=torch.float32)
     more = {"bias": torch.zeros(4, 39)} if variant == "nprf" else {}
     shapes = {x: {2: length} for x in "qkv"} | ({"more": {"bias": {1: 2 * length - 1}}} if more else {})
