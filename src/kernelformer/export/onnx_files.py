@@ -4,43 +4,47 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.export import ExportedProgram
 
-from kernelformer.export.graphs import Prompt, Step, Whole
 from kernelformer.quiet import silent_libraries
 
 OPSET = 20  # of ONNX
 ONE_FILE = 1 << 30  # bytes of weights beyond which they stand beside their graph: a file of ONNX ends at 2 GiB
 
 
-def save_onnx(
-    program: ExportedProgram,
-    module: Whole | Prompt | Step,
-    path: Path,
-    translations: Mapping[Any, Any] | None = None,
-) -> None:
+class Named(Protocol):
+    """What a graph was made from: the names of its inputs and outputs."""
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """Names of the inputs."""
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        """Names of the outputs."""
+
+
+def save_onnx(program: ExportedProgram, module: Named, path: Path) -> None:
     """Write a graph as ONNX.
 
     Args:
         program: the graph.
-        module: that it was made from, for the names of its inputs and outputs.
+        module: that it was made from.
         path: of the file.
-        translations: functions of onnxscript for operators of torch, instead of the exporter's own.
     """
     weights = sum(x.numel() * x.element_size() for x in program.state_dict.values())
     with quiet_exporter():
         made = torch.onnx.export(
             program,
             opset_version=OPSET,
-            input_names=module.inputs,
-            output_names=module.outputs,
-            custom_translation_table=dict(translations or {}),
+            input_names=list(module.inputs),
+            output_names=list(module.outputs),
             verbose=False,
         )
         assert made is not None

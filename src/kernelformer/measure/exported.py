@@ -19,6 +19,7 @@ from kernelformer.measure.lengths import Subject, contender
 
 ORIGINAL = "sdpa"  # the original's attention in torch
 TORCH, ONNX = "torch", "onnxruntime"
+OWN_ATTENTION = "kernelformer_onnxruntime"  # the name of `own_attention` for transformers
 EXAMPLE = 70  # tokens that the original is traced with
 # The sizes of MiniLM-L6.
 SIZES = {
@@ -67,35 +68,36 @@ class Unmasked(nn.Module):
         return hidden
 
 
-def own_attention() -> dict[Any, Any]:
-    """How onnxruntime's own operator stands for torch's attention: `MultiHeadAttention`, in tiles, without an L x L.
+def own_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend by onnxruntime's own operator, `MultiHeadAttention`, as transformers calls an attention; for tracing only.
 
-    The exporter's translation is two products and a softmax, which would take 13 GB a layer at 16384 tokens.
+    It works in tiles where there is no mask. The exporter's translation of SDPA is two products and a softmax, which
+    would take 13 GB a layer at 16384 tokens.
     """
-    from onnxscript import opset20 as op
-    from onnxscript import values
+    batch, heads, length, width = query.shape
+    flat = [x.transpose(1, 2).flatten(2) for x in (query, key, value)]
+    scale = options.get("scaling") or width**-0.5
+    out = torch.onnx.ops.symbolic(
+        "com.microsoft::MultiHeadAttention",
+        flat,
+        {"num_heads": heads, "scale": float(scale)},
+        dtype=query.dtype,
+        shape=(batch, length, heads * width),
+        version=1,
+    )
+    return out.unflatten(2, (heads, width)), None
 
-    contrib = values.Opset("com.microsoft", 1)
 
-    def attention(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        if attn_mask is not None or is_causal:
-            raise ValueError("the original is exported without a mask and without order.")
-        heads, width = query.shape[1], query.shape[3]
-        flat = [op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), [0, 0, heads * width]) for x in (query, key, value)]
-        size = width**-0.5 if scale is None else scale
-        out = contrib.MultiHeadAttention(*flat, num_heads=heads, scale=size)
-        return op.Transpose(op.Reshape(out, [0, 0, heads, width]), perm=[0, 2, 1, 3])
+def with_own_attention(model: Any) -> Any:
+    """The original with `own_attention`, and without masks."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    return {torch.ops.aten.scaled_dot_product_attention.default: attention}
+    AttentionInterface.register(OWN_ATTENTION, own_attention)
+    AttentionMaskInterface.register(OWN_ATTENTION, lambda *_, **__: None)
+    model.set_attn_implementation(OWN_ATTENTION)
+    return model
 
 
 def file_of(folder: Path, number: int) -> Path:
@@ -119,14 +121,14 @@ def prepare(subject: Mapping[str, Any], longest: int, names: Sequence[str], fold
         try:
             with quiet_exporter(), torch.no_grad():
                 if name == ORIGINAL:
-                    module: Any = Unmasked(other)
+                    module: Any = Unmasked(with_own_attention(other))
                     axes = {0: Dim("batch"), 1: Dim("length", max=longest)}
                     tokens = Encoder(**{**subject, "batch": 2}).tokens(model, min(EXAMPLE, longest - 1))
                     program = torch.export.export(module, (tokens,), dynamic_shapes=(axes,))
                 else:
                     module = Whole(other)
                     program = trace_whole(module, longest)
-            save_onnx(program, module, file_of(Path(folder), number), own_attention() if name == ORIGINAL else None)
+            save_onnx(program, module, file_of(Path(folder), number))
         except ValueError as problem:
             problems[name] = {"problem": str(problem).splitlines()[0]}
     return problems
