@@ -20,7 +20,7 @@ ORDER = [
     {"data", "models", "distill"},
     {"analysis"},
     {"hf"},
-    {"cache", "quiet", "terminal", "weight_headers"},
+    {"cache", "parallel", "quiet", "terminal", "weight_headers"},
     {"modules"},
     {"feature_maps", "attention"},
     {
