@@ -90,10 +90,11 @@ def time_ranks(
 
 
 def _passes(case: SplitCase, core: AttentionCore, length: int, rank: int) -> dict[str, Step]:
-    inputs, attend = case.inputs(length, rank), partial(core, **case.options(length, rank))
+    inputs = case.inputs(length, rank)
+    alone, split = (partial(core, **case.options(length, rank, n)) for n in (1, dist.get_world_size()))
     steps: dict[str, Step] = {
-        "alone": _Together(partial(train, attend, inputs)),
-        "split": _Together(partial(train_split, attend, inputs)),
+        "alone": _Together(partial(train, alone, inputs)),
+        "split": _Together(partial(train_split, split, inputs)),
     }
     merging = merge_step(case, core)
     return steps if merging is None else {**steps, "merge": _Together(merging.run)}
@@ -119,9 +120,10 @@ def memory_of_ranks(*, rank: int, count: int, store: str, cases: Sequence[dict[s
         for given in cases:
             case = SplitCase(**given)
             core = case.core()
-            train_split(partial(core, **case.options(TINY, rank)), case.inputs(TINY, rank))
+            small, attend = (partial(core, **case.options(n, rank, count)) for n in (TINY, length))
+            train_split(small, case.inputs(TINY, rank))
             inputs = case.inputs(length, rank)
-            steps = {"split": Step(partial(train_split, partial(core, **case.options(length, rank)), inputs))}
+            steps = {"split": Step(partial(train_split, attend, inputs))}
             merging = merge_step(case, core)
             if merging is not None:
                 steps["merge"] = merging

@@ -37,7 +37,7 @@ class SplitCase:
         dtype: of the inputs, by torch's name.
         masked: whether some keys are hidden.
         packed: whether rows hold several sequences.
-        slope: tokens of distance up to which there is a table of a bias, a straight line beyond; 0: no bias.
+        slope: distance from which on a bias is said to be a straight line, of which it is one everywhere; 0: no bias.
     """
 
     attention: str
@@ -69,8 +69,11 @@ class SplitCase:
         sizes = [(self.batch, h, length, self.head_dim) for h in heads]
         return [torch.randn(x, generator=gen, dtype=getattr(torch, self.dtype)) for x in sizes]
 
-    def options(self, length: int, rank: int) -> dict[str, Any]:
-        """Other arguments of a call: every third key hidden, sequences of seven tokens that go on over ranks."""
+    def options(self, length: int, rank: int, ranks: int) -> dict[str, Any]:
+        """Other arguments of a call with the tokens of so many ranks.
+
+        Every third key is hidden, packed sequences have seven tokens and go on over ranks.
+        """
         place = torch.arange(rank * length, (rank + 1) * length).expand(self.batch, -1)
         given: dict[str, Any] = {"is_causal": self.causal}
         if self.masked:
@@ -79,7 +82,7 @@ class SplitCase:
             given["segment_ids"] = place // 7
         if self.slope:
             falls = torch.arange(1, self.heads + 1, dtype=getattr(torch, self.dtype)) / self.heads
-            distance = torch.arange(-self.slope, self.slope + 1).abs()
+            distance = torch.arange(1 - ranks * length, ranks * length).abs()
             given |= {"bias": -falls.unsqueeze(1) * distance, "max_distance": self.slope, "slope": falls}
         return given
 
@@ -122,11 +125,11 @@ def train_split(attend: Attend, inputs: Sequence[Tensor]) -> None:
 
 
 def sent_bytes(case: SplitCase, core: AttentionCore, length: int, rank: int) -> list[int]:
-    """Bytes that a rank really gives to the others, forward and backward."""
+    """Bytes that a rank gives to the others, as they are counted, forward and backward."""
     *given, grad = case.inputs(length, rank)
     leaves = [x.requires_grad_() for x in given]
     with context_parallel() as ranks:
-        out = core(*leaves, **case.options(length, rank))
+        out = core(*leaves, **case.options(length, rank, ranks.size))
         forward = ranks.sent
         torch.autograd.grad(out, leaves, grad)
         return [forward, ranks.sent - forward]
