@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from kernelformer.analysis.scaling import Exchange
 from kernelformer.errors import WorkerError
 from kernelformer.measure import harness
-from kernelformer.measure.ranks import memory_of_ranks, run_ranks
+from kernelformer.measure.ranks import memory_of_ranks, run_ranks, time_ranks
 from kernelformer.measure.split_case import SplitCase
 from kernelformer.modules.split import Facts
 from kernelformer.studies import STUDIES
@@ -31,7 +32,7 @@ SETTINGS = RanksSettings(
     softmax=8,
     **SMALL,
 )
-LENGTHS = (1, 5, 20)
+LENGTHS = (5, 20)  # the first is shorter than two windows
 OTHERS = [
     ("favor+:num_features=8:window=4", {"batch": 3, "masked": True}),
     ("favor+:num_features=8:window=4", {"dtype": "float64", "key_heads": 1}),
@@ -52,42 +53,53 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def measured():
-    """What two ranks have measured of all cases, in one start of two processes."""
-    return run_ranks(2, CASES, length=40, lengths=LENGTHS, rounds=1, softmax=8)
+def counted():
+    """What two ranks have sent in all cases, in one start of two processes."""
+    return run_ranks(2, CASES, length=40, lengths=LENGTHS, rounds=0, softmax=0)
 
 
 @pytest.fixture
-def here(monkeypatch, measured, tmp_path):
-    """A study that takes its times from those, and its peaks in this process."""
-    monkeypatch.setattr(study, "run_ranks", lambda count, cases, **given: measured)
+def timed(tmp_path, quick_gc):
+    """Times of a group of one, in this process."""
+    store = str(tmp_path / "times")
+    given = {"length": 40, "lengths": (), "rounds": 1, "softmax": 8}
+    return time_ranks(rank=0, count=1, store=store, cases=[asdict(x) for x in study.cases(SETTINGS)], **given)
+
+
+@pytest.fixture
+def here(monkeypatch, counted, timed, tmp_path):
+    """A study that takes the bytes of two ranks, and the times and peaks of a group of one in this process."""
+    figures = [
+        {
+            "cases": [{**x, **y} for x, y in zip(timed["cases"], rank["cases"], strict=False)],
+            "softmax": timed["softmax"],
+        }
+        for rank in counted
+    ]
+    monkeypatch.setattr(study, "run_ranks", lambda *_, **__: figures)
 
     def peaks(count, cases, length):
         store = str(tmp_path / f"store{count}")
-        given = [x.__dict__ for x in cases]
+        given = [asdict(x) for x in cases]
         return [memory_of_ranks(rank=0, count=1, store=store, cases=given, length=length)] * count
 
     monkeypatch.setattr(study, "run_memory", peaks)
-    return measured
+    return figures
 
 
-def test_what_ranks_send_is_the_formula_to_the_byte_and_has_no_length_in_it(measured):
+def test_what_ranks_send_is_the_formula_to_the_byte_and_has_no_length_in_it(counted):
     for number, case in enumerate(CASES):
-        traffic = Exchange(**measured[0]["cases"][number]["exchange"]).traffic(2)
-        for rank in measured:
+        traffic = Exchange(**counted[0]["cases"][number]["exchange"]).traffic(2)
+        for rank in counted:
             sent = rank["cases"][number]["sent"]
             assert sent == {str(n): [traffic.forward, traffic.backward] for n in LENGTHS}, case
 
 
-def test_both_ways_are_timed_on_all_ranks_and_ranks_agree_on_the_slowest(measured):
-    for number in range(len(CASES)):
-        first, second = (x["cases"][number] for x in measured)
-        for what in ("alone", "split"):
-            assert first[what] == second[what]
-            assert first[what]["rounds"] == 1
-            assert first[what]["seconds"] > 0
-        assert ("merge" in first) == (not CASES[number].attention.startswith("local"))
-    assert measured[0]["softmax"].keys() == {"bidirectional", "causal"}
+def test_every_way_is_timed_and_a_group_of_one_sends_nothing(timed):
+    for figures in timed["cases"]:
+        assert all(figures[x]["rounds"] == 1 and figures[x]["seconds"] > 0 for x in ("alone", "work", "split", "merge"))
+        assert Exchange(**figures["exchange"]).traffic(1).total == 0
+    assert timed["softmax"].keys() == {"bidirectional", "causal"}
 
 
 def test_the_study_shows_and_keeps_what_was_measured(here, tmp_path):
@@ -104,6 +116,8 @@ def test_the_study_shows_and_keeps_what_was_measured(here, tmp_path):
     assert record["command"].startswith("kernelformer study ranks --attention favor+:num_features=8,")
     for row in record["times"]:
         assert row["efficiency"] == pytest.approx(row["alone"] / row["split"])
+        merged = (1 if row["causal"] else 2) * 2 * row["merge"]
+        assert row["expected"] == pytest.approx(row["alone"] / (row["work"] + merged))
         assert list(row["sent"].values()) == [row["formula"]] * len(LENGTHS)
     assert record["softmax"]["length"] == 8
     ranks.picture(result, tmp_path / "x.png")

@@ -64,7 +64,7 @@ def time_ranks(
     rounds: int,
     softmax: int,
 ) -> Figures:
-    """One rank of the times: of each case over ranks, by itself and of merging sums, in turns; and bytes sent.
+    """One rank of the times: of each case by itself and over ranks, and of merging sums, in turns; and bytes sent.
 
     Args:
         rank: of this process.
@@ -78,22 +78,25 @@ def time_ranks(
     """
     result: list[Figures] = []
     with _joined(rank, count, store):
+        single = [dist.new_group([n]) for n in range(count)][rank]
         for given in cases:
             case = SplitCase(**given)
             core = case.core()
             sent = {n: sent_bytes(case, core, n, rank) for n in lengths}
-            steps = _passes(case, core, length, rank) if rounds else {}
+            steps = _passes(case, core, length, rank, single) if rounds else {}
             figures = time_rounds(steps, rounds, 0.0) if steps else {}
             result.append({"exchange": asdict(case.exchange(core)), "sent": sent, **figures})
         exact = _softmax(SplitCase(**cases[0]), softmax, rank) if softmax else {}
         return {"cases": result, "softmax": time_rounds(exact, rounds, 0.0) if exact else {}}
 
 
-def _passes(case: SplitCase, core: AttentionCore, length: int, rank: int) -> dict[str, Step]:
+def _passes(case: SplitCase, core: AttentionCore, length: int, rank: int, single: dist.ProcessGroup) -> dict[str, Step]:
+    """Forward and backward without ranks, in a group of this rank alone (all work, no exchange), and over all ranks."""
     inputs = case.inputs(length, rank)
     alone, split = (partial(core, **case.options(length, rank, n)) for n in (1, dist.get_world_size()))
     steps: dict[str, Step] = {
         "alone": _Together(partial(train, alone, inputs)),
+        "work": _Together(partial(train_split, alone, inputs, single)),
         "split": _Together(partial(train_split, split, inputs)),
     }
     merging = merge_step(case, core)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kernelformer.analysis.scaling import Exchange
@@ -118,9 +119,9 @@ def train(attend: Attend, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return out, *torch.autograd.grad(out, leaves, grad)
 
 
-def train_split(attend: Attend, inputs: Sequence[Tensor]) -> None:
-    """`train` with the tokens of all ranks."""
-    with context_parallel():
+def train_split(attend: Attend, inputs: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """`train` with the tokens of all ranks of a group."""
+    with context_parallel(group):
         train(attend, inputs)
 
 

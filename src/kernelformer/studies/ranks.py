@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from kernelformer.analysis.scaling import Exchange
+from kernelformer.analysis.scaling import Exchange, LinearCost
 from kernelformer.formatting import human_bytes, human_time, short_names
 from kernelformer.measure.harness import Figures
 from kernelformer.measure.ranks import run_memory, run_ranks
@@ -36,6 +36,7 @@ class Timed:
         ranks: R.
         length: tokens of each rank that were timed.
         alone: seconds of forward and backward in independent processes at the same time, the slowest of them.
+        work: seconds of what each rank has to do over ranks, in a group of one, without any exchange.
         split: seconds over ranks.
         merge: seconds of putting one rank's sums to those of others; None: the attention has no sums.
         exchange: what the formula depends on, see `Exchange`.
@@ -47,6 +48,7 @@ class Timed:
     ranks: int
     length: int
     alone: float
+    work: float
     split: float
     merge: float | None
     exchange: dict[str, Any]
@@ -56,6 +58,12 @@ class Timed:
     def efficiency(self) -> float:
         """Share of the time over ranks that independent processes take."""
         return self.alone / self.split
+
+    @property
+    def expected(self) -> float:
+        """The efficiency by the formula for times, over a link that takes none."""
+        cost = LinearCost(Exchange(**self.exchange), self.work / self.length, self.merge or 0.0)
+        return self.alone / cost.work(self.length, self.ranks)
 
     @property
     def formula(self) -> list[int]:
@@ -139,9 +147,9 @@ def _timed(case: SplitCase, count: int, length: int, figures: Sequence[Figures],
     every = [x["cases"][number] for x in figures]
     first = every[0]
     merge = first["merge"]["seconds"] / MERGED if "merge" in first else None
+    alone, work, split = (first[x]["seconds"] for x in ("alone", "work", "split"))
     row = Timed(
-        *(case.attention, case.causal, count, length, first["alone"]["seconds"], first["split"]["seconds"], merge),
-        *(first["exchange"], first["sent"]),
+        *(case.attention, case.causal, count, length, alone, work, split, merge), first["exchange"], first["sent"]
     )
     for rank, other in enumerate(every):
         for tokens, sent in other["sent"].items():
@@ -169,12 +177,12 @@ def tables(result: Result) -> list[Table]:
     short = short_names(x.attention for x in result.times)
     time = Table("attention", "", title="Forward and backward, one thread a rank", title_justify="left")
     sent = Table("attention", "", title="Bytes that a rank sends, whatever the length", title_justify="left")
-    for name in ("ranks", "tokens of each", "independent", "over ranks", "efficiency"):
+    for name in ("ranks", "tokens of each", "independent", "over ranks", "efficiency", "expected"):
         time.add_column(name, justify="right")
     for name in ("ranks", "forward", "backward", "formula"):
         sent.add_column(name, justify="right")
     for x in result.times:
-        figures = (human_time(x.alone), human_time(x.split), f"{x.efficiency:.3f}")
+        figures = (human_time(x.alone), human_time(x.split), f"{x.efficiency:.3f}", f"{x.expected:.3f}")
         time.add_row(short[x.attention], _kind(x), str(x.ranks), str(x.length), *figures)
         sent.add_row(short[x.attention], _kind(x), str(x.ranks), *(f"{n:,}" for n in x.formula), "the same")
     if not result.peaks:
@@ -189,7 +197,9 @@ def tables(result: Result) -> list[Table]:
 
 def record(result: Result) -> dict[str, Any]:
     """Every figure."""
-    times = [{**asdict(x), "efficiency": x.efficiency, "formula": x.formula} for x in result.times]
+    times = [
+        {**asdict(x), "efficiency": x.efficiency, "expected": x.expected, "formula": x.formula} for x in result.times
+    ]
     return {"times": times, "peaks": [asdict(x) for x in result.peaks], "softmax": result.softmax}
 
 
@@ -217,7 +227,9 @@ def picture(result: Result, path: Path) -> None:
         axes[1].plot([x.ranks for x in mine], [x.peak / 2**20 for x in mine], marker="o", label=label)
     axes[1].set_xlabel("ranks, with as many tokens each")
     axes[1].set_ylabel("peak memory of a rank (MiB)")
-    axes[1].set_ylim(bottom=0)
+    axes[1].set_xticks(sorted({x.ranks for x in result.peaks}))
+    axes[1].set_ylim(0, 1.6 * max((x.peak / 2**20 for x in result.peaks), default=1))
+    axes[1].legend(fontsize="x-small")
     for axis in axes:
         axis.grid(True, alpha=0.2)
     figure.savefig(path, dpi=130)
