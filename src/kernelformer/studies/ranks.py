@@ -108,7 +108,7 @@ def cases(settings: Settings) -> list[SplitCase]:
     """Every attention, bidirectional and causal."""
     for spec in settings.attention:
         parse_method(spec)
-    sizes = {"batch": settings.batch, "heads": settings.heads, "head_dim": settings.head_dim}
+    sizes: dict[str, Any] = {"batch": settings.batch, "heads": settings.heads, "head_dim": settings.head_dim}
     return [SplitCase(x, causal, **sizes) for x in settings.attention for causal in (False, True)]
 
 

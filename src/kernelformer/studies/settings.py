@@ -288,6 +288,6 @@ class RanksSettings(Settings):
     batch: int = option(1, least=1)
     heads: int = option(8, least=1)
     head_dim: int = option(64, least=1)
-    rounds: int = option(3, "timed repeats of each, interleaved, after one that warms up", least=1)
+    rounds: int = option(5, "timed repeats of each, interleaved, after one that warms up", least=1)
     softmax: int = option(4096, "tokens that exact attention is timed with, for the plan", least=1)
     memory: bool = option(True, "measure peak memory too, of one rank alone as well")

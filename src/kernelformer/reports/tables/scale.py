@@ -50,7 +50,7 @@ class Plan:
 
     def flops(self, causal: bool) -> float:
         """Operations per second of exact attention on one core."""
-        seconds = self.softmax["causal" if causal else "bidirectional"]
+        seconds: float = self.softmax[_kind(causal)]
         return self.ring(causal).flops(self.softmax["length"], 1) / seconds
 
     def peak(self, attention: str, causal: bool) -> Row | None:
