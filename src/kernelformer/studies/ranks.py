@@ -214,7 +214,7 @@ def picture(result: Result, path: Path) -> None:
     short = short_names(x.attention for x in result.times)
     labels = list(dict.fromkeys(f"{short[x.attention]}, {_kind(x)}" for x in result.times))
     places, height = np.arange(len(labels)), 0.8 / len(numbers)
-    figure, axes = plt.subplots(1, 2, figsize=(11, 0.5 * len(labels) + 2), constrained_layout=True)
+    figure, axes = plt.subplots(1, 2, figsize=(14, 0.5 * len(labels) + 2), constrained_layout=True)
     for n, count in enumerate(numbers):
         values = [x.efficiency for x in result.times if x.ranks == count]
         axes[0].barh(places + (n + 0.5) * height - 0.4, values, height, label=f"{count} ranks")
@@ -228,8 +228,8 @@ def picture(result: Result, path: Path) -> None:
     axes[1].set_xlabel("ranks, with as many tokens each")
     axes[1].set_ylabel("peak memory of a rank (MiB)")
     axes[1].set_xticks(sorted({x.ranks for x in result.peaks}))
-    axes[1].set_ylim(0, 1.6 * max((x.peak / 2**20 for x in result.peaks), default=1))
-    axes[1].legend(fontsize="x-small")
+    axes[1].set_ylim(bottom=0)
+    axes[1].legend(fontsize="x-small", loc="lower center")
     for axis in axes:
         axis.grid(True, alpha=0.2)
     figure.savefig(path, dpi=130)
