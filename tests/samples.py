@@ -53,6 +53,14 @@ def write_text(path: Path, sentences: int = 400) -> Path:
     return path
 
 
+def write_shards(folder: Path, text: Path, tokenizer: str = "bytes", **more: Any) -> Path:
+    from kernelformer.pipelines.prepare import prepare
+    from kernelformer.pipelines.prepare_settings import PrepareSettings
+
+    prepare(PrepareSettings(texts=(str(text),), tokenizer=tokenizer, out=folder, **more))
+    return folder
+
+
 def write_proteins(path: Path, count: int = 40) -> Path:
     rng = np.random.default_rng(0)
     path.write_text("".join("".join(rng.choice(ACIDS, int(rng.integers(20, 90)))) + "\n" for _ in range(count)))
@@ -71,6 +79,9 @@ def few_samples(task: str, folder: Path, options: Mapping[str, Any]) -> dict[str
     if task in ("bytes", "masked", "words"):
         given = {"data": str(write_text(folder / "text.txt")), "length": 32, "validation_samples": 4}
         return given if task == "bytes" else {**given, **cache, "vocab_size": 300}
+    if task == "shards":
+        data = write_shards(folder / "shards", write_text(folder / "text.txt"))
+        return {"data": str(data), "length": 32, "validation_samples": 4}
     if task in ("proteins", "proteins-masked"):
         return {"data": str(write_proteins(folder / "proteins.txt")), "length": 64}
     if task in ("grey", "images", "pixels"):

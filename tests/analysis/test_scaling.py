@@ -28,8 +28,9 @@ def test_near_tokens_bring_sums_without_them_and_themselves_for_each_side():
     assert other(NEAR, causal=True).numbers == 2 * state + tokens + sinks + marks
     assert NEAR.numbers == 3 * state + 2 * tokens + sinks + 2 * marks
     assert NEAR.integers == 17 + 4 + 2 * 4
-    for both in ({"packed": True}, {"slope": True}):
-        assert other(NEAR, **both).numbers == 2 * other(NEAR, causal=True).numbers
+    assert other(NEAR, packed=True).numbers == 2 * other(NEAR, causal=True).numbers
+    assert other(NEAR, slope=True).numbers == NEAR.numbers + state
+    assert other(NEAR, slope=True, causal=True).numbers == other(NEAR, causal=True).numbers
     assert other(NEAR, sinks=0).numbers == 3 * state + 2 * tokens
     assert other(NEAR, sinks=0, masked=True, batch=3).numbers == 3 * (3 * state + 2 * tokens + 2 * marks)
 
@@ -68,7 +69,7 @@ def test_from_the_least_tokens_on_the_exchange_is_the_share_of_the_work(causal, 
     cost, link = LinearCost(other(NEAR, causal=causal), token=1e-5, merge=1e-4), Link(1e10, 1e-5)
     tokens = cost.least_tokens(64, link, share=0.1, speed=speed)
     work = tokens * cost.token / speed
-    merged = (1 if causal else 2) * 64 * cost.merge / speed
+    merged = 64 * cost.merge / speed
     assert merged + link.seconds(cost.exchange.traffic(64), 64) == pytest.approx(0.1 * work)
     assert cost.seconds(tokens, 64, link, speed) == pytest.approx(1.1 * work)
 

@@ -587,13 +587,34 @@ def test_claims_about_the_tail_are_checked():
     assert find_window(future, Layout(13, 13)) is None
 
 
-def test_gradients_do_not_flow_through_a_state_and_it_says_so():
-    core = build("favor+")
-    q, k, v = inputs(12, grad=True)
-    _, state = core(q, k, v, is_causal=True, bias=torch.zeros(H, 23), max_distance=2, return_state=True)
-    with pytest.raises(ValueError, match=r"go on from state.detach\(\)"):
-        core(q, k, v, is_causal=True, bias=torch.zeros(H, 35), state=state)
-    core(q, k, v, is_causal=True, bias=torch.zeros(H, 35), state=state.detach()).sum().backward()
+@pytest.mark.parametrize("window", [None, 2, 20])
+@pytest.mark.parametrize("variant", ["favor+", "trigonometric", "gmm-prf"])
+def test_gradients_flow_through_the_states_of_a_stream(variant, window):
+    """A prompt, some more tokens at once and three one by one: as all at once, unless a state is detached."""
+    L, core = 40, build(variant)
+    own, bias = table(L, L, window)
+    leaves = [*inputs(L, grad=True), own, *(x for x in core.parameters() if x.requires_grad)]
+
+    def cut(a, b):
+        return [x[:, :, a:b] for x in leaves[:3]]
+
+    def stream(change=lambda state: state):
+        parts, state, past = [], None, 0
+        for end in (25, 37, 38, 39, 40):
+            near = bias[:, L - end : L - past + end - 1]
+            y, state = core(*cut(past, end), is_causal=True, bias=near, max_distance=window, state=state,
+                            return_state=True)  # fmt: skip
+            parts, state, past = [*parts, y], change(state), end
+        return torch.cat(parts, 2)
+
+    want = core(*leaves[:3], is_causal=True, bias=bias, algorithm="direct")
+    close(stream(), want, 1e-8)
+    grad = torch.randn_like(want)
+    wanted, given = (torch.autograd.grad((x * grad).sum(), leaves, retain_graph=True) for x in (want, stream()))
+    for x, y in zip(given, wanted, strict=True):
+        close(x, y, 1e-7)
+    cut_off = torch.autograd.grad((stream(lambda state: state.detach()) * grad).sum(), leaves[1])[0]
+    assert not torch.allclose(cut_off, wanted[1])
 
 
 def test_a_state_knows_whether_it_fades():

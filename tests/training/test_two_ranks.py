@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,16 +37,17 @@ def _tasks(_threads):
     torch.set_num_threads(1)
 
 
-def launch(*arguments):
-    """This file on two processes."""
+def launch(*arguments, script=__file__, restarts=0):
+    """This file, or another, on two processes, which are started again when one of them is killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     options = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", port]
+    options += ["--max-restarts", str(restarts)]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *options, __file__, *map(str, arguments)]
-    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "torch.distributed.run", *options, script, *map(str, arguments)]
+    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=120 + 60 * restarts)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -55,7 +58,7 @@ def close(one, two):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
 
 
-def test_two_processes_stop_together_resume_and_learn_what_one_learns_with_the_same_draws(tmp_path):
+def test_two_processes_stop_together_survive_a_kill_and_learn_what_one_learns_with_the_same_draws(tmp_path):
     train(settings(), tmp_path / "one", quiet=True)
     two = tmp_path / "two"
     said = launch(two, "stop")  # only the second process is told, in step 5: the third draw is half used
@@ -66,7 +69,9 @@ def test_two_processes_stop_together_resume_and_learn_what_one_learns_with_the_s
 
     shutil.copytree(two, tmp_path / "other")
     train(settings(), tmp_path / "other", resume=True, quiet=True)  # one process goes on with twice the forwards a step
-    assert launch(two, "resume")[-1].startswith("finished")
+    said = launch(two, "kill", 7, restarts=1)
+    assert [x for x in said if x.startswith("going on")] == ["going on from step 5"] * 2
+    assert said[-1].startswith("finished")
     want = buffers(tmp_path / "one")
     assert {int(x) for name, x in want.items() if name.endswith(".draw")} == {4}  # not a last one
     for folder in (two, tmp_path / "other"):
@@ -86,19 +91,39 @@ def buffers(folder):
     return {name: x for name, x in model.named_buffers() if not name.endswith(".age")}
 
 
-def main(folder, how):
+@pytest.mark.slow
+def test_a_run_whose_processes_are_killed_ten_times_ends_by_itself_with_the_losses_of_an_undisturbed_one(tmp_path):
+    launch(tmp_path / "undisturbed", "resume")
+    generator = random.Random(0)
+    kills = sorted(generator.sample(range(12), 5) + generator.choices(range(12), k=5))  # some before the last one saved
+    said = launch(tmp_path / "killed", "kill", *kills, restarts=10)
+    assert sum(x.startswith(("going on", "there is no checkpoint")) for x in said) == 11
+    assert said[-1].startswith("finished")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+    result, one = (read_result(tmp_path / x) for x in ("killed", "undisturbed"))
+    assert (result.value, result.loss, result.test) == (one.value, one.loss, one.test)
+    want = buffers(tmp_path / "undisturbed")
+    assert all(torch.equal(x, want[name]) for name, x in buffers(tmp_path / "killed").items())
+
+
+def main(folder, how, *kills):
     torch.set_num_threads(1)
     register()
     step = RunTrainer.training_step
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     def told(self, *args):
         if how == "stop" and self.state.global_step == 4 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
+        # Once for each start, at its step or after what was saved later, on one process or the other.
+        if start < len(kills) and self.state.global_step >= int(kills[start]) and os.environ["RANK"] == str(start % 2):
+            os.kill(os.getpid(), signal.SIGKILL)
         return step(self, *args)
 
     RunTrainer.training_step = told
+    run = settings() if how != "kill" or len(kills) == 1 else replace(settings(), save_every=1)
     try:
-        train(settings(), folder, resume=how == "resume", log=lambda text: print(text, flush=True))
+        train(run, folder, resume=how != "stop", log=lambda text: print(text, flush=True))
     except StoppedError:
         os.write(1, b"stopped\n")  # in one piece: both processes say it, at the same time
 

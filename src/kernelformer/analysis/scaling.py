@@ -65,7 +65,7 @@ class Exchange:
 
     numbers forward, and as many backward: sums of all far tokens of a rank; of all but those next to a neighbour; the w
     tokens next to it; s candidates for sinks; which of the w tokens count, where there are masks, sinks or packed rows.
-    With a slope, or packed rows, both directions have all of their own, twice the causal numbers. Before them go
+    With a slope both directions have sums of their own; with packed rows all, twice the causal numbers. Before them go
     integers: facts that have to agree and, with sinks or packed rows, B (4 + 2 s) on where those are. Each rank gives
     R - 1 copies. The length is in none of it.
 
@@ -121,9 +121,9 @@ class Exchange:
         alike = self.heads * (self.state + self.sinks * width)  # serves both directions
         if self.causal:
             return self.batch * (alike + near)
-        if self.packed or self.slope:
+        if self.packed:
             return self.batch * 2 * (alike + near)
-        return self.batch * (alike + 2 * near)
+        return self.batch * (alike + self.slope * self.heads * self.state + 2 * near)
 
     @property
     def integers(self) -> int:
@@ -137,10 +137,6 @@ class Exchange:
         payload = self.numbers * self.item
         rounds = 1 + bool(self.sinks or self.packed) + 2 * bool(payload)
         return Traffic(copies * (payload + self.integers * INTEGER), copies * payload, rounds)
-
-    def gathered(self, ranks: int) -> int:
-        """Bytes that a rank holds of what all ranks gave, with their gradients in the backward pass."""
-        return 2 * integer("ranks", ranks, at_least=1) * self.numbers * self.item
 
 
 @dataclass(frozen=True)
@@ -190,7 +186,7 @@ class LinearCost:
     Args:
         exchange: what goes around.
         token: seconds of the work on one token.
-        merge: seconds of putting one more rank's sums together.
+        merge: seconds that the state of one more rank takes.
     """
 
     exchange: Exchange
@@ -199,8 +195,7 @@ class LinearCost:
 
     def work(self, tokens: int, ranks: int, speed: float = 1.0) -> float:
         """Seconds of the work of a rank that is ``speed`` times as fast as the measured one."""
-        sides = 1 if self.exchange.causal else 2
-        return (tokens * self.token + sides * ranks * self.merge) / speed
+        return (tokens * self.token + ranks * self.merge) / speed
 
     def seconds(self, tokens: int, ranks: int, link: Link, speed: float = 1.0) -> float:
         """Time of a layer: work, then exchange; nothing is hidden."""

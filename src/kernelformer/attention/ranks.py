@@ -58,6 +58,12 @@ class Ranks:
                 f"rank {flags.index(1)} of {self.size} cannot make this call, and says why; no rank can alone."
             )
 
+    def part(self, x: Tensor, axis: int = 1) -> Tensor:
+        """This rank's tokens of a whole sequence, a view: of n tokens those from n r / R on, rounded down."""
+        length = x.shape[axis]
+        first, last = (length * rank // self.size for rank in (self.rank, self.rank + 1))
+        return x.narrow(axis, first, last - first)
+
     def starts(self, length: int) -> list[int]:
         """R + 1 positions: of the first token of every rank, and after the last; this one holds ``length``."""
         lengths = self.gather_numbers(torch.tensor([length], device=self.device)).flatten().tolist()
@@ -69,12 +75,18 @@ class Ranks:
         kind = "cpu" if "gloo" in str(dist.get_backend(self.group)) else "cuda"
         return torch.device(kind)
 
-    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], gradients: bool) -> list[Tensor]:
         """Tensors (...) of every rank, (R, ...) each, in one exchange; gradients go back to the rank they came from.
 
         All ranks give the same shapes, in one dtype and on one device.
+
+        Args:
+            tensors: of this rank.
+            gradients: whether the exchange runs backward; the same on all ranks, whichever of their tensors need it.
         """
         flat = torch.cat([x.reshape(-1) for x in tensors])
+        if gradients and not flat.requires_grad:
+            flat.requires_grad_()
         if not flat.numel():
             return [x.expand(self.size, *x.shape) for x in tensors]
         whole: Tensor = _Gather.apply(flat, self)  # type: ignore[no-untyped-call]

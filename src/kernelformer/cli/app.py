@@ -14,6 +14,7 @@ from kernelformer.cli import bench as benchmark
 from kernelformer.cli import convert as converting
 from kernelformer.cli import judge as judging
 from kernelformer.cli import pictures, reproduce, results, studies, training
+from kernelformer.cli import prepare as preparing
 from kernelformer.cli import translate as translating
 from kernelformer.cli.common import console, plain_errors
 from kernelformer.errors import choice
@@ -23,6 +24,7 @@ from kernelformer.recipes.papers import Recipe
 from kernelformer.records import RUN, read_head, standing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
+app.command()(preparing.prepare)
 app.command()(training.train)
 app.command()(training.evaluate)
 app.command()(training.compare)

@@ -5,6 +5,7 @@ What trains is imported by the command that needs it: transformers takes seconds
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -51,6 +52,20 @@ Sets = Annotated[
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 PROMPT = "def "  # of `generate`, and of the demo
 Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
+Timeout = Annotated[
+    int | None, typer.Option(min=1, help="seconds that a process of several waits for the others; default: 1800")
+]
+
+
+ContextParallel = Annotated[
+    int | None, typer.Option(min=1, help="processes that each sequence is split over; they are started here")
+]
+
+
+def start_ranks(count: int) -> None:
+    """Become torchrun with so many processes of this command on this machine."""
+    own = ["--standalone", "--nproc-per-node", str(count), "-m", "kernelformer", *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *own])
 
 
 def _named(recipe: str) -> str:
@@ -87,11 +102,14 @@ def train(
     size: Size = None,
     skip_bad: SkipBad = False,
     sets: Sets = None,
+    context_parallel: ContextParallel = None,
     resume: Resume = False,
     threads: Threads = None,
+    timeout: Timeout = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run; default: out/RECIPE")] = None,
 ) -> None:
     """Train a model. Also by `torchrun -m kernelformer train ...` on several processes."""
+    from kernelformer.parallel.group import TIMEOUT
     from kernelformer.training.session import train as train_model
 
     folder = out or Path("out") / recipe
@@ -105,11 +123,16 @@ def train(
             folder, (run, before) = saved, saved_settings(saved)
             threads = threads or before
         own = {"steps": steps, "seed": seed, "data": data, "length": length, "skip_bad": skip_bad or None}
+        own["context_parallel"] = context_parallel
         settings = read_settings(sets, run.task, **own, **(read_attention(attention) if attention else {}))
         if attention:  # A alone is for the decoder too, whatever the recipe has there
             settings.setdefault("decoder_attention", None)
+        run = change(run, settings)
+        if run.context_parallel > 1 and "WORLD_SIZE" not in os.environ:  # not started by torchrun: one machine's ranks
+            start_ranks(run.context_parallel)
         use_threads(threads)
-        train_model(change(run, settings), folder, resume=resume, command=_command())
+        waits = TIMEOUT if timeout is None else timeout
+        train_model(run, folder, resume=resume, command=_command(), timeout=waits)
 
 
 def evaluate(

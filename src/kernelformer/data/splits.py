@@ -56,6 +56,14 @@ def divide(count: int, shares: Mapping[str, float], seed: int) -> dict[str, NDAr
     return {split: np.flatnonzero(mask) for split, mask in masks.items()}
 
 
+def split_of(index: int, shares: Mapping[str, float], seed: int) -> str:
+    """The split to which `divide` takes one row, for whoever does not know yet how many there are."""
+    hashed = uniform(np.array([index]), seed)[0]
+    if hashed < shares["test"]:
+        return "test"
+    return "validation" if hashed < shares["test"] + shares["validation"] else "train"
+
+
 def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Map 64 bits one to one, so that the outputs for consecutive inputs look independent (splitmix64)."""
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

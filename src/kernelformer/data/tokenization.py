@@ -264,7 +264,7 @@ def _load(path: Path, changed: int, size: int) -> Vocabulary:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     tokens = tokenizer.get_vocab(with_added_tokens=True)
-    roles = {role: next((tokens[x] for x in names if x in tokens), None) for role, names in _USUAL.items()}
+    roles = {role: usual_token(role, tokens) for role in _USUAL}
     pad, eos, bos, sep = roles["pad"], roles["eos"], roles["bos"], roles["sep"]
     if pad is None or eos is None:
         role = "pad" if pad is None else "eos"
@@ -278,6 +278,11 @@ def _load(path: Path, changed: int, size: int) -> Vocabulary:
         mask=roles["mask"],
         sep=eos if sep is None else sep,
     )
+
+
+def usual_token(role: str, tokens: Mapping[str, int]) -> int | None:
+    """The token that has a role by its usual name: "pad", "bos", "eos", "mask" or "sep"; None where none has."""
+    return next((tokens[x] for x in _USUAL[role] if x in tokens), None)
 
 
 def _byte_pairs(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Tokenizer:

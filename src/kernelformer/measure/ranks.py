@@ -21,10 +21,11 @@ import torch.nn.functional as F
 
 from kernelformer.measure.harness import Figures, Step, peak_memory, run_together, time_rounds
 from kernelformer.measure.settings import HEAPS, MEMORY_HEAP
-from kernelformer.measure.split_case import SplitCase, merge_step, sent_bytes, train, train_split
+from kernelformer.measure.split_case import SplitCase, sent_bytes, train, train_lonely, train_split
 from kernelformer.modules import AttentionCore
 
-TINY = 256  # tokens of a run that warms up
+FEW, MANY = 2, 64  # ranks between which the time and memory that each one more takes are measured
+TINY = 256  # tokens of such a run, and of one that warms up
 PATIENCE = timedelta(minutes=10)  # for a rank that the others wait for
 
 
@@ -64,7 +65,7 @@ def time_ranks(
     rounds: int,
     softmax: int,
 ) -> Figures:
-    """One rank of the times: of each case by itself and over ranks, and of merging sums, in turns; and bytes sent.
+    """One rank of the times: of each case by itself and over ranks, in turns with their parts; and bytes sent.
 
     Args:
         rank: of this process.
@@ -78,29 +79,36 @@ def time_ranks(
     """
     result: list[Figures] = []
     with _joined(rank, count, store):
-        single = [dist.new_group([n]) for n in range(count)][rank]
         for given in cases:
             case = SplitCase(**given)
             core = case.core()
             sent = {n: sent_bytes(case, core, n, rank) for n in lengths}
-            steps = _passes(case, core, length, rank, single) if rounds else {}
+            steps = _passes(case, core, length, rank) if rounds else {}
             figures = time_rounds(steps, rounds, 0.0) if steps else {}
             result.append({"exchange": asdict(case.exchange(core)), "sent": sent, **figures})
         exact = _softmax(SplitCase(**cases[0]), softmax, rank) if softmax else {}
         return {"cases": result, "softmax": time_rounds(exact, rounds, 0.0) if exact else {}}
 
 
-def _passes(case: SplitCase, core: AttentionCore, length: int, rank: int, single: dist.ProcessGroup) -> dict[str, Step]:
-    """Forward and backward without ranks, in a group of this rank alone (all work, no exchange), and over all ranks."""
-    inputs = case.inputs(length, rank)
-    alone, split = (partial(core, **case.options(length, rank, n)) for n in (1, dist.get_world_size()))
-    steps: dict[str, Step] = {
-        "alone": _Together(partial(train, alone, inputs)),
-        "work": _Together(partial(train_split, alone, inputs, single)),
-        "split": _Together(partial(train_split, split, inputs)),
+def _passes(case: SplitCase, core: AttentionCore, length: int, rank: int) -> dict[str, Step]:
+    """Forward and backward without ranks; as one of them without any exchange; and over ranks."""
+    inputs, count = case.inputs(length, rank), dist.get_world_size()
+    alone, split = (partial(core, **case.options(length, rank, n)) for n in (1, count))
+    runs = {
+        "alone": partial(train, alone, inputs),
+        "work": partial(train_lonely, split, inputs, count),
+        "split": partial(train_split, split, inputs),
     }
-    merging = merge_step(case, core)
-    return steps if merging is None else {**steps, "merge": _Together(merging.run)}
+    return {name: _Together(run) for name, run in (runs | _lonely(case, core, rank)).items()}
+
+
+def _lonely(case: SplitCase, core: AttentionCore, rank: int) -> dict[str, Callable[[], None]]:
+    """A few tokens as one of few and of many ranks, which differ in what has to be done with the others' states."""
+    inputs = case.inputs(TINY, rank)
+    return {
+        name: partial(train_lonely, partial(core, **case.options(TINY, rank, n)), inputs, n)
+        for name, n in (("few", FEW), ("many", MANY))
+    }
 
 
 def _softmax(case: SplitCase, length: int, rank: int) -> dict[str, Step]:
@@ -116,21 +124,20 @@ def memory_of_ranks(*, rank: int, count: int, store: str, cases: Sequence[dict[s
 
     Returns:
         of each case the peak over ranks (``split``) beyond the inputs, which are as many bytes (``inputs``) as its
-        results, the output and three gradients; and of merging sums.
+        results, the output and three gradients; and of a few tokens as one of ``few`` and of ``many`` ranks.
     """
     peaks: list[Figures] = []
     with _joined(rank, count, store):
         for given in cases:
             case = SplitCase(**given)
             core = case.core()
-            small, attend = (partial(core, **case.options(n, rank, count)) for n in (TINY, length))
-            train_split(small, case.inputs(TINY, rank))
+            lonely = _lonely(case, core, rank)
+            lonely["few"]()  # warms up
             inputs = case.inputs(length, rank)
-            steps = {"split": Step(partial(train_split, attend, inputs))}
-            merging = merge_step(case, core)
-            if merging is not None:
-                steps["merge"] = merging
-            peaks.append({**peak_memory(steps), "inputs": sum(x.nbytes for x in inputs)})
+            attend = partial(core, **case.options(length, rank, count))
+            runs = {**lonely, "split": partial(train_split, attend, inputs)}
+            each = {name: peak_memory({name: Step(run)})[name] for name, run in runs.items()}
+            peaks.append({**each, "inputs": sum(x.nbytes for x in inputs)})
     return {"cases": peaks}
 
 

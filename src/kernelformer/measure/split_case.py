@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kernelformer.analysis.scaling import Exchange
-from kernelformer.attention.families import engine_class
 from kernelformer.attention.ranks import Ranks
-from kernelformer.contract import compute_dtype, lookup
-from kernelformer.measure.harness import Step
+from kernelformer.contract import compute_dtype
 from kernelformer.modules import AttentionCore, KernelCore, build_attention, parse_method
+from kernelformer.modules.context import split_over
 from kernelformer.modules.split import Facts
-from kernelformer.modules.split_parts import Form, Sent, incoming
 from kernelformer.parallel import context_parallel
-
-MERGED = 64  # ranks whose sums are put together where that is measured
 
 
 @dataclass(frozen=True)
@@ -119,9 +113,34 @@ def train(attend: Attend, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return out, *torch.autograd.grad(out, leaves, grad)
 
 
-def train_split(attend: Attend, inputs: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """`train` with the tokens of all ranks of a group."""
-    with context_parallel(group):
+class LonelyRanks(Ranks):
+    """One of many ranks without the others: it gets what it gave itself, so that all of its work is there to measure.
+
+    Args:
+        size: how many ranks there would be. This is one in the middle; of two the first, which has sums to make.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = (size - 1) // 2, size
+
+    def _all_gather(self, every: list[Tensor], x: Tensor) -> None:
+        for copy in every:
+            copy.copy_(x)
+
+    def _sum_for_each(self, grads: Tensor) -> Tensor:
+        return grads.sum(0)
+
+
+def train_split(attend: Attend, inputs: Sequence[Tensor]) -> None:
+    """`train` with the tokens of all ranks."""
+    with context_parallel():
+        train(attend, inputs)
+
+
+def train_lonely(attend: Attend, inputs: Sequence[Tensor], size: int) -> None:
+    """`train` as one of so many ranks, without any exchange."""
+    with split_over(LonelyRanks(size)):
         train(attend, inputs)
 
 
@@ -134,25 +153,3 @@ def sent_bytes(case: SplitCase, core: AttentionCore, length: int, rank: int) -> 
         forward = ranks.sent
         torch.autograd.grad(out, leaves, grad)
         return [forward, ranks.sent - forward]
-
-
-def merge_step(case: SplitCase, core: AttentionCore) -> Step | None:
-    """What a rank does with the sums of `MERGED` ranks, of which half count, forward and backward; None: no sums."""
-    if not isinstance(core, KernelCore):
-        return None
-    spec, dtype = core.feature_map.spec_id, compute_dtype(getattr(torch, case.dtype))
-    lead = (MERGED, case.batch, max(case.groups, core.feature_map.heads))
-    gen = torch.Generator().manual_seed(0)
-    shapes = engine_class(lookup(spec)).state_shapes(core.feature_dim, case.head_dim)
-    sums = [torch.randn(*lead, *x, generator=gen, dtype=dtype).requires_grad_() for x in shapes]
-    token = torch.zeros(*lead[1:], 1, case.head_dim, dtype=dtype)
-    form = Form(token, token, spec=spec)
-    links = torch.ones(MERGED, case.batch, dtype=torch.bool)
-    middle = cast(Ranks, SimpleNamespace(rank=MERGED // 2, size=MERGED))
-
-    def merge() -> None:
-        side = incoming(form, Sent(full=sums), links, middle, range(MERGED + 1), mirror=False)
-        trained = [x for x in side.sums if x.requires_grad]  # not a common scale
-        torch.autograd.grad(trained, sums, [torch.ones_like(x) for x in trained], allow_unused=True)
-
-    return Step(merge)

@@ -134,9 +134,9 @@ class Pooler(nn.Module):
         """The same on every rank."""
         first = x[:, :1].sum(1)  # zeros of a rank without tokens
         if self.kind == "cls":
-            return ranks.gather([first])[0][0]
+            return ranks.gather([first], torch.is_grad_enabled())[0][0]
         weight = x.new_ones(*x.shape[:2], 1) if attention_mask is None else attention_mask.to(x.dtype).unsqueeze(-1)
-        total, count = (y.sum(0) for y in ranks.gather([(x * weight).sum(1), weight.sum(1)]))
+        total, count = (y.sum(0) for y in ranks.gather([(x * weight).sum(1), weight.sum(1)], torch.is_grad_enabled()))
         return total / count.clamp_min(1)
 
 

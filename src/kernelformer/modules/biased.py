@@ -184,8 +184,6 @@ class BiasedAttention:
         if call.state is None:
             return (), [key, value, mask], None
         *sums, near_keys, near_values, near_mask = call.state.tensors
-        if torch.is_grad_enabled() and (near_keys.requires_grad or near_values.requires_grad):
-            raise ValueError("gradients do not flow through a state with a bias; go on from state.detach().")
 
         def log_keys(keys: Tensor, visible: Tensor) -> Tensor:
             logs = self._log_shares(keys, tensors, call.scale, "key")

@@ -24,7 +24,15 @@ from kernelformer.attention import State
 from kernelformer.attention.ranks import Ranks
 from kernelformer.modules.call import Call
 from kernelformer.modules.packed import Segments, attend_apart, attend_packed
-from kernelformer.modules.split_parts import Sent, first_sinks, incoming, outgoing
+from kernelformer.modules.split_parts import (
+    Sent,
+    first_sinks,
+    incoming,
+    no_sums,
+    outgoing,
+    sums_both_ways,
+    sums_one_way,
+)
 from kernelformer.modules.split_runs import FIRST, LAST, Runs
 
 if TYPE_CHECKING:
@@ -40,6 +48,7 @@ class Facts(NamedTuple):
     head_dim: int
     value_dim: int
     method: int
+    seed: int
     draw: int
     dtype: int
     causality: int
@@ -54,6 +63,17 @@ class Facts(NamedTuple):
 
 
 FREE = 4  # of them may differ
+CODED = ("method", "dtype", "bias")  # numbers that say nothing
+NAMES = {name: name.replace("_", " ") for name in Facts._fields} | {
+    "batch": "the number of samples",
+    "method": "the method or its settings",
+    "seed": "the seed of their features",
+    "draw": "the number of their draw",
+    "gradients": "whether keys and values need gradients",
+    "causality": "is_causal",
+    "returned_state": "return_state",
+    "segment_ids": "whether segment_ids are given",
+}
 
 
 def _code(*values: object) -> int:
@@ -63,11 +83,8 @@ def _code(*values: object) -> int:
 
 def _facts(core: AttentionCore, call: Call) -> Facts:
     q, k, v, bias = call.query, call.key, call.value, call.bias
-    drawn, settled = {}, {}
-    for module in core.modules():
-        identity = getattr(module, "identity", None)
-        for name, x in (identity or {}).items():
-            (drawn if name in ("seed", "draw") else settled)[name] = str(x)
+    settings = dict(getattr(getattr(core, "feature_map", None), "identity", {}))
+    seed, draw = (int(settings.pop(name, 0)) for name in ("seed", "draw number"))
     near = (getattr(core, "window", None), getattr(core, "sinks", 0), getattr(core, "normalize", True))
     needs = torch.is_grad_enabled() and any(
         x.requires_grad for x in (k, v, *core.parameters(), *(() if bias is None else (bias.table,)))
@@ -75,8 +92,9 @@ def _facts(core: AttentionCore, call: Call) -> Facts:
     table = () if bias is None else (tuple(bias.table.shape), bias.window, bias.slope is None)
     return Facts(
         *(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]),
-        method=_code(core.method, near, settled, call.scale),
-        draw=_code(drawn),
+        method=_code(core.method, near, settings, call.scale),
+        seed=seed,
+        draw=draw,
         dtype=_code(q.dtype),
         causality=int(call.is_causal),
         bias=_code(table),
@@ -103,11 +121,9 @@ def _agree(ranks: Ranks, facts: Facts | None, problem: Exception | None) -> list
         values = [getattr(x, name) for x in every]
         for rank, value in enumerate(values):
             if value != values[0]:
-                small = max(abs(value), abs(values[0])) < 1 << 32
-                said = f": {values[0]} and {value}" if small else ""
-                what = name.replace("_", " ")
+                what = NAMES[name] + ("" if name in CODED else f": {values[0]} and {value}")
                 raise ValueError(
-                    f"ranks 0 and {rank} of {ranks.size} do not make the same call: they have another {what}{said}; "
+                    f"ranks 0 and {rank} of {ranks.size} do not make the same call: they differ in {what}; "
                     f"give all ranks of a sequence the same model, settings and samples, and each its own tokens."
                 )
     return every
@@ -133,7 +149,8 @@ def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Rank
     facts = None if call is None or problem is not None else _facts(core, call)
     every = _agree(ranks, facts, problem)
     assert call is not None
-    return _Split(core, call, ranks, every).attend()
+    out, after = _Split(core, call, ranks, every).attend()
+    return out.to(call.query.dtype), after
 
 
 def _refusal(core: AttentionCore, call: Call) -> ValueError | None:
@@ -159,6 +176,7 @@ class _Split:
                     f"causal attention over ranks is over the same tokens, got {x.queries} queries and {x.keys} keys "
                     f"on rank {rank}; give every rank as many keys as queries."
                 )
+        self.gradients = bool(every[0].gradients)
         self.starts = list(accumulate((x.keys for x in every), initial=0))
         assert core.splits is not None
         tokens = (sum(x.queries for x in every), self.starts[-1])
@@ -173,7 +191,7 @@ class _Split:
 
     def _exchange(self, parts: list[Sent]) -> list[Sent]:
         """What all ranks send, in one exchange."""
-        gathered, result = self.ranks.gather([x for part in parts for x in part.tensors]), []
+        gathered, result = self.ranks.gather([x for part in parts for x in part.tensors], self.gradients), []
         for part in parts:
             count = len(part.tensors)
             result.append(part.like(gathered[:count]))
@@ -183,7 +201,10 @@ class _Split:
     def _causal(self) -> tuple[Tensor, State | None]:
         """As a stream that goes on from the state of the ranks before."""
         runs, call, links = self.runs, self.call, self.runs.left
-        (sent,) = self._exchange([outgoing(self.form, runs.runs[LAST], False)])
+        run = runs.runs[LAST]
+        is_last = self.rank == self.ranks.size - 1  # after whom nobody comes
+        sums = no_sums(self.form) if is_last else sums_one_way(self.form, run, False)
+        (sent,) = self._exchange([outgoing(self.form, run, sums, False)])
         left = incoming(self.form, sent, links, self.ranks, self.starts, mirror=False)
         sinks = None
         if self.form.sinks:
@@ -201,24 +222,29 @@ class _Split:
         """Bidirectional, with a state on each side; of packed rows the first and the last segment one by one."""
         runs, form, call = self.runs, self.form, self.call
         is_packed = call.segment_ids is not None
-        to_right = outgoing(form, runs.runs[LAST], False)
+        first, last = runs.runs
         if is_packed or form.reach or form.slope is not None:
-            to_left = outgoing(form, runs.runs[FIRST], True, None if is_packed else to_right)
+            if is_packed:
+                ways = sums_one_way(form, last, False), sums_one_way(form, first, True)
+            else:
+                ways = sums_both_ways(form, last)
+            to_right = outgoing(form, last, ways[0], False)
+            to_left = outgoing(form, first, ways[1], True, shared=not is_packed)
             to_right, to_left = self._exchange([to_right, to_left])
             shared = {} if to_left.full else {"full": to_right.full}
             shared |= {} if to_left.sinks else {"sinks": to_right.sinks}
             to_left = replace(to_left, **shared)
         else:
-            (to_right,) = self._exchange([to_right])
+            (to_right,) = self._exchange([outgoing(form, last, sums_one_way(form, last, False), False)])
             to_left = to_right
         single = runs.single[self.rank]
         out = self._between(to_right, to_left, FIRST, runs.left, runs.right & single)
         if call.segment_ids is None or not call.query.shape[2]:
             return out
         ids = call.segment_ids
-        last = self._between(to_right, to_left, LAST, runs.left & single, runs.right)
+        other = self._between(to_right, to_left, LAST, runs.left & single, runs.right)
         is_first, is_last = ((ids == x)[:, None, :, None] for x in (ids[:, :1], ids[:, -1:]))
-        out = torch.where(is_first, out, torch.where(is_last, last, 0))
+        out = torch.where(is_first, out, torch.where(is_last, other, 0))
         segments = Segments.of(ids)
         inner = segments.where((segments.start > 0) & (segments.start + segments.length < ids.shape[1]))
         alone = replace(call, segment_ids=None)

@@ -13,6 +13,9 @@ from torch import Tensor
 from kernelformer.attention import State
 from kernelformer.attention.near import Sinks
 from kernelformer.attention.relative.bias_view import Layout
+from kernelformer.attention.relative.call import RelativeCall
+from kernelformer.attention.relative.direct import relative_attention
+from kernelformer.attention.relative.sums import sums_of_state
 from kernelformer.attention.sums import read_sums
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.modules.call import Bias, Call
@@ -43,7 +46,12 @@ class CoreSplit(ABC):
 
     def __init__(self, core: Any, call: Call, tokens: tuple[int, int], start: int) -> None:
         self.core, self.start = core, start
-        self.call = call if call.bias is None else replace(call, bias=around(call.bias, call, tokens, start))
+        self.call = call
+        if call.bias is not None:
+            # Tokens before this rank's: all where a near part counts positions, else those that are one by one.
+            past = start if core.has_near else min(call.bias.window or 0, start)
+            later = max(0, tokens[1] - start - call.key.shape[2])
+            self.call = replace(call, bias=around(call.bias, call, tokens, past, later))
         self.form = self._form()
 
     @staticmethod
@@ -72,10 +80,15 @@ class CoreSplit(ABC):
         """Attend to a call's keys and to those on both sides, whose sums in the middle are ``own``: (B, H, L, E)."""
 
 
-def around(bias: Bias, call: Call, tokens: tuple[int, int], start: int) -> Bias:
-    """A bias as tokens of this rank see it, over distances up to its window and their own number beyond.
+def around(bias: Bias, call: Call, tokens: tuple[int, int], past: int, later: int) -> Bias:
+    """A bias for the tokens of this rank and those next to them, from one over the whole sequence.
 
-    Given over all distances of the sequence, (H, queries + keys - 1) on all ranks, or up to the window, (H, 2 w + 1).
+    Args:
+        bias: over all distances, (H, queries + keys - 1) on all ranks, or up to the window, (H, 2 w + 1).
+        call: of this rank.
+        tokens: queries and keys on all ranks.
+        past: tokens before this rank's that it has to be for.
+        later: tokens after this rank's, of which as many as the window are its neighbours.
     """
     assert bias.window is not None
     window, entries = bias.window, bias.table.shape[1]
@@ -91,14 +104,16 @@ def around(bias: Bias, call: Call, tokens: tuple[int, int], start: int) -> Bias:
             f"{tuple(bias.table.shape)}."
         )
     length, count = call.query.shape[2], call.key.shape[2]
-    past = window if call.segment_ids is None else max(window, start)  # as `packed` cuts it
-    distance = torch.arange(past + length + window + count - 1, device=bias.table.device) - (past + length - 1)
+    if not call.is_causal:
+        count += min(window, later)
+    reach = past + count  # keys that the bias is for
+    distance = torch.arange(max(0, length + reach - 1), device=bias.table.device) - (past + length - 1)
     index = (middle + distance.clamp(-window, window)).clamp(0, entries - 1)
     table = bias.table[:, index]
     if bias.slope is not None:
         beyond = (distance.abs() - window).clamp_min(0)
         table = table - bias.slope.to(table.dtype).unsqueeze(1) * beyond
-    return replace(bias, table=table, layout=Layout(length, count + window, past))
+    return replace(bias, table=table, layout=Layout(length, reach, past))
 
 
 def near_state(left: Side, sinks: Sinks | None, start: int, made_by: tuple[tuple[str, object], ...]) -> State:
@@ -106,6 +121,20 @@ def near_state(left: Side, sinks: Sinks | None, start: int, made_by: tuple[tuple
     if sinks is not None:
         sinks = sinks._replace(position=sinks.position.masked_fill(~sinks.visible, NO_SINK))
     return State(Stream(left.sums, left.tokens, sinks, start).tensors(), start, made_by)
+
+
+def joined(form: Form, call: Call, sides: tuple[Side, Side]) -> Call:
+    """The call with the tokens next to it on both sides, in the dtype of the arithmetic."""
+    dtype = compute_dtype(call.query.dtype)
+    before, after = (x.tokens for x in sides)
+    key, value = (
+        torch.cat([x, y.to(dtype), z], 2) for x, y, z in zip(before[:2], (form.key, form.value), after[:2], strict=True)
+    )
+    mask = None
+    if call.key_mask is not None or not bool(before[2].all() & after[2].all()):
+        own = before[2].new_ones(key.shape[0], call.key.shape[2]) if call.key_mask is None else call.key_mask
+        mask = torch.cat([before[2], own, after[2]], 1)
+    return replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
 
 
 def near_between(
@@ -118,23 +147,13 @@ def near_between(
     start: int,
 ) -> Tensor:
     """Near tokens exactly, this rank's and those next to them; far ones by the sums on either side."""
-    dtype = compute_dtype(call.query.dtype)
-    before, after = (x.tokens for x in sides)
-    offset = before[2].shape[1]
-    key, value = (
-        torch.cat([x, y.to(dtype), z], 2) for x, y, z in zip(before[:2], (form.key, form.value), after[:2], strict=True)
-    )
-    mask = None
-    if call.key_mask is not None or not bool(before[2].all() & after[2].all()):
-        own = before[2].new_ones(key.shape[0], call.key.shape[2]) if call.key_mask is None else call.key_mask
-        mask = torch.cat([before[2], own, after[2]], 1)
+    offset = sides[0].tokens[2].shape[1]
     if sinks is not None:
         sinks = sinks._replace(position=sinks.position - (start - offset))
     later = sides[1].sums
     if not near.window:  # the first key on the right is one away, not none
         later = form.fade(later, -1)
-    whole = replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
-    out, _ = near.run(whole, far, sinks, sides[0].sums, offset, later)
+    out, _ = near.run(joined(form, call, sides), far, sinks, sides[0].sums, offset, later)
     return out
 
 
@@ -215,7 +234,11 @@ class KernelSplit(CoreSplit):
         made_by = core._made_by(call.scale)
         if core.near is not None:
             return near_state(left, sinks, self.start, made_by + core.near.made_by(call))
-        return State(tuple(left.sums), self.start, made_by)
+        if call.bias is None:
+            return State(tuple(left.sums), self.start, made_by)
+        sums = sums_of_state(left.sums, self.form.positive)
+        key, value, mask = left.tokens
+        return State((*sums, key, value, mask), mask.shape[1], made_by + core.biased.made_by(call))
 
     def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
         """See `CoreSplit`."""
@@ -224,7 +247,29 @@ class KernelSplit(CoreSplit):
             if core.near is not None:
                 far = Far(form.spec, form.tensors, core.beta)
                 return near_between(core.near, far, form, call, sides, sinks, self.start)
+            if call.bias is not None:
+                return self._with_bias(call, call.bias, sides)
             state = form.merged([sides[0].sums, own, sides[1].sums])
             return read_sums(
                 call.query, state, spec=form.spec, tensors=form.tensors, scale=form.scale, normalize=form.normalize
             )
+
+    def _with_bias(self, call: Call, bias: Bias, sides: tuple[Side, Side]) -> Tensor:
+        form, whole = self.form, joined(self.form, call, sides)
+        left, right = (sums_of_state(x.sums, form.positive) for x in sides)
+        relative = RelativeCall(
+            query=whole.query,
+            key=whole.key,
+            value=whole.value,
+            bias=bias.table,
+            spec=form.spec,
+            tensors=form.tensors,
+            scale=form.scale,
+            layout=bias.layout,
+            key_mask=whole.key_mask,
+            window=bias.window,
+            slope=bias.slope,
+            state=left,
+            right_state=right,
+        )
+        return relative_attention(relative)[0]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernelformer.attention.families import engine_class
 from kernelformer.attention.near import Sinks
 from kernelformer.attention.near_keys import Tokens
 from kernelformer.attention.ranks import Ranks
@@ -125,47 +126,77 @@ class Sent:
         return Sent(*([rest.pop(0) for _ in x] for x in lists))
 
 
-def outgoing(form: Form, run: Run, mirror: bool, others: Sent | None = None) -> Sent:
+class Sums(NamedTuple):
+    """States of a rank's far tokens in one direction, see `Sent`; nothing without a map."""
+
+    full: list[Tensor]
+    head: list[Tensor]
+
+
+def sums_one_way(form: Form, run: Run, mirror: bool) -> Sums:
+    """For the ranks after this one, or mirrored for those before."""
+    if not form.spec:
+        return Sums([], [])
+    length, reach = form.key.shape[2], form.reach
+    cut = min(reach, length) if mirror else max(0, length - reach)
+    spans = ((cut, length), (0, cut)) if mirror else ((0, cut), (cut, length))
+    head, edge = (form.sums(*span, run.far, mirror) for span in spans)
+    return Sums(form.merged([head, form.fade(edge, -reach)]) if reach else head, head)
+
+
+def no_sums(form: Form) -> Sums:
+    """Those of no tokens, where nobody wants any: they cost no pass over the keys."""
+    if not form.spec:
+        return Sums([], [])
+    known, like = lookup(form.spec), form.key.new_empty(0, dtype=compute_dtype(form.key.dtype))
+    features = known.feature_dim(form.tensors, form.key.shape[3])
+    state = engine_class(known).empty(tuple(form.key.shape[:2]), features, form.value.shape[3], like)
+    return Sums(state, state)
+
+
+def sums_both_ways(form: Form, run: Run) -> tuple[Sums, Sums]:
+    """For the ranks after this one and for those before, in one pass over the keys where distance does not count."""
+    if form.slope is not None or not form.spec:
+        return sums_one_way(form, run, False), sums_one_way(form, run, True)
+    length, reach = form.key.shape[2], form.reach
+    after, before = max(0, length - reach), min(reach, length)  # heads are tokens [0, after) and [before, length)
+    low, high = sorted((after, before))
+    left, middle, right = (form.sums(*x, run.far, False) for x in ((0, low), (low, high), (high, length)))
+    full = form.merged([left, middle, right])
+    overlap = [middle] if after >= before else []
+    return Sums(full, form.merged([left, *overlap])), Sums(full, form.merged([*overlap, right]))
+
+
+def outgoing(form: Form, run: Run, sums: Sums, mirror: bool, shared: bool = False) -> Sent:
     """What a rank sends of a run: to the ranks after it, or mirrored to those before.
 
     Args:
         form: the tokens.
         run: which of them count.
+        sums: of the far ones.
         mirror: the direction.
-        others: what it sends of the same run in the other direction, where that serves both.
+        shared: what it sends in the other direction serves for this one too: all far tokens, and the first ones.
     """
     length, reach = form.key.shape[2], form.reach
-    cut = min(reach, length) if mirror else max(0, length - reach)
-    full, head = [], []
-    if form.spec:
-        spans = ((cut, length), (0, cut)) if mirror else ((0, cut), (cut, length))
-        head, edge = (form.sums(*span, run.far, mirror) for span in spans)
-        full = form.merged([head, form.fade(edge, -reach)]) if reach else head
     dtype = compute_dtype(form.key.dtype)
     missing = max(0, reach - length)
     room = (0, missing) if mirror else (missing, 0)
     at = slice(0, reach) if mirror else slice(max(0, length - reach), length)
     hidden = None if run.mask is None else ~run.mask[:, None, at, None]
-    edge_tokens: list[Tensor] = []
+    edge: list[Tensor] = []
     for x in (form.key, form.value) if reach else ():
         piece = x[:, :, at] if hidden is None else x[:, :, at].masked_fill(hidden, 0)
-        edge_tokens.append(F.pad(piece.to(dtype), (0, 0, *room)))
+        edge.append(F.pad(piece.to(dtype), (0, 0, *room)))
     marks = []
     if reach and run.mask is not None and run.far is not None:
         marks = [torch.stack([F.pad(x[:, at].to(dtype), room) for x in (run.mask, run.far)])]
     picked = []
-    for x in (form.key, form.value) if form.sinks else ():
+    for x in (form.key, form.value) if form.sinks and not shared else ():
         index = run.index[:, None, :, None].clamp(0, max(0, length - 1)).expand(-1, x.shape[1], -1, x.shape[3])
         rows = x.gather(2, index) if length else x.new_zeros(index.shape)
         picked.append(rows.to(dtype))
-    shared = others is not None and form.slope is None
-    return Sent(
-        full=() if shared else full,
-        head=head if reach else (),
-        edge=edge_tokens,
-        marks=marks,
-        sinks=() if shared else picked,
-    )
+    full = () if shared and form.slope is None else sums.full
+    return Sent(full=full, head=sums.head if reach else (), edge=edge, marks=marks, sinks=picked)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,22 @@
-"""Sequences and models beyond one process."""
+"""Sequences and models over several processes, on torch.distributed."""
 
-from kernelformer.parallel.context import context_parallel
+from __future__ import annotations
 
-__all__ = ["context_parallel"]
+from typing import TYPE_CHECKING
+
+from kernelformer.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kernelformer.parallel.checkpoint import load_sharded, save_sharded
+    from kernelformer.parallel.context import context_parallel, sum_gradients
+    from kernelformer.parallel.group import start_group
+    from kernelformer.parallel.sharding import shard
+
+__all__ = ["context_parallel", "load_sharded", "save_sharded", "shard", "start_group", "sum_gradients"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    dict.fromkeys(("load_sharded", "save_sharded"), f"{__name__}.checkpoint")
+    | dict.fromkeys(("context_parallel", "sum_gradients"), f"{__name__}.context")
+    | {"shard": f"{__name__}.sharding", "start_group": f"{__name__}.group"},
+)

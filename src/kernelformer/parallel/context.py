@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from kernelformer.attention.ranks import Ranks
 from kernelformer.modules.context import split_over
@@ -15,9 +17,10 @@ from kernelformer.modules.context import split_over
 def context_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
     """Let the ranks of a group hold one sequence, part by part in the order of the ranks.
 
-        with context_parallel(group):
-            loss = model(my_tokens, labels=my_tokens).loss
-            loss.backward()                  # here too: checkpointed layers run again
+        with context_parallel(group) as ranks:
+            mine = ranks.part(tokens)            # or read only these
+            loss = model(mine, labels=mine).loss
+            loss.backward()                      # here too: checkpointed layers run again
         sum_gradients(model, group)
 
     Within the block every attention of this library sees the tokens of all ranks; everything else works on one's own.
@@ -32,10 +35,28 @@ def context_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
         group: a process group of torch.distributed; None: all processes. A group of one changes nothing.
 
     Yields:
-        the ranks: ``rank``, ``size``, ``starts(length)`` and the bytes ``sent`` so far.
+        the ranks: ``rank``, ``size``, ``part(tokens)``, ``starts(length)`` and the bytes ``sent`` so far.
 
     Cost per layer: one all-gather of B G (M (E + 1) [twice with near tokens] + w (D + E)) numbers forward and as many
     backward, whatever the length.
     """
     with split_over(Ranks(group)) as ranks:
         yield ranks
+
+
+@torch.no_grad()
+def sum_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Add up the gradients of the ranks of a sequence, each of which has those of its own tokens.
+
+    Afterwards all ranks have the gradients that one process with the whole sequence would have. Models of this library
+    divide their losses by the tokens of all ranks; a loss of one's own has to do so too, or be a sum.
+
+    Args:
+        model: the same on all ranks.
+        group: of `context_parallel`.
+    """
+    weights = [x for x in model.parameters() if x.requires_grad]
+    for weight in weights:
+        if weight.grad is None:  # nothing reached it on this rank; on another something may have
+            weight.grad = torch.zeros_like(weight)
+        dist.all_reduce(weight.grad, group=group)

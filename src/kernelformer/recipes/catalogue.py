@@ -131,6 +131,19 @@ RECIPES: dict[str, Recipe] = {
         },
         {CPU: (*FEW, BIASED)},
     ),
+    "shards": Recipe(
+        "language model of token shards that `kernelformer prepare` has written, of any size",
+        "the model of `bytes`, on --data",
+        {
+            CPU: partial(
+                BYTES,
+                task="shards",
+                attention=ROTARY[3],
+                task_options={"length": 512, "validation_samples": 128},
+            )
+        },
+        {CPU: (*ROTARY, BIASED)},
+    ),
     "demo": Recipe(
         "byte-level language model of the Python standard library, in less than a minute for each attention",
         "what `make demo` compares: `bytes` with shorter samples and fewer steps",

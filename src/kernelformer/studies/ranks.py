@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from kernelformer.analysis.scaling import Exchange, LinearCost
+from kernelformer.analysis.scaling import Exchange
 from kernelformer.formatting import human_bytes, human_time, short_names
 from kernelformer.measure.harness import Figures
-from kernelformer.measure.ranks import run_memory, run_ranks
-from kernelformer.measure.split_case import MERGED, SplitCase
+from kernelformer.measure.ranks import FEW, MANY, run_memory, run_ranks
+from kernelformer.measure.split_case import SplitCase
 from kernelformer.modules.spec import parse_method
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import RanksSettings as Settings
@@ -36,9 +36,9 @@ class Timed:
         ranks: R.
         length: tokens of each rank that were timed.
         alone: seconds of forward and backward in independent processes at the same time, the slowest of them.
-        work: seconds of what each rank has to do over ranks, in a group of one, without any exchange.
+        work: seconds of what a rank has to do over ranks, without any exchange.
         split: seconds over ranks.
-        merge: seconds of putting one rank's sums to those of others; None: the attention has no sums.
+        merge: seconds that the state of one more rank takes.
         exchange: what the formula depends on, see `Exchange`.
         sent: bytes that a rank gave to others, forward and backward, by the tokens of a rank.
     """
@@ -50,7 +50,7 @@ class Timed:
     alone: float
     work: float
     split: float
-    merge: float | None
+    merge: float
     exchange: dict[str, Any]
     sent: dict[str, list[int]]
 
@@ -61,9 +61,8 @@ class Timed:
 
     @property
     def expected(self) -> float:
-        """The efficiency by the formula for times, over a link that takes none."""
-        cost = LinearCost(Exchange(**self.exchange), self.work / self.length, self.merge or 0.0)
-        return self.alone / cost.work(self.length, self.ranks)
+        """The efficiency if an exchange took no time."""
+        return self.alone / self.work
 
     @property
     def formula(self) -> list[int]:
@@ -83,7 +82,7 @@ class Peak:
         length: tokens of each rank.
         inputs: bytes of q, k, v and the gradient of the output; the results are as many.
         peak: bytes beyond the inputs: results and everything in between.
-        merge: bytes of putting one rank's sums to those of others; None: the attention has no sums.
+        merge: bytes that the state of one more rank takes.
     """
 
     attention: str
@@ -92,7 +91,7 @@ class Peak:
     length: int
     inputs: int
     peak: int
-    merge: float | None
+    merge: float
 
 
 @dataclass
@@ -146,8 +145,8 @@ def _timed(case: SplitCase, count: int, length: int, figures: Sequence[Figures],
     """A row of times, after a look at the bytes of all ranks and lengths."""
     every = [x["cases"][number] for x in figures]
     first = every[0]
-    merge = first["merge"]["seconds"] / MERGED if "merge" in first else None
-    alone, work, split = (first[x]["seconds"] for x in ("alone", "work", "split"))
+    alone, work, split, few, many = (first[x]["seconds"] for x in ("alone", "work", "split", "few", "many"))
+    merge = max(0.0, many - few) / (MANY - FEW)
     row = Timed(
         *(case.attention, case.causal, count, length, alone, work, split, merge), first["exchange"], first["sent"]
     )
@@ -164,7 +163,7 @@ def _timed(case: SplitCase, count: int, length: int, figures: Sequence[Figures],
 
 def _peak(case: SplitCase, count: int, length: int, figures: Sequence[Figures], number: int) -> Peak:
     every = [x["cases"][number] for x in figures]
-    merge = max(x["merge"] for x in every) / MERGED if "merge" in every[0] else None
+    merge = max(0, *(x["many"] - x["few"] for x in every)) / (MANY - FEW)
     return Peak(case.attention, case.causal, count, length, every[0]["inputs"], max(x["split"] for x in every), merge)
 
 
@@ -177,7 +176,7 @@ def tables(result: Result) -> list[Table]:
     short = short_names(x.attention for x in result.times)
     time = Table("attention", "", title="Forward and backward, one thread a rank", title_justify="left")
     sent = Table("attention", "", title="Bytes that a rank sends, whatever the length", title_justify="left")
-    for name in ("ranks", "tokens of each", "independent", "over ranks", "efficiency", "expected"):
+    for name in ("ranks", "tokens of each", "independent", "over ranks", "efficiency", "without exchange"):
         time.add_column(name, justify="right")
     for name in ("ranks", "forward", "backward", "formula"):
         sent.add_column(name, justify="right")

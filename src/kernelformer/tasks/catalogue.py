@@ -21,6 +21,7 @@ from kernelformer.tasks.recall import Recall
 from kernelformer.tasks.retrieval import Retrieval
 from kernelformer.tasks.sentences import Sentences
 from kernelformer.tasks.series import RealSeries
+from kernelformer.tasks.shards import Shards
 from kernelformer.tasks.sparsity import Sparsity
 from kernelformer.tasks.text import Text
 from kernelformer.tasks.translation import Translation
@@ -42,6 +43,7 @@ TASKS: dict[str, type[Task]] = {
         Retrieval,
         Sentences,
         RealSeries,
+        Shards,
         Sparsity,
         Text,
         Translation,

@@ -23,6 +23,7 @@ from kernelformer.records import METRICS, read_metrics
 from kernelformer.training.config import TrainingError, everywhere
 
 T = TypeVar("T")
+_locks: set[int] = set()  # handles of folders that this process has locked
 STAGE = PART  # the folder in which others grow until they are whole; no checkpoint by Hugging Face's pattern
 DAMAGED = "damaged-"  # before the name of a checkpoint that was found so
 WRITING = (OSError, SafetensorError, RuntimeError)  # how the disk, safetensors and torch.save say that they cannot
@@ -112,6 +113,9 @@ def cut_metrics(folder: Path, step: int) -> None:
 def locked(folder: Path, doing: str = "is training in") -> Iterator[None]:
     """Keep other processes from writing to the folder meanwhile; the system lets go when the process ends.
 
+    Processes that are forked meanwhile, as those that get batches ready, have no part in the lock: they live on for
+    seconds after this one was killed, and its successor is not to wait for them.
+
     Args:
         folder: that is locked.
         doing: what the other process does there, for the error.
@@ -126,9 +130,21 @@ def locked(folder: Path, doing: str = "is training in") -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise TrainingError(f"another process {doing} {folder}; wait for it, or take another folder.") from None
+        _locks.add(handle)
         yield
     finally:
+        _locks.discard(handle)
         os.close(handle)
+
+
+def _leave_locks() -> None:
+    """Close the copies of handles that a forked process was born with; the lock stays its parent's."""
+    for handle in _locks:
+        os.close(handle)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 def main_does(main: bool, folder: Path, action: Callable[[], T]) -> T:

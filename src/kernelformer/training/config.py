@@ -22,7 +22,10 @@ SELECT = ("last", "best")
 # Settings of a model that the run itself has, or that are fixed.
 OWN = ("attention", "decoder_attention", "seed", "model_type")
 # Another value gives the same result; but where the best evaluation is selected, it depends on when they are.
-FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "workers")
+FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "context_parallel", "workers")
+
+# Models whose sequences can be split over ranks.
+SPLIT_MODELS = ("causal-lm", "masked-lm", "classifier", "series", "pixel-lm")
 
 Problem = TypeVar("Problem", bound=Exception)
 
@@ -81,6 +84,8 @@ class Run:
         save_every: updates between checkpoints; None: only at the end.
         keep: how many checkpoints stay.
         log_every: updates between lines of ``metrics.jsonl``.
+        context_parallel: ranks that each sequence is split over; the number of processes is a multiple of it. The batch
+            is divided among the groups of so many. Another number gives the same result but for rounding.
         workers: processes that get batches ready beside training; 0: training itself does, which is enough unless
             images are decoded on the way.
     """
@@ -116,13 +121,14 @@ class Run:
     save_every: int | None = None
     keep: int = 2
     log_every: int = 10
+    context_parallel: int = 1
     workers: int = 0
 
     def __post_init__(self) -> None:
         def take(name: str, value: object) -> None:  # as a plain number: it may have been one of another library
             object.__setattr__(self, name, value)
 
-        for name in ("steps", "batch_size", "keep", "log_every"):
+        for name in ("steps", "batch_size", "keep", "log_every", "context_parallel"):
             take(name, positive_int(name, getattr(self, name)))
         for name in ("micro_batch", "redraw", "eval_every", "eval_batch_size", "save_every"):
             if getattr(self, name) is not None:
@@ -165,6 +171,16 @@ class Run:
         for name in ("task_options", "model"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))  # a copy: nobody changes it later
         known = task_options(choice("task", self.task, TASKS))
+        if self.context_parallel > 1 and TASKS[self.task].model not in SPLIT_MODELS:
+            raise ValueError(
+                f"context_parallel={self.context_parallel} splits one sequence over ranks, and task {self.task!r} has "
+                f"pairs of them or images; leave it out: processes divide the batch."
+            )
+        if self.context_parallel > 1 and self.label_smoothing:
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing:g} is not there for sequences over ranks, got "
+                f"context_parallel={self.context_parallel}; leave one of them out."
+            )
         for name in self.task_options:
             if name not in known:
                 raise unknown(f"option for task {self.task!r},", name, known)

@@ -17,16 +17,18 @@ from transformers.utils import CONFIG_NAME
 
 from kernelformer.commands import resume_command
 from kernelformer.environment import environment
-from kernelformer.errors import flag
+from kernelformer.errors import flag, positive_int
 from kernelformer.files import write_json
 from kernelformer.formatting import shortened
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.modules import redraw
 from kernelformer.modules.redraw import random_maps
+from kernelformer.parallel.group import TIMEOUT
 from kernelformer.quiet import silent_libraries
 from kernelformer.records import RUN, Result, read_head, read_object
 from kernelformer.tasks import Task, make_task
 from kernelformer.terminal import VisibleConsole
+from kernelformer.training.absent import presence
 from kernelformer.training.callbacks import Bar, Board, LastDraw, Stop
 from kernelformer.training.checkpoints import clear, cut_metrics, locked, main_does, set_aside, writing
 from kernelformer.training.config import Run, StoppedError, everywhere, extension
@@ -47,6 +49,7 @@ def train(
     quiet: bool = False,
     log: Log | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    timeout: int = TIMEOUT,
 ) -> Result:
     """Train a model, evaluate it, and leave everything in a folder.
 
@@ -58,7 +61,8 @@ def train(
     evaluations are in ``best-N/``, as many as the checkpoints need; ``model/`` is the best of all.
 
     Started by ``torchrun`` or ``accelerate launch``, the processes share the batch; they see one folder, and only the
-    first writes and talks.
+    first writes and talks. If one of them ends or hangs, so do the others, after ``timeout`` seconds at the latest;
+    under ``torchrun --max-restarts N`` with ``resume`` the run then goes on by itself from its last checkpoint.
 
     Args:
         run: the settings.
@@ -70,17 +74,24 @@ def train(
         quiet: no progress bar and no sentences.
         log: called with the sentences; default: they are printed.
         callbacks: further ones for Hugging Face's trainer.
+        timeout: seconds that a process waits for the others; more than the first of them ever works alone, as in
+            judging at the end.
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM; the run was saved before.
+        AbsentError: another process has ended, or has not answered in time; it is named.
         TrainingError: the folder holds another run, or one on other data, is damaged, in use, or cannot be written.
         ValueError: settings that do not fit one another, the task, the model or the number of processes.
     """
     flag("resume", resume)
     folder = Path(folder)
     with silent_libraries(), ExitStack() as stack:
-        args = training_arguments(run, folder)
+        args = training_arguments(run, folder, positive_int("timeout", timeout))
         main = args.process_index == 0
+        present = presence(args, folder, timeout)
+        if present is not None:
+            stack.enter_context(present.watching())
+            callbacks = [present, *callbacks]
         console = VisibleConsole(soft_wrap=True)  # a path stays in one piece
         say = _voice(console, log) if main and not quiet else _nothing
         bar = main and not quiet and console.is_terminal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from kernelformer.hashes import write_hashes
 from kernelformer.modules import RelativePositions, parameter_groups
 from kernelformer.modules.redraw import random_maps
+from kernelformer.parallel.group import start_group
 from kernelformer.tasks import Task
 from kernelformer.training.checkpoints import (
     STAGE,
@@ -30,19 +32,27 @@ from kernelformer.training.checkpoints import (
     rotate,
 )
 from kernelformer.training.config import SCHEDULES, Run, everywhere
-from kernelformer.training.evaluation import TaskTrainer
+from kernelformer.training.context import Context, Repeated
+from kernelformer.training.context_trainer import ContextTrainer
 from kernelformer.training.inspection import whole
 from kernelformer.training.meter import Meter, Recorder, scores
 from kernelformer.training.selection import Best, prune, save_best
 
 
-def training_arguments(run: Run, folder: Path) -> TrainingArguments:
+def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArguments:
     """The run in Hugging Face's words; starts torch.distributed where several processes were launched.
+
+    Args:
+        run: the settings.
+        folder: of the run.
+        timeout: seconds that a process waits for the others.
 
     Raises:
         ValueError: the batch cannot be divided among the processes.
     """
     gpu = torch.accelerator.is_available()
+    if not gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # there transformers would leave the time-out unused
+        start_group(timeout, "gloo")
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=run.steps,
@@ -72,14 +82,22 @@ def training_arguments(run: Run, folder: Path) -> TrainingArguments:
         dataloader_pin_memory=gpu,
         dataloader_num_workers=run.workers,
         remove_unused_columns=False,
+        ddp_timeout=timeout,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # draws are functions of (seed, number), the same on every process
     )
     args._n_gpu = min(args.n_gpu, 1)  # several GPUs are several processes here, never nn.DataParallel
-    world = args.world_size
+    world, shared = args.world_size, run.context_parallel
+    if world % shared:
+        raise ValueError(
+            f"context_parallel={shared} ranks share a sequence, got {world} processes; start a multiple of {shared}, "
+            f"by torchrun --nproc-per-node."
+        )
+    world //= shared
     if run.batch_size % (world * (run.micro_batch or 1)):
         micro = f" times micro_batch={run.micro_batch}" if run.micro_batch else ""
-        raise ValueError(f"batch_size={run.batch_size} must be a multiple of the {world} processes{micro}.")
+        groups = f" groups of {shared}" if shared > 1 else ""
+        raise ValueError(f"batch_size={run.batch_size} must be a multiple of the {world}{groups} processes{micro}.")
     share = run.batch_size // world
     args.per_device_train_batch_size = run.micro_batch or share
     args.gradient_accumulation_steps = share // args.per_device_train_batch_size
@@ -112,7 +130,7 @@ class Order(Sampler[int]):
                 yield from part.tolist()  # not all at once: a list of a million integers takes 40 MB
 
 
-class RunTrainer(TaskTrainer):
+class RunTrainer(ContextTrainer):
     """Trains one run, and saves so that it can be killed at any moment.
 
     Args:
@@ -142,7 +160,8 @@ class RunTrainer(TaskTrainer):
         self.folder = Path(args.output_dir or ".")
         self._staging = False
         self._pending: int | Tensor = 0  # tokens of this process that the meter does not have yet
-        super().__init__(task, model, args, **rest)
+        context = Context(run.context_parallel, args.device) if run.context_parallel > 1 else None
+        super().__init__(task, model, args, context=context, **rest)
         if run.label_smoothing:
             self.compute_loss_func = self._smoothed
 
@@ -150,7 +169,12 @@ class RunTrainer(TaskTrainer):
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         data: Any = self.train_dataset if train_dataset is None else train_dataset
-        return Order(len(data), self.run.steps * self.run.batch_size, self.run.seed)
+        count = self.run.steps * self.run.batch_size
+        own = getattr(data, "sampler", None)  # of data whose samples are too many for a permutation in memory
+        order = Order(len(data), count, self.run.seed) if own is None else own(count, self.run.seed)
+        if self.context is None:
+            return order
+        return Repeated(order, self.args.per_device_train_batch_size, self.context.size)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The trainer's, with groups of their own for what the kernels learn and for tables of positions."""
@@ -191,12 +215,14 @@ class RunTrainer(TaskTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """The trainer's; it counts tokens without padding, of images their patches, of series their moments."""
+        inputs = self._part(inputs)
         given, mask = inputs[self.network.main_input_name], inputs.get("attention_mask")
         plain = given if given.dim() < 3 else given[..., 0]
         size = plain.numel() if mask is None else mask.sum()  # a tensor: reading it would wait for the device
         patches = getattr(self.network, "tokens_per_image", None)
         self._pending += size if patches is None else len(given) * patches
-        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        with self._active():
+            loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
     def _smoothed(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

@@ -115,6 +115,7 @@ class Backward:
         left = self.block.tiles.left(c.q, sums.shift, own)
         slope = torch.bmm(c.g_num, sums.kv.transpose(1, 2), out=self.work.take("slope", *left.shape))
         slope.addcmul_(c.g_den, sums.ks.transpose(1, 2))
+        self._to_state(scan, c, left, own)
         total = torch.linalg.vecdot(slope, left).sum(1) if self.call.bias.grad is not None else None
         self.block.tiles.add_left(c.q, left, slope, sums.shift, own)
         if c.g_guard is not None:
@@ -127,6 +128,19 @@ class Backward:
             assert self.call.bias.grad is not None
             assert scan.tail is not None
             self.call.bias.grad[:, scan.tail.entry] += total.view(-1, self.call.heads).sum(0)
+
+    def _to_state(self, scan: Scan, c: _Chunk, left: Tensor, own: Tensor) -> None:
+        """Gradients of the state that the sums of keys began with, which queries read by ``left``."""
+        grads, began = self.block.state_grads(scan.side), scan.sums.loaded
+        if not grads:
+            return
+        assert began is not None
+        gain = (began - scan.sums.shift).exp_().transpose(1, 2)
+        for target, asked in zip(grads, (c.g_num, c.g_den), strict=False):
+            target.addcmul_(torch.bmm(left.transpose(1, 2), asked), gain)
+        if c.g_guard is not None:
+            assert c.q.norms is not None
+            grads[2].add_((c.g_guard * c.q.norms * (began - own).exp_()).sum(1, keepdim=True))
 
     def leave(self, scan: Scan, span: Span) -> None:
         """Sum up what a chunk of queries asks of the keys ahead of it."""
@@ -144,17 +158,38 @@ class Backward:
     def asked(self, scan: Scan, tile: Keys) -> None:
         """Gradients of keys from the sums of queries behind them."""
         assert scan.tail is not None
-        assert tile.grad is not None
-        assert tile.dv is not None
         sums = scan.sums
-        gain = (tile.shift + sums.shift).exp_().transpose(1, 2)
         fade = scan.tail.fade(scan.distance(tile.span, False), False)
-        slope = torch.baddbmm(sums.ks, sums.kv, tile.v.transpose(1, 2)).mul_(gain)
-        phi = tile.phi if fade is None else tile.phi * fade
-        tile.grad.add_(slope if fade is None else slope.mul_(fade))
-        tile.dv.baddbmm_(phi.transpose(1, 2), sums.kv * gain)
-        if tile.norm_grad is not None:
-            tile.norm_grad.add_(sums.ns * gain if fade is None else sums.ns * gain * fade)
+        _to_keys(tile, (sums.kv, sums.ks, sums.ns), tile.shift + sums.shift, fade)
+
+    def through_end(self, end: Sequence[Tensor], keep: int) -> None:
+        """Gradients of keys and of the state from those of the sums that the call returned.
+
+        Args:
+            end: (B, H, ...): the shift of the sums, and the gradients of kv, ks and ns.
+            keep: the number of last keys that are not in the sums.
+        """
+        block, layout, tail = self.block, self.call.layout, self.block.tail(-1)
+        shift, *asked = (x[block.block].flatten(0, 1) for x in end)
+        targets = block.state_grads(-1)
+        if targets:
+            decay = None if tail is None else tail.decay(layout.S - layout.offset)
+            size = block.state(-1)[0] - shift
+            gain = (size if decay is None else size - decay).exp_().transpose(1, 2)
+            for target, x in zip(targets[: 3 if block.tiles.guard else 2], asked, strict=False):
+                target.addcmul_(x, gain)
+        if tail is None:  # no key is in the sums, see `end_sums`
+            return
+        for first, last in self.call.bias.keys:
+            span = (first, min(last, layout.S - keep))
+            if span[0] < span[1]:
+                tile = block.map_keys(span)
+                tile.start()
+                # The factor of the nearest key first: that of the whole distance may be out of range without it.
+                size, decay = tile.shift - shift, tail.decay(layout.S + 1 - span[1] - tail.window)
+                within = (span[1] - 1 - self.call.positions(span, False)).to(size)
+                _to_keys(tile, asked, size if decay is None else size - decay, tail.fade(within, False))
+                self.flush(tile)
 
     def flush(self, tile: Keys) -> None:
         """Write the gradients of a tile that nobody will meet again."""
@@ -174,11 +209,9 @@ class Backward:
     def _queries(self, side: int) -> None:
         """Gradients of queries from the sums behind them; on the first way, of the band too."""
         call, block = self.call, self.block
-        scan = Scan(block, side, True, call.layout.offset)
+        scan = Scan.over_state(block, side)
         if side > 0 and scan.tail is None:
             return
-        if side < 0 and call.state:
-            scan.sums.load([x[block.block].flatten(0, 1) for x in call.state])
         spans = call.bias.queries if side < 0 else list(reversed(call.bias.queries))
         for span in spans:
             c = self.chunk(span)
@@ -211,3 +244,24 @@ class Backward:
             tile.start()
             self.asked(scan, tile)
             self.flush(tile)
+
+
+def _to_keys(tile: Keys, asked: Sequence[Tensor], log_gain: Tensor, fade: Tensor | None) -> None:
+    """Add what gradients of sums give to the keys in them.
+
+    Args:
+        tile: of keys.
+        asked: gradients of kv (N, M, E), ks (N, M, 1) and ns (N, 1, 1).
+        log_gain: (N, 1, M) or (N, 1, 1), log of the tile's units over those of the sums; changed.
+        fade: (N, 1, C), factors of the keys.
+    """
+    assert tile.grad is not None
+    assert tile.dv is not None
+    kv, ks, ns = asked
+    gain = log_gain.exp_().transpose(1, 2)
+    slope = torch.baddbmm(ks, kv, tile.v.transpose(1, 2)).mul_(gain)
+    phi = tile.phi if fade is None else tile.phi * fade
+    tile.grad.add_(slope if fade is None else slope.mul_(fade))
+    tile.dv.baddbmm_(phi.transpose(1, 2), kv * gain)
+    if tile.norm_grad is not None:
+        tile.norm_grad.add_(ns * gain if fade is None else ns * gain * fade)

@@ -190,6 +190,11 @@ class Banded:
         like, size = self.call.like, (self.rows, self.features)
         return KeySums(like.new_full((*size, 1), EMPTY), like.new_zeros(*size, self.width), like.new_zeros(*size, 1))
 
+    def state_sums(self, side: int) -> KeySums:
+        """Sums of the state on one side."""
+        state = self.block.state(side)
+        return KeySums(state[0].transpose(1, 2), *state[1:3]) if state else self.no_sums()
+
     def sum_keys(self, low: int, high: int, sums: KeySums) -> KeySums:
         """Sums with the keys of positions low to high."""
         step = self.together * BAND_CHUNK
@@ -215,15 +220,11 @@ class Banded:
 
     def first_sums(self) -> KeySums:
         """Sums of the state and of all keys before the first segment's blocks."""
-        sums = self.no_sums()
-        if self.call.state:
-            shift, kv, ks, _ = (x[self.block.block].flatten(0, 1) for x in self.call.state)
-            sums = KeySums(shift.transpose(1, 2), kv, ks)
-        return self.sum_keys(0, self.edges(self.segments()[0])[0], sums)
+        return self.sum_keys(0, self.edges(self.segments()[0])[0], self.state_sums(-1))
 
     def right_sums(self) -> list[KeySums]:
-        """Sums of all keys behind the blocks of each segment."""
-        sums, end = self.no_sums(), self.call.layout.S
+        """Sums of all keys behind the blocks of each segment, and of the state on the right."""
+        sums, end = self.state_sums(1), self.call.layout.S
         if self.tails[1] is None:
             return [sums] * len(self.segments())
         result = []
@@ -355,9 +356,11 @@ class Banded:
                     real = call.key_mask[self.block.block, key[0] : key[1]].to(real)
                 rows = real.unsqueeze(1).expand(-1, call.heads, -1).reshape(self.rows, 1, -1)
                 count += call.bias.row_sums(rows, span, key, visible=True)
-        if call.state and self.tails[0] is not None:
-            some = call.state[2][self.block.block].flatten(0, 1).amax(1, keepdim=True) > 0
-            count += (some & (self.tails[0] > 0)).to(count.dtype)
+        for side, tail in zip((-1, 1), self.tails, strict=True):
+            if tail is not None and call.states[side]:
+                sums = self.state_sums(side)
+                some = ((sums.ks > 0) & (sums.shift > EMPTY / 2)).any(1, keepdim=True)
+                count += (some & (tail > 0)).to(count.dtype)
         return (count > 0).squeeze(2)
 
 

@@ -60,6 +60,7 @@ class BandedBackward:
             asked.append(self._segment(place, s))
             sums = b.sums_after(s)
         self._give(asked)
+        self._give_states(asked)
         self._collect()
 
     def _segment(self, place: tuple[int, int], s: Segment) -> _Asked:
@@ -209,6 +210,19 @@ class BandedBackward:
             phi = b.features_of(t, shift)
             d_phi = torch.matmul(kv, t.v.transpose(2, 3)).add_(ks)
             self._put_keys(t, d_phi, phi, torch.matmul(phi.transpose(2, 3), kv), first)
+
+    def _give_states(self, asked: list[_Asked]) -> None:
+        """Gradients of the states on both sides, which every segment sees."""
+        for side, tail in zip((-1, 1), self.banded.tails, strict=True):
+            grads = self.block.state_grads(side)
+            if not grads:
+                continue
+            assert tail is not None
+            shift = self.banded.state_sums(side).shift
+            for a in asked:
+                size = (shift - a.shift).exp_() * tail
+                grads[0].addcmul_(a.kv, size)
+                grads[1].addcmul_(a.ks, size)
 
     def _collect(self) -> None:
         """Add up the gradients of the bias along the diagonals of the bands."""

@@ -17,7 +17,7 @@ NO_WINDOW = -1
 # The operators' arguments for a call, in the order of `RelativeCall.tensor_arguments` and `RelativeCall.settings`.
 TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, Tensor bias, Tensor? slope, "
-    "Tensor[] state"
+    "Tensor[] state, Tensor[] right_state"
 )
 SETTINGS = "str spec, float scale, bool is_causal, SymInt window, SymInt[] layout, bool unit"
 NUM_TENSORS, NUM_SETTINGS = (x.count(", ") + 1 for x in (TENSORS, SETTINGS))
@@ -28,6 +28,25 @@ class RelativeCall:
     """The inputs of one call of attention with a relative bias.
 
         out_i = sum_j w_ij v_j / sum_j w_ij      w_ij = exp(b_{j-i}) phi(q_i) . phi(k_j)      (NPRF with RPE, Eq. 10)
+
+    A call may be a part of a longer sequence: keys beyond the window of all of its queries then come as sums,
+    `state` for those before the keys of the call and `right_state` for those after them, four tensors each,
+
+        exp(shift) kv = sum_j f_j phi(k_j) v_j^T      exp(shift) ks = sum_j f_j phi(k_j)
+        exp(shift) ns = sum_j f_j |phi(k_j)|          f_j = exp(-slope (d_j - window)), 1 without a slope
+
+    shift (B, H, 1, M), or (B, H, 1, 1) for signed maps, kv (B, H, M, E), ks (B, H, M, 1) and ns (B, H, 1, 1). In
+    `state` d_j is the distance of key j from the *first* query of the call, in `right_state` that from its *last*
+    query, the keys of the call between them counted; all d_j exceed the window. The sums that `relative_attention`
+    returns are therefore the state of a call whose first query comes right after the last key. The table's entry at the
+    window is not in the sums. phi is the map as it is bound under normalization (`PositiveSpec.log_shares`,
+    `SignedSpec.features` with ``normalize=True``), which leaves out the same of all keys. ns counts for maps with a
+    guard, for others it may be 0. A side without keys has ``shift = EMPTY`` and zeros, or no tensors at all.
+    `sums_of_state` makes these tensors of an engine's state.
+
+    The shift is a gauge, since only exp(shift) times the sums counts: autograd takes it for a constant, and gradients
+    go to kv, ks and ns alone. A shift made of what is learned needs its gradient put into the sums, as `sums_of_state`
+    does.
 
     Args:
         query: (B, H, L, D).
@@ -43,7 +62,8 @@ class RelativeCall:
         window: the bias is a straight line beyond this distance on each side; None: nothing is known of it. The
             gradient of a tail goes to the entry at the window.
         slope: (H), the fall of that line per token; None: it is level.
-        state: sums of earlier keys, all of them beyond the window, as `relative_attention` returned them.
+        state: sums of earlier keys, all of them beyond the window, as `relative_attention` returned them, or ().
+        right_state: the same of later keys, for bidirectional calls.
         normalize_qk: divide queries and keys by their L2 norm first.
     """
 
@@ -60,13 +80,14 @@ class RelativeCall:
     window: int | None = None
     slope: Tensor | None = None
     state: Sequence[Tensor] = ()
+    right_state: Sequence[Tensor] = ()
     normalize_qk: bool = False
 
     @property
     def tensor_arguments(self) -> tuple[Any, ...]:
         """The arguments of an operator that `TENSORS` declares."""
-        tensors, state = list(self.tensors), list(self.state)
-        return self.query, self.key, self.value, self.key_mask, tensors, self.bias, self.slope, state
+        lists = list(self.tensors), list(self.state), list(self.right_state)
+        return self.query, self.key, self.value, self.key_mask, lists[0], self.bias, self.slope, *lists[1:]
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -78,7 +99,7 @@ class RelativeCall:
     @staticmethod
     def of(tensor_arguments: Sequence[Any], settings: Sequence[Any]) -> RelativeCall:
         """The call that an operator's arguments stand for."""
-        query, key, value, key_mask, tensors, bias, slope, state = tensor_arguments
+        query, key, value, key_mask, tensors, bias, slope, state, right_state = tensor_arguments
         spec, scale, is_causal, window, layout, normalize_qk = settings
         return RelativeCall(
             query=query,
@@ -94,6 +115,7 @@ class RelativeCall:
             window=None if window == NO_WINDOW else window,
             slope=slope,
             state=state,
+            right_state=right_state,
             normalize_qk=normalize_qk,
         )
 

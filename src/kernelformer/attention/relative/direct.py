@@ -40,10 +40,13 @@ from kernelformer.contract import compute_dtype, lookup, no_tangents
 
 OUTPUTS = "Tensor out, Tensor units, Tensor inverses"  # as the operators name what the backward pass needs of them
 FORWARD = f"({TENSORS}, {SETTINGS}, SymInt keep) -> (Tensor, Tensor, Tensor, Tensor[])"
+# `end` is empty, or the shift of the returned sums and the gradients of the other three; what comes back last are the
+# gradients of kv, ks and ns of the state, then of the state on the right.
 BACKWARD = (
-    f"(Tensor grad, {TENSORS}, {OUTPUTS}, {SETTINGS}, bool learn, bool learn_bias) "
-    f"-> (Tensor, Tensor, Tensor, Tensor, Tensor[])"
+    f"(Tensor grad, {TENSORS}, {OUTPUTS}, Tensor[] end, {SETTINGS}, SymInt keep, "
+    f"bool learn, bool learn_bias, bool learn_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])"
 )
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
 
 
 def _split(arguments: Sequence[Any], *counts: int) -> list[Sequence[Any]]:
@@ -77,9 +80,7 @@ def _forward_block(block: Block, out: Tensor, row_scale: Tensor, inverses: Tenso
     """Write the outputs of some samples; returns the sums of the keys on the left."""
     call = block.call
     rights = None if block.tail(1) is None else RightSums(block)
-    scan = Scan(block, -1, True, call.layout.offset)
-    if call.state:
-        scan.sums.load([x[block.block].flatten(0, 1) for x in call.state])
+    scan = Scan.over_state(block, -1)
     for index, span in enumerate(call.bias.queries):
         scans = [] if rights is None else [rights.at(index)]
         tiles = [block.keys(x) for x in call.band(span)]
@@ -122,10 +123,11 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 
 @torch.library.custom_op("kernelformer::relative_attention_backward", mutates_args=(), schema=BACKWARD)
-def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    (grad,), tensor_arguments, outputs, settings, learns = _split(arguments, 1, NUM_TENSORS, 3, NUM_SETTINGS, 2)
-    learn, learn_bias = learns
-    call = TiledCall(RelativeCall.of(tensor_arguments, settings), learn_bias)
+def _backward(*arguments: Any) -> Gradients:
+    (grad,), tensor_arguments, outputs, (end,), settings, (keep, learn, *learns) = _split(
+        arguments, 1, NUM_TENSORS, 3, 1, NUM_SETTINGS, 4
+    )
+    call = TiledCall(RelativeCall.of(tensor_arguments, settings), *learns)
     inputs = (call.query, call.key, call.value)
     grads = [torch.zeros(x.shape, dtype=call.dtype, device=x.device) for x in inputs]
     totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
@@ -134,44 +136,56 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Ten
             BandedBackward(block, grad, outputs[0], outputs[2], grads).run()
         else:
             Backward(block, grad, outputs, grads).run()
+        if end:
+            Backward(block, grad, outputs, grads).through_end(end, keep)
         if learn:
             gather_grads(totals, block.map.tensor_grads(), block.block, block.count, call.heads)
     dq, dk, dv = (x.to(y.dtype) for x, y in zip(grads, inputs, strict=True))
     bias, d_bias = call.inputs.bias, call.bias.grad
-    return dq, dk, dv, torch.zeros_like(bias) if d_bias is None else d_bias.view(bias.shape).to(bias.dtype), totals
+    d_bias = torch.zeros_like(bias) if d_bias is None else d_bias.view(bias.shape).to(bias.dtype)
+    return dq, dk, dv, d_bias, totals, [*call.state_grads[-1], *call.state_grads[1]]
 
 
 @_backward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    _, (query, key, value, _, tensors, bias, *_), _, _, (learn, _) = _split(
-        arguments, 1, NUM_TENSORS, 3, NUM_SETTINGS, 2
+def _(*arguments: Any) -> Gradients:
+    _, (query, key, value, _, tensors, bias, _, *states), *_, (_, learn, _, learn_state) = _split(
+        arguments, 1, NUM_TENSORS, 3, 1, NUM_SETTINGS, 4
     )
     made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value, bias)]
-    return made[0], made[1], made[2], made[3], [torch.empty_like(x) for x in tensors] if learn else []
+    sums = [x for state in states for x in state[1:]] if learn_state else []
+    d_sums = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sums]
+    return made[0], made[1], made[2], made[3], [torch.empty_like(x) for x in tensors] if learn else [], d_sums
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    tensor_arguments, ctx.attention_settings, _ = _split(inputs, NUM_TENSORS, NUM_SETTINGS, 1)
+    tensor_arguments, ctx.attention_settings, (ctx.keep,) = _split(inputs, NUM_TENSORS, NUM_SETTINGS, 1)
     call = RelativeCall.of(tensor_arguments, ctx.attention_settings)
     ctx.set_materialize_grads(False)
-    ctx.learn = (any(x.requires_grad for x in call.tensors), call.bias.requires_grad)
-    flat, ctx.lengths = flatten(tensor_arguments)
-    ctx.save_for_backward(*flat, *output[:3])
+    learns_state = any(x.requires_grad for x in (*call.state, *call.right_state))
+    ctx.learn = (any(x.requires_grad for x in call.tensors), call.bias.requires_grad, learns_state)
+    flat, ctx.lengths = flatten([*tensor_arguments, *output])
+    ctx.save_for_backward(*flat)
 
 
-def _grad(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    *flat, out, row_scale, inverses = ctx.saved_tensors
-    arguments = unflatten(flat, ctx.lengths)
+def _grad(ctx: Any, grad: Tensor | None, _: Any, __: Any, d_end: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    *arguments, out, row_scale, inverses, end = unflatten(ctx.saved_tensors, ctx.lengths)
     grads: list[Any] = [[None] * len(x) if isinstance(x, list) else None for x in arguments]
-    if grad is not None:
-        dq, dk, dv, d_bias, totals = _backward(
-            grad, *arguments, out, row_scale, inverses, *ctx.attention_settings, *ctx.learn
+    asked = [*d_end[1:]]  # not of the shift, which is a gauge
+    if grad is not None or any(x is not None for x in asked):
+        grad = torch.zeros_like(out) if grad is None else grad
+        sums = [torch.zeros_like(y) if x is None else x for x, y in zip(asked, end[1:], strict=True)]
+        given = [end[0], *sums] if any(x is not None for x in asked) else []
+        *inputs, d_bias, totals, d_state = _backward(
+            grad, *arguments, out, row_scale, inverses, given, *ctx.attention_settings, ctx.keep, *ctx.learn
         )
-        grads[:3] = dq, dk, dv
+        grads[:3] = inputs
         if ctx.learn[0]:
             grads[4] = totals
         if ctx.learn[1]:
             grads[5] = d_bias
+        if ctx.learn[2]:
+            count = len(arguments[7][1:])
+            grads[7:9] = ([None, *x] if x else [] for x in (d_state[:count], d_state[count:]))
     return (*grads, *[None] * (NUM_SETTINGS + 1))
 
 
@@ -183,12 +197,17 @@ def relative_attention(call: RelativeCall, *, keep: int | None = None) -> tuple[
 
     Args:
         call: the inputs.
-        keep: also return the sums of all keys but the last ``keep``.
+        keep: also return the sums of the state and of all keys but the last ``keep``.
 
     Returns:
-        (B, H, L, E) in the dtype of the query, zero where no key is visible, and the sums (B, H, ...), or [].
+        (B, H, L, E) in the dtype of the query, zero where no key is visible, and the sums (B, H, ...), or []: the state
+        of a call whose first query comes right after the last key.
     """
+    if call.right_state and call.is_causal:
+        raise ValueError("right_state holds keys that a causal call does not see; leave it out, or is_causal=False.")
+    if (call.state or call.right_state) and call.window is None:
+        raise ValueError("sums of keys have the bias beyond a window, got window=None; give window=, or all keys.")
     no_tangents(query=call.query, key=call.key, value=call.value, a_parameter_of_the_feature_map=call.tensors)
-    no_tangents(bias=call.bias, slope=call.slope, state=call.state)
+    no_tangents(bias=call.bias, slope=call.slope, state=call.state, right_state=call.right_state)
     out, _, _, end = _forward(*call.tensor_arguments, *call.settings, -1 if keep is None else keep)
     return out, end

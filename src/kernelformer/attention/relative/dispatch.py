@@ -37,7 +37,7 @@ def biased_attention(call: RelativeCall, *, features: int, algorithm: str | None
     """Attend with a relative bias by the algorithm of that name, or by the best one.
 
     Args:
-        call: the inputs, without a state.
+        call: the inputs; with sums of keys for `windowed` only.
         features: M.
         algorithm: ``direct``, ``fft``, ``windowed``, or None: `windowed` where the bias is known to be a straight line
             beyond a distance, or a constant by its values; else `fft` where it is faster and its rounding does not
@@ -47,6 +47,10 @@ def biased_attention(call: RelativeCall, *, features: int, algorithm: str | None
         (B, H, L, E).
     """
     layout, window, chosen = call.layout, call.window, algorithm
+    if (call.state or call.right_state) and (window is None or algorithm in ("direct", "fft")):
+        raise ValueError(
+            f"a call with sums of keys needs a window and algorithm='windowed' or None, got {window=} and {algorithm=}."
+        )
     if algorithm not in ("direct", "fft") and window is None:
         window = find_window(call.bias, layout, call.is_causal)
     if algorithm is None and window is None:

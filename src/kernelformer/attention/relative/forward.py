@@ -128,7 +128,7 @@ def sees_some(block: Block, tiles: Sequence[Keys], scans: Sequence[Scan], span: 
         count += bias.row_sums(real, span, tile.span, visible=True)
     for scan in scans:
         assert scan.tail is not None
-        some = scan.sums.ks.abs().amax(1, keepdim=True) > 0
+        some = (scan.sums.ks.abs().amax(1, keepdim=True) > 0) & (scan.sums.shift.amax(2, keepdim=True) > EMPTY / 2)
         count += (some & (scan.tail.value > -torch.inf)).to(count.dtype)
     return count > 0
 
@@ -147,7 +147,7 @@ class RightSums:
         self.room = max(1, HELD // max(size, 1))
         self.kept: dict[int, Scan] = {}
         self.ends: dict[int, Scan] = {}
-        scan = Scan(block, 1, True, call.layout.S)
+        scan = Scan.over_state(block, 1)
         if len(self.spans) > self.room:
             for index in reversed(range(self.room, len(self.spans))):
                 absorb(block, scan, scan.to(*call.edges(self.spans[index], True)))
@@ -162,7 +162,7 @@ class RightSums:
             segment = index // self.room
             self.kept = {}
             last = min(len(self.spans), (segment + 1) * self.room)
-            scan = self.ends.pop(segment + 1, None) or Scan(self.block, 1, True, self.block.call.layout.S)
+            scan = self.ends.pop(segment + 1, None) or Scan.over_state(self.block, 1)
             for i in reversed(range(index, last)):
                 absorb(self.block, scan, scan.to(*self.block.call.edges(self.spans[i], True)))
                 self.kept[i] = scan.copy()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.relative.bias_view import Span
-from kernelformer.attention.relative.tiles import PositiveTiles, SignedTiles
+from kernelformer.attention.relative.tiles import PositiveTiles, Queries, SignedTiles
 from kernelformer.attention.relative.windows import Block
 from kernelformer.attention.signed import GUARD
 
@@ -34,6 +34,38 @@ class _Weights:
     phi: Tensor  # (M, C) logarithms, or (N, C, M) values
     extra: Tensor | None = None
     size: Tensor | None = None
+
+
+@dataclass
+class _State:
+    """The sums of a state on one side, as a chunk of queries in reverse order sees them."""
+
+    side: int
+    entry: int  # of the table: the bias of its keys
+    far: Tensor  # (N, C, 1): log factor of the queries, the bias with it
+    shift: Tensor  # (N, 1, M or 1)
+    kv: Tensor
+    ks: Tensor
+    ns: Tensor
+
+    @staticmethod
+    def both(block: Block, span: Span) -> list[_State]:
+        """Those of both sides, where there are some."""
+        call, states = block.call, []
+        for side in (-1, 1):
+            tensors, tail = block.state(side), block.tail(side)
+            if tensors and tail is not None:
+                positions = call.positions(span, True)
+                distance = (positions - call.edge(side)).abs().to(call.dtype)
+                far = tail.rows(distance, False) + block.per_head(call.bias.peak)
+                far = far.expand(-1, positions.shape[0], -1)
+                states.append(_State(side, tail.entry, far, *tensors))
+        return states
+
+    def mean(self, n: int) -> Tensor:
+        """The mean values (M, E) of the keys for one row n, by the features of a positive map."""
+        ks = self.ks[n]
+        return self.kv[n] / ks.clamp_min(torch.finfo(ks.dtype).tiny)
 
 
 def _piece(block: Block, n: int, key: Span) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -68,12 +100,22 @@ def rescue(block: Block, span: Span, lost: Tensor, y: Tensor, inverse: Tensor) -
             y[n, index] = 0
             inverse[n, index] = 0
         else:
-            y[n, index] = rows[2]
+            y[n, index] = rows.out
             inverse[n, index] = AGAIN
 
 
-def _positive(block: Block, span: Span, n: int, index: Tensor) -> tuple[Tensor, list[_Weights], Tensor] | None:
-    """Logarithms of the queries (l, M), the tiles with their shares, and the outputs; None if nothing is visible."""
+@dataclass
+class _PositiveRows:
+    """Some queries of one row n in log space."""
+
+    lq: Tensor  # (l, M)
+    tiles: list[_Weights]
+    states: list[tuple[_State, Tensor, Tensor]]  # and their shares (l, M), of kv and ks times ks, and of each alone
+    out: Tensor  # (l, E)
+
+
+def _positive(block: Block, span: Span, n: int, index: Tensor) -> _PositiveRows | None:
+    """Queries ``index`` of a chunk with the shares of all that they see; None if nothing is visible."""
     assert isinstance(block.tiles, PositiveTiles)
     call = block.call
     one = block.tiles.chunks.at(n)
@@ -91,23 +133,23 @@ def _positive(block: Block, span: Span, n: int, index: Tensor) -> tuple[Tensor, 
         scores = (lq.unsqueeze(2) + lk).logsumexp(1) + call.bias.log_rows(span, key)[n % call.heads, index]
         tiles.append(_Weights(key, k, v, hidden, scores, lk, size=size))
         logits.append(scores)
-    values = [t.v[0] for t in tiles]
-    if call.state:
-        shift, kv, ks, _ = (z[block.block].flatten(0, 1)[n] for z in call.state)
-        tail = block.tail(-1)
-        assert tail is not None
-        distance = (call.positions(span, True) - call.layout.offset).to(lq)
-        far = (tail.rows(distance, False)[n] + call.bias.peak[n % call.heads]).expand(distance.shape[0], 1)
-        logits.append(lq + shift + ks.log().squeeze(1) + far[index])
-        values.append(kv / ks.clamp_min(torch.finfo(ks.dtype).tiny))
+    values, states = [t.v[0] for t in tiles], _State.both(block, span)
+    units = [(lq + s.shift[n] + s.far[n, index]).masked_fill(s.shift[n] < EMPTY / 2, -torch.inf) for s in states]
+    for s, unit in zip(states, units, strict=True):
+        logits.append(unit + s.ks[n].log().squeeze(1))
+        values.append(s.mean(n))
     total = torch.cat(logits, 1).logsumexp(1, keepdim=True)
     if bool((total == -torch.inf).all()):
         return None
-    total = total.clamp_min(torch.finfo(total.dtype).min)
+    total = total.masked_fill(total == -torch.inf, 0)
     shares = [(z - total).exp() for z in logits]
     for t, share in zip(tiles, shares, strict=False):
         t.weights = share
-    return lq, tiles, sum(a @ b for a, b in zip(shares, values, strict=True))  # type: ignore[return-value]
+    alone = [(x - total).exp().clamp_max(torch.finfo(x.dtype).max) for x in units]
+    out = shares[0] @ values[0]
+    for share, value in zip(shares[1:], values[1:], strict=True):
+        out.addmm_(share, value)
+    return _PositiveRows(lq, tiles, list(zip(states, shares[len(tiles) :], alone, strict=True)), out)
 
 
 def _signed(block: Block, span: Span) -> tuple[Tensor, Tensor]:
@@ -116,18 +158,9 @@ def _signed(block: Block, span: Span) -> tuple[Tensor, Tensor]:
     num = torch.zeros_like(block.empty_rows(span).num)
     for w in rows.tiles:
         num += w.weights @ w.v
-    if rows.before is not None:
-        num += rows.before.share * rows.inverse * (rows.q.phi @ rows.before.kv)
+    for s, share in zip(rows.states, rows.shares, strict=True):
+        num += share * rows.inverse * (rows.q.phi @ s.kv)
     return num, rows.seen.squeeze(2)
-
-
-@dataclass
-class _Before:
-    """What a state adds to some queries."""
-
-    share: Tensor  # (N, C, 1): its scale over the row's
-    kv: Tensor  # (N, M, E)
-    ks: Tensor  # (N, M, 1)
 
 
 class _SignedRows:
@@ -149,21 +182,16 @@ class _SignedRows:
                 logs = factor.transpose(1, 2) + call.bias.log_rows(span, key).repeat(block.count, 1, 1)
                 row_scale = torch.maximum(row_scale, logs.amax(2, keepdim=True))
                 self.tiles.append(_Weights(key, tile.x, tile.v, tile.hidden, logs, tile.raw))
-        self.before = far = None
-        if call.state:
-            shift, kv, ks, lengths = (z[block.block].flatten(0, 1) for z in call.state)
-            tail = block.tail(-1)
-            assert tail is not None
-            distance = (call.positions(span, True) - call.layout.offset).to(row_scale)
-            far = shift + tail.rows(distance, False) + block.per_head(call.bias.peak)
-            row_scale = torch.maximum(row_scale, far.masked_fill(shift < EMPTY / 2, -torch.inf))
+        self.states = _State.both(block, span)
+        for s in self.states:
+            row_scale = torch.maximum(row_scale, (s.far + s.shift).masked_fill(s.shift < EMPTY / 2, -torch.inf))
         self.seen = row_scale > -torch.inf
         row_scale = row_scale.masked_fill(~self.seen, 0)
         den, ns = torch.zeros_like(row_scale), torch.zeros_like(row_scale)
-        if far is not None:
-            self.before = _Before((far - row_scale).exp_(), kv, ks)
-            den += self.before.share * (self.q.phi @ ks)
-            ns += self.before.share * lengths
+        self.shares = [(s.far + s.shift - row_scale).exp_() for s in self.states]  # (N, C, 1): scales over the row's
+        for s, share in zip(self.states, self.shares, strict=True):
+            den += share * (self.q.phi @ s.ks)
+            ns += share * s.ns
         for t in self.tiles:
             t.extra = (t.weights - row_scale).exp_()  # factors of the pairs
             t.weights = (self.q.phi @ t.phi.transpose(1, 2)).mul_(t.extra)
@@ -199,13 +227,13 @@ def rescue_backward(block: Block, span: Span, lost: Tensor, g: Tensor, out: Tens
     for n, index in _lost_rows(lost):
         rows = _positive(block, span, n, index)
         assert rows is not None
-        lq, tiles, _ = rows
+        lq = rows.lq
         one = block.tiles.chunks.at(n)
         mine = g[n, index]
         delta = torch.linalg.vecdot(mine, out[n, index]).unsqueeze(1)
         dlq = torch.zeros_like(lq)
         sample, head = block.block.start + n // call.heads, n % call.heads
-        for t in tiles:
+        for t in rows.tiles:
             slopes = t.weights * (mine @ t.v[0].T - delta)
             pairs = lq.unsqueeze(2) + t.phi  # (l, M, C)
             pairs = (pairs - pairs.logsumexp(1, keepdim=True)).nan_to_num_(nan=-torch.inf).exp_()
@@ -222,17 +250,41 @@ def rescue_backward(block: Block, span: Span, lost: Tensor, g: Tensor, out: Tens
             whole = slopes.new_zeros(block.n, span[1] - span[0], at.stop - at.start)
             whole[n, index] = slopes
             call.bias.collect(whole, span, t.key)
-        if call.state:
-            shift, kv, ks, _ = (z[block.block].flatten(0, 1)[n] for z in call.state)
-            tail = block.tail(-1)
-            assert tail is not None
-            rest = 1 - sum(t.weights.sum(1, keepdim=True) for t in tiles)  # the share of what came before
-            far = (lq + shift + ks.log().squeeze(1)).softmax(1) * rest
-            mean = kv / ks.clamp_min(torch.finfo(ks.dtype).tiny)
-            dlq += far * (mine @ mean.T - delta)
+        for s, share, alone in rows.states:
+            slopes = share * (mine @ s.mean(n).T - delta)
+            dlq += slopes
+            if call.bias.grad is not None:
+                call.bias.grad[head, s.entry] += slopes.sum()
+            for target, asked in zip(block.state_grads(s.side), (mine, -delta), strict=False):
+                target[n] += alone.T @ asked
         x, size = block.tiles.directions(block.rows(call.query, span).flip(1)[n : n + 1, index])
         dx = one.pull_queries(x, dlq.unsqueeze(0), torch.empty_like(x))
         grads.dq[n, index] += block.tiles.through(dx, x, size)[0]
+
+
+def _signed_state(block: Block, state: _State, share: Tensor, q: Queries, asked: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Gradients of a state, of the bias of its keys, and of the queries that see it (added to ``q.grad``).
+
+    Args:
+        block: the samples.
+        state: on one side.
+        share: (N, C, 1), its scale over that of the rows.
+        q: the chunk.
+        asked: gradients of the rows' numerators (N, C, E), denominators and guards (N, C, 1).
+    """
+    assert q.grad is not None
+    g_num, g_den, g_guard = asked
+    slope = (g_num @ state.kv.transpose(1, 2) + g_den * state.ks.transpose(1, 2)).mul_(share)
+    q.grad.add_(slope)
+    lengths = torch.zeros_like(share) if q.norms is None else g_guard * q.norms * share
+    bias = block.call.bias
+    if bias.grad is not None:
+        total = (slope * q.phi).sum((1, 2)) + (lengths * state.ns).sum((1, 2))
+        bias.grad[:, state.entry] += total.view(-1, block.call.heads).sum(0)
+    left = (q.phi * share).transpose(1, 2)
+    changes = (left @ g_num, left @ g_den, lengths.sum(1, keepdim=True))
+    for target, change in zip(block.state_grads(state.side), changes, strict=False):
+        target += change
 
 
 def _signed_backward(block: Block, span: Span, g: Tensor, out: Tensor, grads: RowGrads) -> None:
@@ -245,9 +297,8 @@ def _signed_backward(block: Block, span: Span, g: Tensor, out: Tensor, grads: Ro
     g_den = g_den.masked_fill(rows.guarded, 0)
     q.grad = torch.zeros_like(q.phi)
     q.norm_grad = g_guard * rows.ns if block.tiles.guard else None
-    if rows.before is not None:
-        slope = g_num @ rows.before.kv.transpose(1, 2) + g_den * rows.before.ks.transpose(1, 2)
-        q.grad.addcmul_(slope, rows.before.share)
+    for s, share in zip(rows.states, rows.shares, strict=True):
+        _signed_state(block, s, share, q, (g_num, g_den, g_guard))
     for t in rows.tiles:
         assert t.extra is not None
         tile = block.map_keys(t.key)

@@ -35,6 +35,7 @@ class Sums:
         self.ks = like.new_zeros(rows, features, 1)
         self.ns = like.new_zeros(rows, 1, 1)
         self.some = False  # whether anything was added
+        self.loaded: Tensor | None = None  # shift of the state that they began with
 
     def copy(self) -> Sums:
         """A copy whose sums can be changed."""
@@ -50,12 +51,13 @@ class Sums:
     def load(self, tensors: Sequence[Tensor]) -> None:
         """Go on from an earlier state."""
         self.shift, self.kv, self.ks, self.ns = (x.clone() for x in tensors)
-        self.some = True
+        self.some, self.loaded = True, self.shift
 
     def move(self, decay: Tensor | None) -> None:
         """Let the sums fade by ``exp(-decay)``, (N, 1, 1)."""
         if decay is not None:
             self.shift = self.shift - decay
+            self.loaded = None if self.loaded is None else self.loaded - decay
 
     def raise_to(self, shift: Tensor) -> Tensor:
         """Make the sums' shift at least ``shift``; returns it. It is raised by more, so as to be raised seldom."""
@@ -174,6 +176,15 @@ class Block:
         slope = None if call.slope is None else self.per_head(call.slope.to(value))
         return Tail(value, slope, call.window, entry)
 
+    def state(self, side: int) -> list[Tensor]:
+        """Sums of the keys before (-1) or after (1) those of the call: shift, kv, ks and ns, (N, ...), or nothing."""
+        tensors = [x[self.block].flatten(0, 1) for x in self.call.states[side]]
+        return [tensors[0].clamp_min(EMPTY), *tensors[1:]] if tensors else []
+
+    def state_grads(self, side: int) -> list[Tensor]:
+        """Views (N, ...) of what gradients of kv, ks and ns on that side are added to; nothing where none is wanted."""
+        return [x[self.block].flatten(0, 1) for x in self.call.state_grads[side]]
+
     def empty_rows(self, span: Span) -> Rows:
         """Empty sums for a chunk of queries."""
         size, like = (self.n, span[1] - span[0]), self.call.like
@@ -209,12 +220,18 @@ class TiledCall:
     Args:
         inputs: the call.
         learn_bias: collect the gradient of the bias.
+        learn_state: collect those of the states.
     """
 
-    def __init__(self, inputs: RelativeCall, learn_bias: bool = False) -> None:
+    def __init__(self, inputs: RelativeCall, learn_bias: bool = False, learn_state: bool = False) -> None:
         self.inputs, query = inputs, inputs.query
         self.query, self.key, self.value, self.key_mask = query, inputs.key, inputs.value, inputs.key_mask
-        self.tensors, self.slope, self.scale, self.state = inputs.tensors, inputs.slope, inputs.scale, inputs.state
+        self.tensors, self.slope, self.scale = inputs.tensors, inputs.slope, inputs.scale
+        self.states = {-1: inputs.state, 1: inputs.right_state}
+        self.state_grads = {
+            side: [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in state[1:]] if learn_state else []
+            for side, state in self.states.items()
+        }
         self.spec, self.layout, self.normalize_qk = lookup(inputs.spec), inputs.layout, inputs.normalize_qk
         self.window = NO_WINDOW if inputs.window is None else inputs.window
         self.heads = query.shape[1]
@@ -251,6 +268,10 @@ class TiledCall:
             return torch.arange(ahead + span[1] - 1, ahead + span[0] - 1, -1, device=self.like.device)
         return torch.arange(span[0], span[1], device=self.like.device)
 
+    def edge(self, side: int) -> int:
+        """The position that a state on one side refers to: that of the first (-1) or of the last (1) query."""
+        return self.layout.offset + (0 if side < 0 else self.layout.L - 1)
+
     def edges(self, span: Span, queries: bool) -> tuple[int, int]:
         """Positions of the first and the last token of a span."""
         ahead = self.layout.offset if queries else 0
@@ -279,6 +300,15 @@ class Scan:
         spans_behind = bias.keys if over_keys else bias.queries
         self.waiting = list(spans_behind if side < 0 else reversed(spans_behind))
         self.edge = start
+
+    @staticmethod
+    def over_state(block: Block, side: int) -> Scan:
+        """A scan over the keys on one side of the queries that begins with the state there."""
+        scan = Scan(block, side, True, block.call.edge(side))
+        state = block.state(side)
+        if state:
+            scan.sums.load(state)
+        return scan
 
     def to(self, low: int, high: int) -> list[Span]:
         """Move to a span by its first and last position; returns what has fallen behind the window since."""

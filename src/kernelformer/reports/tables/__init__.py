@@ -20,6 +20,7 @@ TABLES: dict[str, Table] = {
     "bias-lengths": speed.bias_lengths,
     "encoder": speed.encoder,
     "serving": speed.serving,
+    "sparse": speed.sparse,
     "near-speed": speed.near,
     "near-decode": speed.near_decode,
     "converted-lengths": speed.converted_lengths,

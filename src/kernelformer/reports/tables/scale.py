@@ -39,8 +39,7 @@ class Plan:
         """What the attentions of the record take, by their specs."""
         rows = [x for x in self.rows if x["causal"] == causal]
         return {
-            x["attention"]: LinearCost(Exchange(**x["exchange"]), x["work"] / x["length"], x["merge"] or 0.0)
-            for x in rows
+            x["attention"]: LinearCost(Exchange(**x["exchange"]), x["work"] / x["length"], x["merge"]) for x in rows
         }
 
     def ring(self, causal: bool) -> RingAttention:
@@ -71,7 +70,7 @@ def efficiency(records: Records) -> str:
         rows.append([f"`{x['attention']}`, {_kind(x['causal'])}", f"{x['ranks']} x {x['length']}", *times])
         longest = max(longest, x["length"])
     head = ["forward + backward, one thread a rank", "ranks x tokens", "independent", "over ranks", "efficiency"]
-    table = grid([*head, "by the formula"], rows or [["", "", "", "", ABSENT, ""]])
+    table = grid([*head, "without exchange"], rows or [["", "", "", "", ABSENT, ""]])
     trial = f"\n\nA trial run with {longest} tokens of a rank: its times, and all that follow from them, are no record."
     return table + trial if 0 < longest < LENGTH else table
 
@@ -125,13 +124,13 @@ def needed(records: Records) -> str:
     """Memory of a rank for one causal attention layer, forward and backward, for each attention on record."""
     plan = Plan(records.get(RANKS))
     rows = []
-    for attention, cost in plan.costs(causal=True).items():
+    for attention in plan.costs(causal=True):
         peak = plan.peak(attention, True)
         if peak is None:
             continue
         token = (peak["inputs"] + peak["peak"]) / peak["length"]
         for count in COUNTS:
-            states = count * (cost.exchange.numbers * cost.exchange.item + (peak["merge"] or 0))
+            states = count * peak["merge"]
             cells = [human_bytes(n // count * token + states) for n in TOKENS.values()]
             rows.append([f"`{attention}`", str(count), human_bytes(states), *cells])
     head = ["causal", "ranks", "of that states", *(f"{x} tokens" for x in TOKENS)]
@@ -193,7 +192,7 @@ def speeds(records: Records) -> str:
     plan, rows = Plan(records.get(RANKS)), []
     for causal in (False, True):
         for name, cost in plan.costs(causal).items():
-            each = f"{human_time(cost.token)} a token, {human_time(cost.merge)} for the sums of another rank"
+            each = f"{human_time(cost.token)} a token, {human_time(cost.merge)} for the state of another rank"
             rows.append([f"`{name}`, {_kind(causal)}", each])
         if plan.softmax and plan.rows:
             rows.append([f"exact attention, {_kind(causal)}", f"{plan.flops(causal) / 1e9:.3g} GFLOP/s"])

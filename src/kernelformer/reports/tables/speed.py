@@ -21,6 +21,7 @@ BIAS_TRAINING = "speed/bias-training/bench.json"
 BIAS_LENGTHS = "speed/bias-lengths/bench.json"
 BIAS_DECODE = "speed/bias-decode/bench.json"
 ENCODER = "speed/encoder/encoder.json"
+SPARSE = "speed/sparse/encoder.json"
 SERVING = "speed/serving/serving.json"
 NEAR = "near-and-far/bench.json"
 NEAR_DECODE = "near-and-far/decode.json"
@@ -219,6 +220,19 @@ def serving_row(record: dict[str, Any], kind: str, length: int, attention: str) 
     """A row of the study of serving; empty where there is none."""
     keys = (kind, length, attention)
     return next((x for x in record.get("rows", []) if (x["kind"], x["length"], x["attention"]) == keys), {})
+
+
+def sparse(records: Records) -> str:
+    """Encoders of two layers by their attention, sparse layers of transformers among them: time and memory."""
+    rows = records.get(SPARSE).get("rows", [])
+    by = {(x["attention"], x["length"], x["kind"]): x for x in rows}
+    lengths = sorted({x["length"] for x in rows})
+    cells = []
+    for name in dict.fromkeys(x["attention"] for x in rows):
+        found = [by[name, n, kind] for n in lengths for kind in PASSES.values()]
+        cells.append([f"`{name}`", *(f"{human_time(x['seconds'])}, {mebibytes(x['peak'])}" for x in found)])
+    head = ["two layers, d = 64, 2 heads", *(f"{n} tokens, {kind}" for n in lengths for kind in PASSES.values())]
+    return grid(head, cells)
 
 
 def near(records: Records) -> str:

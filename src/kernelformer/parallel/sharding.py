@@ -1,0 +1,159 @@
+"""Weights, gradients and states of optimizers spread over processes, by torch's `fully_shard` (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+from kernelformer.modules.core import AttentionCore
+from kernelformer.parallel.agreement import difference, first_problem
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shard(model: Model, mesh: DeviceMesh | None = None, **options: Any) -> Model:
+    """Spread a model over processes, in place: each block by itself, then what is left as the root's.
+
+        model = shard(KernelformerForCausalLM(config))      # on every process, started by torchrun
+        optimizer = torch.optim.AdamW(kf.parameter_groups(model))      # after it: the parameters are new ones
+
+    Every process keeps 1/n of each parameter, of its gradient and of what the optimizer has for it; a block's
+    parameters are whole while it computes. Every process is given its own part of the batch; a gradient is the mean of
+    theirs. Draws, calibrated statistics and other buffers stay whole on every process: draws are functions of (seed,
+    number), so that `kf.redraw` and `resample` keep them alike; calibrate before, or with the same batches everywhere.
+
+    Blocks are the parts of lists in which attention of ours is, and those that the model calls so by transformers'
+    ``_no_split_modules``: of our models, of converted ones (`hf.convert`, before) and of plain ones
+    (`kf.replace_attention`). A table of positions that blocks share is spread by itself.
+
+    Args:
+        model: the same on every process, which is checked bit by bit.
+        mesh: of the processes, 1-D; of a 2-D one the first dimension has copies, the second is sharded over. Default:
+            all processes.
+        options: of torch's `fully_shard`, the same for all parts: ``mp_policy``, ``offload_policy``,
+            ``reshard_after_forward``.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: torch.distributed has not been started; the model is sharded already, has no block, differs between
+            processes, or has weights that blocks share otherwise than by a module of their own. On every process.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "shard needs processes to spread a model over, got none; start the program by torchrun, and call "
+            "torch.distributed.init_process_group first."
+        )
+    if mesh is None:
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    blocks, shared = _same_parts(model, mesh)
+    for module in shared:  # before the blocks, which would each take them
+        fully_shard(module, mesh=mesh, **options)
+        if hasattr(module, "step"):  # of one token, which goes around `forward`
+            register_fsdp_forward_method(module, "step")
+    for block in blocks.values():
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name, each once: the parts of its outermost lists with some that attend.
+
+    Raises:
+        ValueError: there is none.
+    """
+    named = getattr(model, "_no_split_modules", None) or ()
+    blocks: dict[str, nn.Module] = {}
+    for kind in (nn.ModuleList, nn.Sequential):  # the latter may be what holds a whole model together
+        for name, parts in model.named_modules():
+            related = any(_within(name, x) or _within(x, name) for x in blocks)
+            if isinstance(parts, kind) and not related and any(_attends(x, named) for x in parts):
+                blocks |= {f"{name}.{i}".lstrip("."): x for i, x in enumerate(parts)}
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no list of blocks with attention of this library, by which it could be "
+            f"sharded; convert it first (kernelformer.hf.convert, kf.replace_attention), or give fully_shard of torch "
+            f"its blocks yourself."
+        )
+    return {name: x for name, x in blocks.items() if any(True for _ in x.parameters())}
+
+
+def _within(inner: str, outer: str) -> bool:
+    return not outer or inner == outer or inner.startswith(f"{outer}.")
+
+
+def _attends(block: nn.Module, named: Any) -> bool:
+    return type(block).__name__ in named or any(isinstance(x, AttentionCore) for x in block.modules())
+
+
+def _shared_modules(model: nn.Module, blocks: dict[str, nn.Module]) -> list[nn.Module]:
+    """Modules inside of several blocks whose weights would be taken by each of them; none inside of another.
+
+    Raises:
+        ValueError: weights that several blocks have, or a block and the rest of the model, in different modules.
+    """
+    owners: dict[Tensor, set[str]] = {}
+    for name, x in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(x, set()).add(next((y for y in blocks if name.startswith(f"{y}.")), ""))
+    several = {x for x, names in owners.items() if len(names) > 1}
+    modules: list[nn.Module] = []
+    for module in _reached_by_several(blocks):
+        if any(x in several for x in module.parameters()):
+            modules.append(module)
+            several -= set(module.parameters())
+    if several:
+        names = [name for name, x in model.named_parameters(remove_duplicate=False) if x in several]
+        raise ValueError(
+            f"{type(model).__name__} has one weight under the names {', '.join(names[:3])}, in several of the parts "
+            f"that it would be sharded by; untie it."
+        )
+    return modules
+
+
+def _reached_by_several(blocks: dict[str, nn.Module]) -> Iterator[nn.Module]:
+    """Modules that several blocks have inside, outer ones first."""
+    seen: dict[nn.Module, int] = {}
+    for block in {id(x): x for x in blocks.values()}.values():
+        for module in block.modules():
+            seen[module] = seen.get(module, 0) + 1
+    return (x for x, count in seen.items() if count > 1)
+
+
+def _same_parts(model: nn.Module, mesh: DeviceMesh) -> tuple[dict[str, nn.Module], list[nn.Module]]:
+    """Blocks and shared modules of a model that is the same on all processes.
+
+    Raises:
+        ValueError: it is not, or cannot be sharded; on every process, for else the others would wait.
+    """
+    groups, problem = mesh.get_all_groups(), ""
+    blocks: dict[str, nn.Module] = {}
+    shared: list[nn.Module] = []
+    try:
+        if any(isinstance(x, FSDPModule) for x in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} is sharded already, or a part of it is; shard it once, as a whole."
+            )
+        blocks = find_blocks(model)
+        shared = _shared_modules(model, blocks)
+    except ValueError as found:
+        problem = str(found)
+    problem = first_problem(problem, groups)
+    if problem:
+        raise ValueError(problem)
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    differences = [difference(tensors, group) for group in groups]
+    problem = first_problem(next(filter(None, differences), ""), groups)
+    if problem:
+        raise ValueError(
+            f"{type(model).__name__} is not the same on all processes: {problem}; build it with the same settings and "
+            f"seed on each, or load the same weights."
+        )
+    return blocks, shared
