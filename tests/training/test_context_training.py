@@ -21,17 +21,23 @@ CASES = {
 }
 
 
-def _run(kind, ranks, **others):
+def _run(kind, ranks, world, **others):
     task, attention, settings = CASES[kind]
     given = {"batch_size": 4, "log_every": 1, "redraw": 2, "steps": 6, "eval_every": 3, "save_every": 4} | settings
-    return tiny(attention, task, model={"dropout": 0.0}, context_parallel=ranks, **given | others)
+    if kind == "classes" and ranks in (1, world):  # by the other name: all processes
+        others = {"parallel": "context" if ranks > 1 else "data", **others}
+    else:
+        others = {"context_parallel": ranks, **others}
+    return tiny(attention, task, model={"dropout": 0.0}, **given | others)
 
 
 def _train(folder, ranks, world, **others):
     register()
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     for kind in CASES:
-        train(_run(kind, ranks, **others), Path(folder) / kind, quiet=True, resume=(Path(folder) / kind).exists())
+        train(
+            _run(kind, ranks, world, **others), Path(folder) / kind, quiet=True, resume=(Path(folder) / kind).exists()
+        )
 
 
 def _close(one, two):
@@ -78,3 +84,14 @@ def test_two_replicas_of_two_ranks_and_checkpoints_on_any_number(one, tmp_path):
     _train(one, 1, 1, **longer)
     for folder in (four, tmp_path / "three"):
         _compare(folder, one)
+
+
+def test_what_cannot_be_split_is_said_at_once():
+    with pytest.raises(ValueError, match="'echo' has pairs"):
+        tiny(task="echo", context_parallel=2)
+    with pytest.raises(ValueError, match=r"label_smoothing=0\.1"):
+        tiny(parallel="context", label_smoothing=0.1)
+    with pytest.raises(ValueError, match="a multiple of 2"):
+        train(tiny(context_parallel=2), "nowhere", quiet=True)
+    with pytest.raises(ValueError, match="parallel"):
+        tiny(parallel="tensor")

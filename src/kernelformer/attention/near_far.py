@@ -195,7 +195,8 @@ class _Grads:
         dq, dk, dv = (x.to(y.dtype) for x, y in zip((self.query, self.key, self.value), given, strict=True))
         sinks = [x.to(y.dtype) for x, y in zip(self.sinks, call.sinks, strict=False)]
         bias = [near.band_grad(), near.grad_tails + self.far_logs] if call.bias else []
-        return dq, dk, dv, sinks, bias, self.tensors, self.far_logs.sum(0), *self.states
+        left, right = self.states
+        return dq, dk, dv, sinks, bias, self.tensors, self.far_logs.sum(0), left, right
 
 
 @torch.library.custom_op("kernelformer::near_far_attention_backward", mutates_args=(), schema=BACKWARD)

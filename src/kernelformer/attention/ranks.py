@@ -119,5 +119,5 @@ class _Gather(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks._sum_for_each(grad), None

@@ -216,9 +216,9 @@ def _check_positions(position_ids: Tensor | None, query: Tensor) -> None:
     if ranks is None:
         return
     start = ranks.starts(length)[ranks.rank]
-    fits = isinstance(position_ids, Tensor) and position_ids.shape[-1] == length
-    if fits and length:
-        fits = bool((position_ids[..., 0] == start).all())
+    fits = False
+    if isinstance(position_ids, Tensor) and position_ids.shape[-1] == length:
+        fits = not length or bool((position_ids[..., 0] == start).all())
     problem = ValueError(
         f"the tokens of this rank stand at {start} to {start + length - 1} of their sequence, and transformers counts "
         f"from 0; give the model position_ids=torch.arange({start}, {start + length})[None]. Models whose attention is "

@@ -22,7 +22,7 @@ from kernelformer.modules.checks import check_near, check_scale, other_maker, ot
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.near_far import Far, NearFarAttention
-from kernelformer.modules.split_cores import KernelSplit
+from kernelformer.modules.split_cores import CoreSplit, KernelSplit
 
 
 class KernelCore(AttentionCore):
@@ -51,7 +51,7 @@ class KernelCore(AttentionCore):
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
-    splits = KernelSplit
+    splits: type[CoreSplit] | None = KernelSplit
     causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence
 
     def __init__(
@@ -78,14 +78,8 @@ class KernelCore(AttentionCore):
         self.attention_dropout = fraction("attention_dropout", attention_dropout)
         choice("beta", beta, ("learned", "zero"))
         near = {"window": self.window, "sinks": self.sinks} if self.has_near else {}
-        check_near(
-            method,
-            near,
-            normalize=self.normalize,
-            aligns=feature_map.aligns,
-            near_scale=self.near_scale,
-            dropout=self.attention_dropout,
-        )
+        exact: dict[str, Any] = {"near_scale": self.near_scale, "dropout": self.attention_dropout}
+        check_near(method, near, normalize=self.normalize, aligns=feature_map.aligns, **exact)
         self.beta: nn.Parameter | None = None
         if self.has_near and beta == "learned":
             self.beta = nn.Parameter(torch.zeros(self.num_heads))

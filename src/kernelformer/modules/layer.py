@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from kernelformer.attention import State
 from kernelformer.contract import compute_dtype, no_autocast
-from kernelformer.errors import choice, flag, fraction, positive_int, shape
+from kernelformer.errors import fraction, positive_int, shape
 from kernelformer.modules.build import build_attention
 from kernelformer.modules.context import tokens_before
-from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.options import POSITION_OPTIONS, ROTARY_OPTIONS, method_options, near_settings
+from kernelformer.modules.layer_positions import check_near_positions, layer_positions, layer_rotary
+from kernelformer.modules.options import method_options, near_settings
 from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.positions import RelativePositions
-from kernelformer.modules.rotary import RotaryPositions
 
 
 class KernelAttention(nn.Module):
@@ -83,7 +82,7 @@ class KernelAttention(nn.Module):
                 f"num_key_heads={maps} maps of keys do not fit the key heads of this layer, num_kv_heads={kv_heads}; "
                 f"give both the same number."
             )
-        self.positions = _positions(relative, num_heads, causal, options, method)
+        self.positions = layer_positions(relative, num_heads, causal, options, method)
         if num_features is not None:
             options["num_features"] = num_features
         if attention_dropout:
@@ -92,7 +91,7 @@ class KernelAttention(nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else positive_int("head_dim", head_dim)
         self.causal = causal
-        self.rotary = _rotary(rotary, self.head_dim, options)
+        self.rotary = layer_rotary(rotary, self.head_dim, options)
         self.context_dim = embed_dim if context_dim is None else positive_int("context_dim", context_dim)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, kv_dim = num_heads * self.head_dim, kv_heads * self.head_dim
@@ -113,7 +112,7 @@ class KernelAttention(nn.Module):
                     f"method {method!r} takes no relative positions, got relative={relative!r}; use 'softmax' or a "
                     f"normalized method with a feature map such as 'nprf', or add positions to x."
                 )
-            _check_near_positions(self.positions, self.core)
+            check_near_positions(self.positions, self.core)
         self.gate: nn.Linear | None = None
         if self.core.takes_gate and not options["own_gate"]:
             self.gate = nn.Linear(self.context_dim, num_heads, **where)
@@ -353,54 +352,3 @@ class KernelAttention(nn.Module):
         """The settings, for printing a model."""
         dropout = f", dropout={self.dropout:g}" if self.dropout else ""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}{dropout}"
-
-
-def _check_near_positions(positions: RelativePositions, core: AttentionCore) -> None:
-    """Raise where far tokens would have more than one bias: a window takes what is constant or a line beyond it."""
-    if not core.has_near or positions.scheme == "alibi":
-        return
-    window, reach = getattr(core, "window", None) or 0, positions.max_distance
-    if positions.grid is None and reach is not None and reach <= window:
-        return
-    given = f"grid={positions.grid}" if positions.grid is not None else f"max_distance={reach}"
-    raise ValueError(
-        f"{core.method!r} with {near_settings(core)} needs relative positions that are constant beyond its window, got "
-        f"{given}; give relative='1d' with max_distance={window} or less, or scheme='alibi', or leave the window out."
-    )
-
-
-def _positions(
-    relative: str | RelativePositions | None, num_heads: int, causal: bool, options: dict[str, Any], method: str
-) -> RelativePositions | None:
-    """The positions that a layer was asked for; takes their options away from the core's."""
-    if isinstance(relative, RelativePositions):
-        if relative.num_heads != num_heads:
-            raise ValueError(f"these positions have {relative.num_heads} heads, and the layer {num_heads}.")
-        if relative.causal and not causal:
-            raise ValueError("these positions were built with causal=True, and the layer with causal=False.")
-        return relative
-    if relative is None:
-        stray = [x for x in options if x in POSITION_OPTIONS and x not in method_options(method)]
-        if stray:
-            raise ValueError(
-                f"{stray[0]}={options[stray[0]]!r} is of relative positions, got relative=None; give relative='1d' or "
-                f"'2d', or leave it out."
-            )
-        return None
-    names = {"1d": ("scheme", "max_length", "max_distance", "num_buckets"), "2d": ("grid", "num_prefix")}
-    mine = {x: options.pop(x) for x in names[choice("relative", relative, names)] if x in options}
-    if relative == "2d" and "grid" not in mine:
-        raise ValueError("relative='2d' needs grid=(rows, columns).")
-    return RelativePositions(num_heads, causal=causal and relative == "1d", **mine)
-
-
-def _rotary(rotary: bool, head_dim: int, options: dict[str, Any]) -> RotaryPositions | None:
-    """The rotary positions that a layer was asked for; takes their options away from the core's."""
-    mine = {x: options.pop(x) for x in ROTARY_OPTIONS if x in options}
-    if flag("rotary", rotary):
-        return RotaryPositions(head_dim, **mine)
-    for name, value in mine.items():
-        raise ValueError(
-            f"{name}={value!r} is of rotary positions, got rotary=False; give rotary=True, or leave it out."
-        )
-    return None

@@ -110,7 +110,7 @@ def _facts(core: AttentionCore, call: Call) -> Facts:
 
 def _agree(ranks: Ranks, facts: Facts | None, problem: Exception | None) -> list[Facts]:
     """The facts of all ranks, or on every rank an error where they do not fit one another."""
-    own = facts if facts is not None else Facts(*[0] * (len(Facts._fields) - 1), problem=1)
+    own = facts if facts is not None else Facts._make([*[0] * (len(Facts._fields) - 1), 1])
     every = [Facts(*x) for x in ranks.gather_numbers(torch.tensor(own, device=ranks.device)).tolist()]
     if problem is not None:
         raise problem
@@ -140,7 +140,8 @@ def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Rank
     Returns:
         (B, H, L, E), and of a causal call the state after this rank's keys where it is wanted.
     """
-    call, problem = None, None
+    call: Call | None = None
+    problem: Exception | None = None
     try:
         call = make_call()
         problem = _refusal(core, call)

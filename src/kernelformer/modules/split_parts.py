@@ -88,12 +88,12 @@ class Run(NamedTuple):
     Args:
         mask: (B, S) bool, which tokens are in it and visible; None: all.
         far: the same without sinks.
-        index: (B, sinks), its first visible tokens; where there are fewer, anything.
+        firsts: (B, sinks), places of its first visible tokens; where there are fewer, anything.
     """
 
     mask: Tensor | None
     far: Tensor | None
-    index: Tensor
+    firsts: Tensor
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def outgoing(form: Form, run: Run, sums: Sums, mirror: bool, shared: bool = Fals
         marks = [torch.stack([F.pad(x[:, at].to(dtype), room) for x in (run.mask, run.far)])]
     picked = []
     for x in (form.key, form.value) if form.sinks and not shared else ():
-        index = run.index[:, None, :, None].clamp(0, max(0, length - 1)).expand(-1, x.shape[1], -1, x.shape[3])
+        index = run.firsts[:, None, :, None].clamp(0, max(0, length - 1)).expand(-1, x.shape[1], -1, x.shape[3])
         rows = x.gather(2, index) if length else x.new_zeros(index.shape)
         picked.append(rows.to(dtype))
     full = () if shared and form.slope is None else sums.full
@@ -229,7 +229,8 @@ def incoming(form: Form, sent: Sent, links: Tensor, ranks: Ranks, starts: Sequen
     others = range(here + 1, ranks.size) if mirror else range(here)
     gaps = {s: starts[s] - starts[here + 1] if mirror else starts[here] - starts[s + 1] for s in others}
     if form.spec:
-        states, used = [], []
+        states: list[list[Tensor]] = []
+        used: list[Tensor] = []
         for s in range(ranks.size):  # those that do not count too: the exchange has to run backward on every rank
             full = [x[s] for x in sent.full]
             counts = s in gaps

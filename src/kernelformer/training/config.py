@@ -19,10 +19,11 @@ SCHEDULES = {
 DECAYING = ("linear", "cosine")  # to 0, at the last step
 PRECISIONS = ("float32", "bf16")
 SELECT = ("last", "best")
+PARALLEL = ("data", "context")
 # Settings of a model that the run itself has, or that are fixed.
 OWN = ("attention", "decoder_attention", "seed", "model_type")
 # Another value gives the same result; but where the best evaluation is selected, it depends on when they are.
-FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "context_parallel", "workers")
+FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "parallel", "context_parallel", "workers")
 
 # Models whose sequences can be split over ranks.
 SPLIT_MODELS = ("causal-lm", "masked-lm", "classifier", "series", "pixel-lm")
@@ -84,8 +85,10 @@ class Run:
         save_every: updates between checkpoints; None: only at the end.
         keep: how many checkpoints stay.
         log_every: updates between lines of ``metrics.jsonl``.
+        parallel: what several processes divide: "data", the batch, or "context", also the sequences.
         context_parallel: ranks that each sequence is split over; the number of processes is a multiple of it. The batch
-            is divided among the groups of so many. Another number gives the same result but for rounding.
+            is divided among the groups of so many. Another number gives the same result but for rounding. 1: with
+            ``parallel="context"`` all processes, else none.
         workers: processes that get batches ready beside training; 0: training itself does, which is enough unless
             images are decoded on the way.
     """
@@ -121,6 +124,7 @@ class Run:
     save_every: int | None = None
     keep: int = 2
     log_every: int = 10
+    parallel: str = "data"
     context_parallel: int = 1
     workers: int = 0
 
@@ -158,6 +162,7 @@ class Run:
         choice("select", self.select, SELECT)
         choice("schedule", self.schedule, SCHEDULES)
         choice("precision", self.precision, PRECISIONS)
+        choice("parallel", self.parallel, PARALLEL)
         if self.batch_size % (self.micro_batch or 1):
             raise ValueError(
                 f"batch_size must be a multiple of micro_batch, got {self.batch_size} and {self.micro_batch}."
@@ -171,15 +176,15 @@ class Run:
         for name in ("task_options", "model"):
             object.__setattr__(self, name, _plain(name, getattr(self, name)))  # a copy: nobody changes it later
         known = task_options(choice("task", self.task, TASKS))
-        if self.context_parallel > 1 and TASKS[self.task].model not in SPLIT_MODELS:
+        if self.splits and TASKS[self.task].model not in SPLIT_MODELS:
             raise ValueError(
-                f"context_parallel={self.context_parallel} splits one sequence over ranks, and task {self.task!r} has "
-                f"pairs of them or images; leave it out: processes divide the batch."
+                f"parallel={self.parallel!r} with context_parallel={self.context_parallel} splits one sequence over "
+                f"ranks, and task {self.task!r} has pairs of them or images; leave both out."
             )
-        if self.context_parallel > 1 and self.label_smoothing:
+        if self.splits and self.label_smoothing:
             raise ValueError(
                 f"label_smoothing={self.label_smoothing:g} is not there for sequences over ranks, got "
-                f"context_parallel={self.context_parallel}; leave one of them out."
+                f"parallel={self.parallel!r} with context_parallel={self.context_parallel}; leave one of them out."
             )
         for name in self.task_options:
             if name not in known:
@@ -204,6 +209,15 @@ class Run:
         for name in OWN:
             if name in self.model:
                 raise ValueError(f"{name} is not a setting of model, got {self.model[name]!r}; give it to the run.")
+
+    @property
+    def splits(self) -> bool:
+        """Whether sequences are split over ranks."""
+        return self.parallel == "context" or self.context_parallel > 1
+
+    def ranks(self, processes: int) -> int:
+        """How many ranks share each sequence, of so many processes."""
+        return processes if self.parallel == "context" and self.context_parallel == 1 else self.context_parallel
 
     @property
     def specs(self) -> list[str]:

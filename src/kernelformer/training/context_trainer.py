@@ -75,8 +75,10 @@ class ContextTrainer(TaskTrainer):
         if self.context is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with self.context.active():
-            loss, logits, labels = super().prediction_step(model, self._part(inputs), False, ignore_keys)
-            logits = logits[0] if isinstance(logits, tuple) else logits
+            loss, found, labels = super().prediction_step(model, self._part(inputs), False, ignore_keys)
+            logits = found[0] if isinstance(found, tuple) else found
+            assert logits is not None
+            assert labels is not None
             if logits.dim() == 2:  # of whole sequences, the same on every rank
                 return loss, super()._reduce(logits, labels), labels
             if self._loss_shifts_labels:
@@ -85,7 +87,10 @@ class ContextTrainer(TaskTrainer):
             return loss, parts, parts[1]  # labels of tokens are nobody's business after this
 
     def _reduce(self, logits: Any, labels: Tensor) -> tuple[Tensor, ...]:
-        return super()._reduce(logits, labels) if self.context is None else logits
+        if self.context is None:
+            return super()._reduce(logits, labels)
+        parts: tuple[Tensor, ...] = logits  # of `prediction_step`
+        return parts
 
     def _score(self, outputs: EvalPrediction) -> dict[str, float]:
         if self.context is None:
@@ -101,7 +106,8 @@ class ContextTrainer(TaskTrainer):
         replicas, size = self.context.replicas, self.context.size
 
         def first(x: Tensor) -> Tensor:
-            return x.unflatten(0, (replicas, size, -1))[:, 0].flatten(0, 1)
+            every: Tensor = x.unflatten(0, (replicas, size, -1))
+            return every[:, 0].flatten(0, 1)
 
         gathered = self.accelerator.gather(found)
         return tuple(map(first, gathered)) if isinstance(gathered, tuple | list) else first(gathered)

@@ -87,7 +87,7 @@ def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArgument
         ddp_broadcast_buffers=False,  # draws are functions of (seed, number), the same on every process
     )
     args._n_gpu = min(args.n_gpu, 1)  # several GPUs are several processes here, never nn.DataParallel
-    world, shared = args.world_size, run.context_parallel
+    world, shared = args.world_size, run.ranks(args.world_size)
     if world % shared:
         raise ValueError(
             f"context_parallel={shared} ranks share a sequence, got {world} processes; start a multiple of {shared}, "
@@ -160,7 +160,8 @@ class RunTrainer(ContextTrainer):
         self.folder = Path(args.output_dir or ".")
         self._staging = False
         self._pending: int | Tensor = 0  # tokens of this process that the meter does not have yet
-        context = Context(run.context_parallel, args.device) if run.context_parallel > 1 else None
+        shared = run.ranks(args.world_size)
+        context = Context(shared, args.device) if shared > 1 else None
         super().__init__(task, model, args, context=context, **rest)
         if run.label_smoothing:
             self.compute_loss_func = self._smoothed
