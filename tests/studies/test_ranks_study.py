@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import sys
 from dataclasses import asdict
@@ -59,16 +60,18 @@ def counted():
     return run_ranks(2, CASES, length=40, lengths=LENGTHS, rounds=0, softmax=0)
 
 
-@pytest.fixture
-def timed(tmp_path, quick_gc):
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
     """Times of a group of one, in this process."""
-    store = str(tmp_path / "times")
-    given = {"length": 40, "lengths": (), "rounds": 1, "softmax": 8}
-    return time_ranks(rank=0, count=1, store=store, cases=[asdict(x) for x in study.cases(SETTINGS)], **given)
+    store = str(tmp_path_factory.mktemp("ranks") / "store")
+    cases = [asdict(x) for x in study.cases(SETTINGS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda: 0)  # see `quick_gc`
+        return time_ranks(rank=0, count=1, store=store, cases=cases, length=40, lengths=(), rounds=1, softmax=8)
 
 
 @pytest.fixture
-def here(monkeypatch, counted, timed, tmp_path):
+def here(monkeypatch, counted, timed, tmp_path, quick_gc):
     """A study that takes the bytes of two ranks, and the times and peaks of a group of one in this process."""
     figures = [
         {

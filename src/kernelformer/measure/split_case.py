@@ -105,12 +105,11 @@ class SplitCase:
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def train(attend: Attend, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The output and the gradients of q, k and v."""
+def train(attend: Attend, inputs: Sequence[Tensor]) -> None:
+    """Forward, and backward to q, k and v, from these and a gradient of the output."""
     *given, grad = inputs
     leaves = [x.detach().requires_grad_() for x in given]
-    out = attend(*leaves)
-    return out, *torch.autograd.grad(out, leaves, grad)
+    attend(*leaves).backward(grad)
 
 
 class LonelyRanks(Ranks):
@@ -151,5 +150,5 @@ def sent_bytes(case: SplitCase, core: AttentionCore, length: int, rank: int) -> 
     with context_parallel() as ranks:
         out = core(*leaves, **case.options(length, rank, ranks.size))
         forward = ranks.sent
-        torch.autograd.grad(out, leaves, grad)
+        out.backward(grad)
         return [forward, ranks.sent - forward]
