@@ -72,8 +72,10 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Where the group's backend wants small numbers."""
-        kind = "cpu" if "gloo" in str(dist.get_backend(self.group)) else "cuda"
-        return torch.device(kind)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is None or "gloo" in str(dist.get_backend(self.group)):
+            return torch.device("cpu")
+        return accelerator
 
     def gather(self, tensors: Sequence[Tensor], gradients: bool) -> list[Tensor]:
         """Tensors (...) of every rank, (R, ...) each, in one exchange; gradients go back to the rank they came from.
