@@ -135,7 +135,7 @@ def memory_of_ranks(*, rank: int, count: int, store: str, cases: Sequence[dict[s
             lonely["few"]()  # warms up
             inputs = case.inputs(length, rank)
             attend = partial(core, **case.options(length, rank, count))
-            runs = {**lonely, "split": partial(train_split, attend, inputs)}
+            runs: dict[str, Callable[[], None]] = {**lonely, "split": partial(train_split, attend, inputs)}
             each = {name: peak_memory({name: Step(run)})[name] for name, run in runs.items()}
             peaks.append({**each, "inputs": sum(x.nbytes for x in inputs)})
     return {"cases": peaks}
