@@ -80,6 +80,10 @@ def _try_all():
     with context_parallel() as ranks:
         said["in the end"] = tuple(_core()(*_qkv()).shape)
         said["sizes"] = (ranks.rank, ranks.size)
+        # Gradients by torch.autograd.grad, which leaves out what does not lead to what it is asked for.
+        leaves = [x.requires_grad_() for x in _qkv()]
+        out = _core()(*leaves, is_causal=True)
+        said["gradients in the end"] = [tuple(x.shape) for x in torch.autograd.grad(out.sum(), leaves[1:])]
     try:
         with context_parallel("group"):
             pass
@@ -93,6 +97,8 @@ def test_every_rank_says_what_does_not_fit():
     assert isinstance(first, dict), first
     assert isinstance(second, dict), second
     assert first.pop("in the end") == second.pop("in the end") == (2, H, 5, D)
+    shapes = [(2, H, 5, D)] * 2
+    assert first.pop("gradients in the end") == second.pop("gradients in the end") == shapes
     assert (first.pop("sizes"), second.pop("sizes")) == ((0, 2), (1, 2))
     silent = {name for said in (first, second) for name, text in said.items() if text is None}
     assert not silent

@@ -77,7 +77,7 @@ class Ranks:
             return torch.device("cpu")
         return accelerator
 
-    def gather(self, tensors: Sequence[Tensor], gradients: bool) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], gradients: bool, sources: Sequence[Tensor] = ()) -> list[Tensor]:
         """Tensors (...) of every rank, (R, ...) each, in one exchange; gradients go back to the rank they came from.
 
         All ranks give the same shapes, in one dtype and on one device.
@@ -85,13 +85,15 @@ class Ranks:
         Args:
             tensors: of this rank.
             gradients: whether the exchange runs backward; the same on all ranks, whichever of their tensors need it.
+            sources: what the tensors are made of on other ranks, if not on this one: whoever asks for the gradients of
+                these lets the exchange run backward here too.
         """
         flat = torch.cat([x.reshape(-1) for x in tensors])
         if gradients and not flat.requires_grad:
             flat.requires_grad_()
         if not flat.numel():
             return [x.expand(self.size, *x.shape) for x in tensors]
-        whole: Tensor = _Gather.apply(flat, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Gather.apply(flat, self, *sources)  # type: ignore[no-untyped-call]
         parts = whole.split([x.numel() for x in tensors], 1)
         return [part.unflatten(1, x.shape) for part, x in zip(parts, tensors, strict=True)]
 
@@ -114,12 +116,12 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, *sources: Tensor) -> Tensor:
+        ctx.ranks, ctx.count = ranks, len(sources)
         whole = x.new_empty(ranks.size, x.numel())
         ranks._all_gather(list(whole.unbind(0)), x.contiguous())
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks._sum_for_each(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ranks._sum_for_each(grad), None, *[None] * ctx.count

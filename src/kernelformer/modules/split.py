@@ -26,6 +26,7 @@ from kernelformer.modules.call import Call
 from kernelformer.modules.packed import Segments, attend_apart, attend_packed
 from kernelformer.modules.split_parts import (
     Sent,
+    Side,
     first_sinks,
     incoming,
     no_sums,
@@ -192,7 +193,9 @@ class _Split:
 
     def _exchange(self, parts: list[Sent]) -> list[Sent]:
         """What all ranks send, in one exchange."""
-        gathered, result = self.ranks.gather([x for part in parts for x in part.tensors], self.gradients), []
+        sources = [x for x in (self.call.key, self.call.value, *self.core.parameters()) if x.requires_grad]
+        gathered = self.ranks.gather([x for part in parts for x in part.tensors], self.gradients, sources)
+        result = []
         for part in parts:
             count = len(part.tensors)
             result.append(part.like(gathered[:count]))
@@ -207,10 +210,16 @@ class _Split:
         sums = no_sums(self.form) if is_last else sums_one_way(self.form, run, False)
         (sent,) = self._exchange([outgoing(self.form, run, sums, False)])
         left = incoming(self.form, sent, links, self.ranks, self.starts, mirror=False)
+        at_once = call.segment_ids is None and not call.streams and self.own.goes_on()
         sinks = None
-        if self.form.sinks:
+        if self.form.sinks:  # a stream finds its own ones itself
             valid, position = runs.first_visible(LAST, self.starts)
-            sinks = first_sinks(sent.sinks, valid & links.unsqueeze(2), position)
+            seen = links | self._here() if at_once else links
+            sinks = first_sinks(sent.sinks, valid & seen.unsqueeze(2), position)
+        if at_once:
+            key, value, mask = left.tokens
+            nothing = Side([], (key[:, :, :0], value[:, :, :0], mask[:, :0]))
+            return self.own.between(call, [], (left, nothing), sinks), None
         state = self.own.state(left, sinks)
         if call.segment_ids is None:
             out, after = self.core._attend_alone(replace(call, state=state))
@@ -218,6 +227,10 @@ class _Split:
             state = replace(state, last_id=runs.ids[self.rank, :, FIRST])
             out, after = attend_packed(self.core, replace(call, state=state))
         return out, None if after is None else replace(after, length=self.starts[self.rank + 1])
+
+    def _here(self) -> Tensor:
+        """Which rank is this one, (R, 1) bool."""
+        return (torch.arange(self.ranks.size, device=self.call.key.device) == self.rank).unsqueeze(1)
 
     def _both(self) -> Tensor:
         """Bidirectional, with a state on each side; of packed rows the first and the last segment one by one."""
@@ -261,10 +274,9 @@ class _Split:
         if form.sinks:
             places = [runs.first_visible(x, self.starts) for x in (LAST, FIRST)]
             from_left = torch.arange(ranks.size, device=left.device) < self.rank + (which == LAST)
-            here = torch.arange(ranks.size, device=left.device) == self.rank
             at = from_left.view(-1, 1, 1)
             valid, position = (torch.where(at, x, y) for x, y in zip(*places, strict=True))
-            seen = left | right | here.unsqueeze(1)
+            seen = left | right | self._here()
             rows = [torch.where(at[..., None, None], x, y) for x, y in zip(to_right.sinks, to_left.sinks, strict=True)]
             sinks = first_sinks(rows, valid & seen.unsqueeze(2), position)
         alone = self.call

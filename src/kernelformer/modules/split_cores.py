@@ -18,6 +18,7 @@ from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.attention.relative.sums import sums_of_state
 from kernelformer.attention.sums import read_sums
 from kernelformer.contract import compute_dtype, no_autocast
+from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.near_far import Far, NearFarAttention
 from kernelformer.modules.near_stream import NO_SINK, Stream
@@ -74,6 +75,10 @@ class CoreSplit(ABC):
     @abstractmethod
     def state(self, left: Side, sinks: Sinks | None) -> State:
         """The state before this rank's tokens."""
+
+    def goes_on(self) -> bool:
+        """Whether a causal call is also a case of `between`, with nothing after it, in less time than by a state."""
+        return False
 
     @abstractmethod
     def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
@@ -170,6 +175,10 @@ class LocalSplit(CoreSplit):
         made_by = self.core._made_by(self.call.scale) + self.core.near.made_by(self.call)
         return near_state(left, sinks, self.start, made_by)
 
+    def goes_on(self) -> bool:
+        """See `CoreSplit`: no mask has to be made where nothing is hidden; bad tokens are a stream's to deal with."""
+        return BadTokens.of(self.call) is None
+
     def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
         """See `CoreSplit`."""
         with no_autocast(call.query.device.type):
@@ -239,6 +248,10 @@ class KernelSplit(CoreSplit):
         sums = sums_of_state(left.sums, self.form.positive)
         key, value, mask = left.tokens
         return State((*sums, key, value, mask), mask.shape[1], made_by + core.biased.made_by(call))
+
+    def goes_on(self) -> bool:
+        """See `CoreSplit`: no mask has to be made where nothing is hidden; bad tokens are a stream's to deal with."""
+        return self.core.has_near and BadTokens.of(self.call) is None
 
     def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
         """See `CoreSplit`."""

@@ -79,7 +79,11 @@ class Form:
 
     def fade(self, state: list[Tensor], tokens: int) -> list[Tensor]:
         """A state as it is seen from so many tokens farther away."""
-        return state if self.slope is None or not tokens else faded(state, self.slope.to(state[0].dtype) * tokens)
+        return (
+            state
+            if self.slope is None or not tokens or not state
+            else faded(state, self.slope.to(state[0].dtype) * tokens)
+        )
 
 
 class Run(NamedTuple):
@@ -228,14 +232,18 @@ def incoming(form: Form, sent: Sent, links: Tensor, ranks: Ranks, starts: Sequen
     batch = form.key.shape[0]
     others = range(here + 1, ranks.size) if mirror else range(here)
     gaps = {s: starts[s] - starts[here + 1] if mirror else starts[here] - starts[s + 1] for s in others}
-    if form.spec:
+    if form.spec and not reach and form.slope is None:
+        counted = torch.tensor([s in gaps for s in range(ranks.size)], device=links.device)
+        sums = merge_sums(sent.full, links & counted.unsqueeze(1), form.positive)
+    elif form.spec:
         states: list[list[Tensor]] = []
         used: list[Tensor] = []
-        for s in range(ranks.size):  # those that do not count too: the exchange has to run backward on every rank
-            full = [x[s] for x in sent.full]
+        # Not one by one: the gradient of x[s] would be a tensor of all ranks for each of them.
+        fulls, heads = ([list(y) for y in zip(*(x.unbind(0) for x in z), strict=True)] for z in (sent.full, sent.head))
+        for s, full in enumerate(fulls):  # those that do not count too: an exchange runs backward on every rank
             counts = s in gaps
             if counts and gaps[s] < reach:
-                states += [form.fade([x[s] for x in sent.head], gaps[s])]
+                states += [form.fade(heads[s], gaps[s])]
                 states += _between(form, sent, s, starts, gaps[s], mirror)
             else:
                 states.append(form.fade(full, gaps[s]) if counts else full)

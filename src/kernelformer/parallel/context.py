@@ -37,8 +37,8 @@ def context_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
     Yields:
         the ranks: ``rank``, ``size``, ``part(tokens)``, ``starts(length)`` and the bytes ``sent`` so far.
 
-    Cost per layer: one all-gather of B G (M (E + 1) [twice with near tokens] + w (D + E)) numbers forward and as many
-    backward, whatever the length.
+    Cost per layer: one all-gather of a state, B G M (E + 1) numbers, forward and as many backward, whatever the length;
+    with w near tokens on a side two states and B G w (D + E) numbers, on both sides three and twice as many.
     """
     with split_over(Ranks(group)) as ranks:
         yield ranks
