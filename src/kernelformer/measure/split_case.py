@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.analysis.scaling import Exchange
-from kernelformer.attention.ranks import Ranks
+from kernelformer.attention.ranks import HEADER, Ranks
 from kernelformer.contract import compute_dtype
 from kernelformer.modules import AttentionCore, KernelCore, build_attention, parse_method
 from kernelformer.modules.context import split_over
-from kernelformer.modules.split import Facts
 from kernelformer.parallel import context_parallel
 
 
@@ -89,7 +88,7 @@ class SplitCase:
             head_dim=self.head_dim,
             value_dim=self.head_dim,
             features=core.feature_dim or 0,
-            facts=len(Facts._fields),
+            facts=HEADER,
             window=getattr(core, "window", None) or self.slope,
             sinks=getattr(core, "sinks", 0),
             batch=self.batch,

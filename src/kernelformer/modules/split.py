@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.ranks import Ranks
+from kernelformer.attention.ranks import Ranks, RanksError
 from kernelformer.modules.call import Call
 from kernelformer.modules.packed import Segments, attend_apart, attend_packed
 from kernelformer.modules.split_parts import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Facts(NamedTuple):
-    """What ranks compare before they exchange anything; all but the last four have to agree."""
+    """What ranks compare before they exchange anything; all but the last three have to agree."""
 
     batch: int
     query_heads: int
@@ -57,14 +57,14 @@ class Facts(NamedTuple):
     segment_ids: int
     gradients: int
     returned_state: int
+    weights: int
     queries: int
     keys: int
     masked: int
-    problem: int
 
 
-FREE = 4  # of them may differ
-CODED = ("method", "dtype", "bias")  # numbers that say nothing
+FREE = 3  # of them may differ
+CODED = ("method", "dtype", "bias", "weights")  # numbers that say nothing
 NAMES = {name: name.replace("_", " ") for name in Facts._fields} | {
     "batch": "the number of samples",
     "method": "the method or its settings",
@@ -74,6 +74,17 @@ NAMES = {name: name.replace("_", " ") for name in Facts._fields} | {
     "causality": "is_causal",
     "returned_state": "return_state",
     "segment_ids": "whether segment_ids are given",
+    "bias": "the bias, its max_distance or its slope",
+    "weights": "the weights of their kernels",
+}
+
+
+# Floating point types by integers of the same size.
+_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
 }
 
 
@@ -86,14 +97,15 @@ def _facts(core: AttentionCore, call: Call) -> Facts:
     q, k, v, bias = call.query, call.key, call.value, call.bias
     settings = dict(getattr(getattr(core, "feature_map", None), "identity", {}))
     seed, draw = (int(settings.pop(name, 0)) for name in ("seed", "draw number"))
-    near = (getattr(core, "window", None), getattr(core, "sinks", 0), getattr(core, "normalize", True))
+    others = ("window", "sinks", "normalize", "normalize_qk", "near_scale", "attention_dropout")
+    settings |= {name: getattr(core, name, None) for name in others}
     needs = torch.is_grad_enabled() and any(
         x.requires_grad for x in (k, v, *core.parameters(), *(() if bias is None else (bias.table,)))
     )
-    table = () if bias is None else (tuple(bias.table.shape), bias.window, bias.slope is None)
+    table = () if bias is None else (tuple(bias.table.shape), bias.window, _bits(bias.table, bias.slope))
     return Facts(
         *(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]),
-        method=_code(core.method, near, settings, call.scale),
+        method=_code(core.method, settings, call.scale),
         seed=seed,
         draw=draw,
         dtype=_code(q.dtype),
@@ -102,28 +114,31 @@ def _facts(core: AttentionCore, call: Call) -> Facts:
         segment_ids=int(call.segment_ids is not None),
         gradients=int(needs),
         returned_state=int(call.streams),
+        weights=_bits(*core.parameters(), *core.buffers()),
         queries=q.shape[2],
         keys=k.shape[2],
         masked=int(call.key_mask is not None),
-        problem=0,
     )
+
+
+def _bits(*tensors: Tensor | None) -> int:
+    """A number that stands for the numbers of some tensors, exactly and in any order; 0 where looking is waiting."""
+    total = 0
+    for x in tensors:
+        if x is not None and x.device.type == "cpu" and x.numel() and x.dtype in _INTEGERS:
+            total += int(x.detach().contiguous().view(_INTEGERS[x.dtype]).sum(dtype=torch.int64))
+    return total % (1 << 62)
 
 
 def _agree(ranks: Ranks, facts: Facts | None, problem: Exception | None) -> list[Facts]:
     """The facts of all ranks, or on every rank an error where they do not fit one another."""
-    own = facts if facts is not None else Facts._make([*[0] * (len(Facts._fields) - 1), 1])
-    every = [Facts(*x) for x in ranks.gather_numbers(torch.tensor(own, device=ranks.device)).tolist()]
-    if problem is not None:
-        raise problem
-    for rank, other in enumerate(every):
-        if other.problem:
-            raise ValueError(f"rank {rank} of {ranks.size} cannot make this call, and says why; no rank can alone.")
+    every = [Facts(*x) for x in ranks.meet("attention", facts or [0] * len(Facts._fields), problem)]
     for name in Facts._fields[:-FREE]:
         values = [getattr(x, name) for x in every]
         for rank, value in enumerate(values):
             if value != values[0]:
                 what = NAMES[name] + ("" if name in CODED else f": {values[0]} and {value}")
-                raise ValueError(
+                raise RanksError(
                     f"ranks 0 and {rank} of {ranks.size} do not make the same call: they differ in {what}; "
                     f"give all ranks of a sequence the same model, settings and samples, and each its own tokens."
                 )
@@ -180,8 +195,14 @@ class _Split:
                 )
         self.gradients = bool(every[0].gradients)
         self.starts = list(accumulate((x.keys for x in every), initial=0))
+        queries = list(accumulate((x.queries for x in every), initial=0))
+        if (core.has_near or call.bias is not None) and self.starts[:-1] != queries[:-1]:
+            raise ValueError(
+                f"a window, sinks or a bias count tokens along one sequence, but queries begin at {queries[:-1]} and "
+                f"keys at {self.starts[:-1]} on the {ranks.size} ranks; give every rank as many keys as queries."
+            )
         assert core.splits is not None
-        tokens = (sum(x.queries for x in every), self.starts[-1])
+        tokens = (queries[-1], self.starts[-1])
         # Normalized already: what goes around is what the sums see.
         self.own = core.splits(core, core._normalized(call), tokens, self.starts[self.rank])
         self.call, self.form = self.own.call, self.own.form
