@@ -25,8 +25,10 @@ from kernelformer.attention.ranks import Ranks, RanksError
 from kernelformer.modules.call import Call
 from kernelformer.modules.packed import Segments, attend_apart, attend_packed
 from kernelformer.modules.split_parts import (
+    SHORT,
     Sent,
     Side,
+    first_places,
     first_sinks,
     incoming,
     no_sums,
@@ -206,7 +208,11 @@ class _Split:
         # Normalized already: what goes around is what the sums see.
         self.own = core.splits(core, core._normalized(call), tokens, self.starts[self.rank])
         self.call, self.form = self.own.call, self.own.form
-        self.runs = Runs(call, self.form.sinks, ranks, any(x.masked for x in every))
+        self.runs = Runs(self.call, self.form.sinks, ranks, any(x.masked for x in every))
+        length, reach = call.key.shape[2], self.form.reach
+        places = [reach, length - reach]
+        places += [first_places(self.form, x)[0] for x in self.runs.runs] if self.form.sinks else []
+        self.form = self.form.cut(x for x in places if x <= SHORT or x == length - reach)
 
     def attend(self) -> tuple[Tensor, State | None]:
         """Exchange, then attend to one's own tokens and what came of the others."""
