@@ -76,6 +76,8 @@ class Form:
         """
         length = self.key.shape[2]
         ends = [0, *sorted({x for x in places if 0 < x < length}), length]
+        if len(ends) == 2:  # as it is: even one piece that was cut would have a gradient of its own
+            return replace(self, pieces=(Piece(0, length, self.key, self.value),))
         sizes = [last - first for first, last in pairwise(ends)]
         parts = zip(pairwise(ends), self.key.split(sizes, 2), self.value.split(sizes, 2), strict=True)
         return replace(self, pieces=tuple(Piece(*span, key, value) for span, key, value in parts))
