@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernelformer.attention.parallel.choice import LOOPS
 from kernelformer.attention.relative.bias_view import Layout, Toeplitz, constant_beyond
 from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import no_tangents
@@ -14,6 +15,18 @@ from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.checks import assert_values, can_read
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
+
+
+def check_algorithm(algorithm: str | None, method: str, has_map: bool) -> str | None:
+    """Check the name of an algorithm, and return it where it is for calls with and without a bias alike."""
+    if algorithm is None:
+        return None
+    choice("algorithm", algorithm, (*LOOPS, *ALGORITHMS))
+    if algorithm in LOOPS and not has_map:
+        raise ValueError(
+            f"algorithms are for methods with a feature map, got algorithm={algorithm!r} for {method!r}; leave it out."
+        )
+    return algorithm if algorithm in LOOPS else None
 
 
 def check_bias(
@@ -40,8 +53,6 @@ def check_bias(
     check_table(table)
     (heads, L), S = query.shape[1:3], key.shape[2]
     prefix = integer("num_prefix", num_prefix, at_least=0)
-    if algorithm is not None:
-        choice("algorithm", algorithm, ALGORITHMS)
     if table.device != query.device:
         raise ValueError(f"bias must be on the device of the queries, got {table.device} and {query.device}.")
     if table.dim() == 3:

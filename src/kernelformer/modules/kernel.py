@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from kernelformer.attention import State, causal_attention, linear_attention, read, step
 from kernelformer.attention.families import engine_class
+from kernelformer.attention.parallel.attend import parallel_causal_attention, parallel_linear_attention
+from kernelformer.attention.parallel.choice import takes_parallel
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy, Prepared
-from kernelformer.contract import autocasts, compute_dtype, no_autocast
+from kernelformer.contract import PositiveSpec, autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.biased import FADES, NEAR, BiasedAttention
@@ -52,6 +54,7 @@ class KernelCore(AttentionCore):
     # the states, of which there may be many.
     _prepared: Prepared | None = None
     splits: type[CoreSplit] | None = KernelSplit
+    takes_loops = True
     causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence
 
     def __init__(
@@ -190,10 +193,11 @@ class KernelCore(AttentionCore):
             near, buffers = self.near, None
             after: Sequence[Tensor] | None
             if near is not None:
-                out, after = near.attend(*self._with_far(call, tensors))
+                out, after = near.attend(*self._with_far(call, tensors), parallel=self._takes_parallel(call))
             elif call.bias is None:
                 out, after = self._attend_plain(call, tensors)
             else:
+                self._takes_parallel(call)  # raises where it was asked for
                 out, after, buffers = self.biased.attend(call, tensors)
             return out, self._state(after, call, buffers) if call.streams and after is not None else None
 
@@ -235,9 +239,28 @@ class KernelCore(AttentionCore):
             "key_mask": call.key_mask,
             "normalize": self.normalize,
         }
+        parallel = self._takes_parallel(call)
         if not call.is_causal:
-            return linear_attention(*inputs, **common), None
-        return causal_attention(*inputs, **common, state=None if call.state is None else call.state.tensors)
+            attend = parallel_linear_attention if parallel else linear_attention
+            return attend(*inputs, **common), None
+        common["state"] = None if call.state is None else call.state.tensors
+        if parallel:
+            return parallel_causal_attention(*inputs, **common, streams=call.streams)
+        return causal_attention(*inputs, **common)
+
+    def _takes_parallel(self, call: Call) -> bool:
+        """Whether a call goes by the algorithm for accelerators."""
+        return takes_parallel(call.algorithm, call.query.device, self._not_parallel(call))
+
+    def _not_parallel(self, call: Call) -> str | None:
+        """What of a call the algorithm for accelerators does not cover; None where it covers all."""
+        if call.bias is not None and not self.has_near:
+            return "a relative bias without a window of near keys"
+        if self.near is None:
+            return None
+        if not isinstance(self.feature_map.spec, PositiveSpec):
+            return f"near keys beside the signed map of {self.method!r}"
+        return self.near.not_parallel(call)
 
     def _step_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Attend with one token without a bias: (B, H, 1, E), and the tensors of the state after it."""

@@ -86,7 +86,8 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
     batch, length = key.shape[0], key.shape[2]
     if before is not None:
         before = before._replace(position=before.position - (past - offset))
-        if not torch.compiler.is_compiling() and bool(before.visible.all()):
+        # A device would have to be waited for.
+        if not torch.compiler.is_compiling() and key.device.type == "cpu" and bool(before.visible.all()):
             return before
     number = torch.arange(1, count + 1, device=key.device).expand(batch, -1)
     made = number.new_zeros(batch, 1) if before is None else before.visible.sum(1, keepdim=True)

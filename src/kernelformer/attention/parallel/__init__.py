@@ -1,0 +1,1 @@
+"""Algorithms for accelerators: all chunks at once, by few large operators, without a number that the host has to read."""
