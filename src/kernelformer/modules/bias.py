@@ -6,27 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.parallel.choice import LOOPS
 from kernelformer.attention.relative.bias_view import Layout, Toeplitz, constant_beyond
-from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import no_tangents
-from kernelformer.errors import choice, integer, shape
+from kernelformer.errors import integer, shape
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.checks import assert_values, can_read
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
-
-
-def check_algorithm(algorithm: str | None, method: str, has_map: bool) -> str | None:
-    """Check the name of an algorithm, and return it where it is for calls with and without a bias alike."""
-    if algorithm is None:
-        return None
-    choice("algorithm", algorithm, (*LOOPS, *ALGORITHMS))
-    if algorithm in LOOPS and not has_map:
-        raise ValueError(
-            f"algorithms are for methods with a feature map, got algorithm={algorithm!r} for {method!r}; leave it out."
-        )
-    return algorithm if algorithm in LOOPS else None
 
 
 def check_bias(

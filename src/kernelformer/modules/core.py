@@ -13,7 +13,7 @@ from kernelformer.attention import State
 from kernelformer.contract import autocasts, compute_dtype
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bad_tokens import BadTokens
-from kernelformer.modules.bias import check_algorithm, check_bias, check_step_bias
+from kernelformer.modules.bias import check_bias, check_step_bias
 from kernelformer.modules.call import Call
 from kernelformer.modules.checks import (
     cannot_stream,
@@ -26,6 +26,7 @@ from kernelformer.modules.checks import (
     check_stream,
 )
 from kernelformer.modules.context import active_ranks, needs_whole
+from kernelformer.modules.loops import check_algorithm
 from kernelformer.modules.memory import Remembering
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 from kernelformer.modules.split import attend_split

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernelformer.attention import State, causal_attention, linear_attention, read, step
+from kernelformer.attention import State, read, step
 from kernelformer.attention.families import engine_class
-from kernelformer.attention.parallel.attend import parallel_causal_attention, parallel_linear_attention
 from kernelformer.attention.parallel.choice import takes_parallel
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy, Prepared
-from kernelformer.contract import PositiveSpec, autocasts, compute_dtype, no_autocast
+from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.biased import FADES, NEAR, BiasedAttention
@@ -23,6 +22,7 @@ from kernelformer.modules.call import Call
 from kernelformer.modules.checks import check_near, check_scale, other_maker, other_tensor
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.loops import attend_plain, not_parallel
 from kernelformer.modules.near_far import Far, NearFarAttention
 from kernelformer.modules.split_cores import CoreSplit, KernelSplit
 
@@ -197,8 +197,8 @@ class KernelCore(AttentionCore):
             elif call.bias is None:
                 out, after = self._attend_plain(call, tensors)
             else:
-                self._takes_parallel(call)  # raises where it was asked for
-                out, after, buffers = self.biased.attend(call, tensors)
+                parallel = self._takes_parallel(call)
+                out, after, buffers = self.biased.attend(call, tensors, parallel=parallel)
             return out, self._state(after, call, buffers) if call.streams and after is not None else None
 
     def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
@@ -232,35 +232,15 @@ class KernelCore(AttentionCore):
     def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
         inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
-        common: dict[str, Any] = {
-            "spec": self.feature_map.spec_id,
-            "tensors": tensors,
-            "scale": call.scale,
-            "key_mask": call.key_mask,
-            "normalize": self.normalize,
-        }
-        parallel = self._takes_parallel(call)
-        if not call.is_causal:
-            attend = parallel_linear_attention if parallel else linear_attention
-            return attend(*inputs, **common), None
-        common["state"] = None if call.state is None else call.state.tensors
-        if parallel:
-            return parallel_causal_attention(*inputs, **common, streams=call.streams)
-        return causal_attention(*inputs, **common)
+        return attend_plain(self, call, inputs, tensors, parallel=self._takes_parallel(call))
 
     def _takes_parallel(self, call: Call) -> bool:
         """Whether a call goes by the algorithm for accelerators."""
-        return takes_parallel(call.algorithm, call.query.device, self._not_parallel(call))
+        return takes_parallel(call.algorithm, call.query.device, lambda: self._not_parallel(call))
 
     def _not_parallel(self, call: Call) -> str | None:
-        """What of a call the algorithm for accelerators does not cover; None where it covers all."""
-        if call.bias is not None and not self.has_near:
-            return "a relative bias without a window of near keys"
-        if self.near is None:
-            return None
-        if not isinstance(self.feature_map.spec, PositiveSpec):
-            return f"near keys beside the signed map of {self.method!r}"
-        return self.near.not_parallel(call)
+        """What of a call that algorithm does not cover; None where it covers all."""
+        return not_parallel(self, call)
 
     def _step_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Attend with one token without a bias: (B, H, 1, E), and the tensors of the state after it."""

@@ -1,1 +1,1 @@
-"""Algorithms for accelerators: all chunks at once, by few large operators, without a number that the host has to read."""
+"""Algorithms for accelerators: all chunks at once, by few large operators; the host reads no number."""

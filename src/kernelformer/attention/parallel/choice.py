@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 LOOPS = ("chunked", "parallel")  # the names; "chunked" is the loop over chunks, the least memory and the best on a CPU
@@ -13,17 +15,20 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type in ACCELERATORS
 
 
-def takes_parallel(asked: str | None, device: torch.device, problem: str | None) -> bool:
+def takes_parallel(asked: str | None, device: torch.device, find_problem: Callable[[], str | None]) -> bool:
     """Whether a call goes by `parallel`: asked for by name, or on an accelerator where it can.
 
     Args:
         asked: the algorithm of the call, or None.
         device: of its tensors.
-        problem: why it cannot, or None.
+        find_problem: returns what it does not cover, or None; called only where the answer counts.
 
     Raises:
         ValueError: asked for by name where it cannot.
     """
+    if asked == "chunked" or (asked is None and not is_accelerator(device)):
+        return False
+    problem = find_problem()
     if asked == "parallel" and problem is not None:
         raise ValueError(f"algorithm='parallel' is not there for {problem}; leave it out, or take 'chunked'.")
-    return asked == "parallel" or (asked is None and is_accelerator(device) and problem is None)
+    return problem is None

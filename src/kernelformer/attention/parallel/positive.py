@@ -21,7 +21,7 @@ Memory: keys are mapped 2.25 + 2.25 + 4 times for the three sizes of blocks, one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ from kernelformer.attention.parallel.scan import GROUP, filled_up, later_than, r
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import PositiveSpec, compute_dtype
 
+# Multiplies scores (X, a, b) of queries and keys at consecutive places by numbers of their distance.
+Weigh = Callable[[Tensor, tuple[int, int], tuple[int, int]], Tensor]
 LEAST = 1e-6  # between the denominator of a row that sees a key, which is 1 or more up to rounding, and 0
 KEYS = 1024  # keys of a product where all are seen: more of them at once occupy a device better than longer ones
 
@@ -70,7 +72,7 @@ class PositiveMap:
         batch, heads, length, width = x.shape
         x = x.to(compute_dtype(x.dtype)).reshape(batch, groups, heads // groups * length, width)
         logs = self.features(x, self.tensors, self.scale, "query")
-        return logs.reshape(batch * groups, heads // groups, length, logs.shape[3]).transpose(1, 2)
+        return logs.reshape(batch * groups, heads // groups, length, logs.shape[3]).transpose(1, 2).contiguous()
 
     def keys(self, x: Tensor, value: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """(B, G, S, D) -> (N, S, M), -inf where hidden (B, 1, S, 1), and values (N, S, E + 1)."""
@@ -134,7 +136,7 @@ class PositiveMap:
         lk, value = in_chunks(keys[0], size, -torch.inf), in_chunks(keys[1], size)
         chunks, later = lk.shape[1], later_than(GROUP, lk.device)
         more = filled_up(chunks + 1) - chunks  # the sums before the first chunk, and room to fill up groups
-        top, edges = _tops(lk.detach(), before, more)
+        top, edges = running_tops(lk.detach(), before, more)
         scale = (queries.detach() + top.unsqueeze(3)).amax(4).clamp_min(EMPTY / 2)
         queries = queries - scale.unsqueeze(4)
         sums = (lk - edges[:, 1 : chunks + 1].unsqueeze(2)).exp_().mT @ value
@@ -144,9 +146,9 @@ class PositiveMap:
         out = (queries + edges[:, :chunks, None, None]).exp_().flatten(2, 3) @ sums[:, :chunks]
         block = size // RADIX
         while block > 1:
-            _add_quarters(out, queries, lk, value, top, later, block)
+            add_quarters(out, queries, lk, value, top, later, block)
             block //= RADIX
-        out = _with_tokens(out, queries, lk, value, top, later)
+        out = with_tokens(out, queries, lk, value, top, later)
         out = out.view(rows, chunks * size, repeats, width)[:, :length]
         return RowSums(scale.flatten(1, 2)[:, :length], out), KeySums(edges[:, chunks], sums[:, chunks])
 
@@ -159,7 +161,7 @@ class PositiveMap:
         return num * root * root
 
 
-def _tops(logs: Tensor, before: KeySums | None, more: int) -> tuple[Tensor, Tensor]:
+def running_tops(logs: Tensor, before: KeySums | None, more: int) -> tuple[Tensor, Tensor]:
     """The largest log feature up to each key, (N, n, C, M), and up to each edge of a chunk, (N, n + more, M)."""
     inside = logs.cummax(2).values
     empty = logs.new_full((logs.shape[0], more, logs.shape[3]), EMPTY)
@@ -168,8 +170,15 @@ def _tops(logs: Tensor, before: KeySums | None, more: int) -> tuple[Tensor, Tens
     return torch.maximum(inside, edges[:, : logs.shape[1]].unsqueeze(2)), edges
 
 
-def _add_quarters(
-    out: Tensor, queries: Tensor, logs: Tensor, value: Tensor, top: Tensor, later: Tensor, block: int
+def add_quarters(
+    out: Tensor,
+    queries: Tensor,
+    logs: Tensor,
+    value: Tensor,
+    top: Tensor,
+    later: Tensor,
+    block: int,
+    weigh: Weigh | None = None,
 ) -> None:
     """Add what the 2nd to 4th of four blocks get from the blocks before them to (N, n, C R, W)."""
     others, features, width = RADIX - 1, logs.shape[3], value.shape[3]
@@ -180,11 +189,22 @@ def _add_quarters(
     count = rows.shape[2]
     scores = torch.bmm(rows.exp_().flatten(0, 1), keys.exp_().view(-1, others * block, features).mT)
     seen = value.reshape(-1, RADIX * block, width)[:, :-block]
-    added = torch.bmm(scores.view(-1, others * count, others * block), seen)
+    scores = scores.view(-1, others * count, others * block)
+    if weigh is not None:
+        scores = weigh(scores, (block, RADIX * block), (0, others * block))
+    added = torch.bmm(scores, seen)
     out.view(-1, RADIX, count, width)[:, 1:].add_(added.view(-1, others, count, width))
 
 
-def _with_tokens(out: Tensor, queries: Tensor, logs: Tensor, value: Tensor, top: Tensor, later: Tensor) -> Tensor:
+def with_tokens(
+    out: Tensor,
+    queries: Tensor,
+    logs: Tensor,
+    value: Tensor,
+    top: Tensor,
+    later: Tensor,
+    weigh: Weigh | None = None,
+) -> Tensor:
     """(N, n, C R, W) and what tokens get from themselves and from those before them in their block of four."""
     (repeats, features), width = queries.shape[3:], value.shape[3]
     edge = top.view(-1, RADIX, 1, features)
@@ -192,4 +212,6 @@ def _with_tokens(out: Tensor, queries: Tensor, logs: Tensor, value: Tensor, top:
     rows = queries.view(-1, RADIX, repeats, features) + edge
     scores = torch.bmm(rows.exp_().flatten(0, 1), keys.exp_().flatten(0, 1).mT)
     scores = scores.view(-1, RADIX * repeats, RADIX)
+    if weigh is not None:
+        scores = weigh(scores, (0, RADIX), (0, RADIX))
     return torch.baddbmm(out.view(-1, RADIX * repeats, width), scores, value.reshape(-1, RADIX, width))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUP = 64  # chunks that are summed up by one product at most: a triangle costs n r numbers a feature
+GROUP = 160  # chunks that are summed up by one product at most: a triangle costs n r numbers a feature
 
 
 def group_size(count: int) -> int:

@@ -2,9 +2,9 @@
 
     out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / max(phi(q_i)^T sum_j phi(k_j), GUARD |phi(q_i)| sum_j |phi(k_j)|)
 
-Where keys carry log factors ``r_j``, a causal row is relative to the largest that it sees, so that no later key can push
-it out of range: factors are numbers per key, and those of all pairs of a chunk, ``exp(r_j - max_{j' <= i} r_j')``, fit
-into one triangle. There is nothing to cut into quarters.
+Where keys carry log factors ``r_j``, a causal row is relative to the largest that it sees, so that no later key can
+push it out of range: factors are numbers per key, and those of all pairs of a chunk, ``exp(r_j - max_{j' <= i} r_j')``,
+fit into one triangle. There is nothing to cut into quarters.
 
 The guard's sum of lengths rides on the others as one more feature, which meets the column of ones alone.
 """
