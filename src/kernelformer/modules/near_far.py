@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -142,14 +143,20 @@ class NearFarAttention:
             later: sums of far keys after those of the call.
             parallel: by the algorithm for accelerators.
         """
-        attend = parallel_near_far_attention if parallel else near_far_attention
-        return attend(
+        leading = 0
+        if parallel and sinks is not None and call.key_mask is None and not offset and call.state is None:
+            leading = min(self.sinks, call.key.shape[2])
+        far_mask = call.key_mask
+        if sinks is not None and not leading:
+            far_mask = without_sinks(sinks, call.key, call.key_mask)
+        attend = partial(parallel_near_far_attention, leading=leading, streams=call.in_stream)
+        return (attend if parallel else near_far_attention)(
             NearFarCall(
                 query=call.query,
                 key=call.key,
                 value=call.value,
                 key_mask=call.key_mask,
-                far_mask=call.key_mask if sinks is None else without_sinks(sinks, call.key, call.key_mask),
+                far_mask=far_mask,
                 sinks=sinks or (),
                 bias=() if call.bias is None else self._bias(call.bias, call.is_causal),
                 seed=torch.randint(1 << 62, ()) if self.dropout else None,

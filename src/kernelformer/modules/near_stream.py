@@ -89,6 +89,9 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
         before = before._replace(position=before.position - (past - offset))
         if can_look(key) and bool(before.visible.all()):
             return before
+    if before is None and mask is None and count <= length:
+        position = torch.arange(count, device=key.device).expand(batch, -1)
+        return Sinks(key[:, :, :count], value[:, :, :count], position, torch.ones_like(position, dtype=torch.bool))
     number = torch.arange(1, count + 1, device=key.device).expand(batch, -1)
     made = number.new_zeros(batch, 1) if before is None else before.visible.sum(1, keepdim=True)
     new = key.new_ones(batch, length - offset, dtype=torch.bool) if mask is None else mask[:, offset:]

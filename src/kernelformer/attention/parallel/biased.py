@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.parallel.attend import has_numbers
-from kernelformer.attention.parallel.layout import CHUNK, RADIX, in_chunks, recomputed, spans
-from kernelformer.attention.parallel.positive import PositiveMap, add_quarters, running_tops, with_tokens
-from kernelformer.attention.parallel.scan import GROUP, filled_up, later_than, running_sums
+from kernelformer.attention.parallel.layout import CHUNK, in_chunks, recomputed, spans
+from kernelformer.attention.parallel.positive import PositiveMap
+from kernelformer.attention.parallel.rows import CausalRows
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.relative.call import RelativeCall
 from kernelformer.attention.relative.direct import relative_attention
@@ -134,35 +134,21 @@ def _bidirectional(logs: Tensor, keys: tuple[Tensor, Tensor], factors: Factors, 
 
 
 def _causal(logs: Tensor, keys: tuple[Tensor, Tensor], factors: Factors, left: int) -> Tensor:
-    """Sums (N, n C, E + 1) of rows that see the keys up to their own; as `positive.PositiveMap.causal`."""
-    queries = in_chunks(logs.unsqueeze(2), CHUNK)
-    missing = queries.shape[1] * CHUNK - keys[0].shape[1]  # also of queries beyond the last key
-    lk, value = F.pad(keys[0], (0, 0, 0, missing), value=-torch.inf), F.pad(keys[1], (0, 0, 0, missing))
-    lk, value = in_chunks(lk, CHUNK), in_chunks(value, CHUNK)
-    (rows, chunks, _, features), width, later = lk.shape, value.shape[3], later_than(GROUP, lk.device)
-    more = filled_up(chunks + 1) - chunks
-    top, edges = running_tops(lk.detach(), None, more)
-    queries = queries - (queries.detach() + top.unsqueeze(3)).amax(4, keepdim=True).clamp_min(EMPTY / 2)
-    sums = (lk - edges[:, 1 : chunks + 1].unsqueeze(2)).exp_().mT @ value
-    zeros = lk.new_zeros(rows, more, features, width)
-    sums = running_sums(torch.cat([zeros[:, :1], sums, zeros[:, 1:]], 1), edges, later)
-    before = (torch.arange(chunks, device=lk.device) - left).clamp_(0)
-    flat = queries.squeeze(3)
-    far = (flat + edges.index_select(1, before).unsqueeze(2)).exp_() @ sums.index_select(1, before)
-    out = (far * factors.tail(-1)).flatten(0, 1)
+    """Sums (N, L, E + 1) of rows that see the keys up to their own."""
+    missing = logs.shape[1] - keys[0].shape[1]  # queries beyond the last key
+    if missing:
+        keys = F.pad(keys[0], (0, 0, 0, missing), value=-torch.inf), F.pad(keys[1], (0, 0, 0, missing))
+    rows = CausalRows(logs.unsqueeze(2), keys, None, CHUNK)
+    queries, chunks = rows.relative(), rows.chunks
+    out = (rows.read(queries, rows.running(), lag=left) * factors.tail(-1)).flatten(0, 1)
     if left:
-        size = left * CHUNK
-        near, near_value = (
+        size, edge = left * CHUNK, rows.edges[:, :chunks].unsqueeze(2)
+        near, value = (
             F.pad(x[:, :-1].flatten(1, 2), (0, 0, size, 0), value=fill).unfold(1, size, CHUNK)
-            for x, fill in ((lk, -torch.inf), (value, 0.0))
+            for x, fill in ((rows.keys, -torch.inf), (rows.value, 0.0))
         )
-        edge = edges[:, :chunks].unsqueeze(2)
         mapped = (near - edge.mT).exp_().flatten(0, 1)
-        scores = torch.bmm((flat + edge).exp_().flatten(0, 1), mapped)
+        scores = torch.bmm((queries.squeeze(3) + edge).exp_().flatten(0, 1), mapped)
         scores = factors.weigh(scores, (size, size + CHUNK), (0, size))
-        out = torch.baddbmm(out, scores, near_value.flatten(0, 1).mT)
-    block = CHUNK // RADIX
-    while block > 1:
-        add_quarters(out, queries, lk, value, top, later, block, factors.weigh)
-        block //= RADIX
-    return with_tokens(out, queries, lk, value, top, later, factors.weigh).view(rows, chunks * CHUNK, width)
+        out = torch.baddbmm(out, scores, value.flatten(0, 1).mT)
+    return rows.by_token(rows.inside(out, queries, factors.weigh)).squeeze(2)

@@ -2,10 +2,11 @@
 
     near(i) = { j : |i - j| < w } and the sinks          s_ij = scale q_i . k_j + b_(j-i)
 
-A block of C queries meets the keys that the windows of its queries reach, C + 2 (w - 1) of them or, if causal, half as
-many beyond its own, in whole blocks. The windows of all blocks are one strided view of the keys.
+A block of C queries meets the keys that the windows of its queries reach, its own block and those before and after it.
+The windows of all blocks are one strided view of the keys. Where nothing is masked, keys that are not there are at the
+ends of the sequence only, and sinks are its first keys, hidden from the first queries by a triangle.
 
-Memory: a number per query and key of a block's window, L (w + C) of them for a causal call, twice.
+Memory: two numbers per query and key of its block's windows, L (w + C) pairs for a causal call.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kernelformer.attention.near import NearBias, Sinks, near_blocks
 from kernelformer.attention.near_far_call import NearFarCall
-from kernelformer.attention.parallel.layout import RowSums, in_chunks, with_ones
+from kernelformer.attention.parallel.layout import in_chunks, with_ones
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import compute_dtype
 
@@ -33,116 +34,161 @@ def near_numbers(call: NearFarCall) -> int:
     return size * (left + 1 + right)
 
 
+class NearRows:
+    """Queries from ``start`` to ``end`` with their near keys and the sinks.
+
+    Args:
+        call: the call.
+        start: the first query.
+        end: after the last one.
+        leading: number of sinks that are the first keys of the call and visible; 0: where they are is in the call.
+    """
+
+    def __init__(self, call: NearFarCall, start: int, end: int, leading: int) -> None:
+        self.call, self.start, self.length, self.leading = call, start, end - start, leading
+        self.groups, self.size = call.key.shape[1], near_block(call.window)
+        self.left, self.right = near_blocks(call.window, self.size, call.is_causal)
+        batch, heads, _, width = call.query.shape
+        dtype = compute_dtype(call.query.dtype)
+        rows = call.query[:, :, start:end].to(dtype).reshape(batch * self.groups, heads // self.groups, -1, width)
+        self.queries = in_chunks(rows.transpose(1, 2) * call.scale, self.size).flatten(2, 3)  # (N, n, C R, D)
+        self.rows, self.chunks = self.queries.shape[:2]
+        self.repeats = self.queries.shape[2] // self.size
+        self.logits, self.values = [], []
+        if call.window:
+            self._add_window()
+        if call.sinks:
+            self._add_sinks()
+        self.both = self.logits[0] if len(self.logits) == 1 else torch.cat(self.logits, -1)
+        self.log = self.both.detach().amax(-1).clamp_min(EMPTY / 2).flatten(1, 2)[:, : self.length]  # (N, L, R)
+
+    def sums(self, log: Tensor) -> Tensor:
+        """What the rows sum up relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
+        log = in_chunks(log, self.size, -EMPTY).unsqueeze(-1)
+        weights = (self.both - log).exp_().flatten(2, 3).split([x.shape[-1] for x in self.logits], -1)
+        sums = weights[0] @ self.values[0]
+        for share, value in zip(weights[1:], self.values[1:], strict=True):
+            sums = sums + share @ value
+        return sums.view(self.rows, self.chunks * self.size, self.repeats, sums.shape[-1])[:, : self.length]
+
+    def _add_window(self) -> None:
+        call, size = self.call, self.size
+        low = self.start + call.offset - self.left * size
+        high, width = low + (self.left + self.chunks + self.right) * size, (self.left + 1 + self.right) * size
+        hidden = None
+        if call.key_mask is not None:
+            hidden = ~tokens_between(call.key_mask[:, None, :, None], low, high)
+        key = _rows(call.key, hidden, low, high)
+        scores = (self.queries @ key.unfold(1, width, size)).unflatten(2, (size, self.repeats))
+        outside = self._outside(width)  # (C, 1, K)
+        if call.bias:
+            scores = scores + self._band(width).to(scores.dtype)
+        if hidden is None:
+            scores.masked_fill_(outside, -torch.inf)
+            self._hide_ends(scores, low, width)
+        else:
+            gone = hidden.flatten(1).unfold(1, width, size)[:, None, :, None, None]  # (B, 1, n, 1, 1, K)
+            scores = scores.unflatten(0, (-1, self.groups)).masked_fill(gone | outside, -torch.inf).flatten(0, 1)
+        self.logits.append(scores)
+        self.values.append(with_ones(_rows(call.value, hidden, low, high)).unfold(1, width, size).mT)
+
+    def _hide_ends(self, scores: Tensor, low: int, width: int) -> None:
+        """Hide keys before the first and after the last one, in place: a slice of each block that reaches there."""
+        beyond, size = self.call.key.shape[2] - low, self.size  # places from there on have no keys
+        for block in range(min(self.chunks, -(-max(0, -low) // size))):
+            scores[:, block, :, :, : -low - block * size].fill_(-torch.inf)
+        whole = max(0, -(-beyond // size))  # blocks from there on have none at all
+        for block in range(max(0, (beyond - width) // size + 1), min(self.chunks, whole)):
+            scores[:, block, :, :, beyond - block * size :].fill_(-torch.inf)
+        if whole < self.chunks:
+            scores[:, whole:].fill_(-torch.inf)
+
+    def _outside(self, width: int) -> Tensor:
+        """Which places of a block's keys are not in the window of which query, (C, 1, K) bool."""
+        own, window = self.left * self.size, self.call.window
+        inside = torch.ones(self.size, width, dtype=torch.bool, device=self.queries.device)
+        inside.tril_(own + (0 if self.call.is_causal else window - 1)).triu_(own - window + 1)
+        return inside.logical_not_().unsqueeze(1)
+
+    def _band(self, width: int) -> Tensor:
+        """The bias of a block's keys, (N, 1, C, R, K)."""
+        device, window = self.queries.device, self.call.window
+        distance = torch.arange(width, device=device) - torch.arange(self.size, device=device).unsqueeze(1)
+        index = (distance + (window - 1 - self.left * self.size)).clamp_(0, 2 * window - 2)
+        band = NearBias(*self.call.bias).band.index_select(1, index.flatten()).view(-1, self.size, width)
+        band = band.unflatten(0, (self.groups, -1)).transpose(1, 2)  # (G, C, R, K)
+        return band.repeat(self.rows // self.groups, 1, 1, 1).unsqueeze(1)
+
+    def _add_sinks(self) -> None:
+        call, dtype = self.call, self.queries.dtype
+        sinks = self._sinks()
+        key, value = (x.to(dtype).flatten(0, 1) for x in sinks[:2])
+        flat = self.queries.flatten(1, 2)
+        scores = (flat @ key.mT).view(self.rows, self.chunks, self.size, self.repeats, key.shape[1])
+        if self.leading and not call.bias:
+            self._hide_near_sinks(scores)
+        else:
+            bias = self._sink_bias(sinks).to(dtype)
+            scores = (scores.unflatten(0, (-1, self.groups)) + bias).flatten(0, 1)
+        self.logits.append(scores)
+        self.values.append(with_ones(value).unsqueeze(1))
+
+    def _sinks(self) -> Sinks:
+        """The sinks; those that are keys of the call are picked again, so that they have gradients."""
+        call, sinks = self.call, Sinks(*self.call.sinks)
+        if self.leading:
+            key, value = (x[:, :, : self.leading] for x in (call.key, call.value))
+            return sinks._replace(key=key, value=value)
+        if not call.own_sinks:
+            return sinks
+        gone = ~sinks.visible[:, None, :, None]
+        index = sinks.position.masked_fill(~sinks.visible, 0)[:, None, :, None]
+        key, value = (
+            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])).masked_fill(gone, 0)
+            for x in (call.key, call.value)
+        )
+        return sinks._replace(key=key, value=value)
+
+    def _hide_near_sinks(self, scores: Tensor) -> None:
+        """Hide leading sinks from the queries in whose window they are, and from earlier ones if causal, in place."""
+        call, count = self.call, self.leading
+        rows = min(self.chunks * self.size, max(0, call.window + count - self.start))
+        if not rows:
+            return
+        hidden = torch.ones(rows, count, dtype=torch.bool, device=scores.device).triu_(self.start + 1 - call.window)
+        if not call.is_causal:
+            hidden.tril_(self.start + call.window - 1)
+        scores.view(self.rows, self.chunks * self.size, self.repeats, count)[:, :rows].masked_fill_(
+            hidden.unsqueeze(1), -torch.inf
+        )
+
+    def _sink_bias(self, sinks: Sinks) -> Tensor:
+        """What is added to the scores of sinks, (B, G or 1, n, C, R or 1, s): -inf in the window and where hidden."""
+        call, length = self.call, self.chunks * self.size
+        query = torch.arange(self.start, self.start + length, device=self.queries.device) + call.offset
+        distance = sinks.position.unsqueeze(1) - query.view(1, -1, 1)  # (B, n C, s)
+        hidden = (distance.abs() < call.window) | ~sinks.visible.unsqueeze(1)
+        if call.is_causal:
+            hidden = hidden | (distance > 0)
+        hidden = hidden.unflatten(1, (self.chunks, -1))[:, None, :, :, None]
+        if not call.bias:
+            zeros = torch.zeros(hidden.shape, dtype=self.queries.dtype, device=hidden.device)
+            return zeros.masked_fill_(hidden, -torch.inf)
+        tails = NearBias(*call.bias).tails.view(2, 1, self.groups, 1, 1, -1, 1)  # (2, 1, G, 1, 1, R, 1)
+        before = (distance <= 0).unflatten(1, (self.chunks, -1))[:, None, :, :, None]
+        return torch.where(before, tails[0], tails[1]).masked_fill(hidden, -torch.inf)
+
+
 def tokens_between(x: Tensor, low: int, high: int) -> Tensor:
     """Tokens low to high of (B, G, S, X), which may lie outside of the sequence: zeros there."""
-    first, last = min(max(low, 0), x.shape[2]), max(0, min(high, x.shape[2]))
-    last = max(first, last)
-    inside = x[:, :, first:last]
-    before = min(max(0, -low), high - low) if low < 0 else 0
+    first, last = (min(max(at, 0), x.shape[2]) for at in (low, high))
+    before = min(max(0, -low), high - low)
     after = high - low - before - (last - first)
+    inside = x[:, :, first:last]
     return F.pad(inside, (0, 0, before, after)) if before or after else inside
-
-
-def hidden_between(mask: Tensor | None, key: Tensor, low: int, high: int) -> Tensor | None:
-    """Which tokens low to high do not count, (B or 1, 1, n, 1) bool: hidden by the mask (B, S), or not there."""
-    if mask is None:
-        if low >= 0 and high <= key.shape[2]:
-            return None
-        mask = torch.ones(1, key.shape[2], dtype=torch.bool, device=key.device)
-    return ~tokens_between(mask[:, None, :, None], low, high)
-
-
-def query_rows(query: Tensor, groups: int) -> Tensor:
-    """(B, H, L, D) -> (N, L, R, D) in the dtype of the arithmetic."""
-    batch, heads, length, width = query.shape
-    rows = query.to(compute_dtype(query.dtype)).reshape(batch * groups, heads // groups, length, width)
-    return rows.transpose(1, 2)
-
-
-def near_part(call: NearFarCall, start: int, end: int) -> RowSums:
-    """What queries from ``start`` to ``end`` get from near keys and sinks; -inf, or less than EMPTY / 2, hides."""
-    groups, size = call.key.shape[1], near_block(call.window)
-    queries = in_chunks(query_rows(call.query[:, :, start:end], groups) * call.scale, size)  # (N, n, C, R, D)
-    rows, chunks, _, repeats, _ = queries.shape
-    flat, logits, values = queries.flatten(2, 3), [], []
-    if call.window:
-        left, right = near_blocks(call.window, size, call.is_causal)
-        low = start + call.offset - left * size
-        high, width = low + (left + chunks + right) * size, (left + 1 + right) * size
-        hidden = hidden_between(call.key_mask, call.key, low, high)
-        key, value = (_rows(x, hidden, low, high) for x in (call.key, call.value))
-        scores = (flat @ key.unfold(1, width, size)).view(rows, chunks, size, repeats, width)
-        scores = scores + _band(call, size, left, width).to(scores.dtype)
-        if hidden is not None:
-            gone = hidden.flatten(1).unfold(1, width, size)[:, None, :, None, None]  # (B, 1, n, 1, 1, K)
-            scores = scores.unflatten(0, (-1, groups)).masked_fill(gone, -torch.inf).flatten(0, 1)
-        logits.append(scores)
-        values.append(with_ones(value).unfold(1, width, size).mT)
-    if call.sinks:
-        sinks = _sinks(call)
-        key, value = (x.to(flat.dtype).flatten(0, 1).unsqueeze(1) for x in sinks[:2])
-        scores = (flat @ key.mT).unflatten(2, (size, repeats)).unflatten(0, (-1, groups))
-        logits.append((scores + _sink_bias(call, sinks, start, chunks * size, chunks)).flatten(0, 1))
-        values.append(with_ones(value))
-    both = logits[0] if len(logits) == 1 else torch.cat(logits, -1)
-    log = both.detach().amax(-1).clamp_min(EMPTY / 2)
-    weights = (both - log.unsqueeze(-1)).exp_().flatten(2, 3).split([x.shape[-1] for x in logits], -1)
-    sums = weights[0] @ values[0]
-    for share, value in zip(weights[1:], values[1:], strict=True):
-        sums = sums + share @ value
-    length = end - start
-    sums = sums.view(rows, chunks * size, repeats, sums.shape[-1])[:, :length]
-    return RowSums(log.flatten(1, 2)[:, :length], sums)
 
 
 def _rows(x: Tensor, hidden: Tensor | None, low: int, high: int) -> Tensor:
     """Keys or values (N, n, X); what is hidden may hold anything, NaN too."""
     x = tokens_between(x, low, high).to(compute_dtype(x.dtype))
     return (x if hidden is None else x.masked_fill(hidden, 0)).flatten(0, 1)
-
-
-def _band(call: NearFarCall, size: int, left: int, width: int) -> Tensor:
-    """What is added to the scores of every block: 0 or the bias, -inf outside of the window; (N or 1, 1, C, R, K)."""
-    device, window = call.query.device, call.window
-    places = torch.arange(width, device=device) - left * size
-    distance = places - torch.arange(size, device=device).unsqueeze(1)
-    outside = distance.abs() >= window
-    if call.is_causal:
-        outside = outside | (distance > 0)
-    if not call.bias:
-        zeros = torch.zeros(size, 1, width, dtype=compute_dtype(call.query.dtype), device=device)
-        return zeros.masked_fill_(outside.unsqueeze(1), -torch.inf)
-    table = NearBias(*call.bias).band
-    index = (distance + window - 1).clamp_(0, 2 * window - 2)
-    band = table.index_select(1, index.flatten()).view(-1, size, width).masked_fill(outside, -torch.inf)
-    band = band.unflatten(0, (call.key.shape[1], -1)).transpose(1, 2)  # (G, C, R, K)
-    return band.repeat(call.query.shape[0], 1, 1, 1).unsqueeze(1)
-
-
-def _sinks(call: NearFarCall) -> Sinks:
-    """The sinks; those that are keys of the call are picked again, so that they have gradients."""
-    sinks = Sinks(*call.sinks)
-    if not call.own_sinks:
-        return sinks
-    gone = ~sinks.visible[:, None, :, None]
-    index = sinks.position.masked_fill(~sinks.visible, 0)[:, None, :, None]
-    key, value = (
-        x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])).masked_fill(gone, 0) for x in (call.key, call.value)
-    )
-    return sinks._replace(key=key, value=value)
-
-
-def _sink_bias(call: NearFarCall, sinks: Sinks, start: int, length: int, chunks: int) -> Tensor:
-    """What is added to the scores of sinks, (B, G or 1, n, C, R or 1, s): -inf in the window and where hidden."""
-    query = torch.arange(start, start + length, device=call.query.device) + call.offset
-    distance = sinks.position.unsqueeze(1) - query.view(1, -1, 1)  # (B, n C, s)
-    hidden = (distance.abs() < call.window) | ~sinks.visible.unsqueeze(1)
-    if call.is_causal:
-        hidden = hidden | (distance > 0)
-    hidden = hidden.unflatten(1, (chunks, -1))[:, None, :, :, None]
-    dtype = compute_dtype(call.query.dtype)
-    if not call.bias:
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-    tails = NearBias(*call.bias).tails.to(dtype).view(2, 1, call.key.shape[1], 1, 1, -1, 1)  # (2, 1, G, 1, 1, R, 1)
-    before = (distance <= 0).unflatten(1, (chunks, -1))[:, None, :, :, None]
-    return torch.where(before, tails[0], tails[1]).masked_fill(hidden, -torch.inf)

@@ -3,19 +3,20 @@
     out_i = ( sum_near e^(s_ij) v_j + e^(beta + tail) sum_far phi(q_i) . phi(k_j) v_j ) / ( the same sums with v = 1 )
 
 The same function as `near_far.near_far_attention`. The far part is that of `positive`, with keys that come a window
-later, and its mirror image where keys after the query count too. Every part brings the logarithm of its largest weight;
-the largest of these is what all parts are brought to, so that the denominator is at least 1.
+later, and its mirror image where keys after the query count too. Every part knows the logarithm of its largest weight;
+the sums of all parts are taken relative to the largest of these, so that the denominator is at least 1.
 
 Memory beyond inputs and outputs: as causal attention (`attend`), with the scores of the near part (`near`) beside it,
-and between the parts E + 2 numbers a query.
+and for the mirror image E + 2 numbers a query.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.near import NearBias
@@ -23,119 +24,139 @@ from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall
 from kernelformer.attention.parallel.attend import by_head, has_numbers, join_segments
 from kernelformer.attention.parallel.layout import RowSums, causal_chunk, recomputed, spans
-from kernelformer.attention.parallel.near import hidden_between, near_numbers, near_part, tokens_between
-from kernelformer.attention.parallel.positive import LEAST, KeySums, PositiveMap
+from kernelformer.attention.parallel.near import NearRows, near_numbers
+from kernelformer.attention.parallel.positive import LEAST, PositiveMap
+from kernelformer.attention.parallel.rows import CausalRows, KeySums
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 
 
-def parallel_near_far_attention(call: NearFarCall) -> tuple[Tensor, list[Tensor]]:
-    """Attend; argument and results as those of `near_far.near_far_attention`.
+class _Run(NamedTuple):
+    """One call, its map if it has a far part, tokens of a chunk, and how many sinks are its first keys."""
+
+    call: NearFarCall
+    phi: PositiveMap | None
+    size: int
+    leading: int
+
+
+def parallel_near_far_attention(
+    call: NearFarCall, *, leading: int = 0, streams: bool = True
+) -> tuple[Tensor, list[Tensor]]:
+    """Attend; call and results as those of `near_far.near_far_attention`.
 
     The map is positive, weights are not dropped, and a bias has no slope.
+
+    Args:
+        call: the inputs.
+        leading: number of sinks that are known to be the first keys of the call and visible; they may be in its
+            ``far_mask``.
+        streams: whether the sums after the last key are wanted.
     """
     if not has_numbers(call.query, call.key, call.value):
         return near_far_attention(call)
-    length, groups = call.query.shape[2], call.key.shape[1]
-    phi, end_state = None, []
-    numbers = call.query.shape[0] * call.query.shape[1] * max(call.features, near_numbers(call))
-    size = causal_chunk(length)
-    segments = list(spans(length, numbers, size))
-    learned = _tensors(call)
+    length, phi = call.query.shape[2], None
     if call.spec:
         spec = lookup(call.spec)
         assert isinstance(spec, PositiveSpec)
         phi = PositiveMap(spec, call.tensors, call.far_scale, True, parts=True)
+    run = _Run(call, phi, causal_chunk(length), leading)
+    numbers = call.query.shape[0] * call.query.shape[1] * max(call.features, near_numbers(call))
+    segments = list(spans(length, numbers, run.size))
+    learned = _tensors(call)
+    rights: dict[tuple[int, int], RowSums] = {}
+    kept = None
+    for segment in reversed(segments) if phi is not None and not call.is_causal else ():
+        rights[segment], kept = recomputed(partial(_right, run, segment), kept, learned=learned)
     kept = phi.load(call.state) if phi is not None and call.state else None
-    parts: list[RowSums] = []
+    outs = []
     for segment in segments:
-        part, kept = recomputed(partial(_near_and_left, call, phi, size, segment), kept, learned=learned)
-        parts.append(part)
-    if phi is not None and kept is not None:
-        end_state = phi.store(kept, groups)
-    if phi is not None and not call.is_causal:
-        kept = None
-        for number, segment in reversed(list(enumerate(segments))):
-            rows, kept = recomputed(partial(_right, call, phi, size, segment), parts[number], kept, learned=learned)
-            parts[number] = rows
-    outs = [by_head(x.sums[..., :-1] / x.sums[..., -1:].clamp_min(LEAST), call.query) for x in parts]
-    return join_segments(outs), end_state
+        out, kept = recomputed(partial(_attend, run, segment), rights.get(segment), kept, learned=learned)
+        outs.append(out)
+    end = phi.store(kept, call.key.shape[1]) if phi is not None and kept is not None and streams else []
+    return join_segments(outs), end
 
 
 def _tensors(call: NearFarCall) -> list[Tensor]:
     """All that may have a gradient."""
-    lists: Sequence[Sequence[Tensor]] = (call.sinks, call.bias, call.tensors)
     single = [call.query, call.key, call.value] + ([] if call.beta is None else [call.beta])
-    return single + [x for some in lists for x in some]
+    return [*single, *call.sinks, *call.bias, *call.tensors]
 
 
-def _near_and_left(
-    call: NearFarCall, phi: PositiveMap | None, size: int, segment: tuple[int, int], kept: KeySums | None
-) -> tuple[RowSums, KeySums | None]:
-    near = near_part(call, *segment)
-    if phi is None:
-        return near, None
-    far, kept = _far(call, phi, size, segment, kept, mirror=False)
-    return _merge(near, far), kept
+def _attend(
+    run: _Run, segment: tuple[int, int], right: RowSums | None, kept: KeySums | None
+) -> tuple[Tensor, KeySums | None]:
+    """Outputs (B, H, T, E) of some queries, and the sums of the far keys on their left."""
+    near = NearRows(run.call, *segment, run.leading)
+    log, factor = near.log, None
+    if run.phi is not None:
+        far, factor = _far(run, segment, kept, mirror=False), _far_log(run.call, mirror=False)
+        own = far.log if factor is None else far.log + factor.detach()
+        log = torch.maximum(log, own)
+    if right is not None:
+        log = torch.maximum(log, right.log.detach())
+    sums = near.sums(log)
+    if run.phi is not None:
+        added, kept = far.sums(log if factor is None else log - factor)
+        sums = sums + added
+    if right is not None:
+        sums = torch.addcmul(sums, right.sums, (right.log - log).exp_().unsqueeze(3))
+    return by_head(sums[..., :-1] / sums[..., -1:].clamp_min(LEAST), run.call.query[:, :, slice(*segment)]), kept
 
 
-def _right(
-    call: NearFarCall, phi: PositiveMap, size: int, segment: tuple[int, int], part: RowSums, kept: KeySums | None
-) -> tuple[RowSums, KeySums]:
-    far, kept = _far(call, phi, size, segment, kept, mirror=True)
-    return _merge(part, far), kept
+def _right(run: _Run, segment: tuple[int, int], kept: KeySums | None) -> tuple[RowSums, KeySums]:
+    """What some queries get from far keys after them, and the sums of these, from the last segment to the first."""
+    rows, factor = _far(run, segment, kept, mirror=True), _far_log(run.call, mirror=True)
+    sums, after = rows.sums()
+    log = rows.log.flip(1)
+    return RowSums(log if factor is None else log + factor, sums.flip(1)), after
 
 
-def _far(
-    call: NearFarCall,
-    phi: PositiveMap,
-    size: int,
-    segment: tuple[int, int],
-    kept: KeySums | None,
-    mirror: bool,
-) -> tuple[RowSums, KeySums]:
-    """The far keys on one side of some queries, and the sums after them; mirrored, the last segment comes first."""
-    (start, end), groups = segment, call.key.shape[1]
+def _far(run: _Run, segment: tuple[int, int], kept: KeySums | None, mirror: bool) -> CausalRows:
+    """Some queries with the far keys on one side; mirrored, both come from the end."""
+    (call, phi, size, _), (start, end) = run, segment
+    assert phi is not None
     shift = call.offset + max(call.window, 1) if mirror else call.offset - call.window
     if mirror and end == call.query.shape[2]:  # keys that every query sees come before the first
-        kept = _beyond(call, phi, end + shift, call.key.shape[2], kept)
+        kept = _beyond(run, end + shift, call.key.shape[2], kept)
     elif not mirror and start == 0:
-        kept = _beyond(call, phi, 0, shift, kept)
-    low, high = start + shift, end + shift
-    hidden = hidden_between(call.far_mask, call.key, low, high)
-    query = call.query[:, :, start:end]
-    key, value = (tokens_between(x, low, high) for x in (call.key, call.value))
+        kept = _beyond(run, 0, shift, kept)
+    logs, keys = phi.queries(call.query[:, :, start:end], call.key.shape[1]), _keys(run, start + shift, end + shift)
     if mirror:
-        query, key, value = (x.flip(2) for x in (query, key, value))
-        hidden = None if hidden is None else hidden.flip(2)
-    rows, after = phi.causal(phi.queries(query, groups), phi.keys(key, value, hidden), kept, size)
-    if mirror:
-        rows = RowSums(rows.log.flip(1), rows.sums.flip(1))
-    return rows._replace(log=rows.log + _far_log(call, mirror)), after
+        logs, keys = logs.flip(1), (keys[0].flip(1), keys[1].flip(1))
+    return CausalRows(logs, keys, kept, size)
 
 
-def _beyond(call: NearFarCall, phi: PositiveMap, low: int, high: int, kept: KeySums | None) -> KeySums | None:
+def _keys(run: _Run, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Mapped far keys low to high and their values, (N, n, ...): nothing where there are none, and for sinks."""
+    call, phi = run.call, run.phi
+    assert phi is not None
+    first = min(max(low, run.leading), call.key.shape[2])
+    last = max(first, min(high, call.key.shape[2]))
+    hidden = None if call.far_mask is None else ~call.far_mask[:, None, first:last, None]
+    logs, value = phi.keys(call.key[:, :, first:last], call.value[:, :, first:last], hidden)
+    before = min(max(first - low, 0), high - low)
+    ends = (0, 0, before, high - low - before - (last - first))
+    if any(ends):
+        logs, value = F.pad(logs, ends, value=-torch.inf), F.pad(value, ends)
+    return logs, value
+
+
+def _beyond(run: _Run, low: int, high: int, kept: KeySums | None) -> KeySums | None:
     """Sums with the keys low to high, if there are any."""
-    low, high = max(low, 0), min(high, call.key.shape[2])
-    if low >= high:
+    low, high = max(low, 0), min(high, run.call.key.shape[2])
+    if low >= high or run.phi is None:
         return kept
-    hidden = hidden_between(call.far_mask, call.key, low, high)
-    return phi.absorb(phi.keys(call.key[:, :, low:high], call.value[:, :, low:high], hidden), kept)
+    return run.phi.absorb(_keys(run, low, high), kept)
 
 
-def _far_log(call: NearFarCall, mirror: bool) -> Tensor:
-    """The logarithm of a factor of the far part, (N or 1, 1, R)."""
-    heads, groups = call.query.shape[1], call.key.shape[1]
-    log = call.query.new_zeros(heads, dtype=compute_dtype(call.query.dtype))
-    if call.beta is not None:
-        log = log + call.beta.to(log.dtype)
+def _far_log(call: NearFarCall, mirror: bool) -> Tensor | None:
+    """The logarithm of a factor of the far part, (N, 1, R); None means 0."""
+    parts = [] if call.beta is None else [call.beta]
     if call.bias:
-        log = log + NearBias(*call.bias).tails[int(mirror)].to(log.dtype).clamp_min(EMPTY)
-    return log.view(groups, 1, -1).repeat(call.query.shape[0], 1, 1)
-
-
-def _merge(a: RowSums, b: RowSums) -> RowSums:
-    """The sums of both."""
-    log = torch.maximum(a.log, b.log).detach()
-    left, right = ((x.log - log).exp_().unsqueeze(3) for x in (a, b))
-    return RowSums(log, torch.addcmul(a.sums * left, b.sums, right))
+        parts.append(NearBias(*call.bias).tails[int(mirror)].clamp_min(EMPTY))
+    if not parts:
+        return None
+    dtype = compute_dtype(call.query.dtype)
+    log = parts[0].to(dtype) if len(parts) == 1 else parts[0].to(dtype) + parts[1].to(dtype)
+    return log.view(call.key.shape[1], 1, -1).repeat(call.query.shape[0], 1, 1)

@@ -21,33 +21,18 @@ Memory: keys are mapped 2.25 + 2.25 + 4 times for the three sizes of blocks, one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernelformer.attention.parallel.layout import RADIX, RowSums, in_chunks, with_ones
-from kernelformer.attention.parallel.scan import GROUP, filled_up, later_than, running_sums
+from kernelformer.attention.parallel.layout import RowSums, in_chunks, with_ones
+from kernelformer.attention.parallel.rows import CausalRows, KeySums
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import PositiveSpec, compute_dtype
 
-# Multiplies scores (X, a, b) of queries and keys at consecutive places by numbers of their distance.
-Weigh = Callable[[Tensor, tuple[int, int], tuple[int, int]], Tensor]
 LEAST = 1e-6  # between the denominator of a row that sees a key, which is 1 or more up to rounding, and 0
 KEYS = 1024  # keys of a product where all are seen: more of them at once occupy a device better than longer ones
-
-
-class KeySums(NamedTuple):
-    """What is kept of some keys.
-
-    Args:
-        top: (N, M), the largest log feature, at least EMPTY; no gradient.
-        sums: (N, M, E + 1), ``sum_j exp(l(k_j) - top) [v_j, 1]``.
-    """
-
-    top: Tensor
-    sums: Tensor
 
 
 class PositiveMap:
@@ -131,26 +116,9 @@ class PositiveMap:
         Returns:
             the rows' sums, and the sums after the last key.
         """
-        (rows, length, repeats, features), width = logs.shape, keys[1].shape[2]
-        queries = in_chunks(logs, size)  # (N, n, C, R, M)
-        lk, value = in_chunks(keys[0], size, -torch.inf), in_chunks(keys[1], size)
-        chunks, later = lk.shape[1], later_than(GROUP, lk.device)
-        more = filled_up(chunks + 1) - chunks  # the sums before the first chunk, and room to fill up groups
-        top, edges = running_tops(lk.detach(), before, more)
-        scale = (queries.detach() + top.unsqueeze(3)).amax(4).clamp_min(EMPTY / 2)
-        queries = queries - scale.unsqueeze(4)
-        sums = (lk - edges[:, 1 : chunks + 1].unsqueeze(2)).exp_().mT @ value
-        zeros = lk.new_zeros(rows, more, features, width)
-        first = zeros[:, :1] if before is None else before.sums.unsqueeze(1)
-        sums = running_sums(torch.cat([first, sums, zeros[:, 1:]], 1), edges, later)
-        out = (queries + edges[:, :chunks, None, None]).exp_().flatten(2, 3) @ sums[:, :chunks]
-        block = size // RADIX
-        while block > 1:
-            add_quarters(out, queries, lk, value, top, later, block)
-            block //= RADIX
-        out = with_tokens(out, queries, lk, value, top, later)
-        out = out.view(rows, chunks * size, repeats, width)[:, :length]
-        return RowSums(scale.flatten(1, 2)[:, :length], out), KeySums(edges[:, chunks], sums[:, chunks])
+        rows = CausalRows(logs, keys, before, size)
+        sums, after = rows.sums()
+        return RowSums(rows.log, sums), after
 
     def finish(self, part: RowSums) -> Tensor:
         """Outputs (N, L, R, E); zero where no key is seen."""
@@ -159,59 +127,3 @@ class PositiveMap:
             return num / part.sums[..., -1:].clamp_min(LEAST)
         root = (0.5 * part.log).exp_().unsqueeze(3)  # twice: the size itself may lie beyond float range
         return num * root * root
-
-
-def running_tops(logs: Tensor, before: KeySums | None, more: int) -> tuple[Tensor, Tensor]:
-    """The largest log feature up to each key, (N, n, C, M), and up to each edge of a chunk, (N, n + more, M)."""
-    inside = logs.cummax(2).values
-    empty = logs.new_full((logs.shape[0], more, logs.shape[3]), EMPTY)
-    first = empty[:, :1] if before is None else before.top.unsqueeze(1)
-    edges = torch.cat([first, inside[:, :, -1], empty[:, 1:]], 1).cummax(1).values
-    return torch.maximum(inside, edges[:, : logs.shape[1]].unsqueeze(2)), edges
-
-
-def add_quarters(
-    out: Tensor,
-    queries: Tensor,
-    logs: Tensor,
-    value: Tensor,
-    top: Tensor,
-    later: Tensor,
-    block: int,
-    weigh: Weigh | None = None,
-) -> None:
-    """Add what the 2nd to 4th of four blocks get from the blocks before them to (N, n, C R, W)."""
-    others, features, width = RADIX - 1, logs.shape[3], value.shape[3]
-    edge = top.view(-1, RADIX, block, features)[:, :-1, -1]  # (X, 3, M), before the 2nd, 3rd and 4th block
-    limit = edge.unsqueeze(2).masked_fill(later[:others, :others, None], torch.inf)  # (X, query block, key block, M)
-    keys = logs.reshape(-1, 1, RADIX, block, features)[:, :, :-1] - limit.unsqueeze(3)
-    rows = queries.view(-1, RADIX, block * queries.shape[3], features)[:, 1:] + edge.unsqueeze(2)
-    count = rows.shape[2]
-    scores = torch.bmm(rows.exp_().flatten(0, 1), keys.exp_().view(-1, others * block, features).mT)
-    seen = value.reshape(-1, RADIX * block, width)[:, :-block]
-    scores = scores.view(-1, others * count, others * block)
-    if weigh is not None:
-        scores = weigh(scores, (block, RADIX * block), (0, others * block))
-    added = torch.bmm(scores, seen)
-    out.view(-1, RADIX, count, width)[:, 1:].add_(added.view(-1, others, count, width))
-
-
-def with_tokens(
-    out: Tensor,
-    queries: Tensor,
-    logs: Tensor,
-    value: Tensor,
-    top: Tensor,
-    later: Tensor,
-    weigh: Weigh | None = None,
-) -> Tensor:
-    """(N, n, C R, W) and what tokens get from themselves and from those before them in their block of four."""
-    (repeats, features), width = queries.shape[3:], value.shape[3]
-    edge = top.view(-1, RADIX, 1, features)
-    keys = logs.reshape(-1, 1, RADIX, features) - edge.masked_fill(later[:RADIX, :RADIX, None], torch.inf)
-    rows = queries.view(-1, RADIX, repeats, features) + edge
-    scores = torch.bmm(rows.exp_().flatten(0, 1), keys.exp_().flatten(0, 1).mT)
-    scores = scores.view(-1, RADIX * repeats, RADIX)
-    if weigh is not None:
-        scores = weigh(scores, (0, RADIX), (0, RADIX))
-    return torch.baddbmm(out.view(-1, RADIX * repeats, width), scores, value.reshape(-1, RADIX, width))
