@@ -29,7 +29,6 @@ QUICK = (
     "favor+",
     "favor+ per head",
     "favor#",
-    "nprf",
     "loglinear unnormalized",
     "trigonometric",
     "trigonometric unnormalized",
@@ -37,7 +36,6 @@ QUICK = (
     "tanh",
     "skyformer softmax",
     "favor+ near",
-    "favor# near",
     "hyperbolic sinks",
     "local",
 )
@@ -52,6 +50,7 @@ def small(monkeypatch):
     monkeypatch.setattr(scan, "GROUP", 2)
     monkeypatch.setattr(positive, "KEYS", 8)
     monkeypatch.setattr(layout, "SEGMENT", 48 * 2 * 4 * 24)
+    monkeypatch.setattr(layout, "SHORTEST", 16)
 
 
 def same_with_gradients(out, want, leaves):
@@ -70,11 +69,9 @@ def test_equals_the_definition_with_gradients(variant, is_causal, small):
     core = build(variant)
     for L, S, masked in [
         (1, 1, False),
-        (16, 16, True),
-        (71, 71, False),
         (71, 71, True),
-        (20, 53, True),
-        (60, 13, False),
+        (20, 53, False),
+        (64, 13, False),
     ]:
         qkv = inputs(L, S, G=2, grad=True)
         leaves = [*qkv, *core.parameters()]
@@ -324,12 +321,16 @@ def test_it_is_traced_as_one_graph(options):
         close(a, b)
 
 
-@pytest.mark.parametrize(("task", "mapped"), [("bidirectional", 4), ("causal", 12)])
-def test_memory_is_that_of_the_formula(task, mapped):
-    case = Case(task, 8192)
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("task", ["bidirectional", "causal"])
+def test_memory_is_that_of_the_formula(task, backward):
+    case = Case(task, 8192, backward=backward)
     figures = job("memory", case, ["favor+:algorithm=parallel"], heap="default", threads=2, budget=1.0)
-    numbers = case.batch * case.heads * case.length * case.features
-    assert figures["peak"] - figures["results"] < (mapped + 1) * 4 * numbers
+    mapped = case.batch * case.heads * case.length * case.features
+    assert mapped <= layout.SEGMENT
+    states, decays = mapped * (case.head_dim + 1) / 64, mapped * min(case.length / 64, scan.GROUP) / 64
+    numbers = 3 * mapped if task == "bidirectional" else 7 * mapped + 5 * states + decays  # see `attend`
+    assert figures["peak"] - figures["results"] < 4 * numbers * (2 if backward else 1)
 
 
 def test_an_algorithm_that_a_call_cannot_have_is_named():
@@ -340,7 +341,7 @@ def test_an_algorithm_that_a_call_cannot_have_is_named():
         return kf.build_attention(method, head_dim=8, num_heads=4, **options)
 
     for made, how, message in (
-        (core(), {"algorithm": "paralel"}, "algorithm must be one of"),
+        (core(), {"algorithm": "paralel"}, "unknown algorithm 'paralel'"),
         (core(), {"algorithm": "fft"}, "only mean something with a bias"),
         (core("softmax"), {}, "methods with a feature map, got algorithm='parallel' for 'softmax'"),
         (core("linformer", max_length=9), {}, "for 'linformer'"),

@@ -6,9 +6,10 @@ The same function as `linear.linear_attention` and `causal.causal_attention`, wh
 least memory, this one the fewest operators, whose number grows with log L within a segment (`layout`). All of it is
 plain differentiable torch.
 
-Memory beyond inputs and outputs, in numbers of a segment's mapped queries, U = B H T M (see `layout`), for a map of two
-operators: bidirectional 4 U, and U (E + 1) / 1024 for the sums; causal 10 U, and 5 U (E + 1) / 64. The backward pass
-keeps the inputs and a state per segment, and goes through one segment at a time: 3 times as much.
+Memory beyond inputs and outputs, in numbers of a segment's mapped queries, U = B H T M <= `layout.SEGMENT`, for a map
+that needs no more itself: bidirectional 3 U; causal 7 U, 5 U (E + 1) / 64 for the sums of the chunks, and U r / 64 for
+their decays, r = T / 64 being at most `scan.GROUP`. The backward pass keeps the inputs and a state per segment, and
+goes through one segment at a time, with twice as much.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from torch import Tensor
 
 from kernelformer.attention.causal import causal_attention
 from kernelformer.attention.linear import linear_attention
-from kernelformer.attention.parallel.layout import causal_chunk, hidden_keys, recomputed, spans
+from kernelformer.attention.parallel.layout import (
+    causal_chunk,
+    hidden_keys,
+    of_samples,
+    recomputed,
+    sample_blocks,
+    spans,
+)
 from kernelformer.attention.parallel.maps import Kept, ParallelMap, make_map
 from kernelformer.contract import compute_dtype, lookup
 
@@ -43,8 +51,19 @@ def parallel_linear_attention(
     if not has_numbers(query, key, value):
         common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "normalize": normalize}
         return linear_attention(query, key, value, key_mask=key_mask, **common)
+    numbers = query.shape[1] * lookup(spec).feature_dim(tensors, query.shape[3])
+    blocks = sample_blocks(query.shape[0], max(query.shape[2], key.shape[2]), numbers)
+    if len(blocks) > 1:
+        how: dict[str, Any] = {"spec": spec, "scale": scale, "normalize": normalize}
+        parts = [
+            parallel_linear_attention(
+                query[b], key[b], value[b], tensors=of_samples(tensors, b), key_mask=_part(key_mask, b), **how
+            )
+            for b in blocks
+        ]
+        return torch.cat(parts)
     phi = make_map(lookup(spec), tensors, scale, normalize)
-    numbers = query.shape[0] * query.shape[1] * lookup(spec).feature_dim(tensors, query.shape[3])
+    numbers = numbers * query.shape[0]
     kept: Kept | None = None
     for start, end in spans(key.shape[2], numbers, 1):
         k, v, hidden = key[:, :, start:end], value[:, :, start:end], hidden_keys(key_mask, start, end)
@@ -75,8 +94,20 @@ def parallel_causal_attention(
     if not has_numbers(query, key, value):
         common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "normalize": normalize}
         return causal_attention(query, key, value, key_mask=key_mask, state=state, **common)
+    numbers = query.shape[1] * lookup(spec).feature_dim(tensors, query.shape[3])
+    blocks = sample_blocks(query.shape[0], query.shape[2], numbers)
+    if len(blocks) > 1:
+        how: dict[str, Any] = {"spec": spec, "scale": scale, "normalize": normalize, "streams": streams}
+        parts = [
+            parallel_causal_attention(
+                query[b], key[b], value[b], tensors=of_samples(tensors, b), key_mask=_part(key_mask, b),
+                state=None if state is None else [x[b] for x in state], **how,
+            )
+            for b in blocks
+        ]  # fmt: skip
+        return torch.cat([x for x, _ in parts]), [torch.cat(x) for x in zip(*(y for _, y in parts), strict=True)]
     phi, length = make_map(lookup(spec), tensors, scale, normalize), query.shape[2]
-    numbers = query.shape[0] * query.shape[1] * lookup(spec).feature_dim(tensors, query.shape[3])
+    numbers = numbers * query.shape[0]
     kept = None if state is None else phi.load([x.to(compute_dtype(query.dtype)) for x in state])
     size, outs = causal_chunk(length), []
     for start, end in spans(length, numbers, size):
@@ -91,6 +122,10 @@ def parallel_causal_attention(
 def has_numbers(*tensors: Tensor) -> bool:
     """Whether there is anything to compute; calls without tokens or samples are left to the loop over no chunks."""
     return all(x.numel() > 0 for x in tensors)
+
+
+def _part(key_mask: Tensor | None, block: slice) -> Tensor | None:
+    return None if key_mask is None else key_mask[block]
 
 
 def _absorb(phi: ParallelMap, key: Tensor, value: Tensor, hidden: Tensor | None, kept: Kept | None) -> Kept:

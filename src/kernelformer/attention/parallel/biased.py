@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.parallel.attend import has_numbers
-from kernelformer.attention.parallel.layout import CHUNK, in_chunks, recomputed, spans
+from kernelformer.attention.parallel.layout import CHUNK, in_chunks, of_samples, recomputed, spans
 from kernelformer.attention.parallel.positive import PositiveMap
 from kernelformer.attention.parallel.rows import CausalRows
 from kernelformer.attention.positive import EMPTY
@@ -91,7 +91,7 @@ def _samples(call: RelativeCall, first: int, last: int) -> RelativeCall:
     """Some samples of a call."""
     query, key, value = (x[first:last] for x in (call.query, call.key, call.value))
     mask = None if call.key_mask is None else call.key_mask[first:last]
-    tensors = [x if x.shape[0] == 1 else x[first:last] for x in call.tensors]
+    tensors = of_samples(call.tensors, slice(first, last))
     return replace(call, query=query, key=key, value=value, key_mask=mask, tensors=tensors)
 
 

@@ -1,11 +1,12 @@
 """How a call is laid out for the parallel algorithms: rows, chunks, segments, and what the backward pass keeps.
 
-A call goes segment by segment, and all chunks of a segment at once. A segment has so many tokens that one mapped tensor
-of it has at most `SEGMENT` numbers,
+A call goes segment by segment, and all chunks of a segment at once. A segment has so many tokens, and before that so
+many samples, that one mapped tensor of it has at most `SEGMENT` numbers,
 
-    T = SEGMENT / (B H M), a whole number of chunks        segments = L / T
+    b = SEGMENT / (H M min(L, SHORTEST)) samples        T = SEGMENT / (b H M) tokens, a whole number of chunks
 
-so that calls up to B H L M = SEGMENT are one segment, and longer ones bound their memory by it.
+so that calls up to B H L M = SEGMENT are one segment, and larger ones bound their memory by it: they have
+B H L M / SEGMENT segments, rounded up in samples and in tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 SEGMENT = 1 << 24  # numbers of a mapped tensor: 64 MiB in float32
+SHORTEST = 1024  # tokens; samples are taken apart before segments become shorter
 CHUNK = 64  # tokens of a causal chunk, a power of RADIX
 RADIX = 4  # parts that a chunk is cut into, and these again
 
@@ -52,6 +54,17 @@ def spans(length: int, row_numbers: int, multiple: int) -> Iterator[tuple[int, i
     step = max(multiple, SEGMENT // max(1, row_numbers) // multiple * multiple)
     for start in range(0, max(1, length), step):
         yield start, min(start + step, length)
+
+
+def sample_blocks(batch: int, length: int, token_numbers: int) -> list[slice]:
+    """Blocks of samples; ``token_numbers`` is H M."""
+    step = max(1, SEGMENT // max(1, token_numbers * min(length, SHORTEST)))
+    return [slice(start, start + step) for start in range(0, batch, step)]
+
+
+def of_samples(tensors: Sequence[Tensor], block: slice) -> list[Tensor]:
+    """Tensors (B or 1, ...) of some samples."""
+    return [x if x.shape[0] == 1 else x[block] for x in tensors]
 
 
 def in_chunks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:

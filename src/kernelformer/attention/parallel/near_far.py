@@ -12,6 +12,7 @@ and for the mirror image E + 2 numbers a query.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from kernelformer.attention.near import NearBias
 from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall
 from kernelformer.attention.parallel.attend import by_head, has_numbers, join_segments
-from kernelformer.attention.parallel.layout import RowSums, causal_chunk, recomputed, spans
+from kernelformer.attention.parallel.layout import RowSums, causal_chunk, of_samples, recomputed, sample_blocks, spans
 from kernelformer.attention.parallel.near import NearRows, near_numbers
 from kernelformer.attention.parallel.positive import LEAST, PositiveMap
 from kernelformer.attention.parallel.rows import CausalRows, KeySums
@@ -55,14 +56,19 @@ def parallel_near_far_attention(
     """
     if not has_numbers(call.query, call.key, call.value):
         return near_far_attention(call)
-    length, phi = call.query.shape[2], None
+    batch, heads, length, _ = call.query.shape
+    numbers = heads * max(call.features, near_numbers(call))
+    blocks = sample_blocks(batch, length, numbers)
+    if len(blocks) > 1:
+        parts = [parallel_near_far_attention(_samples(call, b), leading=leading, streams=streams) for b in blocks]
+        return torch.cat([x for x, _ in parts]), [torch.cat(x) for x in zip(*(y for _, y in parts), strict=True)]
+    phi = None
     if call.spec:
         spec = lookup(call.spec)
         assert isinstance(spec, PositiveSpec)
         phi = PositiveMap(spec, call.tensors, call.far_scale, True, parts=True)
     run = _Run(call, phi, causal_chunk(length), leading)
-    numbers = call.query.shape[0] * call.query.shape[1] * max(call.features, near_numbers(call))
-    segments = list(spans(length, numbers, run.size))
+    segments = list(spans(length, batch * numbers, run.size))
     learned = _tensors(call)
     rights: dict[tuple[int, int], RowSums] = {}
     kept = None
@@ -75,6 +81,23 @@ def parallel_near_far_attention(
         outs.append(out)
     end = phi.store(kept, call.key.shape[1]) if phi is not None and kept is not None and streams else []
     return join_segments(outs), end
+
+
+def _samples(call: NearFarCall, block: slice) -> NearFarCall:
+    """Some samples of a call."""
+    masks = {
+        name: None if x is None else x[block] for name, x in (("key_mask", call.key_mask), ("far_mask", call.far_mask))
+    }
+    return replace(
+        call,
+        query=call.query[block],
+        key=call.key[block],
+        value=call.value[block],
+        sinks=[x[block] for x in call.sinks],
+        tensors=of_samples(call.tensors, block),
+        state=[x[block] for x in call.state],
+        **masks,
+    )
 
 
 def _tensors(call: NearFarCall) -> list[Tensor]:
