@@ -91,7 +91,10 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
             return before
     if before is None and mask is None and count <= length:
         position = torch.arange(count, device=key.device).expand(batch, -1)
-        return Sinks(key[:, :, :count], value[:, :, :count], position, torch.ones_like(position, dtype=torch.bool))
+        first = [x[:, :, :count] for x in (key, value)]
+        if call.in_stream:  # views would keep all of a prompt
+            first = [x.clone() for x in first]
+        return Sinks(first[0], first[1], position, torch.ones_like(position, dtype=torch.bool))
     number = torch.arange(1, count + 1, device=key.device).expand(batch, -1)
     made = number.new_zeros(batch, 1) if before is None else before.visible.sum(1, keepdim=True)
     new = key.new_ones(batch, length - offset, dtype=torch.bool) if mask is None else mask[:, offset:]

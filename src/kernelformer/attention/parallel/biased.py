@@ -109,7 +109,7 @@ def _attend(call: RelativeCall) -> Tensor:
     left = -(-max(0, window - 1) // CHUNK)  # chunks so far away have the tail's bias for all pairs
     sums = (_causal if call.is_causal else _bidirectional)(logs, keys, Factors(call), left)
     out = sums[..., :-1] / sums[..., -1:].clamp_min(LEAST)
-    return out.unflatten(0, query.shape[:2])[:, :, : query.shape[2]].to(call.query.dtype)
+    return out.view(*query.shape[:2], *out.shape[1:])[:, :, : query.shape[2]].to(call.query.dtype)
 
 
 def _bidirectional(logs: Tensor, keys: tuple[Tensor, Tensor], factors: Factors, left: int) -> Tensor:

@@ -54,7 +54,8 @@ class NearRows:
         self.queries = in_chunks(rows.transpose(1, 2) * call.scale, self.size).flatten(2, 3)  # (N, n, C R, D)
         self.rows, self.chunks = self.queries.shape[:2]
         self.repeats = self.queries.shape[2] // self.size
-        self.logits, self.values = [], []
+        self.logits: list[Tensor] = []
+        self.values: list[Tensor] = []
         if call.window:
             self._add_window()
         if call.sinks:
@@ -66,7 +67,7 @@ class NearRows:
         """What the rows sum up relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
         log = in_chunks(log, self.size, -EMPTY).unsqueeze(-1)
         weights = (self.both - log).exp_().flatten(2, 3).split([x.shape[-1] for x in self.logits], -1)
-        sums = weights[0] @ self.values[0]
+        sums: Tensor = weights[0] @ self.values[0]
         for share, value in zip(weights[1:], self.values[1:], strict=True):
             sums = sums + share @ value
         return sums.view(self.rows, self.chunks * self.size, self.repeats, sums.shape[-1])[:, : self.length]
@@ -116,7 +117,7 @@ class NearRows:
         distance = torch.arange(width, device=device) - torch.arange(self.size, device=device).unsqueeze(1)
         index = (distance + (window - 1 - self.left * self.size)).clamp_(0, 2 * window - 2)
         band = NearBias(*self.call.bias).band.index_select(1, index.flatten()).view(-1, self.size, width)
-        band = band.unflatten(0, (self.groups, -1)).transpose(1, 2)  # (G, C, R, K)
+        band = band.view(self.groups, self.repeats, self.size, width).transpose(1, 2)  # (G, C, R, K)
         return band.repeat(self.rows // self.groups, 1, 1, 1).unsqueeze(1)
 
     def _add_sinks(self) -> None:

@@ -85,9 +85,7 @@ def parallel_near_far_attention(
 
 def _samples(call: NearFarCall, block: slice) -> NearFarCall:
     """Some samples of a call."""
-    masks = {
-        name: None if x is None else x[block] for name, x in (("key_mask", call.key_mask), ("far_mask", call.far_mask))
-    }
+    key_mask, far_mask = (None if x is None else x[block] for x in (call.key_mask, call.far_mask))
     return replace(
         call,
         query=call.query[block],
@@ -96,7 +94,8 @@ def _samples(call: NearFarCall, block: slice) -> NearFarCall:
         sinks=[x[block] for x in call.sinks],
         tensors=of_samples(call.tensors, block),
         state=[x[block] for x in call.state],
-        **masks,
+        key_mask=key_mask,
+        far_mask=far_mask,
     )
 
 

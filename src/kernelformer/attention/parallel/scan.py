@@ -55,7 +55,7 @@ def running_sums(sums: Tensor, top: Tensor, later: Tensor) -> Tensor:
     groups = count // group
     tops = top.unflatten(1, (groups, group))
     inside = _triangle(sums.reshape(rows * groups, group, *sums.shape[2:]), tops.flatten(0, 1), later)
-    inside = inside.unflatten(0, (rows, groups))
+    inside = inside.view(rows, groups, *inside.shape[1:])
     last = _running_ends(inside[:, :, -1], tops[:, :, -1], later)
     decay = (tops[:, :-1, -1:] - tops[:, 1:]).exp_().unsqueeze(-1)
     inside[:, 1:].addcmul_(decay, last[:, :-1].unsqueeze(2))

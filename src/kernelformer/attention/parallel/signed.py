@@ -196,4 +196,5 @@ def _tops(factor: Tensor, first: Tensor, more: int) -> tuple[Tensor, Tensor]:
 
 def _per_row(x: Tensor, share: Tensor, repeats: int) -> Tensor:
     """Rows (N, n, C R, W) times a number per token (N, n, C, 1)."""
-    return (x.unflatten(2, (share.shape[2], repeats)) * share.unsqueeze(3)).flatten(2, 3)
+    rows: Tensor = x.unflatten(2, (share.shape[2], repeats))
+    return (rows * share.unsqueeze(3)).flatten(2, 3)
