@@ -108,7 +108,7 @@ class Kernelformer(Contender):
             more["max_distance"] = case.window
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-            how = {"algorithm": self.algorithm} if bias is None else {"bias": bias, **more}
+            how = more if bias is None else {"bias": bias, **more}
             out: Tensor = core(q, k, v, is_causal=case.causal, **how)
             return out
 
