@@ -29,6 +29,16 @@ class Raised:
         return f"{self.kind}: {self.text}\n{self.trace}"
 
 
+class Gone:
+    """A rank that has ended itself, or was killed, by its exit code."""
+
+    def __init__(self, code) -> None:
+        self.code = code
+
+    def __repr__(self) -> str:
+        return f"ended with code {self.code}"
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -66,7 +76,11 @@ def on_ranks(count, function, *arguments, seconds=SECONDS, **options):
         results = []
         for number, (receive, _) in enumerate(pipes):
             assert receive.poll(max(0.0, end - time.monotonic())), f"rank {number} of {count} hangs"
-            results.append(receive.recv())
+            try:
+                results.append(receive.recv())
+            except EOFError:  # it has ended without a word
+                ranks[number].join(5)
+                results.append(Gone(ranks[number].exitcode))
         return results
     finally:
         for rank in ranks:
@@ -76,9 +90,10 @@ def on_ranks(count, function, *arguments, seconds=SECONDS, **options):
 
 
 def run_ranks(function, world, *arguments):
-    """Call ``function(rank, *arguments)`` on ``world`` ranks; fails where one of them raises."""
+    """Call ``function(rank, *arguments)`` on ``world`` ranks; fails where one of them raises, or ends with a code."""
     for result in on_ranks(world, _with_rank, function, *arguments):
         assert not isinstance(result, Raised), result
+        assert not isinstance(result, Gone) or result.code == 0, result
 
 
 def _with_rank(function, *arguments):

@@ -112,6 +112,7 @@ STUDIES = {
     "encoder": ([], "kernelformer.studies.encoder.run"),
     "overhead": ([], "kernelformer.studies.overhead.run"),
     "packing": ([], "kernelformer.studies.packing.run"),
+    "ranks": ([], "kernelformer.studies.ranks.run"),
     "tour": ([], "kernelformer.studies.tour.run"),
     "normalized": ([], "kernelformer.studies.normalized.run"),
     "features": ([], "kernelformer.studies.features.run"),

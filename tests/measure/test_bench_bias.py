@@ -182,7 +182,7 @@ def test_our_decoding_starts_with_its_window_full(bias, length):
         ("favor+:normalize=False", {}, "only softmax and normalized positive maps are defined with a bias here"),
         ("softmax:algorithm=fft", {}, "has no algorithms to choose from"),
         ("favor+:algorithm=fft", {"task": "decode", "bias": "window"}, "has no algorithms to choose from"),
-        ("favor+:algorithm=fft", {"bias": None}, "an algorithm is chosen for a bias only"),
+        ("favor+:algorithm=fft", {"bias": None}, "algorithm=fft is for a bias only"),
         ("favor+", {"task": "decode", "length": 5000}, "would keep all keys; contexts up to 4096"),
         ("softmax", {"task": "decode"}, "keeps all keys; the peer 'sdpa' is timed with them"),
         ("sdpa", {"length": 2**20, "backward": True}, "needs about 32768 GiB"),

@@ -77,6 +77,20 @@ def _refusals():
                 _model(kind, attention)(**given)
             except ValueError as error:
                 said.append(str(error))
+        # On one rank only: all of them know, and are in step again afterwards.
+        model, other = _model("causal-lm", "favor+:num_features=8"), dist.get_rank() == 1
+        ids = torch.ones(2, 5, dtype=torch.long)
+        for given in (
+            {"input_ids": ids + 99 * other},
+            {"input_ids": ids[: 2 - other], "attention_mask": ids[: 2 - other]},
+            {"input_ids": ids, "attention_mask": ids if other else None},
+            {"input_ids": ids.expand(-1, 5).repeat(1, 1 + 19 * other), "position_ids": None},
+        ):
+            try:
+                model(**given)
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
     return said
 
 
@@ -91,7 +105,11 @@ def test_losses_and_gradients_are_those_of_one_process():
         assert len(found) == 42
         # Losses are taken in float32, whatever the model's dtype.
         assert {name: x for name, x in found.items() if not x < 2e-6} == {}
-        assert len(said) == 2
+        assert len(said) == 6
+        assert "cannot make this call" in said[2] or "from 0 to 16, got 100" in said[2]
+        assert "2 on rank 0 and 1 on rank 1" in said[3]
+        assert "is about to count" in said[4]
+        assert said[5] == ""  # sinusoidal positions have no end
         assert "pairs of sequences needs whole sequences" in said[0]
         assert "'softmax' has no state of constant size" in said[1]
 

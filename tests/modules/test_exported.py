@@ -153,7 +153,9 @@ def test_a_layer_is_exported_with_dynamic_batch_and_length(options):
         assert not [n for n in graph.graph.nodes if "kernelformer" in str(n.target)]
         for batch, length in ((1, 2), (3, 64), (2, 133)):
             x, mask = torch.randn(batch, length, 16), padding(batch, length)
-            close(graph.module()(x, key_mask=mask), layer(x, key_mask=mask), 1e-4 if "trig" in layer.core.method else None)
+            close(
+                graph.module()(x, key_mask=mask), layer(x, key_mask=mask), 1e-4 if "trig" in layer.core.method else None
+            )
 
 
 def test_every_streaming_variant_is_known_here():

@@ -48,6 +48,11 @@ def _calls(rank):
         "a state": lambda: _core()(*_qkv(), is_causal=True, state=_state()),
         "segments that decrease": lambda: _core()(*_qkv(), segment_ids=ids),
         "causal and unequal": lambda: _core()(torch.ones(2, H, 5, D), *list(_qkv(6))[:2], is_causal=True),
+        "cross": lambda: _core(window=2)(torch.ones(2, H, 5, D), *list(_qkv(6 - other))[:2]),
+        "weights": lambda: _learned(rank)(*_qkv()),
+        "near_scale": lambda: _core(window=2, near_scale=1.0 + rank)(*_qkv()),
+        "slope": lambda: _core()(*_qkv(), bias=torch.zeros(H, 5), max_distance=2, slope=torch.full((H,), 0.1 + rank)),
+        "a tail that is not": lambda: _core()(*_qkv(), bias=torch.arange(38.0).view(H, 19), max_distance=2),
         "step": lambda: _core().step(*_qkv(1)),
         "remember": lambda: _core().remember(*list(_qkv())[:2]),
     }
@@ -56,6 +61,13 @@ def _calls(rank):
 def _drawn(other):
     core = _core()
     core.resample(3 + other)
+    return core
+
+
+def _learned(rank):
+    core = _core("loglinear")
+    with torch.no_grad():
+        next(core.parameters()).add_(rank)
     return core
 
 
@@ -80,6 +92,10 @@ def _try_all():
     with context_parallel() as ranks:
         said["in the end"] = tuple(_core()(*_qkv()).shape)
         said["sizes"] = (ranks.rank, ranks.size)
+        # Gradients by torch.autograd.grad, which leaves out what does not lead to what it is asked for.
+        leaves = [x.requires_grad_() for x in _qkv()]
+        out = _core()(*leaves, is_causal=True)
+        said["gradients in the end"] = [tuple(x.shape) for x in torch.autograd.grad(out.sum(), leaves[1:])]
     try:
         with context_parallel("group"):
             pass
@@ -93,6 +109,8 @@ def test_every_rank_says_what_does_not_fit():
     assert isinstance(first, dict), first
     assert isinstance(second, dict), second
     assert first.pop("in the end") == second.pop("in the end") == (2, H, 5, D)
+    shapes = [(2, H, 5, D)] * 2
+    assert first.pop("gradients in the end") == second.pop("gradients in the end") == shapes
     assert (first.pop("sizes"), second.pop("sizes")) == ((0, 2), (1, 2))
     silent = {name for said in (first, second) for name, text in said.items() if text is None}
     assert not silent
@@ -112,6 +130,11 @@ def test_every_rank_says_what_does_not_fit():
     assert "(heads, 19)" in first["bias of a part"]
     assert "at the end of rank 0" in first["segments that decrease"]
     assert "5 queries and 6 keys" in first["causal and unequal"]
+    assert "queries begin at [0, 5]" in first["cross"]
+    assert "weights of their kernels" in first["weights"]
+    assert "the method or its settings" in second["near_scale"]
+    assert "its slope" in first["slope"]
+    assert "constant beyond that distance" in second["a tail that is not"]
     assert "torch.distributed process group" in first["no group"]
 
 

@@ -89,7 +89,9 @@ def _rows(query: Tensor, groups: int) -> Tensor:
 
 def _by_query_head(rows: Tensor, query: Tensor) -> Tensor:
     """The inverse of `_rows`, (B, G, R L, X) -> (B, G, R, L, X)."""
-    heads: Tensor = rows.clone(memory_format=torch.contiguous_format).unflatten(2, (query.shape[1] // rows.shape[1], query.shape[2]))
+    heads: Tensor = rows.clone(memory_format=torch.contiguous_format).unflatten(
+        2, (query.shape[1] // rows.shape[1], query.shape[2])
+    )
     return heads
 
 
@@ -164,7 +166,13 @@ class Chunking:
 
     def by_head(self, x: Tensor) -> Tensor:
         """The inverse of `by_chunk`: (B, G, n, R C, X) -> (B, H, L, X)."""
-        rows = x.clone(memory_format=torch.contiguous_format).unflatten(3, (-1, CHUNK)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        rows = (
+            x.clone(memory_format=torch.contiguous_format)
+            .unflatten(3, (-1, CHUNK))
+            .transpose(2, 3)
+            .flatten(3, 4)
+            .flatten(1, 2)
+        )
         return rows.narrow(2, 0, self.length)
 
     def rows_by_head(self, part: Part) -> Part:

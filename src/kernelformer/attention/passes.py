@@ -67,11 +67,17 @@ class KeyPass:
         s, count = self.s, self.block.stop - self.block.start
         for start, end in spans(s.S, s.chunk(count, s.G)):
             at = slice(start, end)
-            hidden = hidden_rows(self.key_mask, self.block, at, s.G, 1, end - start)
+            hidden = self._hidden(at)
             pair = ((self.key, "k"), (self.value, "v"))
             k, v = (rows_of(x[self.block, :, :, at], name, self.work) for x, name in pair)
             k, v = visible_pair(k, v, hidden)
             yield at, k if self.fade is None else self.fade.extend(k, start), v, hidden
+
+    def _hidden(self, at: slice) -> Tensor | None:
+        """The keys of a chunk that do not count, (N, C) bool; None where all do, as in most chunks under most masks."""
+        if self.key_mask is None or bool(self.key_mask[self.block, at].all()):
+            return None
+        return hidden_rows(self.key_mask, self.block, at, self.s.G, 1, at.stop - at.start)
 
     def sums(self, engine: Engine) -> list[Tensor]:
         """The state after all keys."""

@@ -13,6 +13,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# What ranks may be about to do, each with a few numbers of its own: whoever does something else is noticed.
+KINDS = {
+    "agree": "see whether all can go on",
+    "tokens": "count their tokens",
+    "attention": "attend",
+    "real": "count real tokens (an attention_mask)",
+    "segments": "count tokens of a segment (segment_ids)",
+    "labels": "look for the next label",
+    "loss": "take the mean of their losses",
+}
+HEADER = 24  # integers that go around before anything else does
+
+
+class RanksError(ValueError):
+    """Ranks of a sequence that do not make the same call; every one of them raises it."""
 
 
 class Ranks:
@@ -48,15 +65,46 @@ class Ranks:
         self._all_gather(every, numbers.contiguous())
         return torch.stack(every)
 
-    def agree(self, problem: Exception | None) -> None:
-        """Raise on all ranks where there is a problem on one: on that rank the problem itself."""
-        flags = self.gather_numbers(torch.tensor([problem is not None], device=self.device).long()).flatten().tolist()
+    def meet(self, kind: str, numbers: Sequence[int], problem: Exception | None = None) -> list[list[int]]:
+        """A few numbers of every rank, of the same size whatever ranks are about to do.
+
+        So nobody waits for a rank that does something else, or cannot go on: that is an error on each of them.
+
+        Args:
+            kind: one of `KINDS`.
+            numbers: at most `HEADER` - 2.
+            problem: why this rank cannot go on; it is raised here, and on the others an error that names the rank.
+        """
+        names = list(KINDS)
+        own = [names.index(kind), int(problem is not None), *numbers]
+        header = torch.tensor(own + [0] * (HEADER - len(own)), device=self.device)
+        every = self.gather_numbers(header).tolist()
         if problem is not None:
             raise problem
-        if any(flags):
-            raise ValueError(
-                f"rank {flags.index(1)} of {self.size} cannot make this call, and says why; no rank can alone."
-            )
+        for rank, (other, failed, *_) in enumerate(every):
+            if failed:
+                raise RanksError(f"rank {rank} of {self.size} cannot make this call, and says why; no rank can alone.")
+            if other != own[0]:
+                raise RanksError(
+                    f"ranks of a sequence make the same calls, but rank {rank} is about to {KINDS[names[other]]}, and "
+                    f"rank {self.rank} to {KINDS[kind]}; give all of them the same arguments."
+                )
+        return [x[2 : 2 + len(numbers)] for x in every]
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raise on all ranks where there is a problem on one: on that rank the problem itself."""
+        self.meet("agree", [], problem)
+
+    def gather_rows(self, kind: str, rows: Tensor) -> Tensor:
+        """Numbers (B, n) of every rank, (R, B, n), without gradients, on the device of this rank's."""
+        every = self.meet(kind, rows.shape)
+        for rank, shape in enumerate(every):
+            if shape != every[0]:
+                raise RanksError(
+                    f"ranks of a sequence have the same samples, got {every[0][0]} on rank 0 and {shape[0]} on rank "
+                    f"{rank} of {self.size}."
+                )
+        return self.gather_numbers(rows.to(self.device)).to(rows.device)
 
     def part(self, x: Tensor, axis: int = 1) -> Tensor:
         """This rank's tokens of a whole sequence, a view: of n tokens those from n r / R on, rounded down."""
@@ -66,16 +114,17 @@ class Ranks:
 
     def starts(self, length: int) -> list[int]:
         """R + 1 positions: of the first token of every rank, and after the last; this one holds ``length``."""
-        lengths = self.gather_numbers(torch.tensor([length], device=self.device)).flatten().tolist()
-        return list(accumulate(lengths, initial=0))
+        return list(accumulate((x for (x,) in self.meet("tokens", [length])), initial=0))
 
     @property
     def device(self) -> torch.device:
         """Where the group's backend wants small numbers."""
-        kind = "cpu" if "gloo" in str(dist.get_backend(self.group)) else "cuda"
-        return torch.device(kind)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is None or "gloo" in str(dist.get_backend(self.group)):
+            return torch.device("cpu")
+        return accelerator
 
-    def gather(self, tensors: Sequence[Tensor], gradients: bool) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], gradients: bool, sources: Sequence[Tensor] = ()) -> list[Tensor]:
         """Tensors (...) of every rank, (R, ...) each, in one exchange; gradients go back to the rank they came from.
 
         All ranks give the same shapes, in one dtype and on one device.
@@ -83,13 +132,15 @@ class Ranks:
         Args:
             tensors: of this rank.
             gradients: whether the exchange runs backward; the same on all ranks, whichever of their tensors need it.
+            sources: what the tensors are made of on other ranks, if not on this one: whoever asks for the gradients of
+                these lets the exchange run backward here too.
         """
         flat = torch.cat([x.reshape(-1) for x in tensors])
         if gradients and not flat.requires_grad:
             flat.requires_grad_()
         if not flat.numel():
             return [x.expand(self.size, *x.shape) for x in tensors]
-        whole: Tensor = _Gather.apply(flat, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Gather.apply(flat, self, *sources)  # type: ignore[no-untyped-call]
         parts = whole.split([x.numel() for x in tensors], 1)
         return [part.unflatten(1, x.shape) for part, x in zip(parts, tensors, strict=True)]
 
@@ -112,12 +163,13 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, *sources: Tensor) -> Tensor:
+        ctx.ranks, ctx.count = ranks, len(sources)
         whole = x.new_empty(ranks.size, x.numel())
         ranks._all_gather(list(whole.unbind(0)), x.contiguous())
         return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks._sum_for_each(grad), None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ranks._sum_for_each(grad), None, *[None] * ctx.count

@@ -70,9 +70,7 @@ def lengths(longest: int | None) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def compare(
-    modules: Mapping[str, Whole | Prompt | Step], folder: Path, longest: int | None, steps: int
-) -> Differences:
+def compare(modules: Mapping[str, Whole | Prompt | Step], folder: Path, longest: int | None, steps: int) -> Differences:
     """Run the graphs in a folder and the model in torch on the same tokens.
 
     Args:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
+from kernelformer.attention.parallel.choice import LOOPS
 from kernelformer.attention.reference import log_attention, visibility
 from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import PositiveSpec
@@ -52,7 +53,7 @@ class Kernelformer(Contender):
         super().__init__(name)
         spec = AttentionSpec.parse(name)
         chosen = spec.values.get("algorithm")
-        self.algorithm = None if chosen is None else choice("algorithm", chosen, ALGORITHMS)
+        self.algorithm = None if chosen is None else choice("algorithm", chosen, (*LOOPS, *ALGORITHMS))
         if self.algorithm == "fft":
             self.tolerance = 1e-3  # the rounding of an FFT is that of its largest row
         bias = spec.values.get("bias")
@@ -76,7 +77,11 @@ class Kernelformer(Contender):
         if case.task == "decode" and METHODS[self.method].quadratic:
             return "keeps all keys; the peer 'sdpa' is timed with them"
         if case.bias is None:
-            return None if self.algorithm is None else "an algorithm is chosen for a bias only"
+            if self.algorithm is None:
+                return None
+            if case.task == "decode" or not self._core(case).takes_loops:
+                return "has no algorithms to choose from"
+            return None if self.algorithm in LOOPS else f"algorithm={self.algorithm} is for a bias only"
         core = self._core(case)
         if self.algorithm and (case.task == "decode" or not isinstance(core, KernelCore)):
             return "has no algorithms to choose from"
@@ -103,7 +108,8 @@ class Kernelformer(Contender):
             more["max_distance"] = case.window
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-            out: Tensor = core(q, k, v, is_causal=case.causal, **({} if bias is None else {"bias": bias, **more}))
+            how = more if bias is None else {"bias": bias, **more}
+            out: Tensor = core(q, k, v, is_causal=case.causal, **how)
             return out
 
         return call

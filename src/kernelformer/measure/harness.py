@@ -1,8 +1,8 @@
 """One process harness for time and memory, shared by the benchmark and the studies of speed.
 
-`run_in_process` calls a function in a fresh process with the allocator's settings in its environment. There `Step`s
-are measured: by `time_rounds` if they are long, by `time_bursts` if they may be short, and by `peak_memory`.
-`fill_rows` brings the figures of a process, or its failure, into the rows of a table.
+`run_in_process` calls a function in a fresh process with the allocator's settings in its environment, `run_together` in
+several at once. There `Step`s are measured: by `time_rounds` if they are long, by `time_bursts` if they may be short,
+and by `peak_memory`. `fill_rows` brings the figures of a process, or its failure, into the rows of a table.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -25,9 +27,10 @@ from kernelformer.environment import peak, reset_peak
 from kernelformer.errors import WorkerError
 from kernelformer.formatting import human_time
 from kernelformer.measure.settings import HEAPS, MOST_ROUNDS, PASSES
-from kernelformer.subprocesses import finished
+from kernelformer.subprocesses import finished, started
 from kernelformer.timing import taking_timings
 
+COMMAND = [sys.executable, "-m", "kernelformer.measure.worker"]
 Figures = dict[str, Any]  # of one contender: seconds and rounds, or peak, or the problem that it had
 
 
@@ -46,12 +49,69 @@ def run_in_process(
         WorkerError: the process failed; with its last line of stderr, or with its code where it left none, as a process
             that the system ends for want of memory.
     """
-    job = {"module": work.__module__, "function": work.__name__, "threads": threads, "arguments": arguments}
-    env = {**os.environ, **allocator, "OMP_NUM_THREADS": str(threads)}
-    done = finished([sys.executable, "-m", "kernelformer.measure.worker"], json.dumps(job), env)
+    done = finished(COMMAND, _job(work, threads, arguments), _environment(threads, allocator))
     if done.returncode:
-        raise WorkerError((done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1])
-    result: Figures = json.loads(done.stdout.strip().splitlines()[-1])
+        raise WorkerError(_last_words(done.stderr, done.returncode))
+    return _figures(done.stdout)
+
+
+def run_together(
+    work: Callable[..., Figures],
+    *,
+    count: int,
+    threads: int,
+    allocator: Mapping[str, str] = HEAPS["default"],
+    **arguments: Any,
+) -> list[Figures]:
+    """Call a function in several fresh processes at once, and return their results in the order of their ranks.
+
+    Args:
+        work: see `run_in_process`; it is also given its ``rank``, from 0 on, and the ``count``.
+        count: number of processes.
+        threads: of torch in each of them.
+        allocator: see `run_in_process`.
+        arguments: of the function, the same for all.
+
+    Raises:
+        WorkerError: one of them failed; the others are ended, since they may wait for it.
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    problem, results = "", [""] * count
+    with ExitStack() as stack:
+        env = _environment(threads, allocator)
+        workers = [stack.enter_context(started(COMMAND, env, **pipes)) for _ in range(count)]
+        pool = stack.enter_context(ThreadPoolExecutor(count))
+        jobs = [_job(work, threads, {**arguments, "rank": rank, "count": count}) for rank in range(count)]
+        ranks = {pool.submit(x.communicate, job): n for n, (x, job) in enumerate(zip(workers, jobs, strict=True))}
+        for done in as_completed(ranks):
+            rank = ranks[done]
+            results[rank], errors = done.result()
+            if workers[rank].returncode and not problem:
+                problem = f"rank {rank} of {count}: {_last_words(errors, workers[rank].returncode)}"
+                for other in workers:
+                    other.kill()
+    if problem:
+        raise WorkerError(problem)
+    return [_figures(x) for x in results]
+
+
+def _job(work: Callable[..., Figures], threads: int, arguments: Mapping[str, Any]) -> str:
+    """What a worker reads."""
+    return json.dumps(
+        {"module": work.__module__, "function": work.__name__, "threads": threads, "arguments": arguments}
+    )
+
+
+def _environment(threads: int, allocator: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, **allocator, "OMP_NUM_THREADS": str(threads)}
+
+
+def _last_words(errors: str, code: int) -> str:
+    return (errors.strip().splitlines() or [f"the process ended with code {code}"])[-1]
+
+
+def _figures(output: str) -> Figures:
+    result: Figures = json.loads(output.strip().splitlines()[-1])
     return result
 
 

@@ -18,7 +18,7 @@ from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.models.encoder import check_tokens, choose_positions
 from kernelformer.modules import RelativePositions
-from kernelformer.modules.context import next_column, real_before, tokens_before
+from kernelformer.modules.context import agreeing, next_column, real_before, tokens_before
 from kernelformer.modules.packed import segment_positions
 
 
@@ -119,15 +119,16 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
             kwargs: of other Hugging Face models, None or False.
         """
         refuse_unknown(self, kwargs)
-        given = check_tokens(input_ids, inputs_embeds, self.config.vocab_size)
         if past_key_values is None and use_cache and not self.training:
             past_key_values = self.new_cache()
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        key_mask = visible(attention_mask, given.shape[1], past)
-        segments = last_segments(segment_ids, given.shape[1], past)
-        if position_ids is None:
-            position_ids = token_positions(attention_mask, given.shape[1], past, given.device, segment_ids)
-        x = self.embeddings(input_ids, position_ids, inputs_embeds)
+        with agreeing():
+            given = check_tokens(input_ids, inputs_embeds, self.config.vocab_size)
+            key_mask = visible(attention_mask, given.shape[1], past)
+            segments = last_segments(segment_ids, given.shape[1], past)
+            if position_ids is None:
+                position_ids = token_positions(attention_mask, given.shape[1], past, given.device, segment_ids)
+            x = self.embeddings(input_ids, position_ids, inputs_embeds)
         given_tokens = {"key_mask": key_mask, "segment_ids": segments, "position_ids": position_ids}
         x = self.stack(x, past_key_values=past_key_values, **given_tokens)
         if isinstance(logits_to_keep, Tensor):

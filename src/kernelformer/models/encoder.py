@@ -16,7 +16,7 @@ from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, me
 from kernelformer.models.blocks import Stack, last_segments, visible
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
-from kernelformer.modules.context import active_ranks, tokens_before
+from kernelformer.modules.context import active_ranks, agreeing, tokens_before
 from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.spec import has_positions
 
@@ -93,14 +93,15 @@ class KernelformerModel(KernelformerPreTrainedModel):
             kwargs: of other Hugging Face models, None or False.
         """
         refuse_unknown(self, kwargs)
-        given = check_tokens(input_ids, inputs_embeds, self.config.vocab_size)
-        key_mask, segments = visible(attention_mask, given.shape[1]), last_segments(segment_ids, given.shape[1])
-        if position_ids is None and segments is not None:
-            position_ids = segment_positions(segments)
-        elif position_ids is None:
-            start = tokens_before(given.shape[1])
-            position_ids = torch.arange(start, start + given.shape[1], device=given.device).unsqueeze(0)
-        x = self.embeddings(input_ids, position_ids, inputs_embeds)
+        with agreeing():
+            given = check_tokens(input_ids, inputs_embeds, self.config.vocab_size)
+            key_mask, segments = visible(attention_mask, given.shape[1]), last_segments(segment_ids, given.shape[1])
+            if position_ids is None and segments is not None:
+                position_ids = segment_positions(segments)
+            elif position_ids is None:
+                start = tokens_before(given.shape[1])
+                position_ids = torch.arange(start, start + given.shape[1], device=given.device).unsqueeze(0)
+            x = self.embeddings(input_ids, position_ids, inputs_embeds)
         if self.first is not None:
             if segments is not None:
                 raise ValueError("a first token stands for a whole row, got segment_ids; use pooling='mean'.")

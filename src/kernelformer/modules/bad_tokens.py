@@ -17,6 +17,7 @@ from kernelformer.attention import State
 from kernelformer.attention.blocks import all_finite
 from kernelformer.attention.relative.bias_view import CHUNK, Layout, Toeplitz
 from kernelformer.modules.call import Bias, Call
+from kernelformer.modules.checks import can_look
 
 
 class _Mark(torch.autograd.Function):
@@ -53,7 +54,7 @@ class BadTokens:
     def of(call: Call) -> BadTokens | None:
         """Find those of a causal call; None where all is well, or where looking is not possible or means to wait."""
         given = [call.query, call.key, call.value] + ([] if call.gate is None else [call.gate])
-        if torch.compiler.is_compiling() or call.query.device.type != "cpu" or all_finite(*given):
+        if not can_look(call.query) or all_finite(*given):
             return None
         rows, keys, values, *gates = (~x.detach().isfinite() for x in given)
         tokens = keys.any(-1) | values.any(-1)

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.relative.bias_view import Layout, Toeplitz, constant_beyond
-from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import no_tangents
-from kernelformer.errors import choice, integer, shape
+from kernelformer.errors import integer, shape
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.checks import assert_values, can_read
 
@@ -40,8 +39,6 @@ def check_bias(
     check_table(table)
     (heads, L), S = query.shape[1:3], key.shape[2]
     prefix = integer("num_prefix", num_prefix, at_least=0)
-    if algorithm is not None:
-        choice("algorithm", algorithm, ALGORITHMS)
     if table.device != query.device:
         raise ValueError(f"bias must be on the device of the queries, got {table.device} and {query.device}.")
     if table.dim() == 3:

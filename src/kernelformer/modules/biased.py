@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -10,18 +11,19 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.near_keys import NearKeys, join
+from kernelformer.attention.parallel.biased import SPREAD, parallel_biased_attention
 from kernelformer.attention.recurrent import step_near
 from kernelformer.attention.relative.bias_view import Layout, constant_beyond
 from kernelformer.attention.relative.call import RelativeCall
 from kernelformer.attention.relative.direct import relative_attention
-from kernelformer.attention.relative.dispatch import biased_attention
+from kernelformer.attention.relative.dispatch import biased_attention, find_window
 from kernelformer.attention.state import MadeBy
-from kernelformer.contract import PositiveSpec, Role, compute_dtype
+from kernelformer.contract import PositiveSpec, Role, Spec, compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.bias import assert_constant
 from kernelformer.modules.call import Bias, Call
-from kernelformer.modules.checks import can_read
+from kernelformer.modules.checks import assert_values, can_read
 
 NEAR, FADES = "near keys", "fades"  # what the maker of a state with a bias says of it, beside its settings
 
@@ -45,13 +47,14 @@ class BiasedAttention:
         self.normalize_qk = normalize_qk
 
     def attend(
-        self, call: Call, tensors: Sequence[Tensor]
+        self, call: Call, tensors: Sequence[Tensor], *, parallel: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...] | None, NearKeys | None]:
         """Attend to all keys (B, G, S, D) of a call, and in a stream to those before them.
 
         Args:
             call: with a bias over all distances; in a stream its queries and keys are normalized already.
             tensors: of the map, as `FeatureMap.for_query_heads` gives them.
+            parallel: by the algorithm for accelerators.
 
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys, and what the near ones are views of.
@@ -75,6 +78,9 @@ class BiasedAttention:
                 slope=bias.slope,
                 normalize_qk=self.normalize_qk,
             )
+            if parallel:
+                window = bias_window(bias, call.is_causal)
+                return parallel_biased_attention(replace(relative, window=window)), None, None
             out = biased_attention(relative, features=self.feature_map.feature_dim, algorithm=bias.algorithm)
             return out, None, None
         if bias.layout.rows:
@@ -197,6 +203,33 @@ class BiasedAttention:
     def _log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
         """Log features (B, H, n, M) of queries or keys under a positive map."""
         return cast(PositiveSpec, self.feature_map.spread_spec).log_shares(x, tensors, scale, role)
+
+
+def bias_window(bias: Bias, is_causal: bool) -> int | None:
+    """The distance beyond which a bias is constant, as the caller says or by its values; None: nobody knows."""
+    return find_window(bias.table, bias.layout, is_causal) if bias.window is None else bias.window
+
+
+def bias_not_parallel(spec: Spec, call: Call) -> str | None:
+    """What of a call with a bias the algorithm for accelerators does not cover; None where it covers all."""
+    bias = call.bias
+    assert bias is not None
+    if call.in_stream:
+        return "a state with a relative bias"
+    if bias.layout.rows:
+        return "a bias on a grid"
+    if bias.slope is not None:
+        return "a bias with a slope"
+    if not isinstance(spec, PositiveSpec):
+        return "a bias beside a signed map"
+    if bias_window(bias, call.is_causal) is None:
+        return "a bias of which no max_distance is known"
+    wide = f"a bias whose entries differ by more than {SPREAD:g}, or are -inf"
+    least, most = bias.table.detach().aminmax()
+    if can_read(bias.table):
+        return wide if float(most - least) > SPREAD or not bool(least.isfinite()) else None
+    assert_values(most - least <= SPREAD, f"algorithm='parallel' is not there for {wide}.")
+    return None
 
 
 def _near_keys(state: State) -> int:

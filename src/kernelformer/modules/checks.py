@@ -119,6 +119,11 @@ def can_read(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not x.is_meta and x.numel() > 0
 
 
+def can_look(x: Tensor) -> bool:
+    """Whether reading a number is free: a device would have to be waited for, and a compiled graph cannot."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
 def assert_values(holds: Tensor, message: str) -> None:
     """Where a compiled graph cannot look, let its device check: a RuntimeError, without a break of the graph or a wait.
 

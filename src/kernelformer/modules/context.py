@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kernelformer.attention.ranks import Ranks
+from kernelformer.attention.ranks import Ranks, RanksError
 
 _ACTIVE: list[Ranks] = []
 
@@ -29,6 +29,22 @@ def split_over(ranks: Ranks) -> Iterator[Ranks]:
         yield ranks
     finally:
         _ACTIVE.pop()
+
+
+@contextmanager
+def agreeing() -> Iterator[None]:
+    """Let an error in the block on one rank be an error on all of them, where sequences are split."""
+    ranks, problem = active_ranks(), None
+    try:
+        yield
+    except RanksError:  # which all have raised
+        raise
+    except Exception as error:
+        if ranks is None:
+            raise
+        problem = error
+    if ranks is not None:
+        ranks.agree(problem)
 
 
 def needs_whole(what: str, way: str) -> None:
@@ -50,8 +66,7 @@ def real_before(mask: Tensor) -> Tensor:
     counts = mask.long().sum(1, keepdim=True)
     if ranks is None:
         return torch.zeros_like(counts)
-    every = ranks.gather_numbers(counts.to(ranks.device))
-    return every[: ranks.rank].sum(0).to(mask.device)
+    return ranks.gather_rows("real", counts)[: ranks.rank].sum(0)
 
 
 def segment_before(ids: Tensor, real: Tensor) -> Tensor:
@@ -63,7 +78,7 @@ def segment_before(ids: Tensor, real: Tensor) -> Tensor:
     own = none.expand(-1, 3) - 1
     if ids.shape[1]:
         own = torch.stack([ids[:, 0], ids[:, -1], (real.to(ids) * (ids == ids[:, -1:])).sum(1)], 1)
-    every = ranks.gather_numbers(own.long().to(ranks.device)).to(ids.device)
+    every = ranks.gather_rows("segments", own.long())
     before, here = every[: ranks.rank], every[ranks.rank]
     linked = before[..., 1] == here[:, 0]
     return (linked * before[..., 2].clamp_min(0)).sum(0).unsqueeze(1).to(ids.dtype)
@@ -76,7 +91,7 @@ def next_column(x: Tensor, fill: int) -> Tensor:
     if ranks is None:
         return torch.full_like(column, fill)
     own = torch.cat([column.long(), column.new_full(column.shape, x.shape[1]).long()], 1)
-    every = ranks.gather_numbers(own.to(ranks.device)).to(x.device)
+    every = ranks.gather_rows("labels", own)
     later = [y[:, :1] for y in every[ranks.rank + 1 :] if int(y[0, 1])] if x.shape[0] else []
     return later[0].to(x.dtype) if later else torch.full_like(column, fill)
 
@@ -88,8 +103,8 @@ def share_of_mean(total: Tensor, count: Tensor, given: Tensor | int | None = Non
     """
     ranks = active_ranks()
     assert ranks is not None
-    every = ranks.gather_numbers(torch.stack([total.detach().double(), count.double()]).to(ranks.device)).sum(0)
-    value, number = every.to(total.device).unbind()
+    own = torch.stack([total.detach().double(), count.double()]).unsqueeze(0)
+    value, number = ranks.gather_rows("loss", own).sum(0)[0].unbind()
     number = number if given is None else torch.as_tensor(given, device=total.device)
     share = total / number.to(total.dtype)
     return share + ((value / number).to(total.dtype) - share).detach()

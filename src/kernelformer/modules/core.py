@@ -27,6 +27,7 @@ from kernelformer.modules.checks import (
 )
 from kernelformer.modules.context import active_ranks, needs_whole
 from kernelformer.modules.exported import check_export
+from kernelformer.modules.loops import check_algorithm
 from kernelformer.modules.memory import Remembering
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 from kernelformer.modules.split import attend_split
@@ -56,6 +57,7 @@ class AttentionCore(Remembering):
     attention_dropout = 0.0  # the share that training drops
     mixes_queries = False  # whether one query's output depends on the others
     export_refusal: str = ""  # why no graph of any length can be made of it
+    takes_loops = False  # whether it knows the algorithms "chunked" and "parallel"
     delegates = False  # whether other cores attend, which look at the tokens themselves
 
     def __init__(
@@ -95,8 +97,8 @@ class AttentionCore(Remembering):
         without it, whatever the algorithm. What is kept in a state is NaN from then on, and so are the gradients of its
         sample and head that come back through that state. Compiled graphs do not look at numbers, nor do calls on an
         accelerator, which would have to wait for it: there a bad token may reach earlier rows of its own chunk (64
-        tokens; with a bias or for ``gaussian`` a tile of up to 512), and for ``softmax`` and ``algorithm="fft"`` all
-        rows of its sequence. Keys that ``key_mask`` hides never reach anything, anywhere.
+        tokens; with a bias or for ``gaussian`` a tile of up to 512), and for ``softmax``, ``algorithm="fft"`` and
+        ``algorithm="parallel"`` all rows of its sequence. Keys that ``key_mask`` hides never reach anything, anywhere.
 
         Args:
             query: (B, H, L, D).
@@ -108,7 +110,9 @@ class AttentionCore(Remembering):
                 from -(L - 1) to S - 1, with a state of P tokens (H, P + 2 L - 1) from -(P + L - 1) to L - 1; or
                 (H, 2 R - 1, 2 C - 1) for tokens on an R x C grid, row by row. -inf = hidden.
             scale: of the product q . k; default ``self.scale``.
-            algorithm: with a bias and a feature map: ``direct``, ``fft``, ``windowed``, or None for the best one.
+            algorithm: with a feature map ``chunked``, a loop over chunks, or ``parallel``, all chunks at once, which is
+                chosen by itself on CUDA, MPS and XPU devices; with a bias also ``direct``, ``fft`` and ``windowed``;
+                None for the best one.
             max_distance: says that the bias is constant beyond this distance, which makes the cost linear; the gradient
                 of what lies beyond goes to the entries at that distance. That it is so is checked, under
                 `torch.compile` by the device (CPU or CUDA) with a RuntimeError, as are NaN and +inf in a bias and the
@@ -129,6 +133,7 @@ class AttentionCore(Remembering):
             (B, H, L, E), zero where no key is visible; with ``return_state`` also the state.
         """
         ranks = active_ranks()
+        loop = check_algorithm(algorithm, self.method, self.takes_loops)
 
         def make_call() -> Call:
             call = Call(
@@ -143,8 +148,10 @@ class AttentionCore(Remembering):
                 segment_ids=segment_ids,
                 state=state,
                 streams=return_state,
+                algorithm=loop,
             )
-            known: dict[str, Any] = {"algorithm": algorithm, "max_distance": max_distance, "slope": slope}
+            other = None if loop is not None else algorithm
+            known: dict[str, Any] = {"algorithm": other, "max_distance": max_distance, "slope": slope}
             return self._checked(call, bias, whole=ranks is None, num_prefix=num_prefix, **known)
 
         if ranks is not None:

@@ -66,7 +66,7 @@ def kernel_attention(
         key_mask: (B, S) bool, True = attend.
         bias: relative position bias; it and the others are those of `AttentionCore.forward`.
         scale: of the product q . k; default 1 / sqrt(D), or the method's own.
-        algorithm: with a bias.
+        algorithm: ``chunked`` or ``parallel``, with a bias also others.
         max_distance: with a bias.
         slope: with a bias.
         num_prefix: with a bias.

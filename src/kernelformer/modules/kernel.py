@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernelformer.attention import State, causal_attention, linear_attention, read, step
+from kernelformer.attention import State, read, step
 from kernelformer.attention.families import engine_class
+from kernelformer.attention.parallel.choice import takes_parallel
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
@@ -21,6 +22,7 @@ from kernelformer.modules.call import Call
 from kernelformer.modules.checks import check_near, check_scale, other_maker, other_tensor
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
+from kernelformer.modules.loops import attend_plain, not_parallel
 from kernelformer.modules.near_far import Far, NearFarAttention
 from kernelformer.modules.split_cores import CoreSplit, KernelSplit
 
@@ -52,6 +54,7 @@ class KernelCore(AttentionCore):
     # the states, of which there may be many.
     _prepared: Prepared | None = None
     splits: type[CoreSplit] | None = KernelSplit
+    takes_loops = True
     causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence
 
     def __init__(
@@ -195,11 +198,12 @@ class KernelCore(AttentionCore):
             near, buffers = self.near, None
             after: Sequence[Tensor] | None
             if near is not None:
-                out, after = near.attend(*self._with_far(call, tensors))
+                out, after = near.attend(*self._with_far(call, tensors), parallel=self._takes_parallel(call))
             elif call.bias is None:
                 out, after = self._attend_plain(call, tensors)
             else:
-                out, after, buffers = self.biased.attend(call, tensors)
+                parallel = self._takes_parallel(call)
+                out, after, buffers = self.biased.attend(call, tensors, parallel=parallel)
             return out, self._state(after, call, buffers) if call.streams and after is not None else None
 
     def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
@@ -233,16 +237,15 @@ class KernelCore(AttentionCore):
     def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
         inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
-        common: dict[str, Any] = {
-            "spec": self.feature_map.spec_id,
-            "tensors": tensors,
-            "scale": call.scale,
-            "key_mask": call.key_mask,
-            "normalize": self.normalize,
-        }
-        if not call.is_causal:
-            return linear_attention(*inputs, **common), None
-        return causal_attention(*inputs, **common, state=None if call.state is None else call.state.tensors)
+        return attend_plain(self, call, inputs, tensors, parallel=self._takes_parallel(call))
+
+    def _takes_parallel(self, call: Call) -> bool:
+        """Whether a call goes by the algorithm for accelerators."""
+        return takes_parallel(call.algorithm, call.query.device, lambda: self._not_parallel(call))
+
+    def _not_parallel(self, call: Call) -> str | None:
+        """What of a call that algorithm does not cover; None where it covers all."""
+        return not_parallel(self, call)
 
     def _step_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Attend with one token without a bias: (B, H, 1, E), and the tensors of the state after it."""

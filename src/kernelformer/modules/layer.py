@@ -14,6 +14,7 @@ from kernelformer.errors import fraction, positive_int, shape
 from kernelformer.modules.build import build_attention
 from kernelformer.modules.context import tokens_before
 from kernelformer.modules.layer_positions import check_near_positions, layer_positions, layer_rotary
+from kernelformer.modules.loops import check_algorithm
 from kernelformer.modules.options import method_options, near_settings
 from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.positions import RelativePositions
@@ -42,6 +43,7 @@ class KernelAttention(nn.Module):
         dropout: the share of the output y that training sets to 0, as `torch.nn.Dropout` after the layer would.
         attention_dropout: the same of the attention weights, as `torch.nn.MultiheadAttention`'s ``dropout``; for exact
             methods and near tokens that are attended to exactly, since otherwise no weights are formed.
+        algorithm: of the core's calls, "chunked" or "parallel", with ``relative`` also others; None for the best one.
         device: of the projections.
         dtype: of the projections.
         options: of the core, see `build_attention`. Layers of one model do well with different seeds. With ``window``
@@ -64,6 +66,7 @@ class KernelAttention(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        algorithm: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -105,6 +108,9 @@ class KernelAttention(nn.Module):
         problem = self.core.refusal(causal)
         if problem is not None:
             raise ValueError(str(problem).replace("is_causal=", "causal="))  # as this layer calls it
+        self.algorithm = algorithm
+        if check_algorithm(algorithm, method, self.core.takes_loops) != algorithm and self.positions is None:
+            raise ValueError(f"algorithm={algorithm!r} is for a relative bias, got relative=None.")
         if self.positions is not None:
             self.positions.to(device)
             if not self.core.takes_bias:
@@ -290,7 +296,7 @@ class KernelAttention(nn.Module):
             self._check_stream(x, context)
         q, k = self._rotate(q, k, state, position_ids, segment_ids)
         common: dict[str, Any] = {"is_causal": self.causal, "key_mask": key_mask, "state": state}
-        common["segment_ids"] = segment_ids
+        common |= {"segment_ids": segment_ids, "algorithm": self.algorithm}
         if crosses and key_mask is not None:  # it says nothing about x, even if that is as long
             common["query_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         common |= self._gate(context)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kernelformer.attention import State
+from kernelformer.attention.parallel.choice import takes_parallel
 from kernelformer.attention.state import MadeBy
 from kernelformer.contract import no_autocast
 from kernelformer.errors import fraction, integer, positive_int
@@ -37,6 +38,7 @@ class LocalCore(AttentionCore):
     takes_bias = True
     has_near = True
     takes_dropout = True
+    takes_loops = True
 
     def __init__(
         self, method: str, *, window: int = 64, sinks: int = 4, attention_dropout: float = 0.0, **options: Any
@@ -54,7 +56,9 @@ class LocalCore(AttentionCore):
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         with no_autocast(call.query.device.type):
-            out, after = self.near.attend(call, None)
+            near = self.near
+            parallel = takes_parallel(call.algorithm, call.query.device, lambda: near.not_parallel(call))
+            out, after = near.attend(call, None, parallel=parallel)
         return out, self._state(after, call) if call.streams and after is not None else None
 
     def _step(self, call: Call) -> tuple[Tensor, State]:

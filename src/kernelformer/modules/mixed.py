@@ -83,6 +83,11 @@ class MixedCore(AttentionCore):
         return self.linear.feature_dim
 
     @property
+    def takes_loops(self) -> bool:  # type: ignore[override]
+        """Whether the linear core knows the algorithms "chunked" and "parallel"."""
+        return self.linear.takes_loops
+
+    @property
     def takes_segments(self) -> bool:  # type: ignore[override]
         """Whether both cores can keep packed sequences apart."""
         return self.exact.takes_segments and self.linear.takes_segments
@@ -162,7 +167,10 @@ class MixedCore(AttentionCore):
         states: list[State] = []
         common = {**self._common(call), "is_causal": call.is_causal, "query_mask": call.real_queries}
         for core, inputs, state in self._parts(call):
-            result = core(*inputs, state=state, return_state=call.streams, **common, **self._bias(call, core))
+            how = self._bias(call, core)
+            if call.algorithm is not None and core is self.linear:
+                how["algorithm"] = call.algorithm
+            result = core(*inputs, state=state, return_state=call.streams, **common, **how)
             outs.append(result[0] if call.streams else result)
             states += [result[1]] if call.streams else []
         return self._join(outs), PairState.of((states[0], states[1])) if states else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from kernelformer.attention.near import Sinks
 from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall
 from kernelformer.attention.near_keys import NearKeys, Tokens, join
+from kernelformer.attention.parallel.near_far import parallel_near_far_attention
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.recurrent import far_logits, far_step
 from kernelformer.attention.state import MadeBy
@@ -71,18 +73,27 @@ class NearFarAttention:
         """The scale of the near scores in a call of this scale."""
         return scale if self.scale is None else self.scale
 
-    def attend(self, call: Call, far: Far | None) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    def not_parallel(self, call: Call) -> str | None:
+        """What of a call the algorithm for accelerators does not cover; None where it covers all."""
+        if call.bias is not None and call.bias.slope is not None:
+            return "a bias with a slope"
+        return f"attention_dropout={self.dropout:g}" if self.dropout else None
+
+    def attend(
+        self, call: Call, far: Far | None, *, parallel: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Attend to all keys of a call, and in a stream to those before them.
 
         Args:
             call: keys and values have as many heads as the far part's sums.
             far: or None.
+            parallel: by the algorithm for accelerators.
 
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         if not call.in_stream:
-            out, _ = self.run(call, far, first_tokens(self.sinks, call, None), None, 0)
+            out, _ = self.run(call, far, first_tokens(self.sinks, call, None), None, 0, parallel=parallel)
             return out, None
         if is_exporting():
             return attend_stream(self, call, far)
@@ -102,7 +113,7 @@ class NearFarAttention:
             )
         call = replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
         sinks = first_tokens(self.sinks, call, None if before is None else before.sinks, offset, past)
-        out, after = self.run(call, far, sinks, [x.to(dtype) for x in sums], offset)
+        out, after = self.run(call, far, sinks, [x.to(dtype) for x in sums], offset, parallel=parallel)
         first = max(0, key.shape[2] - self.window)
         kept = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
         tokens = [key[:, :, first:], value[:, :, first:], kept[:, first:]]
@@ -123,6 +134,7 @@ class NearFarAttention:
         sums: Sequence[Tensor] | None,
         offset: int,
         later: Sequence[Tensor] = (),
+        parallel: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Attend to the keys of a call, of which ``offset`` are before the first query.
 
@@ -133,14 +145,22 @@ class NearFarAttention:
             sums: of far keys before those of the call.
             offset: number of keys before the first query.
             later: sums of far keys after those of the call.
+            parallel: by the algorithm for accelerators.
         """
-        return near_far_attention(
+        leading = 0
+        if parallel and sinks is not None and call.key_mask is None and not offset and call.state is None:
+            leading = min(self.sinks, call.key.shape[2])
+        far_mask = call.key_mask
+        if sinks is not None and not leading:
+            far_mask = without_sinks(sinks, call.key, call.key_mask)
+        attend = partial(parallel_near_far_attention, leading=leading, streams=call.in_stream)
+        return (attend if parallel else near_far_attention)(
             NearFarCall(
                 query=call.query,
                 key=call.key,
                 value=call.value,
                 key_mask=call.key_mask,
-                far_mask=call.key_mask if sinks is None else without_sinks(sinks, call.key, call.key_mask),
+                far_mask=far_mask,
                 sinks=sinks or (),
                 bias=() if call.bias is None else self._bias(call.bias, call.is_causal),
                 seed=torch.randint(1 << 62, ()) if self.dropout else None,

@@ -14,6 +14,7 @@ from kernelformer.attention.decomposed import is_exporting
 from kernelformer.attention.near import Sinks
 from kernelformer.attention.near_keys import NearKeys, Tokens
 from kernelformer.modules.call import Call
+from kernelformer.modules.checks import can_look
 
 NO_SINK = -1  # position of a sink that a sample does not have yet
 
@@ -87,8 +88,14 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
     batch, length = key.shape[0], key.shape[2]
     if before is not None:
         before = before._replace(position=before.position - (past - offset))
-        if not torch.compiler.is_compiling() and bool(before.visible.all()):
+        if can_look(key) and bool(before.visible.all()):
             return before
+    if before is None and mask is None and count <= length:
+        position = torch.arange(count, device=key.device).expand(batch, -1)
+        first = [x[:, :, :count] for x in (key, value)]
+        if call.in_stream:  # views would keep all of a prompt
+            first = [x.clone() for x in first]
+        return Sinks(first[0], first[1], position, torch.ones_like(position, dtype=torch.bool))
     number = torch.arange(1, count + 1, device=key.device).expand(batch, -1)
     made = number.new_zeros(batch, 1) if before is None else before.visible.sum(1, keepdim=True)
     new = key.new_ones(batch, length - offset, dtype=torch.bool) if mask is None else mask[:, offset:]

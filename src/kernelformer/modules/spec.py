@@ -3,7 +3,7 @@
 favor+                                       a method
 nprf:num_features=64:relative=1d             with options
 favor+:rotary=True:rotary_base=500000        with rotary positions, in a layer
-favor+:algorithm=fft                         with what is an option of a call, in the benchmark
+favor+:algorithm=parallel                    with an option of its calls, in a layer and in the benchmark
 bigbird:block_size=16                        a sparse layer of transformers, in an encoder
 2 x softmax, 4 x favor+:num_features=64      block by block
 softmax > favor+                             the encoder's attention and the decoder's
@@ -132,7 +132,7 @@ def parse_attention(text: str) -> tuple[str, dict[str, Any]]:
     values = spec.values
     positions = {name: x for name, x in values.items() if "relative" in values and name in POSITION_OPTIONS}
     own = {name: x for name, x in values.items() if name not in positions}
-    return spec.method, {**resolve_options(spec.method, own, ("relative", *ROTARY_OPTIONS)), **positions}
+    return spec.method, {**resolve_options(spec.method, own, ("relative", "algorithm", *ROTARY_OPTIONS)), **positions}
 
 
 def _checked(text: str) -> AttentionSpec:

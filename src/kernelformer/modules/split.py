@@ -21,11 +21,14 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.ranks import Ranks
+from kernelformer.attention.ranks import Ranks, RanksError
 from kernelformer.modules.call import Call
 from kernelformer.modules.packed import Segments, attend_apart, attend_packed
 from kernelformer.modules.split_parts import (
+    SHORT,
     Sent,
+    Side,
+    first_places,
     first_sinks,
     incoming,
     no_sums,
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Facts(NamedTuple):
-    """What ranks compare before they exchange anything; all but the last four have to agree."""
+    """What ranks compare before they exchange anything; all but the last three have to agree."""
 
     batch: int
     query_heads: int
@@ -56,14 +59,14 @@ class Facts(NamedTuple):
     segment_ids: int
     gradients: int
     returned_state: int
+    weights: int
     queries: int
     keys: int
     masked: int
-    problem: int
 
 
-FREE = 4  # of them may differ
-CODED = ("method", "dtype", "bias")  # numbers that say nothing
+FREE = 3  # of them may differ
+CODED = ("method", "dtype", "bias", "weights")  # numbers that say nothing
 NAMES = {name: name.replace("_", " ") for name in Facts._fields} | {
     "batch": "the number of samples",
     "method": "the method or its settings",
@@ -73,6 +76,17 @@ NAMES = {name: name.replace("_", " ") for name in Facts._fields} | {
     "causality": "is_causal",
     "returned_state": "return_state",
     "segment_ids": "whether segment_ids are given",
+    "bias": "the bias, its max_distance or its slope",
+    "weights": "the weights of their kernels",
+}
+
+
+# Floating point types by integers of the same size.
+_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
 }
 
 
@@ -85,14 +99,15 @@ def _facts(core: AttentionCore, call: Call) -> Facts:
     q, k, v, bias = call.query, call.key, call.value, call.bias
     settings = dict(getattr(getattr(core, "feature_map", None), "identity", {}))
     seed, draw = (int(settings.pop(name, 0)) for name in ("seed", "draw number"))
-    near = (getattr(core, "window", None), getattr(core, "sinks", 0), getattr(core, "normalize", True))
+    others = ("window", "sinks", "normalize", "normalize_qk", "near_scale", "attention_dropout")
+    settings |= {name: getattr(core, name, None) for name in others}
     needs = torch.is_grad_enabled() and any(
         x.requires_grad for x in (k, v, *core.parameters(), *(() if bias is None else (bias.table,)))
     )
-    table = () if bias is None else (tuple(bias.table.shape), bias.window, bias.slope is None)
+    table = () if bias is None else (tuple(bias.table.shape), bias.window, _bits(bias.table, bias.slope))
     return Facts(
         *(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]),
-        method=_code(core.method, near, settings, call.scale),
+        method=_code(core.method, settings, call.scale),
         seed=seed,
         draw=draw,
         dtype=_code(q.dtype),
@@ -101,28 +116,31 @@ def _facts(core: AttentionCore, call: Call) -> Facts:
         segment_ids=int(call.segment_ids is not None),
         gradients=int(needs),
         returned_state=int(call.streams),
+        weights=_bits(*core.parameters(), *core.buffers()),
         queries=q.shape[2],
         keys=k.shape[2],
         masked=int(call.key_mask is not None),
-        problem=0,
     )
+
+
+def _bits(*tensors: Tensor | None) -> int:
+    """A number that stands for the numbers of some tensors, exactly and in any order; 0 where looking is waiting."""
+    total = 0
+    for x in tensors:
+        if x is not None and x.device.type == "cpu" and x.numel() and x.dtype in _INTEGERS:
+            total += int(x.detach().contiguous().view(_INTEGERS[x.dtype]).sum(dtype=torch.int64))
+    return total % (1 << 62)
 
 
 def _agree(ranks: Ranks, facts: Facts | None, problem: Exception | None) -> list[Facts]:
     """The facts of all ranks, or on every rank an error where they do not fit one another."""
-    own = facts if facts is not None else Facts._make([*[0] * (len(Facts._fields) - 1), 1])
-    every = [Facts(*x) for x in ranks.gather_numbers(torch.tensor(own, device=ranks.device)).tolist()]
-    if problem is not None:
-        raise problem
-    for rank, other in enumerate(every):
-        if other.problem:
-            raise ValueError(f"rank {rank} of {ranks.size} cannot make this call, and says why; no rank can alone.")
+    every = [Facts(*x) for x in ranks.meet("attention", facts or [0] * len(Facts._fields), problem)]
     for name in Facts._fields[:-FREE]:
         values = [getattr(x, name) for x in every]
         for rank, value in enumerate(values):
             if value != values[0]:
                 what = NAMES[name] + ("" if name in CODED else f": {values[0]} and {value}")
-                raise ValueError(
+                raise RanksError(
                     f"ranks 0 and {rank} of {ranks.size} do not make the same call: they differ in {what}; "
                     f"give all ranks of a sequence the same model, settings and samples, and each its own tokens."
                 )
@@ -179,12 +197,22 @@ class _Split:
                 )
         self.gradients = bool(every[0].gradients)
         self.starts = list(accumulate((x.keys for x in every), initial=0))
+        queries = list(accumulate((x.queries for x in every), initial=0))
+        if (core.has_near or call.bias is not None) and self.starts[:-1] != queries[:-1]:
+            raise ValueError(
+                f"a window, sinks or a bias count tokens along one sequence, but queries begin at {queries[:-1]} and "
+                f"keys at {self.starts[:-1]} on the {ranks.size} ranks; give every rank as many keys as queries."
+            )
         assert core.splits is not None
-        tokens = (sum(x.queries for x in every), self.starts[-1])
+        tokens = (queries[-1], self.starts[-1])
         # Normalized already: what goes around is what the sums see.
         self.own = core.splits(core, core._normalized(call), tokens, self.starts[self.rank])
         self.call, self.form = self.own.call, self.own.form
-        self.runs = Runs(call, self.form.sinks, ranks, any(x.masked for x in every))
+        self.runs = Runs(self.call, self.form.sinks, ranks, any(x.masked for x in every))
+        length, reach = call.key.shape[2], self.form.reach
+        places = [reach, length - reach]
+        places += [first_places(self.form, x)[0] for x in self.runs.runs] if self.form.sinks else []
+        self.form = self.form.cut(x for x in places if x <= SHORT or x == length - reach)
 
     def attend(self) -> tuple[Tensor, State | None]:
         """Exchange, then attend to one's own tokens and what came of the others."""
@@ -192,7 +220,9 @@ class _Split:
 
     def _exchange(self, parts: list[Sent]) -> list[Sent]:
         """What all ranks send, in one exchange."""
-        gathered, result = self.ranks.gather([x for part in parts for x in part.tensors], self.gradients), []
+        sources = [x for x in (self.call.key, self.call.value, *self.core.parameters()) if x.requires_grad]
+        gathered = self.ranks.gather([x for part in parts for x in part.tensors], self.gradients, sources)
+        result = []
         for part in parts:
             count = len(part.tensors)
             result.append(part.like(gathered[:count]))
@@ -207,10 +237,16 @@ class _Split:
         sums = no_sums(self.form) if is_last else sums_one_way(self.form, run, False)
         (sent,) = self._exchange([outgoing(self.form, run, sums, False)])
         left = incoming(self.form, sent, links, self.ranks, self.starts, mirror=False)
+        at_once = call.segment_ids is None and not call.streams and self.own.goes_on()
         sinks = None
-        if self.form.sinks:
+        if self.form.sinks:  # a stream finds its own ones itself
             valid, position = runs.first_visible(LAST, self.starts)
-            sinks = first_sinks(sent.sinks, valid & links.unsqueeze(2), position)
+            seen = links | self._here() if at_once else links
+            sinks = first_sinks(sent.sinks, valid & seen.unsqueeze(2), position)
+        if at_once:
+            key, value, mask = left.tokens
+            nothing = Side([], (key[:, :, :0], value[:, :, :0], mask[:, :0]))
+            return self.own.between(call, [], (left, nothing), sinks), None
         state = self.own.state(left, sinks)
         if call.segment_ids is None:
             out, after = self.core._attend_alone(replace(call, state=state))
@@ -218,6 +254,10 @@ class _Split:
             state = replace(state, last_id=runs.ids[self.rank, :, FIRST])
             out, after = attend_packed(self.core, replace(call, state=state))
         return out, None if after is None else replace(after, length=self.starts[self.rank + 1])
+
+    def _here(self) -> Tensor:
+        """Which rank is this one, (R, 1) bool."""
+        return (torch.arange(self.ranks.size, device=self.call.key.device) == self.rank).unsqueeze(1)
 
     def _both(self) -> Tensor:
         """Bidirectional, with a state on each side; of packed rows the first and the last segment one by one."""
@@ -261,10 +301,9 @@ class _Split:
         if form.sinks:
             places = [runs.first_visible(x, self.starts) for x in (LAST, FIRST)]
             from_left = torch.arange(ranks.size, device=left.device) < self.rank + (which == LAST)
-            here = torch.arange(ranks.size, device=left.device) == self.rank
             at = from_left.view(-1, 1, 1)
             valid, position = (torch.where(at, x, y) for x, y in zip(*places, strict=True))
-            seen = left | right | here.unsqueeze(1)
+            seen = left | right | self._here()
             rows = [torch.where(at[..., None, None], x, y) for x, y in zip(to_right.sinks, to_left.sinks, strict=True)]
             sinks = first_sinks(rows, valid & seen.unsqueeze(2), position)
         alone = self.call

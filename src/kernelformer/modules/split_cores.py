@@ -18,6 +18,8 @@ from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.attention.relative.sums import sums_of_state
 from kernelformer.attention.sums import read_sums
 from kernelformer.contract import compute_dtype, no_autocast
+from kernelformer.modules.bad_tokens import BadTokens
+from kernelformer.modules.bias import check_tail
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.near_far import Far, NearFarAttention
 from kernelformer.modules.near_stream import NO_SINK, Stream
@@ -48,10 +50,11 @@ class CoreSplit(ABC):
         self.core, self.start = core, start
         self.call = call
         if call.bias is not None:
-            # Tokens before this rank's: all where a near part counts positions, else those that are one by one.
-            past = start if core.has_near else min(call.bias.window or 0, start)
+            # Tokens before this rank's: all where packed rows count positions, else those that are one by one.
+            is_packed = call.segment_ids is not None
+            past = start if core.has_near and is_packed else min(call.bias.window or 0, start)
             later = max(0, tokens[1] - start - call.key.shape[2])
-            self.call = replace(call, bias=around(call.bias, call, tokens, past, later))
+            self.call = replace(call, bias=around(call.bias, call, core, tokens, past, later))
         self.form = self._form()
 
     @staticmethod
@@ -64,6 +67,8 @@ class CoreSplit(ABC):
                 f"{what} needs all keys of {core.method!r} one by one, and they are on several ranks; give positions "
                 f"with max_distance=..., or scheme='alibi'."
             )
+        if call.algorithm == "parallel":
+            return ValueError("algorithm='parallel' is for one process; leave it out, or take 'chunked'.")
         if bias is not None and bias.algorithm not in (None, "windowed"):
             return ValueError(f"algorithm={bias.algorithm!r} is for one process; leave it out, or take 'windowed'.")
         return None
@@ -75,17 +80,22 @@ class CoreSplit(ABC):
     def state(self, left: Side, sinks: Sinks | None) -> State:
         """The state before this rank's tokens."""
 
+    def goes_on(self) -> bool:
+        """Whether a causal call is also a case of `between`, with nothing after it, in less time than by a state."""
+        return False
+
     @abstractmethod
     def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
         """Attend to a call's keys and to those on both sides, whose sums in the middle are ``own``: (B, H, L, E)."""
 
 
-def around(bias: Bias, call: Call, tokens: tuple[int, int], past: int, later: int) -> Bias:
+def around(bias: Bias, call: Call, core: AttentionCore, tokens: tuple[int, int], past: int, later: int) -> Bias:
     """A bias for the tokens of this rank and those next to them, from one over the whole sequence.
 
     Args:
         bias: over all distances, (H, queries + keys - 1) on all ranks, or up to the window, (H, 2 w + 1).
         call: of this rank.
+        core: which may have a window of its own.
         tokens: queries and keys on all ranks.
         past: tokens before this rank's that it has to be for.
         later: tokens after this rank's, of which as many as the window are its neighbours.
@@ -93,22 +103,27 @@ def around(bias: Bias, call: Call, tokens: tuple[int, int], past: int, later: in
     assert bias.window is not None
     window, entries = bias.window, bias.table.shape[1]
     queries, keys = tokens
-    if entries == 2 * window + 1:
-        middle = window
-    elif entries == queries + keys - 1:
+    whole = max(0, queries + keys - 1)
+    if entries == whole:  # first: of a cross-attention both may be as many
         middle = queries - 1
+        check_tail(bias.table, middle, window, bias.slope, call.is_causal)
+    elif entries == 2 * window + 1:
+        middle = window
     else:
         raise ValueError(
-            f"bias must be over all distances of the whole sequence, (heads, {queries + keys - 1}) for {queries} "
+            f"bias must be over all distances of the whole sequence, (heads, {whole}) for {queries} "
             f"queries and {keys} keys on all ranks, or up to max_distance={window}, (heads, {2 * window + 1}), got "
             f"{tuple(bias.table.shape)}."
         )
+    near = getattr(core, "near", None)
+    if isinstance(near, NearFarAttention):  # by the whole bias, so that all ranks see the same
+        near.check_bias(replace(bias, layout=Layout(middle + 1, entries - middle, 0)), call.is_causal)
     length, count = call.query.shape[2], call.key.shape[2]
     if not call.is_causal:
         count += min(window, later)
     reach = past + count  # keys that the bias is for
     distance = torch.arange(max(0, length + reach - 1), device=bias.table.device) - (past + length - 1)
-    index = (middle + distance.clamp(-window, window)).clamp(0, entries - 1)
+    index = (middle + distance.clamp(-window, window)).clamp(0, max(0, entries - 1))
     table = bias.table[:, index]
     if bias.slope is not None:
         beyond = (distance.abs() - window).clamp_min(0)
@@ -169,6 +184,10 @@ class LocalSplit(CoreSplit):
         """See `CoreSplit`."""
         made_by = self.core._made_by(self.call.scale) + self.core.near.made_by(self.call)
         return near_state(left, sinks, self.start, made_by)
+
+    def goes_on(self) -> bool:
+        """See `CoreSplit`: no mask has to be made where nothing is hidden; bad tokens are a stream's to deal with."""
+        return BadTokens.of(self.call) is None
 
     def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
         """See `CoreSplit`."""
@@ -239,6 +258,10 @@ class KernelSplit(CoreSplit):
         sums = sums_of_state(left.sums, self.form.positive)
         key, value, mask = left.tokens
         return State((*sums, key, value, mask), mask.shape[1], made_by + core.biased.made_by(call))
+
+    def goes_on(self) -> bool:
+        """See `CoreSplit`: no mask has to be made where nothing is hidden; bad tokens are a stream's to deal with."""
+        return self.core.has_near and BadTokens.of(self.call) is None
 
     def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
         """See `CoreSplit`."""

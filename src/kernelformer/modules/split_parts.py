@@ -6,8 +6,9 @@ neighbour. So an exchange is of one size whatever the length, and nothing is eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,17 @@ from kernelformer.attention.near_keys import Tokens
 from kernelformer.attention.ranks import Ranks
 from kernelformer.attention.sums import faded, key_sums, merge_sums
 from kernelformer.contract import compute_dtype, lookup
+
+SHORT = 1024  # tokens among which sinks are looked for without a gradient as long as the sequence
+
+
+class Piece(NamedTuple):
+    """Some of a rank's tokens: where they begin and end, keys (B, G, n, D) and values (B, G, n, E)."""
+
+    first: int
+    last: int
+    key: Tensor
+    value: Tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class Form:
         normalize: whether what is read from the sums is divided by the sum of the weights.
         parts: see `key_sums`.
         slope: (G), what the log weight of a far token falls by per token of distance; None: it does not.
+        pieces: of the tokens, see `cut`.
     """
 
     key: Tensor
@@ -49,26 +62,54 @@ class Form:
     normalize: bool = True
     parts: bool = False
     slope: Tensor | None = None
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def positive(self) -> bool:
         """The family of the map."""
         return lookup(self.spec).family == "positive"
 
+    def cut(self, places: Iterable[int]) -> Form:
+        """The same with keys and values cut into pieces at some places.
+
+        All at once: each slice of a long tensor would get a gradient as long as the tensor, nearly all of it zeros.
+        """
+        length = self.key.shape[2]
+        ends = [0, *sorted({x for x in places if 0 < x < length}), length]
+        if len(ends) == 2:  # as it is: even one piece that was cut would have a gradient of its own
+            return replace(self, pieces=(Piece(0, length, self.key, self.value),))
+        sizes = [last - first for first, last in pairwise(ends)]
+        parts = zip(pairwise(ends), self.key.split(sizes, 2), self.value.split(sizes, 2), strict=True)
+        return replace(self, pieces=tuple(Piece(*span, key, value) for span, key, value in parts))
+
+    def between(self, first: int, last: int) -> list[Piece]:
+        """The pieces from one place to another, both of which are cuts; one that is empty where there are none."""
+        found = [x for x in self.pieces if first <= x.first and x.last <= last]
+        return found or [Piece(first, first, self.key[:, :, :0].detach(), self.value[:, :, :0].detach())]
+
+    def tokens(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys and values from one cut to another."""
+        keys, values = zip(*((x.key, x.value) for x in self.between(first, last)), strict=True)
+        return torch.cat(keys, 2), torch.cat(values, 2)
+
     def sums(self, first: int, last: int, mask: Tensor | None, mirror: bool) -> list[Tensor]:
-        """The state of tokens first to last."""
-        return key_sums(
-            self.key[:, :, first:last],
-            self.value[:, :, first:last],
-            spec=self.spec,
-            tensors=self.tensors,
-            scale=self.scale,
-            key_mask=None if mask is None else mask[:, first:last],
-            normalize=self.normalize,
-            parts=self.parts,
-            slope=self.slope,
-            mirror=mirror,
-        )
+        """The state of the tokens from one cut to another."""
+        states = []
+        for piece in self.between(first, last):
+            state = key_sums(
+                piece.key,
+                piece.value,
+                spec=self.spec,
+                tensors=self.tensors,
+                scale=self.scale,
+                key_mask=None if mask is None else mask[:, piece.first : piece.last],
+                normalize=self.normalize,
+                parts=self.parts,
+                slope=self.slope,
+                mirror=mirror,
+            )
+            states.append(self.fade(state, piece.first - first if mirror else last - piece.last))
+        return states[0] if len(states) == 1 else self.merged(states)
 
     def merged(self, states: Sequence[Sequence[Tensor]], used: Tensor | None = None) -> list[Tensor]:
         """One state from several, of which ``used`` (R) or (R, B) counts; None: all."""
@@ -79,7 +120,11 @@ class Form:
 
     def fade(self, state: list[Tensor], tokens: int) -> list[Tensor]:
         """A state as it is seen from so many tokens farther away."""
-        return state if self.slope is None or not tokens else faded(state, self.slope.to(state[0].dtype) * tokens)
+        return (
+            state
+            if self.slope is None or not tokens or not state
+            else faded(state, self.slope.to(state[0].dtype) * tokens)
+        )
 
 
 class Run(NamedTuple):
@@ -124,6 +169,15 @@ class Sent:
         rest = list(tensors)
         lists = (self.full, self.head, self.edge, self.marks, self.sinks)
         return Sent(*([rest.pop(0) for _ in x] for x in lists))
+
+
+def first_places(form: Form, run: Run) -> tuple[int, tuple[Tensor, Tensor]]:
+    """Where the first visible tokens of a run end, and the keys and values up to there; all where that is far."""
+    length = form.key.shape[2]
+    inside = run.firsts[run.firsts < length]
+    end = int(inside.max()) + 1 if inside.numel() else 0
+    known = any(x.first == end or x.last == end for x in form.pieces)
+    return end, form.tokens(0, end) if known and end <= SHORT else (form.key, form.value)
 
 
 class Sums(NamedTuple):
@@ -181,19 +235,19 @@ def outgoing(form: Form, run: Run, sums: Sums, mirror: bool, shared: bool = Fals
     dtype = compute_dtype(form.key.dtype)
     missing = max(0, reach - length)
     room = (0, missing) if mirror else (missing, 0)
-    at = slice(0, reach) if mirror else slice(max(0, length - reach), length)
+    at = slice(0, min(reach, length)) if mirror else slice(max(0, length - reach), length)
     hidden = None if run.mask is None else ~run.mask[:, None, at, None]
     edge: list[Tensor] = []
-    for x in (form.key, form.value) if reach else ():
-        piece = x[:, :, at] if hidden is None else x[:, :, at].masked_fill(hidden, 0)
+    for x in form.tokens(at.start, at.stop) if reach else ():
+        piece = x if hidden is None else x.masked_fill(hidden, 0)
         edge.append(F.pad(piece.to(dtype), (0, 0, *room)))
     marks = []
     if reach and run.mask is not None and run.far is not None:
         marks = [torch.stack([F.pad(x[:, at].to(dtype), room) for x in (run.mask, run.far)])]
     picked = []
-    for x in (form.key, form.value) if form.sinks and not shared else ():
-        index = run.firsts[:, None, :, None].clamp(0, max(0, length - 1)).expand(-1, x.shape[1], -1, x.shape[3])
-        rows = x.gather(2, index) if length else x.new_zeros(index.shape)
+    for x in first_places(form, run)[1] if form.sinks and not shared else ():
+        index = run.firsts[:, None, :, None].clamp(0, max(0, x.shape[2] - 1)).expand(-1, x.shape[1], -1, x.shape[3])
+        rows = x.gather(2, index) if x.shape[2] else x.new_zeros(index.shape)
         picked.append(rows.to(dtype))
     full = () if shared and form.slope is None else sums.full
     return Sent(full=full, head=sums.head if reach else (), edge=edge, marks=marks, sinks=picked)
@@ -228,14 +282,18 @@ def incoming(form: Form, sent: Sent, links: Tensor, ranks: Ranks, starts: Sequen
     batch = form.key.shape[0]
     others = range(here + 1, ranks.size) if mirror else range(here)
     gaps = {s: starts[s] - starts[here + 1] if mirror else starts[here] - starts[s + 1] for s in others}
-    if form.spec:
+    if form.spec and not reach and form.slope is None:
+        counted = torch.tensor([s in gaps for s in range(ranks.size)], device=links.device)
+        sums = merge_sums(sent.full, links & counted.unsqueeze(1), form.positive)
+    elif form.spec:
         states: list[list[Tensor]] = []
         used: list[Tensor] = []
-        for s in range(ranks.size):  # those that do not count too: the exchange has to run backward on every rank
-            full = [x[s] for x in sent.full]
+        # Not one by one: the gradient of x[s] would be a tensor of all ranks for each of them.
+        fulls, heads = ([list(y) for y in zip(*(x.unbind(0) for x in z), strict=True)] for z in (sent.full, sent.head))
+        for s, full in enumerate(fulls):  # those that do not count too: an exchange runs backward on every rank
             counts = s in gaps
             if counts and gaps[s] < reach:
-                states += [form.fade([x[s] for x in sent.head], gaps[s])]
+                states += [form.fade(heads[s], gaps[s])]
                 states += _between(form, sent, s, starts, gaps[s], mirror)
             else:
                 states.append(form.fade(full, gaps[s]) if counts else full)
@@ -259,16 +317,7 @@ def _between(form: Form, sent: Sent, s: int, starts: Sequence[int], gap: int, mi
     at = slice(first, first + beyond)
     key, value = (x[s][:, :, at] for x in sent.edge)
     far = sent.marks[0][s][1][:, at] > 0 if sent.marks else None
-    short = Form(
-        key,
-        value,
-        spec=form.spec,
-        tensors=form.tensors,
-        scale=form.scale,
-        normalize=form.normalize,
-        parts=form.parts,
-        slope=form.slope,
-    )
+    short = replace(form, key=key, value=value).cut(())
     return [short.sums(0, beyond, far, mirror)]
 
 

@@ -8,15 +8,23 @@ from kernelformer.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kernelformer.parallel.checkpoint import load_sharded, save_sharded
-    from kernelformer.parallel.context import context_parallel, sum_gradients
+    from kernelformer.parallel.context import context_parallel, next_token_loss, sum_gradients
     from kernelformer.parallel.group import start_group
     from kernelformer.parallel.sharding import shard
 
-__all__ = ["context_parallel", "load_sharded", "save_sharded", "shard", "start_group", "sum_gradients"]
+__all__ = [
+    "context_parallel",
+    "load_sharded",
+    "next_token_loss",
+    "save_sharded",
+    "shard",
+    "start_group",
+    "sum_gradients",
+]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     dict.fromkeys(("load_sharded", "save_sharded"), f"{__name__}.checkpoint")
-    | dict.fromkeys(("context_parallel", "sum_gradients"), f"{__name__}.context")
+    | dict.fromkeys(("context_parallel", "next_token_loss", "sum_gradients"), f"{__name__}.context")
     | {"shard": f"{__name__}.sharding", "start_group": f"{__name__}.group"},
 )

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from kernelformer.attention.ranks import Ranks
-from kernelformer.modules.context import split_over
+from kernelformer.modules.context import active_ranks, next_column, share_of_mean, split_over
+
+IGNORED = -100  # label of a token that does not count
 
 
 @contextmanager
@@ -28,6 +31,10 @@ def context_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
     calls in the same order, with as many samples, and parts that may differ in length. A causal layer needs what is
     left of the ranks before, a bidirectional one of all: a state of constant size, and near tokens where there are any.
 
+    Every rank's loss has to depend on its outputs, with a factor of 0 if need be, since a backward pass is an exchange
+    too; it comes in the same order on all of them, and once. A NaN that a rank passes on reaches the gradients of its
+    sample and head on the ranks before. The block counts for all threads of the process.
+
     Methods with a state of constant size can do it, `local` too. Those that look at the whole sequence at once
     (landmarks, but learned ones), that keep every key, or that forget (rfa-gate) raise a ValueError.
 
@@ -37,8 +44,8 @@ def context_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
     Yields:
         the ranks: ``rank``, ``size``, ``part(tokens)``, ``starts(length)`` and the bytes ``sent`` so far.
 
-    Cost per layer: one all-gather of B G (M (E + 1) [twice with near tokens] + w (D + E)) numbers forward and as many
-    backward, whatever the length.
+    Cost per layer: one all-gather of a state, B G M (E + 1) numbers, forward and as many backward, whatever the length;
+    with w near tokens on a side two states and B G w (D + E) numbers, on both sides three and twice as many.
     """
     with split_over(Ranks(group)) as ranks:
         yield ranks
@@ -60,3 +67,19 @@ def sum_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> N
         if weight.grad is None:  # nothing reached it on this rank; on another something may have
             weight.grad = torch.zeros_like(weight)
         dist.all_reduce(weight.grad, group=group)
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The mean cross-entropy of the next tokens, over those of all ranks; within `context_parallel`.
+
+    For models of others, a converted one of transformers among them, whose own loss knows the tokens of one rank only.
+    Its value is the same on all ranks, and its gradient is a rank's share.
+
+    Args:
+        logits: (B, L, vocabulary) of this rank's tokens.
+        tokens: (B, L), -100 = not counted.
+    """
+    wanted = torch.cat([tokens[:, 1:], next_column(tokens, IGNORED)], 1)[:, : tokens.shape[1]].flatten()
+    total = F.cross_entropy(logits.flatten(0, -2).float(), wanted, ignore_index=IGNORED, reduction="sum")
+    count = (wanted != IGNORED).sum()
+    return total / count if active_ranks() is None else share_of_mean(total, count)

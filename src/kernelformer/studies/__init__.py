@@ -122,6 +122,12 @@ STUDIES: dict[str, Study] = {
             settings.PackingSettings,
         ),
         Study(
+            "ranks",
+            "One sequence over several processes: time against independent ones, bytes exchanged, memory of each",
+            "",
+            settings.RanksSettings,
+        ),
+        Study(
             "tour",
             "Two minutes of figures: error by number of features, speed and memory by length, decoding by context",
             "Performer (2009.14794), Fig. 3 and 4",

@@ -291,3 +291,19 @@ class AminoAcidsSettings(Settings):
     resamples: int = option(1000, "of the sequences and of the amino acids' names", least=2)
     allow_pickle: bool = option(False, "read pickled weights", switch=True)
     seed: int = option(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksSettings(Settings):
+    """Settings of `studies.ranks`."""
+
+    attention: tuple[str, ...] = option(("favor+:num_features=64", "favor+:num_features=64:window=64:sinks=4"), SPECS)
+    ranks: tuple[int, ...] = option((2, 4), "numbers of ranks, a process of one thread each", least=2)
+    length: int = option(32768, "tokens of each rank", least=1)
+    crowded_length: int = option(4096, "tokens of each rank that are timed where ranks outnumber the cores", least=1)
+    batch: int = option(1, least=1)
+    heads: int = option(8, least=1)
+    head_dim: int = option(64, least=1)
+    rounds: int = option(5, "timed repeats of each, interleaved, after one that warms up", least=1)
+    softmax: int = option(4096, "tokens that exact attention is timed with, for the plan", least=1)
+    memory: bool = option(True, "measure peak memory too, of one rank alone as well")

@@ -87,8 +87,8 @@ class Run:
         log_every: updates between lines of ``metrics.jsonl``.
         parallel: what several processes divide: "data", the batch, or "context", also the sequences.
         context_parallel: ranks that each sequence is split over; the number of processes is a multiple of it. The batch
-            is divided among the groups of so many. Another number gives the same result but for rounding. 1: with
-            ``parallel="context"`` all processes, else none.
+            is divided among the groups of so many. Without dropout another number changes the result by rounding only.
+            1: with ``parallel="context"`` all processes, else none.
         workers: processes that get batches ready beside training; 0: training itself does, which is enough unless
             images are decoded on the way.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernelformer.reports.tables import choice, conversion, speed, studies, training
+from kernelformer.reports.tables import choice, conversion, scale, speed, studies, training
 from kernelformer.reports.tables.fill import Table
 
 TABLES: dict[str, Table] = {
@@ -49,4 +49,13 @@ TABLES: dict[str, Table] = {
     "position-errors": studies.position_errors,
     "smoothing": studies.smoothing,
     "packing": studies.packing,
+    "ranks-efficiency": scale.efficiency,
+    "ranks-bytes": scale.sent,
+    "ranks-memory": scale.memory,
+    "scale-speeds": scale.speeds,
+    "scale-memory": scale.needed,
+    "scale-bytes": scale.traffic,
+    "scale-plain": scale.layer_times(0),
+    "scale-near": scale.layer_times(1),
+    "scale-limits": scale.limits,
 }

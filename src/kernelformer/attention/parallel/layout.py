@@ -1,0 +1,105 @@
+"""How a call is laid out for the parallel algorithms: rows, chunks, segments, and what the backward pass keeps.
+
+A call goes segment by segment, and all chunks of a segment at once. A segment has so many tokens, and before that so
+many samples, that one mapped tensor of it has at most `SEGMENT` numbers,
+
+    b = SEGMENT / (H M min(L, SHORTEST)) samples        T = SEGMENT / (b H M) tokens, a whole number of chunks
+
+so that calls up to B H L M = SEGMENT are one segment, and larger ones bound their memory by it: they have
+B H L M / SEGMENT segments, rounded up in samples and in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+SEGMENT = 1 << 24  # numbers of a mapped tensor: 64 MiB in float32
+SHORTEST = 1024  # tokens; samples are taken apart before segments become shorter
+CHUNK = 64  # tokens of a causal chunk, a power of RADIX
+RADIX = 4  # parts that a chunk is cut into, and these again
+
+T = TypeVar("T")
+
+
+class RowSums(NamedTuple):
+    """What some keys give to rows of queries, to be added to what other keys give.
+
+    Args:
+        log: (N, L, R), the scale of a row's sums, without a gradient: the product is what counts.
+        sums: (N, L, R, E + 1), ``exp(-log) sum_j w_ij [v_j, 1]``.
+        guard: (N, L, R, 1), ``exp(-log) |phi(q_i)| sum_j |phi(k_j)|``; None: no guard.
+    """
+
+    log: Tensor
+    sums: Tensor
+    guard: Tensor | None = None
+
+
+def causal_chunk(length: int) -> int:
+    """Tokens of a chunk: `CHUNK`, or for short sequences the next power of `RADIX`."""
+    size = RADIX
+    while size < min(length, CHUNK):
+        size *= RADIX
+    return size
+
+
+def spans(length: int, row_numbers: int, multiple: int) -> Iterator[tuple[int, int]]:
+    """The start and end of every segment, at least one; ``row_numbers`` is B H M."""
+    step = max(multiple, SEGMENT // max(1, row_numbers) // multiple * multiple)
+    for start in range(0, max(1, length), step):
+        yield start, min(start + step, length)
+
+
+def sample_blocks(batch: int, length: int, token_numbers: int) -> list[slice]:
+    """Blocks of samples; ``token_numbers`` is H M."""
+    step = max(1, SEGMENT // max(1, token_numbers * min(length, SHORTEST)))
+    return [slice(start, start + step) for start in range(0, batch, step)]
+
+
+def of_samples(tensors: Sequence[Tensor], block: slice) -> list[Tensor]:
+    """Tensors (B or 1, ...) of some samples."""
+    return [x if x.shape[0] == 1 else x[block] for x in tensors]
+
+
+def in_chunks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
+    """(N, L, ...) -> (N, n, size, ...), the last chunk filled up; n is at least 1."""
+    length = x.shape[1]
+    missing = max(1, -(-length // size)) * size - length
+    if missing:
+        x = F.pad(x, (*[0, 0] * (x.dim() - 2), 0, missing), value=fill)
+    chunks: Tensor = x.unflatten(1, (-1, size))
+    return chunks
+
+
+def hidden_keys(key_mask: Tensor | None, start: int, end: int) -> Tensor | None:
+    """Which keys of a segment do not count, (B, 1, n, 1) bool, or None."""
+    return None if key_mask is None else ~key_mask[:, None, start:end, None]
+
+
+def with_ones(value: Tensor) -> Tensor:
+    """Values (..., E) as (..., E + 1): the sum of the ones is the denominator."""
+    return F.pad(value, (0, 1), value=1.0)
+
+
+def recomputed(function: Callable[..., T], *arguments: Any, learned: Sequence[Tensor] = ()) -> T:
+    """``function(*arguments)``, of which the backward pass keeps the arguments alone and computes the rest again.
+
+    Transforms of `torch.func` do not know how to; there everything is kept.
+
+    Args:
+        function: of tensors, tuples of tensors and other things.
+        arguments: its own.
+        learned: other tensors that it uses.
+    """
+    flat = [y for x in (*arguments, learned) for y in (x if isinstance(x, tuple | list) else (x,))]
+    needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+    if not needs_grad or (not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack()):
+        return function(*arguments)
+    result: T = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result

@@ -1,0 +1,195 @@
+"""Exact softmax on the keys near a query and on the sinks, all blocks of queries at once.
+
+    near(i) = { j : |i - j| < w } and the sinks          s_ij = scale q_i . k_j + b_(j-i)
+
+A block of C queries meets the keys that the windows of its queries reach, its own block and those before and after it.
+The windows of all blocks are one strided view of the keys. Where nothing is masked, keys that are not there are at the
+ends of the sequence only, and sinks are its first keys, hidden from the first queries by a triangle.
+
+Memory: two numbers per query and key of its block's windows, L (w + C) pairs for a causal call.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention.near import NearBias, Sinks, near_blocks
+from kernelformer.attention.near_far_call import NearFarCall
+from kernelformer.attention.parallel.layout import in_chunks, with_ones
+from kernelformer.attention.positive import EMPTY
+from kernelformer.contract import compute_dtype
+
+
+def near_block(window: int) -> int:
+    """Queries of a block: so many that windows overlap little, and that the rows of a block share most of theirs."""
+    return 64 * max(1, -(-window // 128))
+
+
+def near_numbers(call: NearFarCall) -> int:
+    """Scores of a query."""
+    size = near_block(call.window)
+    left, right = near_blocks(call.window, size, call.is_causal)
+    return size * (left + 1 + right)
+
+
+class NearRows:
+    """Queries from ``start`` to ``end`` with their near keys and the sinks.
+
+    Args:
+        call: the call.
+        start: the first query.
+        end: after the last one.
+        leading: number of sinks that are the first keys of the call and visible; 0: where they are is in the call.
+    """
+
+    def __init__(self, call: NearFarCall, start: int, end: int, leading: int) -> None:
+        self.call, self.start, self.length, self.leading = call, start, end - start, leading
+        self.groups, self.size = call.key.shape[1], near_block(call.window)
+        self.left, self.right = near_blocks(call.window, self.size, call.is_causal)
+        batch, heads, _, width = call.query.shape
+        dtype = compute_dtype(call.query.dtype)
+        rows = call.query[:, :, start:end].to(dtype).reshape(batch * self.groups, heads // self.groups, -1, width)
+        self.queries = in_chunks(rows.transpose(1, 2) * call.scale, self.size).flatten(2, 3)  # (N, n, C R, D)
+        self.rows, self.chunks = self.queries.shape[:2]
+        self.repeats = self.queries.shape[2] // self.size
+        self.logits: list[Tensor] = []
+        self.values: list[Tensor] = []
+        if call.window:
+            self._add_window()
+        if call.sinks:
+            self._add_sinks()
+        self.both = self.logits[0] if len(self.logits) == 1 else torch.cat(self.logits, -1)
+        self.log = self.both.detach().amax(-1).clamp_min(EMPTY / 2).flatten(1, 2)[:, : self.length]  # (N, L, R)
+
+    def sums(self, log: Tensor) -> Tensor:
+        """What the rows sum up relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
+        log = in_chunks(log, self.size, -EMPTY).unsqueeze(-1)
+        weights = (self.both - log).exp_().flatten(2, 3).split([x.shape[-1] for x in self.logits], -1)
+        sums: Tensor = weights[0] @ self.values[0]
+        for share, value in zip(weights[1:], self.values[1:], strict=True):
+            sums = sums + share @ value
+        return sums.view(self.rows, self.chunks * self.size, self.repeats, sums.shape[-1])[:, : self.length]
+
+    def _add_window(self) -> None:
+        call, size = self.call, self.size
+        low = self.start + call.offset - self.left * size
+        high, width = low + (self.left + self.chunks + self.right) * size, (self.left + 1 + self.right) * size
+        hidden = None
+        if call.key_mask is not None:
+            hidden = ~tokens_between(call.key_mask[:, None, :, None], low, high)
+        key = _rows(call.key, hidden, low, high)
+        scores = (self.queries @ key.unfold(1, width, size)).unflatten(2, (size, self.repeats))
+        outside = self._outside(width)  # (C, 1, K)
+        if call.bias:
+            scores = scores + self._band(width).to(scores.dtype)
+        if hidden is None:
+            scores.masked_fill_(outside, -torch.inf)
+            self._hide_ends(scores, low, width)
+        else:
+            gone = hidden.flatten(1).unfold(1, width, size)[:, None, :, None, None]  # (B, 1, n, 1, 1, K)
+            scores = scores.unflatten(0, (-1, self.groups)).masked_fill(gone | outside, -torch.inf).flatten(0, 1)
+        self.logits.append(scores)
+        self.values.append(with_ones(_rows(call.value, hidden, low, high)).unfold(1, width, size).mT)
+
+    def _hide_ends(self, scores: Tensor, low: int, width: int) -> None:
+        """Hide keys before the first and after the last one, in place: a slice of each block that reaches there."""
+        beyond, size = self.call.key.shape[2] - low, self.size  # places from there on have no keys
+        for block in range(min(self.chunks, -(-max(0, -low) // size))):
+            scores[:, block, :, :, : -low - block * size].fill_(-torch.inf)
+        whole = max(0, -(-beyond // size))  # blocks from there on have none at all
+        for block in range(max(0, (beyond - width) // size + 1), min(self.chunks, whole)):
+            scores[:, block, :, :, beyond - block * size :].fill_(-torch.inf)
+        if whole < self.chunks:
+            scores[:, whole:].fill_(-torch.inf)
+
+    def _outside(self, width: int) -> Tensor:
+        """Which places of a block's keys are not in the window of which query, (C, 1, K) bool."""
+        own, window = self.left * self.size, self.call.window
+        inside = torch.ones(self.size, width, dtype=torch.bool, device=self.queries.device)
+        inside.tril_(own + (0 if self.call.is_causal else window - 1)).triu_(own - window + 1)
+        return inside.logical_not_().unsqueeze(1)
+
+    def _band(self, width: int) -> Tensor:
+        """The bias of a block's keys, (N, 1, C, R, K)."""
+        device, window = self.queries.device, self.call.window
+        distance = torch.arange(width, device=device) - torch.arange(self.size, device=device).unsqueeze(1)
+        index = (distance + (window - 1 - self.left * self.size)).clamp_(0, 2 * window - 2)
+        band = NearBias(*self.call.bias).band.index_select(1, index.flatten()).view(-1, self.size, width)
+        band = band.view(self.groups, self.repeats, self.size, width).transpose(1, 2)  # (G, C, R, K)
+        return band.repeat(self.rows // self.groups, 1, 1, 1).unsqueeze(1)
+
+    def _add_sinks(self) -> None:
+        call, dtype = self.call, self.queries.dtype
+        sinks = self._sinks()
+        key, value = (x.to(dtype).flatten(0, 1) for x in sinks[:2])
+        flat = self.queries.flatten(1, 2)
+        scores = (flat @ key.mT).view(self.rows, self.chunks, self.size, self.repeats, key.shape[1])
+        if self.leading and not call.bias:
+            self._hide_near_sinks(scores)
+        else:
+            bias = self._sink_bias(sinks).to(dtype)
+            scores = (scores.unflatten(0, (-1, self.groups)) + bias).flatten(0, 1)
+        self.logits.append(scores)
+        self.values.append(with_ones(value).unsqueeze(1))
+
+    def _sinks(self) -> Sinks:
+        """The sinks; those that are keys of the call are picked again, so that they have gradients."""
+        call, sinks = self.call, Sinks(*self.call.sinks)
+        if self.leading:
+            key, value = (x[:, :, : self.leading] for x in (call.key, call.value))
+            return sinks._replace(key=key, value=value)
+        if not call.own_sinks:
+            return sinks
+        gone = ~sinks.visible[:, None, :, None]
+        index = sinks.position.masked_fill(~sinks.visible, 0)[:, None, :, None]
+        key, value = (
+            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])).masked_fill(gone, 0)
+            for x in (call.key, call.value)
+        )
+        return sinks._replace(key=key, value=value)
+
+    def _hide_near_sinks(self, scores: Tensor) -> None:
+        """Hide leading sinks from the queries in whose window they are, and from earlier ones if causal, in place."""
+        call, count = self.call, self.leading
+        rows = min(self.chunks * self.size, max(0, call.window + count - self.start))
+        if not rows:
+            return
+        hidden = torch.ones(rows, count, dtype=torch.bool, device=scores.device).triu_(self.start + 1 - call.window)
+        if not call.is_causal:
+            hidden.tril_(self.start + call.window - 1)
+        scores.view(self.rows, self.chunks * self.size, self.repeats, count)[:, :rows].masked_fill_(
+            hidden.unsqueeze(1), -torch.inf
+        )
+
+    def _sink_bias(self, sinks: Sinks) -> Tensor:
+        """What is added to the scores of sinks, (B, G or 1, n, C, R or 1, s): -inf in the window and where hidden."""
+        call, length = self.call, self.chunks * self.size
+        query = torch.arange(self.start, self.start + length, device=self.queries.device) + call.offset
+        distance = sinks.position.unsqueeze(1) - query.view(1, -1, 1)  # (B, n C, s)
+        hidden = (distance.abs() < call.window) | ~sinks.visible.unsqueeze(1)
+        if call.is_causal:
+            hidden = hidden | (distance > 0)
+        hidden = hidden.unflatten(1, (self.chunks, -1))[:, None, :, :, None]
+        if not call.bias:
+            zeros = torch.zeros(hidden.shape, dtype=self.queries.dtype, device=hidden.device)
+            return zeros.masked_fill_(hidden, -torch.inf)
+        tails = NearBias(*call.bias).tails.view(2, 1, self.groups, 1, 1, -1, 1)  # (2, 1, G, 1, 1, R, 1)
+        before = (distance <= 0).unflatten(1, (self.chunks, -1))[:, None, :, :, None]
+        return torch.where(before, tails[0], tails[1]).masked_fill(hidden, -torch.inf)
+
+
+def tokens_between(x: Tensor, low: int, high: int) -> Tensor:
+    """Tokens low to high of (B, G, S, X), which may lie outside of the sequence: zeros there."""
+    first, last = (min(max(at, 0), x.shape[2]) for at in (low, high))
+    before = min(max(0, -low), high - low)
+    after = high - low - before - (last - first)
+    inside = x[:, :, first:last]
+    return F.pad(inside, (0, 0, before, after)) if before or after else inside
+
+
+def _rows(x: Tensor, hidden: Tensor | None, low: int, high: int) -> Tensor:
+    """Keys or values (N, n, X); what is hidden may hold anything, NaN too."""
+    x = tokens_between(x, low, high).to(compute_dtype(x.dtype))
+    return (x if hidden is None else x.masked_fill(hidden, 0)).flatten(0, 1)

@@ -1,0 +1,200 @@
+"""Maps by their values, which may be negative, all chunks at once.
+
+    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / max(phi(q_i)^T sum_j phi(k_j), GUARD |phi(q_i)| sum_j |phi(k_j)|)
+
+Where keys carry log factors ``r_j``, a causal row is relative to the largest that it sees, so that no later key can
+push it out of range: factors are numbers per key, and those of all pairs of a chunk, ``exp(r_j - max_{j' <= i} r_j')``,
+fit into one triangle. There is nothing to cut into quarters.
+
+The guard's sum of lengths rides on the others as one more feature, which meets the column of ones alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernelformer.attention.parallel.layout import RowSums, in_chunks, with_ones
+from kernelformer.attention.parallel.scan import GROUP, filled_up, later_than, running_sums
+from kernelformer.attention.positive import EMPTY
+from kernelformer.attention.reference import GUARD
+from kernelformer.contract import SignedSpec, compute_dtype
+
+
+class SignedQueries(NamedTuple):
+    """Mapped queries: phi (N, L, R, M), and where it counts their log factors (N, L, R, 1)."""
+
+    phi: Tensor
+    factor: Tensor | None
+
+
+class SignedKeys(NamedTuple):
+    """Mapped keys: phi (N, S, M), with a guard their lengths as feature M + 1; log factors (N, S, 1); values and 1."""
+
+    phi: Tensor
+    factor: Tensor | None
+    value: Tensor
+
+
+class SignedSums(NamedTuple):
+    """What is kept of some keys.
+
+    Args:
+        top: (N, 1), the largest log factor, at least EMPTY; no gradient.
+        sums: (N, M, E + 1), or with a guard (N, M + 1, E + 1), relative to ``exp(top)``.
+    """
+
+    top: Tensor
+    sums: Tensor
+
+
+class SignedMap:
+    """A map by its values with its tensors, and its sums; arguments as those of `positive.PositiveMap`."""
+
+    def __init__(self, spec: SignedSpec, tensors: Sequence[Tensor], scale: float, normalize: bool) -> None:
+        self.spec, self.tensors, self.scale, self.normalize = spec, tensors, scale, normalize
+        self.guard, self.length = normalize and spec.guarded, spec.length(normalize)
+
+    def _lengths(self, phi: Tensor) -> Tensor:
+        """``|phi|``, (..., 1)."""
+        if self.length is not None:
+            return phi.new_full((*phi.shape[:-1], 1), self.length)
+        norm: Tensor = torch.linalg.vector_norm(phi, dim=-1, keepdim=True)
+        return norm
+
+    def queries(self, x: Tensor, groups: int) -> SignedQueries:
+        """(B, H, L, D) -> rows (N, L, R, ...); a factor cancels under normalization."""
+        batch, heads, length, width = x.shape
+        repeats = heads // groups
+        x = x.to(compute_dtype(x.dtype)).reshape(batch, groups, repeats * length, width)
+        phi, factor = self.spec.features(x, self.tensors, self.scale, "query", self.normalize)
+        phi = phi.reshape(batch * groups, repeats, length, phi.shape[-1]).transpose(1, 2)
+        if factor is None or self.normalize:
+            return SignedQueries(phi, None)
+        return SignedQueries(phi, factor.reshape(batch * groups, repeats, length, 1).transpose(1, 2))
+
+    def keys(self, x: Tensor, value: Tensor, hidden: Tensor | None) -> SignedKeys:
+        """(B, G, S, D) -> rows (N, S, ...), zero where hidden (B, 1, S, 1)."""
+        dtype = compute_dtype(x.dtype)
+        x, value = x.to(dtype), value.to(dtype)
+        if hidden is not None:  # it may hold anything, NaN too
+            x, value = x.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+        phi, factor = self.spec.features(x, self.tensors, self.scale, "key", self.normalize)
+        if self.guard:
+            phi = torch.cat([phi, self._lengths(phi)], -1)
+        if hidden is not None:
+            phi = phi.masked_fill(hidden, 0)
+            factor = None if factor is None else factor.masked_fill(hidden, -torch.inf)
+        return SignedKeys(phi.flatten(0, 1), None if factor is None else factor.flatten(0, 1), self._values(value))
+
+    @staticmethod
+    def _values(value: Tensor) -> Tensor:
+        return with_ones(value).flatten(0, 1)
+
+    def load(self, state: Sequence[Tensor]) -> SignedSums:
+        """From log_scale (B, G, 1, 1), kv (B, G, M, E), k_sum (B, G, M, 1) and norm_sum (B, G, 1, 1)."""
+        scale, kv, k_sum, norm_sum = (x.flatten(0, 1) for x in state)
+        sums = torch.cat([kv, k_sum], 2)
+        if self.guard:
+            sums = torch.cat([sums, F.pad(norm_sum, (kv.shape[2], 0))], 1)
+        top = scale.detach().clamp_min(EMPTY)
+        return SignedSums(top.squeeze(2), sums * (scale - top).exp() if self.spec.has_factor else sums)
+
+    def store(self, kept: SignedSums, groups: int) -> list[Tensor]:
+        """To the four tensors of a state."""
+        features = kept.sums.shape[1] - int(self.guard)
+        sums, width = kept.sums[:, :features], kept.sums.shape[2] - 1
+        norm_sum = kept.sums[:, features:, width:] if self.guard else sums.new_zeros(sums.shape[0], 1, 1)
+        tensors = (kept.top.unsqueeze(2), sums[..., :width], sums[..., width:], norm_sum)
+        return [x.unflatten(0, (x.shape[0] // groups, groups)) for x in tensors]
+
+    def absorb(self, keys: SignedKeys, before: SignedSums | None) -> SignedSums:
+        """Sums of all keys, and of those before them."""
+        top, phi = _empty_top(keys.phi) if before is None else before.top, keys.phi
+        if keys.factor is not None:
+            top = torch.maximum(top, keys.factor.detach().amax(1))
+            phi = phi * (keys.factor - top.unsqueeze(1)).exp_()
+        sums = phi.mT @ keys.value
+        if before is not None:
+            sums = sums + before.sums * (before.top - top).exp().unsqueeze(2)
+        return SignedSums(top, sums)
+
+    def read(self, queries: SignedQueries, kept: SignedSums) -> RowSums:
+        """What queries get from sums."""
+        phi, features = queries.phi, queries.phi.shape[3]
+        sums = (phi.flatten(1, 2) @ kept.sums[:, :features]).view(*phi.shape[:3], kept.sums.shape[2])
+        guard = self._lengths(phi) * kept.sums[:, None, features:, -1:] if self.guard else None
+        return RowSums(self._log(queries, kept.top.view(-1, 1, 1)), sums, guard)
+
+    def _log(self, queries: SignedQueries, top: Tensor) -> Tensor:
+        """The log of the size of a row; the scale of keys without factors is 0, whatever the state says."""
+        log = top if self.spec.has_factor else torch.zeros_like(top)
+        return log if queries.factor is None else log + queries.factor.squeeze(3)
+
+    def causal(
+        self, queries: SignedQueries, keys: SignedKeys, before: SignedSums | None, size: int
+    ) -> tuple[RowSums, SignedSums]:
+        """What queries get from the keys up to their own, and from those before; as `positive.PositiveMap.causal`."""
+        (rows, length, repeats, features), width = queries.phi.shape, keys.value.shape[2]
+        phi_q, phi_k, value = (in_chunks(x, size) for x in (queries.phi, keys.phi, keys.value))
+        first_top = _empty_top(keys.phi) if before is None else before.top
+        chunks, later = phi_k.shape[1], later_than(max(GROUP, size), phi_k.device)
+        more = 1 if keys.factor is None else filled_up(chunks + 1) - chunks
+        zeros = phi_k.new_zeros(rows, more, phi_k.shape[3], width)
+        first = zeros[:, :1] if before is None else before.sums.unsqueeze(1)
+        if keys.factor is None:
+            visible, share = (~later[:size, :size]).to(phi_k.dtype), None
+            own, last = first_top.view(-1, 1, 1), first_top
+            sums = torch.cat([first, phi_k.mT @ value], 1).cumsum(1)
+        else:
+            factor = in_chunks(keys.factor, size, -torch.inf)
+            top, edges = _tops(factor.detach(), first_top, more)
+            share, last = (edges[:, :chunks].unsqueeze(2) - top).exp_(), edges[:, chunks]
+            visible = (factor.mT - top).masked_fill_(later[:size, :size], -torch.inf).exp_()
+            scaled = phi_k * (factor - edges[:, 1 : chunks + 1].unsqueeze(2)).exp_()
+            sums = running_sums(torch.cat([first, scaled.mT @ value, zeros[:, 1:]], 1), edges, later)
+            own = top.flatten(1, 2)[:, :length]  # (N, L, 1)
+        flat = phi_q.flatten(2, 3)
+        past = flat @ sums[:, :chunks, :features]
+        scores = (flat @ phi_k[..., :features].mT).unflatten(2, (size, repeats)) * visible.unsqueeze(-2)
+        past = past if share is None else _per_row(past, share, repeats)
+        out = (past + scores.flatten(2, 3) @ value).view(rows, chunks * size, repeats, width)[:, :length]
+        guard = None
+        if self.guard:
+            lengths = sums[:, :chunks, features:, -1:]
+            lengths = (lengths if share is None else lengths * share) + visible @ phi_k[..., features:]
+            guard = (self._lengths(phi_q) * lengths.unsqueeze(3)).flatten(1, 2)[:, :length]
+        return RowSums(self._log(queries, own), out, guard), SignedSums(last, sums[:, chunks])
+
+    def finish(self, part: RowSums) -> Tensor:
+        """Outputs (N, L, R, E); zero where the denominator is not positive."""
+        num = part.sums[..., :-1]
+        if not self.normalize:
+            return num * part.log.exp().unsqueeze(3)
+        den = part.sums[..., -1:]
+        den = den if part.guard is None else torch.maximum(den, GUARD * part.guard)
+        some = den > torch.finfo(den.dtype).tiny
+        return (num / torch.where(some, den, 1.0)).masked_fill(~some, 0)
+
+
+def _empty_top(like: Tensor) -> Tensor:
+    """The largest log factor of no keys, (N, 1)."""
+    return like.new_full((like.shape[0], 1), EMPTY)
+
+
+def _tops(factor: Tensor, first: Tensor, more: int) -> tuple[Tensor, Tensor]:
+    """The largest log factor up to each key, (N, n, C, 1), and up to each edge of a chunk, (N, n + more, 1)."""
+    inside = factor.cummax(2).values
+    firsts = first.unsqueeze(1).expand(-1, more, -1)  # those after the last chunk do not count against it
+    edges = torch.cat([firsts[:, :1], inside[:, :, -1], firsts[:, 1:]], 1).cummax(1).values
+    return torch.maximum(inside, edges[:, : factor.shape[1]].unsqueeze(2)), edges
+
+
+def _per_row(x: Tensor, share: Tensor, repeats: int) -> Tensor:
+    """Rows (N, n, C R, W) times a number per token (N, n, C, 1)."""
+    rows: Tensor = x.unflatten(2, (share.shape[2], repeats))
+    return (rows * share.unsqueeze(3)).flatten(2, 3)

@@ -1,0 +1,75 @@
+"""The two algorithms that every feature map has: a loop over chunks, and all chunks at once for accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kernelformer.attention import causal_attention, linear_attention
+from kernelformer.attention.parallel.attend import parallel_causal_attention, parallel_linear_attention
+from kernelformer.attention.parallel.choice import LOOPS
+from kernelformer.attention.relative.dispatch import ALGORITHMS
+from kernelformer.contract import PositiveSpec
+from kernelformer.errors import choice
+from kernelformer.modules.biased import bias_not_parallel
+from kernelformer.modules.call import Call
+
+if TYPE_CHECKING:
+    from kernelformer.modules.kernel import KernelCore
+
+
+def check_algorithm(algorithm: str | None, method: str, takes_loops: bool) -> str | None:
+    """Check the name of an algorithm, and return it where it is for calls with and without a bias alike.
+
+    Args:
+        algorithm: as the caller gave it.
+        method: for messages.
+        takes_loops: whether its core knows `LOOPS`.
+    """
+    if algorithm is None:
+        return None
+    choice("algorithm", algorithm, (*LOOPS, *ALGORITHMS))
+    if algorithm in LOOPS and not takes_loops:
+        raise ValueError(
+            f"algorithms are for methods with a feature map, got algorithm={algorithm!r} for {method!r}; leave it out."
+        )
+    return algorithm if algorithm in LOOPS else None
+
+
+def not_parallel(core: KernelCore, call: Call) -> str | None:
+    """What of a call the algorithm for accelerators does not cover; None where it covers all."""
+    near = core.near
+    if near is None:
+        return None if call.bias is None else bias_not_parallel(core.feature_map.spec, call)
+    if not isinstance(core.feature_map.spec, PositiveSpec):
+        return f"near keys beside the signed map of {core.method!r}"
+    return near.not_parallel(call)
+
+
+def attend_plain(
+    core: KernelCore, call: Call, inputs: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Tensor], *, parallel: bool
+) -> tuple[Tensor, Sequence[Tensor] | None]:
+    """Attend without a bias and near keys: (B, H, L, E), and of a causal call the tensors of the state after it.
+
+    Args:
+        core: the core.
+        call: the call.
+        inputs: its queries, and keys and values for each head of the map.
+        tensors: of the map.
+        parallel: by the algorithm for accelerators.
+    """
+    common: dict[str, Any] = {
+        "spec": core.feature_map.spec_id,
+        "tensors": tensors,
+        "scale": call.scale,
+        "key_mask": call.key_mask,
+        "normalize": core.normalize,
+    }
+    if not call.is_causal:
+        return (parallel_linear_attention if parallel else linear_attention)(*inputs, **common), None
+    common["state"] = None if call.state is None else call.state.tensors
+    if parallel:
+        return parallel_causal_attention(*inputs, **common, streams=call.streams)
+    return causal_attention(*inputs, **common)

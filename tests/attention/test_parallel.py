@@ -1,0 +1,392 @@
+"""All chunks at once: the definition again, with a bounded number of operators and nothing that the host reads."""
+
+from __future__ import annotations
+
+import collections
+import copy
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernelformer as kf
+from definition import FORGETS, NEARS, VARIANTS, WHOLE, attend, build, close, inputs, padding, signed
+from kernelformer.attention import reference
+from kernelformer.attention.parallel import biased, choice, layout, positive, scan
+from kernelformer.measure.attention import Case
+from kernelformer.measure.benchmark import job
+from kernelformer.modules import bad_tokens, near_stream
+from kernelformer.modules.spec import parse_attention
+
+NO_MAP = [name for name in VARIANTS if VARIANTS[name][0] in ("softmax", "gaussian", "linformer", "nystromformer")]
+SIGNED_NEAR = [name for name in NEARS if signed(name)]
+COVERED = [name for name in VARIANTS if name not in (*NO_MAP, *SIGNED_NEAR, *FORGETS)]
+# One of each kind: by formula, tied, per head, untied per query head, unnormalized, unit vectors, signed with and
+# without a factor and a guard, learned, landmarks, near keys, sinks alone, no far part. Others with `make test-all`.
+QUICK = (
+    "signed formula",
+    "favor+",
+    "favor+ per head",
+    "favor#",
+    "loglinear unnormalized",
+    "trigonometric",
+    "trigonometric unnormalized",
+    "relu",
+    "tanh",
+    "skyformer softmax",
+    "favor+ near",
+    "hyperbolic sinks",
+    "local",
+)
+KINDS = [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in COVERED]
+both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Chunks of 16 tokens, two of them in a group and a segment, so that short sequences cross all seams."""
+    monkeypatch.setattr(layout, "CHUNK", 16)
+    monkeypatch.setattr(scan, "GROUP", 2)
+    monkeypatch.setattr(positive, "KEYS", 8)
+    monkeypatch.setattr(layout, "SEGMENT", 48 * 2 * 4 * 24)
+    monkeypatch.setattr(layout, "SHORTEST", 16)
+
+
+def same_with_gradients(out, want, leaves):
+    close(out, want)
+    g = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    pairs = (torch.autograd.grad(x, leaves, g, materialize_grads=True, allow_unused=True) for x in (out, want))
+    for got, expected in zip(*pairs, strict=True):
+        close(got, expected)
+
+
+@pytest.mark.parametrize("variant", KINDS)
+@both
+def test_equals_the_definition_with_gradients(variant, is_causal, small):
+    if is_causal and variant in WHOLE:
+        pytest.skip("landmarks see the whole sequence")
+    core = build(variant)
+    for L, S, masked in [
+        (1, 1, False),
+        (71, 71, True),
+        (20, 53, False),
+        (64, 13, False),
+    ]:
+        qkv = inputs(L, S, G=2, grad=True)
+        leaves = [*qkv, *core.parameters()]
+        key_mask = padding(2, S) if masked else None
+        out = core(*qkv, is_causal=is_causal, key_mask=key_mask, algorithm="parallel")
+        same_with_gradients(out, attend(variant, core, *qkv, is_causal=is_causal, key_mask=key_mask), leaves)
+
+
+@pytest.mark.parametrize("variant", ["favor+", "trigonometric", "loglinear near"])
+@both
+def test_equals_the_definition_at_the_default_sizes(variant, is_causal):
+    core, qkv = build(variant), inputs(150, grad=True)
+    out = core(*qkv, is_causal=is_causal, algorithm="parallel")
+    same_with_gradients(out, attend(variant, core, *qkv, is_causal=is_causal), qkv)
+
+
+@both
+@pytest.mark.parametrize(("L", "S", "window", "masked"), [(1, 1, 0, False), (71, 71, 20, True), (40, 13, 1, False)])
+def test_a_windowed_bias_equals_the_definition_with_gradients(L, S, window, masked, is_causal, monkeypatch):
+    monkeypatch.setattr(biased, "CHUNK", 16)
+    core, qkv = build("favor+ per head"), inputs(L, S, G=2, grad=True)
+    entries = (3 * torch.randn(4, 2 * window + 1, dtype=torch.float64)).requires_grad_()
+    near = torch.arange(1 - L, S).clamp(-window, window) + window
+    key_mask = padding(2, S) if masked else None
+    how = {"is_causal": is_causal, "key_mask": key_mask}
+    out = core(*qkv, **how, bias=entries[:, near], max_distance=window, algorithm="parallel")
+    matrix = entries[:, near][:, torch.arange(S) - torch.arange(L).unsqueeze(1) + L - 1]
+    want = attend("favor+ per head", core, *qkv, **how, bias=matrix)
+    same_with_gradients(out, want, [*qkv, entries])
+
+
+@both
+def test_a_bias_within_a_window_of_near_keys_equals_the_chunks(is_causal, small):
+    core, qkv = build("favor+ near"), inputs(71, G=2, grad=True)
+    entries = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    near = torch.arange(-70, 71).clamp(-4, 4) + 4
+    for mask in (None, padding(2, 71)):
+        how = {"is_causal": is_causal, "key_mask": mask, "max_distance": 4}
+        out, want = (core(*qkv, **how, bias=entries[:, near], algorithm=x) for x in ("parallel", "chunked"))
+        same_with_gradients(out, want, [*qkv, entries, *core.parameters()])
+
+
+@pytest.mark.parametrize("variant", ["favor+", "trigonometric", "favor+ near"])
+@both
+def test_gradcheck(variant, is_causal, small):
+    core = build(variant)
+    leaves = inputs(7, B=1, G=2, E=3, grad=True)
+    key_mask = torch.tensor([[True, True, False, True, True, True, True]])
+
+    def run(*x):
+        return core(*x[:3], is_causal=is_causal, key_mask=key_mask, algorithm="parallel")
+
+    assert gradcheck(run, [*leaves, *core.parameters()], atol=1e-6, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "variant", ["favor+", "loglinear unnormalized", "trigonometric", "relu", "favor+ near", "local"]
+)
+def test_split_and_resume_equals_whole_and_the_state_is_that_of_the_chunks(variant, small):
+    core, qkv = build(variant), inputs(91, G=2, grad=True)
+    leaves, key_mask = [*qkv, *core.parameters()], padding(2, 91)
+
+    def part(a, b, algorithm, state=None):
+        cut = (x[:, :, a:b] for x in qkv)
+        how = {"is_causal": True, "key_mask": key_mask[:, a:b], "return_state": True}
+        return core(*cut, **how, algorithm=algorithm, state=state)
+
+    whole, end = part(0, 91, "chunked")
+    first, state = part(0, 50, "parallel")
+    second, state = part(50, 51, "chunked", state)
+    third, state = part(51, 91, "parallel", state)
+    got = torch.cat([first, second, third], 2)
+    close(got, whole)
+    assert state.length == 91
+    for a, b in zip(state.tensors, end.tensors, strict=True):
+        close(a, b)
+    sums = [x.square().sum() + y.tensors[1].square().sum() for x, y in ((got, state), (whole, end))]
+    for a, b in zip(*(torch.autograd.grad(x, leaves) for x in sums), strict=True):
+        close(a, b)
+
+
+@both
+@pytest.mark.parametrize("variant", ["favor+", "favor+ unnormalized", "trigonometric", "favor+ near"])
+def test_rows_without_a_key_are_zero_and_hidden_keys_may_hold_anything(variant, is_causal):
+    core, (q, k, v) = build(variant), inputs(70)
+    key_mask = torch.ones(2, 70, dtype=torch.bool)
+    key_mask[0], key_mask[1, :9] = False, False
+    k, v = (x.masked_fill(~key_mask[:, None, :, None], torch.nan) for x in (k, v))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = core(*leaves, is_causal=is_causal, key_mask=key_mask, algorithm="parallel")
+    assert not out[0].any()
+    assert not is_causal or not out[1, :, :9].any()
+    dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
+    assert not any(x.isnan().any() for x in (out, dq, dk, dv))
+    assert not dk[:, :, :9].any() and not dv[0].any()  # noqa: PT018
+
+
+@pytest.mark.parametrize("variant", ["favor+", "trigonometric", "favor+ near"])
+@both
+@pytest.mark.parametrize(("B", "L", "S"), [(2, 0, 0), (2, 0, 3), (2, 3, 0), (0, 3, 3)])
+def test_calls_without_tokens_or_samples(variant, is_causal, B, L, S):
+    core, leaves = build(variant), inputs(L, S, B=B, grad=True)
+    out = core(*leaves, is_causal=is_causal, algorithm="parallel")
+    assert out.shape == (B, 4, L, 6)
+    assert not out.any()
+    assert all(not x.any() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["favor+", "trigonometric", "favor+ near"])
+def test_half_precision_keeps_its_dtype_and_the_sums_their_precision(variant, dtype, is_causal):
+    core = build(variant, dtype)
+    leaves = [x.requires_grad_() for x in inputs(70, dtype=dtype)]
+    out = core(*leaves, is_causal=is_causal, algorithm="parallel")
+    assert out.dtype == dtype
+    close(
+        out, attend(variant, core, *(x.detach().double() for x in leaves), is_causal=is_causal), torch.finfo(dtype).eps
+    )
+    assert all(x.dtype == dtype and not x.isnan().any() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+def log_space(core, q, k, v):
+    """The definition of a positive map in float64, where no key can dwarf another."""
+    tensors = core.feature_map.prepare(q, k, None, core.scale)
+    logs = [core.feature_map.spec.log_features(x, tensors, core.scale, r) for x, r in ((q, "query"), (k, "key"))]
+    visible = reference.visibility(q.shape[2], k.shape[2], is_causal=True, key_mask=None)
+    return reference.positive_attention(*logs, v, visible, core.normalize)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("favor+", {}), ("favor+hyperbolic", {}), ("elu", {}), ("favor+", {"kernel": "gaussian", "normalize": False})],
+)
+def test_a_later_key_of_the_same_chunk_however_large_takes_nothing_from_a_row(method, options):
+    """Norms fall along the sequence, so that features grow by hundreds of e-foldings."""
+    core = kf.build_attention(method, head_dim=8, num_heads=4, num_features=32, **options)
+    q, k, v = inputs(100, D=8)
+    k = k * torch.linspace(15, 1, 100, dtype=k.dtype).view(1, 1, -1, 1)
+    k[:, :, 50] *= 40
+    runs = []
+    for model, dtype in ((core, torch.float32), (copy.deepcopy(core).double(), torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = (
+            model(*leaves, is_causal=True, algorithm="parallel")
+            if dtype == torch.float32
+            else log_space(model, *leaves)
+        )
+        runs.append(
+            (out, *torch.autograd.grad(out, leaves, torch.cos(torch.arange(out.numel())).view(out.shape).to(out)))
+        )
+    for single, double in zip(*runs, strict=True):
+        assert not single.isnan().any()
+        assert float((single.detach().double() - double.detach()).norm() / double.detach().norm()) < 2e-4
+
+
+@pytest.mark.parametrize("norm", [1, 16, 64])
+def test_worst_row_in_float32_at_large_norms(norm):
+    core = kf.build_attention("favor+", head_dim=64, num_heads=1, num_features=64)
+    q, k, v = inputs(200, B=1, H=1, G=1, D=64)
+    q, k = (x / x.norm(dim=-1, keepdim=True) * norm * 64**0.25 for x in (q, k))
+    want = log_space(copy.deepcopy(core).double(), q, k, v)
+    got = core(q.float(), k.float(), v.float(), is_causal=True, algorithm="parallel").double()
+    worst = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+    assert worst < {1: 2e-6, 16: 1e-4, 64: 1e-3}[norm]
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators below autograd that do something, views left out, and refuses what waits for a device."""
+
+    waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item", "_to_copy")
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, name = func._schema.name.split("::")
+        assert namespace == "aten", f"{func} hides operators"
+        assert not name.startswith(self.waits), f"{func} waits for the device"
+        if name in ("index", "index_put", "index_put_"):
+            assert not any(x is not None and x.dtype == torch.bool for x in args[1]), f"{func} by a mask has to count"
+        if not func.is_view and name != "_unsafe_view":
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Let the code take the CPU for a device that it must not wait for."""
+    monkeypatch.setattr(choice, "ACCELERATORS", ("cpu",))
+    for module in (bad_tokens, near_stream):
+        monkeypatch.setattr(module, "can_look", lambda x: False)
+
+
+def operators(core, length, **how):
+    q, k, v = (torch.randn(1, core.num_heads, length, 64) for _ in range(3))
+    with torch.no_grad(), Operators() as mode:
+        core(q, k, v, **how)
+    return sum(mode.counts.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "is_causal", "most"),
+    [
+        ({}, False, 25),
+        ({}, True, 60),
+        ({"window": 64, "sinks": 4}, True, 100),
+        ({"window": 64, "sinks": 4}, False, 180),
+    ],
+)
+def test_operators_are_few_and_grow_with_the_logarithm_of_the_length(options, is_causal, most, accelerator):
+    core = kf.build_attention("favor+", head_dim=64, num_heads=1, num_features=64, **options)
+    counts = [operators(core, length, is_causal=is_causal) for length in (512, 8192, 32768)]
+    assert counts[1] <= most
+    assert counts[1] - counts[0] <= 4 * 4  # 4 doublings
+    assert counts[2] - counts[1] <= 4 * 8 * (1 if is_causal else 2)  # one more level of a scan, of either side
+
+
+@pytest.mark.parametrize("method", ["favor+", "trigonometric", "favor+:window=8:sinks=2"])
+def test_nothing_waits_for_the_device(method, accelerator):
+    """Forward and backward, with a mask, grouped queries and a state before and after."""
+    name, *given = method.split(":")
+    options = {x: int(y) for x, y in (z.split("=") for z in given)}
+    core = kf.build_attention(name, head_dim=8, num_heads=4, num_features=16, **options)
+    q, k, v = inputs(70, G=2, dtype=torch.float32, grad=True)
+    key_mask = padding(2, 70)
+    with Operators() as mode:
+        core(q, k, v, key_mask=key_mask).sum().backward()
+        out, state = core(q, k, v, is_causal=True, key_mask=key_mask, return_state=True)
+        out, state = core(q, k, v, is_causal=True, key_mask=key_mask, state=state, return_state=True)
+        (out.sum() + state.tensors[1].sum()).backward()
+    assert mode.counts
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"window": 8, "sinks": 2}, marks=pytest.mark.slow)])
+def test_it_is_traced_as_one_graph(options):
+    core = kf.build_attention("favor+", head_dim=8, num_heads=2, num_features=16, **options)
+    leaves = inputs(40, H=2, G=2, dtype=torch.float32, grad=True)
+
+    def run(*x):
+        return core(*x, is_causal=True, algorithm="parallel")
+
+    out, want = torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves), run(*leaves)
+    close(out, want)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (out, want)), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("task", [pytest.param("bidirectional", marks=pytest.mark.slow), "causal"])
+def test_memory_is_that_of_the_formula(task, backward):
+    case = Case(task, 8192, backward=backward)
+    figures = job("memory", case, ["favor+:algorithm=parallel"], heap="default", threads=2, budget=1.0)
+    mapped = case.batch * case.heads * case.length * case.features
+    assert mapped <= layout.SEGMENT
+    states, decays = mapped * (case.head_dim + 1) / 64, mapped * min(case.length / 64, scan.GROUP) / 64
+    numbers = 3 * mapped if task == "bidirectional" else 7 * mapped + 5 * states + decays  # see `attend`
+    assert figures["peak"] - figures["results"] < 4 * numbers * (2 if backward else 1)
+
+
+def test_an_algorithm_that_a_call_cannot_have_is_named():
+    q, k, v = inputs(9, dtype=torch.float32)
+    table = torch.zeros(4, 17)
+
+    def core(method="favor+", **options):
+        return kf.build_attention(method, head_dim=8, num_heads=4, num_features=8, **options)
+
+    for made, how, message in (
+        (core(), {"algorithm": "paralel"}, "unknown algorithm 'paralel'"),
+        (core(), {"algorithm": "fft"}, "only mean something with a bias"),
+        (core("softmax"), {}, "methods with a feature map, got algorithm='parallel' for 'softmax'"),
+        (core("linformer", max_length=9), {}, "for 'linformer'"),
+        (core("rfa-gate"), {"is_causal": True}, "is not there for 'rfa-gate'"),
+        (core("trigonometric", window=4), {}, "near keys beside the signed map of 'trigonometric'"),
+        (core(window=4, attention_dropout=0.5), {}, "attention_dropout=0.5"),
+        (core("trigonometric"), {"bias": table}, "a bias beside a signed map"),
+        (core(), {"bias": table + torch.arange(17)}, "no max_distance is known"),
+        (core(), {"bias": table, "max_distance": 3, "slope": torch.zeros(4)}, "a bias with a slope"),
+        (core(), {"bias": table, "max_distance": 3, "is_causal": True, "return_state": True}, "a state with a"),
+        (core(), {"bias": torch.zeros(4, 5, 5)}, "a bias on a grid"),
+        (
+            core(),
+            {"bias": torch.cat([table[:, :8], table[:, :9] - 70], 1), "max_distance": 3},
+            "differ by more than 60",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(q, k, v, **{"algorithm": "parallel", **how})
+        if "algorithm" not in how and made.takes_loops:
+            made(q, k, v, **{"algorithm": "chunked", **how})
+
+
+def test_it_is_chosen_on_accelerators_where_it_covers_the_call(accelerator, monkeypatch):
+    seen = []
+    monkeypatch.setattr(choice, "is_accelerator", lambda device: seen.append(device.type) or True)
+    q, k, v = inputs(9, dtype=torch.float32)
+    for method, options in (("favor+", {}), ("trigonometric", {"window": 4})):
+        core = kf.build_attention(method, head_dim=8, num_heads=4, num_features=8, **options)
+        close(core(q, k, v), core(q, k, v, algorithm="chunked"))
+        assert core(q, k, v, algorithm="chunked").shape == q.shape[:3] + v.shape[3:]
+    assert seen == ["cpu", "cpu"]
+
+
+def test_layers_and_attention_strings_take_the_name():
+    x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
+    layers = [
+        kf.KernelAttention(32, 4, "favor+", num_features=8, causal=True, algorithm=a) for a in ("parallel", "chunked")
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    close(layers[0](x), layers[1](x))
+    with pytest.raises(ValueError, match="is for a relative bias"):
+        kf.KernelAttention(32, 4, "favor+", algorithm="fft")
+    with pytest.raises(ValueError, match="for 'softmax'"):
+        kf.KernelAttention(32, 4, "softmax", algorithm="parallel")
+    assert parse_attention("favor+:algorithm=parallel")[1] == {"algorithm": "parallel"}
+    q, k, v = inputs(20, dtype=torch.float32)
+    close(kf.kernel_attention(q, k, v, algorithm="parallel"), kf.kernel_attention(q, k, v))
