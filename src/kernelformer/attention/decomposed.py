@@ -4,8 +4,8 @@ An exported graph has no operator of ours, no loop over chunks and no branch on 
 chunks are worked on at once, whole mapped tensors included: O(L M) memory, where the operators take O(M E).
 
 The sums before each chunk are one cumulative sum in float64, at one scale for the whole sequence. A chunk's own keys
-are weighed in float64 too. What is smaller than a later key by up to e^700 is exact therefore; what is smaller than
-that, which no logits of a float32 model reach, counts as nothing.
+are weighed in float64 too. A key whose features are smaller than those of a later one by up to e^1200 is exact
+therefore (e^700 for signed maps), where float32 alone spans e^87; beyond that it counts as nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.engine import Part
@@ -23,6 +22,7 @@ from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.recurrent import answer_positive, answer_signed, log_add
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup, wide_dtype
 
+HEADROOM = 500.0  # the largest sums are about e^500: float64 reaches from e^-745 to e^709
 CHUNK = 64  # tokens; a chunk's own keys cost C (M + E) a token, sums of all chunks L / C times M E numbers
 
 
@@ -285,6 +285,7 @@ def _positive_part(
     top = peaks.amax(2, keepdim=True)
     if state is not None:
         top = torch.maximum(top, in_dtype(state[0], wide).transpose(2, 3).unsqueeze(2))
+    top = top - HEADROOM
     # A value of 1 stands beside the values: one product and one sum are mass and mean of a feature.
     columns = torch.cat([v, torch.ones_like(v[..., :1])], 4)
     own = in_dtype(size.transpose(3, 4) @ columns, wide) * (peaks - top).exp().transpose(3, 4)  # (B, G, n, M, E + 1)
@@ -298,12 +299,12 @@ def _positive_part(
     mean = in_dtype(mean, v.dtype)
     past = Part(past_logits.softmax(4) @ mean[:, :, :-1], past_logits.logsumexp(4))
 
-    here = logits + peak
-    row = here.amax(4, keepdim=True)
-    scores = in_dtype(here - row, wide).exp() @ in_dtype(new - peak, wide).exp().transpose(3, 4)  # (B, G, n, R C, C)
+    here = in_dtype(logits, wide) + peaks
+    row = here.amax(4, keepdim=True) - HEADROOM
+    scores = (here - row).exp() @ in_dtype(new - peak, wide).exp().transpose(3, 4)  # (B, G, n, R C, C)
     scores = scores * _lower(scores, query.shape[1] // groups)
     seen = scores.sum(4, keepdim=True)
-    log = in_dtype(_logs(seen, in_dtype(row, wide)), v.dtype).squeeze(4)
+    log = in_dtype(_logs(seen, row), v.dtype).squeeze(4)
     part = _joined(past, Part(in_dtype(_ratio(scores, seen), v.dtype) @ v, log))
     return cut.rows_by_head(part), [log_mass[:, :, -1], mean[:, :, -1]]
 

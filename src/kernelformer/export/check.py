@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kernelformer.export.graphs import Prompt, Step, Whole, empty_cache
 
-SIZES = ((1, 5), (2, 64), (3, 65), (2, 150))  # samples and tokens of sequences: below, at and above a chunk's size
+SIZES = ((2, 1), (1, 5), (2, 64), (3, 65), (2, 150))  # samples and tokens of sequences: around a chunk's size, and 1
+MOST = 1024  # tokens; a model with more positions is not compared at its longest
 TOLERANCE = 1e-3  # of the largest output; rounding through all layers of a model stays far below it
 
 
@@ -65,8 +66,9 @@ def difference(graph: Any, torch_output: Tensor) -> float:
 
 
 def lengths(longest: int | None) -> list[tuple[int, int]]:
-    """Samples and tokens to compare with, as far as a model has positions."""
-    return [(batch, length) for batch, length in SIZES if longest is None or length < longest] or [(2, longest or 2)]
+    """Samples and tokens to compare with, as far as a model has positions, and as many as it has."""
+    sizes = [(batch, length) for batch, length in SIZES if longest is None or length < longest]
+    return sizes if longest is None or longest > MOST else [*sizes, (2, longest)]
 
 
 @torch.no_grad()

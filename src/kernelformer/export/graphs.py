@@ -8,74 +8,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from kernelformer.attention import State
-from kernelformer.attention.state import MadeBy
 from kernelformer.cache import StateCache
+from kernelformer.export.layers import LayerPrompt, LayerStep
+from kernelformer.export.layouts import Layout, Seen, past_length, state_axes, state_names
 from kernelformer.hf import new_cache
 from kernelformer.hf.attend import CORE
 from kernelformer.models import KernelformerForCausalLM
 from kernelformer.modules import AttentionCore
-from kernelformer.modules.growing import GrowingCore
-from kernelformer.modules.mixed import PairState
 
 BATCH, LENGTH, PAST = "batch", "length", "past"  # the names of dynamic axes
 EXAMPLE = 70  # tokens that a graph is traced with: more than a chunk, and no multiple of one
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a state is beside its tensors.
-
-    Args:
-        made_by: see `State`.
-        count: of its tensors.
-        grows: whether it keeps every key; its tensors are keys, values and mask then.
-        parts: of heads of two kinds.
-    """
-
-    made_by: MadeBy
-    count: int
-    grows: bool
-    parts: tuple[Layout, ...] = ()
-
-    @staticmethod
-    def of(state: State, core: nn.Module) -> Layout:
-        """That of a state which this core has made."""
-        parts: tuple[Layout, ...] = ()
-        if isinstance(state, PairState):
-            pairs = zip(state.parts, (core.exact, core.linear), strict=True)
-            parts = tuple(Layout.of(x, part) for x, part in pairs)  # type: ignore[arg-type]
-        return Layout(state.made_by, len(state.tensors), isinstance(core, GrowingCore), parts)
-
-    def state(self, tensors: Sequence[Tensor], length: int) -> State:
-        """A state of these tensors."""
-        if not self.parts:
-            return State(tuple(tensors), length, self.made_by)
-        first, second = self.parts
-        middle = first.count
-        return PairState.of((first.state(tensors[:middle], length), second.state(tensors[middle:], length)))
-
-    @property
-    def token_axes(self) -> list[int | None]:
-        """For each tensor the axis along which it grows, if it does."""
-        if self.parts:
-            return [axis for x in self.parts for axis in x.token_axes]
-        return [2, 2, 1][: self.count] if self.grows else [None] * self.count
-
-
-@dataclass
-class Seen:
-    """What a traced call has found out; attributes of the module itself are as before after `torch.export`."""
-
-    layouts: list[Layout] = field(default_factory=list)
-    output: str = ""
 
 
 class Whole(nn.Module):
@@ -171,20 +119,17 @@ class Step(nn.Module):
 
     def forward(self, input_ids: Tensor, position: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Go on by one token."""
-        cache, rest = empty_cache(self.model), list(tensors)
-        axes = [axis for x in self.layouts for axis in x.token_axes]
-        grown = [x.shape[axis] for x, axis in zip(tensors, axes, strict=True) if axis is not None]
+        cache, rest, length = empty_cache(self.model), list(tensors), past_length(self.layouts, tensors)
         for layer, layout in zip(cache.layers, self.layouts, strict=True):
-            # A state of constant size has no use for its length; all are said to have the same.
-            layer.state = layout.state(rest[: layout.count], grown[0] if grown else 1)
+            layer.state = layout.state(rest[: layout.count], length)
             del rest[: layout.count]
         logits = _call(self.model, input_ids, position, cache, 1)
         return logits, position + 1, *(x for layer in cache.layers for x in layer.state.tensors)
 
-
-def state_names(layouts: Sequence[Layout]) -> list[str]:
-    """Names of the tensors that go from token to token: the position, and those of the states."""
-    return ["position", *(f"state_{i}_{n}" for i, x in enumerate(layouts) for n in range(x.count))]
+    @staticmethod
+    def example(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Inputs: the likeliest token after what a prompt's graph gave, and the states."""
+        return outputs[0][:, -1].argmax(1, keepdim=True), *outputs[1:]
 
 
 def _arguments(model: nn.Module) -> list[str]:
@@ -219,7 +164,7 @@ def random_tokens(model: Any, batch: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def trace_whole(module: Whole | Prompt, longest: int | None) -> ExportedProgram:
+def trace_whole(module: Whole | Prompt | LayerPrompt, longest: int | None = None) -> ExportedProgram:
     """The graph of a whole sequence or a prompt, of any number of samples and any length up to ``longest``."""
     axes = {0: Dim(BATCH), 1: Dim(LENGTH, max=longest) if longest else Dim(LENGTH)}
     length = EXAMPLE if longest is None else min(EXAMPLE, longest - 1)
@@ -229,10 +174,8 @@ def trace_whole(module: Whole | Prompt, longest: int | None) -> ExportedProgram:
 
 
 @torch.no_grad()
-def trace_step(module: Step, outputs: Sequence[Tensor]) -> ExportedProgram:
+def trace_step(module: Step | LayerStep, outputs: Sequence[Tensor]) -> ExportedProgram:
     """The graph of a step, traced after what the prompt's graph gives for two samples."""
     batch, past = Dim(BATCH), Dim(PAST)
-    axes = [axis for x in module.layouts for axis in x.token_axes]
-    states = tuple({0: batch} if axis is None else {0: batch, axis: past} for axis in axes)
-    token = outputs[0][:, -1].argmax(1, keepdim=True)
-    return torch.export.export(module, (token, *outputs[1:]), dynamic_shapes=({0: batch}, {0: batch}, states))
+    states = tuple({0: batch} if x is None else {0: batch, x: past} for x in state_axes(module.layouts))
+    return torch.export.export(module, module.example(outputs), dynamic_shapes=({0: batch}, {0: batch}, states))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from kernelformer.export.graphs import causal_cores
 from kernelformer.hf.kept import KeptAttention
 from kernelformer.models import (
     KernelformerForCausalLM,
@@ -14,6 +15,7 @@ from kernelformer.models import (
     KernelformerModel,
 )
 from kernelformer.models.sparse_layers import SparseAttention
+from kernelformer.modules.growing import GrowingCore
 
 ENCODERS = (KernelformerModel, KernelformerForSequenceClassification, KernelformerForMaskedLM)
 OWN = (*ENCODERS, KernelformerForCausalLM)
@@ -47,6 +49,12 @@ def check_model(model: Any) -> None:
 def is_causal(model: Any) -> bool:
     """Whether a model goes on with a text."""
     return bool(model.can_generate()) and not isinstance(model, ENCODERS)
+
+
+def growing_layers(model: Any) -> dict[int, str]:
+    """The layers of a causal model whose state keeps every key, some heads' keys included, and their methods."""
+    cores = enumerate(causal_cores(model))
+    return {i: core.method for i, core in cores if any(isinstance(x, GrowingCore) for x in core.modules())}
 
 
 def longest_of(model: Any) -> int | None:

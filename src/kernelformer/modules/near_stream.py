@@ -90,7 +90,7 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
         before = before._replace(position=before.position - (past - offset))
         if can_look(key) and bool(before.visible.all()):
             return before
-    if before is None and mask is None and count <= length:
+    if before is None and mask is None and not is_exporting() and count <= length:  # a graph is of any length
         position = torch.arange(count, device=key.device).expand(batch, -1)
         first = [x[:, :, :count] for x in (key, value)]
         if call.in_stream:  # views would keep all of a prompt

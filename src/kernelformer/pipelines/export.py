@@ -19,7 +19,7 @@ from kernelformer.export.check import Differences, compare
 from kernelformer.export.graphs import Prompt, Step, Whole, trace_step, trace_whole
 from kernelformer.export.onnx_files import OPSET, save_onnx, traced
 from kernelformer.export.script import script, token_kind
-from kernelformer.export.subject import check_model, is_causal, longest_of
+from kernelformer.export.subject import check_model, growing_layers, is_causal, longest_of
 from kernelformer.files import PART, read_json, write_json, write_text
 from kernelformer.formatting import human_bytes
 from kernelformer.hf import load
@@ -97,14 +97,17 @@ def _write(
     model: nn.Module, part: Path, setting: ExportSettings, log: Callable[[str], None]
 ) -> tuple[str, int | None, list[int], Differences]:
     """Write the graphs and compare them with the model."""
-    longest, grows = longest_of(model), list[int]()
+    longest, steps = longest_of(model), is_causal(model) and not setting.prompt_only
+    grows = growing_layers(model) if steps else {}
+    if grows and not setting.growing:
+        raise ValueError(_keeps_keys(type(model).__name__, grows))
     whole = Prompt(model, setting.logits == "all") if is_causal(model) else Whole(model)
     modules: dict[str, Whole | Prompt | Step] = {WHOLE_FILE: whole}
     log("tracing the prompt" if isinstance(whole, Prompt) else "tracing the whole sequence")
     with traced(type(model).__name__):
         program = trace_whole(whole, longest)
     save_onnx(program, whole, part / WHOLE_FILE)
-    if isinstance(whole, Prompt) and not setting.prompt_only:
+    if isinstance(whole, Prompt) and steps:
         log("tracing one token after a state")
         step = Step(model, whole.layouts)
         with traced(type(model).__name__), torch.no_grad():
@@ -112,11 +115,20 @@ def _write(
             program = trace_step(step, after)
         save_onnx(program, step, part / STEP_FILE)
         modules[STEP_FILE] = step
-        grows = [i for i, x in enumerate(whole.layouts) if any(axis is not None for axis in x.token_axes)]
     log("comparing with torch")
     differences = compare(modules, part, longest, setting.steps)
     differences.check()
-    return type(model).__name__, longest, grows, differences
+    return type(model).__name__, longest, list(grows), differences
+
+
+def _keeps_keys(name: str, grows: dict[int, str]) -> str:
+    layers = ", ".join(f"{number} ({method})" for number, method in list(grows.items())[:3])
+    layers += ", ..." if len(grows) > 3 else ""
+    return (
+        f"{name} keeps every key in {len(grows)} of its layers: {layers}. The state of its decode step grows with the "
+        f"text. Export it so with growing=True (--growing), its prompt alone with prompt_only=True (--prompt-only), or "
+        f"convert it to a method whose state has one size, such as 'favor+' or 'loglinear'."
+    )
 
 
 def _finish(home: Path, part: Path, model: Any, result: tuple[Any, ...], generates: bool) -> None:

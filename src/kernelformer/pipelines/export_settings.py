@@ -17,11 +17,13 @@ class ExportSettings(Settings):
     Args:
         logits: of a causal model's prompt: those of its last token, which a generation needs, or of all of them.
         prompt_only: whether a causal model gets no graph for one token after a state.
+        growing: whether that graph may have states that keep every key, as exact attention does.
         steps: tokens that are generated to compare the graph with torch.
     """
 
     logits: str = option("last", "of a prompt's last token, or of all of them: last or all")
     prompt_only: bool = option(False, "no decode.onnx for a causal model", switch=True)
+    growing: bool = option(False, "allow states that keep every key, and grow with the text", switch=True)
     steps: int = option(100, "tokens that are generated to compare with torch", least=1)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,8 @@ def is_accelerator(device: torch.device) -> bool:
 def takes_parallel(asked: str | None, device: torch.device, find_problem: Callable[[], str | None]) -> bool:
     """Whether a call goes by `parallel`: asked for by name, or on an accelerator where it can.
 
+    Never while `torch.export` traces: plain operations stand for all algorithms then, see `decomposed`.
+
     Args:
         asked: the algorithm of the call, or None.
         device: of its tensors.
@@ -26,7 +28,7 @@ def takes_parallel(asked: str | None, device: torch.device, find_problem: Callab
     Raises:
         ValueError: asked for by name where it cannot.
     """
-    if asked == "chunked" or (asked is None and not is_accelerator(device)):
+    if torch.compiler.is_exporting() or asked == "chunked" or (asked is None and not is_accelerator(device)):
         return False
     problem = find_problem()
     if asked == "parallel" and problem is not None:
