@@ -32,8 +32,8 @@ def check_export(core: AttentionCore, call: Call) -> None:
     if not is_exporting() or not (isinstance(call.query.shape[2], torch.SymInt) or call.state is not None):
         return
     reason = core.export_refusal
-    if not reason and call.bias is not None and core.feature_dim is not None:
-        reason = "attends with a relative position bias, whose algorithms depend on the length"
+    if not reason and call.bias is not None:
+        reason = "attends with a relative position bias, whose table is as long as the sequence"
     if reason:
         raise ValueError(
             f"{core.method!r} {reason}: it cannot be exported with a dynamic length. Use a method such as 'favor+' or "
