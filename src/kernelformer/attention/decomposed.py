@@ -256,7 +256,8 @@ def causal_part(
 def _running(own: Tensor, before: Tensor | None) -> Tensor:
     """Sums (B, G, n, ...) of chunks -> those before each chunk and after the last, (B, G, n + 1, ...)."""
     first = torch.zeros_like(own[:, :, :1]) if before is None else before.unsqueeze(2)
-    return torch.cat([first, own], 2).cumsum(2)
+    sums = in_dtype(torch.cat([first, own], 2), wide_dtype(own)).cumsum(2)
+    return in_dtype(sums, own.dtype)
 
 
 def _positive_part(
@@ -353,9 +354,14 @@ def _signed_part(
     state: Sequence[Tensor] | None,
     cut: Chunking,
 ) -> tuple[Part, list[Tensor]]:
-    """Plain sums of features in float64, at the largest factor of all keys."""
-    groups, wide = key.shape[1], wide_dtype(key)
+    """Plain sums of features, at the largest factor of all keys.
+
+    Features with factors are float64 numbers, others have one scale and are multiplied as they are; sums over chunks are
+    float64 always.
+    """
+    groups = key.shape[1]
     phi, factor = spec.features(key, tensors, scale, "key", normalize)
+    wide = key.dtype if factor is None else wide_dtype(key)
     phi = phi if covered is None else phi.masked_fill(covered, 0)
     norm = _lengths(spec, phi, covered, normalize)
     phi_q, factor_q = spec.features(_rows(query, groups), tensors, scale, "query", normalize)
