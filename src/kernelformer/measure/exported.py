@@ -1,4 +1,8 @@
-"""An encoder in torch and in onnxruntime, as it is and converted: four ways to read the same tokens."""
+"""An encoder in torch and in onnxruntime, as it is and converted: several ways to read the same tokens.
+
+The original goes to onnxruntime twice: as the exporter writes it, which is two products and a softmax, with all weights
+at once; and with that runtime's own attention, which works in tiles.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from kernelformer.export.check import run, session
+from kernelformer.export.check import difference, run, session
 from kernelformer.export.graphs import Whole, trace_whole
 from kernelformer.export.onnx_files import quiet_exporter, save_onnx
-from kernelformer.measure.harness import Figures, Step, time_rounds
+from kernelformer.measure.harness import Figures, Step, time_rounds, too_large
 from kernelformer.measure.lengths import Subject, contender
 
-ORIGINAL = "sdpa"  # the original's attention in torch
+ORIGINAL = "sdpa"  # the original's attention in torch, and what the exporter makes of it
+OWN = "MultiHeadAttention"  # the original with onnxruntime's own attention
 TORCH, ONNX = "torch", "onnxruntime"
-OWN_ATTENTION = "kernelformer_onnxruntime"  # the name of `own_attention` for transformers
 EXAMPLE = 70  # tokens that the original is traced with
+COMPARED = 1024  # tokens, of which the outputs in both runtimes are compared
 # The sizes of MiniLM-L6.
 SIZES = {
     "vocab_size": 30522,
@@ -90,19 +95,21 @@ def own_attention(
     return out.unflatten(2, (heads, width)), None
 
 
-def with_own_attention(model: Any) -> Any:
-    """The original with `own_attention`, and without masks."""
+def without_mask(model: Any, name: str) -> Any:
+    """The original with the attention of `ORIGINAL` or `OWN`, and without masks, for tracing."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(OWN_ATTENTION, own_attention)
-    AttentionMaskInterface.register(OWN_ATTENTION, lambda *_, **__: None)
-    model.set_attn_implementation(OWN_ATTENTION)
+    label = f"kernelformer_unmasked_{name.lower()}"
+    AttentionInterface.register(label, own_attention if name == OWN else ALL_ATTENTION_FUNCTIONS[ORIGINAL])
+    AttentionMaskInterface.register(label, lambda *_, **__: None)
+    model.set_attn_implementation(label)
     return model
 
 
-def file_of(folder: Path, number: int) -> Path:
+def file_of(folder: str, number: int) -> Path:
     """The graph of the contender with this number."""
-    return folder / f"{number}.onnx"
+    return Path(folder) / f"{number}.onnx"
 
 
 def prepare(subject: Mapping[str, Any], longest: int, names: Sequence[str], folder: str) -> dict[str, Figures]:
@@ -111,26 +118,26 @@ def prepare(subject: Mapping[str, Any], longest: int, names: Sequence[str], fold
     Args:
         subject: fields of `Encoder`.
         longest: tokens.
-        names: of attentions, `ORIGINAL` among them.
+        names: of attentions, `ORIGINAL` and `OWN` among them.
         folder: for the graphs.
     """
     model, _ = Encoder(**subject).build(longest)
     problems: dict[str, Figures] = {}
     for number, name in enumerate(names):
-        other = contender(model, name)
         try:
             with quiet_exporter(), torch.no_grad():
-                if name == ORIGINAL:
-                    module: Any = Unmasked(with_own_attention(other))
+                module: Any
+                if name in (ORIGINAL, OWN):
+                    module = Unmasked(without_mask(contender(model, ORIGINAL), name))
                     axes = {0: Dim("batch"), 1: Dim("length", max=longest)}
                     tokens = Encoder(**{**subject, "batch": 2}).tokens(model, min(EXAMPLE, longest - 1))
                     program = torch.export.export(module, (tokens,), dynamic_shapes=(axes,))
                 else:
-                    module = Whole(other)
+                    module = Whole(contender(model, name))
                     program = trace_whole(module, longest)
-            save_onnx(program, module, file_of(Path(folder), number))
+            save_onnx(program, module, file_of(folder, number))
         except ValueError as problem:
-            problems[name] = {"problem": str(problem).splitlines()[0]}
+            problems[way(name, ONNX)] = {"problem": str(problem).splitlines()[0]}
     return problems
 
 
@@ -143,22 +150,33 @@ def measure(
         subject: fields of `Encoder`.
         longest: tokens that the graphs were made for.
         length: tokens.
-        names: of attentions.
+        names: of attentions, `ORIGINAL` first.
         folder: of the graphs that `prepare` has written.
         rounds: at least so many runs of each are timed.
         budget: seconds for timing all of them.
     """
     this = Encoder(**subject)
     model, _ = this.build(longest)
-    tokens, steps = this.tokens(model, length), dict[str, Step]()
+    tokens, steps, others = this.tokens(model, length), dict[str, Step](), dict[str, Figures]()
     for number, name in enumerate(names):
-        steps[way(name, TORCH)] = Step(partial(_read, contender(model, name), tokens))
-        path = file_of(Path(folder), number)
-        if path.is_file():
-            graph = session(path, torch.get_num_threads())
-            given = [tokens.numpy(), torch.ones_like(tokens).numpy(), torch.zeros_like(tokens).numpy()]
-            steps[way(name, ONNX)] = Step(partial(run, graph, given[: len(graph.get_inputs())]))
-    return time_rounds(steps, rounds, budget)
+        if name != OWN:
+            reads = contender(model, name)
+            steps[way(name, TORCH)] = Step(partial(_read, reads, tokens))
+        if not file_of(folder, number).is_file():
+            continue
+        # Scores and their softmax, all of them at once.
+        weights = 2 * 4 * this.batch * model.config.num_attention_heads * length**2
+        problem = too_large(weights) if name == ORIGINAL else None
+        if problem:
+            others[way(name, ONNX)] = {"problem": problem}
+            continue
+        graph = session(file_of(folder, number), torch.get_num_threads())
+        original = contender(model, ORIGINAL) if name == OWN else reads
+        first = tokens[:, :COMPARED]
+        others[way(name, ONNX)] = {"difference": difference(_run(graph, first), _read(original, first))}
+        steps[way(name, ONNX)] = Step(partial(_run, graph, tokens))
+    figures = time_rounds(steps, rounds, budget)
+    return {name: {**others.get(name, {}), **figures.get(name, {})} for name in (*figures, *others)}
 
 
 def way(name: str, runtime: str) -> str:
@@ -166,6 +184,13 @@ def way(name: str, runtime: str) -> str:
     return f"{name} in {runtime}"
 
 
+def _run(graph: Any, tokens: Tensor) -> Any:
+    """The vectors of tokens without padding by a graph, whose inputs are the tokens, and it may be mask and types."""
+    given = [tokens.numpy(), torch.ones_like(tokens).numpy(), torch.zeros_like(tokens).numpy()]
+    return run(graph, given[: len(graph.get_inputs())])[0]
+
+
 @torch.no_grad()
-def _read(model: Any, tokens: Tensor) -> None:
-    model(input_ids=tokens)
+def _read(model: Any, tokens: Tensor) -> Tensor:
+    hidden: Tensor = model(input_ids=tokens).last_hidden_state
+    return hidden

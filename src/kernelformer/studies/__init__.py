@@ -44,6 +44,7 @@ STUDIES: dict[str, Study] = {
             "An encoder and its converted copies, in torch and in onnxruntime with that runtime's own attention",
             "",
             settings.ExportedSettings,
+            resumes=True,
         ),
         Study(
             "sparsity",

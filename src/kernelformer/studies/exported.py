@@ -1,7 +1,7 @@
 """The fair peer of inference on a CPU: an encoder and its converted copies, in torch and in onnxruntime.
 
-The original runs in onnxruntime with that runtime's own attention, in tiles. Tokens are random and nothing is padded:
-only speed is measured.
+The original runs in onnxruntime as the exporter writes it, and with that runtime's own attention, in tiles. Tokens are
+random, nothing is padded, and tables of positions are stretched where they end: only speed is measured.
 """
 
 from __future__ import annotations
@@ -18,25 +18,36 @@ from rich.table import Table
 from kernelformer.errors import WorkerError
 from kernelformer.formatting import human_time
 from kernelformer.measure import exported as measured
-from kernelformer.measure.exported import ONNX, ORIGINAL, TORCH, Encoder, way
+from kernelformer.measure.exported import ONNX, ORIGINAL, OWN, TORCH, Encoder, way
 from kernelformer.measure.harness import Figures, run_in_process
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
-from kernelformer.studies.base import Log, Progress
+from kernelformer.studies.base import Log, Progress, read_record, write_record
 from kernelformer.studies.lengths import describe
 from kernelformer.studies.settings import ExportedSettings
 
+NAME = "exported"
 BASE = way(ORIGINAL, TORCH)  # what the others are compared with
 
 
 @dataclass
 class Row:
-    """One way to read so many tokens: seconds of a pass, or why there are none."""
+    """One way to read so many tokens: seconds of a pass, or why there are none.
+
+    Args:
+        length: tokens.
+        way: attention and runtime.
+        seconds: median of the rounds.
+        rounds: number of timed passes.
+        difference: in onnxruntime, of its outputs from torch, over the largest output; of the first 1024 tokens.
+        note: why there are no figures.
+    """
 
     length: int
     way: str
     seconds: float | None = None
     rounds: int = 0
+    difference: float | None = None
     note: str = ""
 
 
@@ -56,7 +67,13 @@ class Result:
 
 def names(settings: ExportedSettings) -> list[str]:
     """The attentions, the original's first."""
-    return list(dict.fromkeys((ORIGINAL, *settings.attention)))
+    return list(dict.fromkeys((ORIGINAL, OWN, *settings.attention)))
+
+
+def ways(settings: ExportedSettings) -> list[str]:
+    """All ways to read the tokens: each attention in each runtime that has it."""
+    pairs = [(name, runtime) for name in names(settings) for runtime in (TORCH, ONNX)]
+    return [way(*x) for x in pairs if x != (OWN, TORCH)]
 
 
 def steps(settings: ExportedSettings) -> int:
@@ -72,25 +89,49 @@ def steps(settings: ExportedSettings) -> int:
 def run(
     settings: ExportedSettings, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
 ) -> Result:
-    """Export, then time all ways at each length; see `studies.base`."""
+    """Export, then time all ways at each length that ``folder`` does not hold yet; see `studies.base`."""
     steps(settings)
     subject = Encoder(settings.model, "encoder", not settings.model, settings.allow_pickle, settings.batch)
     longest = max(settings.lengths)
     with silent_libraries():
         model, stretched = subject.build(longest)
     name = Path(settings.model).resolve().name if settings.model else "a BERT of MiniLM-L6's sizes"
-    result = Result(describe(model, subject, name, "encoder"), stretched)
+    result = Result({**describe(model, subject, name, "encoder"), "ways": ways(settings)}, stretched)
+    result.rows = read_rows(folder, result.about)
+    todo = [x for x in sorted(set(settings.lengths)) if x not in {row.length for row in result.rows}]
     common: dict[str, Any] = {"subject": asdict(subject), "longest": longest, "names": names(settings)}
     with TemporaryDirectory(prefix="kernelformer-export-") as graphs:
         log("exporting")
-        problems = _job(measured.prepare, **common, folder=graphs)
-        progress()
-        for length in sorted(set(settings.lengths)):
+        problems = _job(measured.prepare, **common, folder=graphs) if todo else {}
+        for _ in range(steps(settings) - len(todo)):
+            progress()
+        for length in todo:
             log(f"{length} tokens: timing")
             given = {"length": length, "rounds": settings.rounds, "budget": settings.budget, "folder": graphs}
-            result.rows += _rows(length, names(settings), problems, _measured(common | given))
+            result.rows += _rows(length, ways(settings), problems | _measured(common | given))
+            write_record(folder, NAME, settings, record(result))
             progress()
     return result
+
+
+def read_rows(folder: Path, about: dict[str, Any]) -> list[Row]:
+    """The rows that an earlier call has written, of the same model, ways and machine.
+
+    Raises:
+        ValueError: a record of something else is there.
+    """
+    path, fields = folder / f"{NAME}.json", Row.__dataclass_fields__
+    try:
+        kept = read_record(folder, NAME)
+        if kept is None:
+            return []
+        rows = [Row(**{key: x[key] for key in fields}) for x in kept["rows"]]
+        other = {key: x for key, x in kept["about"].items() if about.get(key) != x}
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"{path} is not of this study ({problem!r}); move it away, or choose another --out.") from None
+    if other:
+        raise ValueError(f"{path} holds figures of another model or machine ({other}); choose another --out.")
+    return rows
 
 
 def _measured(given: dict[str, Any]) -> Figures:
@@ -100,15 +141,13 @@ def _measured(given: dict[str, Any]) -> Figures:
         return {"": {"problem": str(problem)}}
 
 
-def _rows(length: int, attentions: Sequence[str], problems: Figures, figures: Figures) -> list[Row]:
+def _rows(length: int, names: Sequence[str], figures: Figures) -> list[Row]:
     rows = []
-    for name in attentions:
-        for runtime in (TORCH, ONNX):
-            row = Row(length, way(name, runtime))
-            found = figures.get(row.way) or figures.get("") or problems.get(name, {"problem": "was not measured"})
-            row.seconds, row.rounds = found.get("seconds"), found.get("rounds", 0)
-            row.note = found.get("problem", "")
-            rows.append(row)
+    for name in names:
+        mine = figures.get(name) or figures.get("") or {"problem": "was not measured"}
+        row = Row(length, name, mine.get("seconds"), mine.get("rounds", 0), mine.get("difference"))
+        row.note = mine.get("problem", "")
+        rows.append(row)
     return rows
 
 
