@@ -1,14 +1,14 @@
-"""What `torch.export` traces: attention by plain operations, equal to the definition, with a state of constant shape."""
+"""What `torch.export` traces: plain operations, equal to the definition, with a state of constant shape."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from definition import FORGETS, MAPPED, STREAMING, VARIANTS, WHOLE, attend, build, close, inputs, padding, signed
 from torch import nn
 from torch.export import Dim, export
 
 import kernelformer as kf
+from definition import FORGETS, MAPPED, STREAMING, VARIANTS, WHOLE, attend, build, close, inputs, padding, signed
 from kernelformer.modules.exported import NO_SINK_YET
 
 TRACED = [name for name in VARIANTS if name not in WHOLE and name not in FORGETS]
@@ -59,6 +59,30 @@ def test_a_later_key_that_dwarfs_its_chunk_changes_no_earlier_row(variant, expor
     close(after[:, :, :20], before[:, :, :20], 1e-5)
     want = attend(variant, core.double(), *(x.double() for x in (q, far, v)), is_causal=True)
     close(after[:, :, 20:100].double(), want[:, :, 20:100], 1e-3 if signed(variant) else 1e-4)
+
+
+@pytest.mark.parametrize("place", [20, 90])
+def test_keys_that_a_later_one_dwarfs_by_a_thousand_keep_their_digits(place, exporting):
+    core = build("exp without projection").eval()
+    q, k, v = inputs(130, size=0.1)
+    k[:, :, place:] = k[:, :, place:] + 1000.0 * 8**0.25  # logarithms of features grow by 1000
+    got = core(q, k, v, is_causal=True)
+    assert torch.isfinite(got).all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_exporting", lambda: False)
+        close(got, core(q, k, v, is_causal=True), 1e-8)
+        close(got[:, :, :place], core(*(x[:, :, :place] for x in (q, k, v)), is_causal=True), 1e-8)
+
+
+def test_a_bias_is_never_left_out_of_a_graph_of_one_length(exporting):
+    for method, options in (("local", {}), ("favor+", {"num_features": 8})):
+        core = kf.build_attention(method, head_dim=8, num_heads=4, window=4, sinks=1, **options).double().eval()
+        q, k, v = inputs(20)
+        bias = torch.randn(4, 39, dtype=torch.float64)
+        got = core(q, k, v, bias=bias, max_distance=4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.compiler, "is_exporting", lambda: False)
+            close(got, core(q, k, v, bias=bias, max_distance=4))
 
 
 def test_hidden_keys_may_hold_anything(exporting):
@@ -120,12 +144,14 @@ def call(core, is_causal):
         ("linformer", False, "as many landmarks"),
         ("rfa-gate", True, "forgets"),
         ("nprf", False, "relative position bias"),
+        ("softmax", False, "relative position bias"),
+        ("local", False, "relative position bias"),
     ],
 )
 def test_what_has_no_graph_of_any_length_says_so_by_name(variant, is_causal, said):
     core, length = build(variant, torch.float32).eval(), Dim("length", min=2)
     q, k, v = inputs(20, dtype=torch.float32)
-    more = {"bias": torch.zeros(4, 39)} if variant == "nprf" else {}
+    more = {"bias": torch.zeros(4, 39)} if "bias" in said else {}
     shapes = {x: {2: length} for x in "qkv"} | ({"more": {"bias": {1: 2 * length - 1}}} if more else {})
     with pytest.raises(ValueError, match=said) as problem:
         export(call(core, is_causal), (q, k, v), more, dynamic_shapes=shapes)
@@ -151,7 +177,7 @@ def test_a_layer_is_exported_with_dynamic_batch_and_length(options):
     with torch.no_grad():
         graph = export(layer, (x,), {"key_mask": mask}, dynamic_shapes={"x": axes, "key_mask": axes})
         assert not [n for n in graph.graph.nodes if "kernelformer" in str(n.target)]
-        for batch, length in ((1, 2), (3, 64), (2, 133)):
+        for batch, length in ((1, 1), (3, 64), (2, 133)):
             x, mask = torch.randn(batch, length, 16), padding(batch, length)
             close(
                 graph.module()(x, key_mask=mask), layer(x, key_mask=mask), 1e-4 if "trig" in layer.core.method else None

@@ -8,12 +8,11 @@ import sys
 
 import pytest
 import torch
-from tiny_models import tiny
 from typer.testing import CliRunner
 
 from kernelformer import lazy
 from kernelformer.cli.app import app
-from kernelformer.export.check import Differences
+from kernelformer.export.check import Differences, run, session
 from kernelformer.export.subject import longest_of
 from kernelformer.hf import convert
 from kernelformer.models import (
@@ -25,6 +24,7 @@ from kernelformer.models import (
 from kernelformer.pipelines import export as exporting
 from kernelformer.pipelines.export import export_folder
 from kernelformer.pipelines.export_settings import ExportSettings
+from tiny_models import tiny
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
 QUIET = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); "
@@ -92,17 +92,41 @@ def test_a_classifier_with_learned_positions_says_how_long_its_texts_may_be(tmp_
 def test_a_converted_model_is_exported(kind, options, tmp_path):
     model = tiny(kind, torch.float32)
     convert(model, "loglinear", **options).save_pretrained(tmp_path / "model")
-    result = export_folder(tmp_path / "model", tmp_path / "out", ExportSettings(steps=20))
+    result = export_folder(tmp_path / "model", tmp_path / "out", ExportSettings(steps=20, growing=True))
     assert max(x for x in vars(result.differences).values() if x is not None) < 1e-5
     assert result.longest == (63 if kind == "RobertaModel" else None if kind == "LlamaForCausalLM" else 64)
     assert result.grows == ([0] if "exact_heads" in options else [])
 
 
 @pytest.mark.slow
+def test_a_converted_decoder_with_a_tokenizer_generates_without_torch_up_to_its_last_position(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = convert(tiny("GPT2LMHeadModel", torch.float32), "loglinear", num_features=8)
+    words = {f"w{i}": i for i in range(model.config.vocab_size)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    export_folder(tmp_path / "model", tmp_path / "out", ExportSettings(steps=5))
+    ids = [5, 7, 11]
+    out = model.eval().generate(torch.tensor([ids]), max_new_tokens=9, min_new_tokens=9, do_sample=False)
+    script = tmp_path / "out" / "generate.py"
+    assert "tokenizers" in script.read_text()
+    assert written(script, "w5 w7 w11", "9") == " ".join(f"w{x}" for x in out[0].tolist()) + "\n"
+    with pytest.raises(AssertionError, match="positions for 64 tokens, got 65"):
+        written(script, "w5 w7 w11", "63")
+    graph = session(tmp_path / "out" / "model.onnx", 1)
+    with pytest.raises(Exception, match="(?i)out of data bounds|out of bounds"):
+        run(graph, [torch.ones(1, 65, dtype=torch.long).numpy()] * 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["softmax", "gaussian", "local:window=4:sinks=1", "trigonometric:num_features=8"])
 def test_decoders_of_other_methods_are_exported_too(attention, tmp_path):
     own(KernelformerForCausalLM, attention).save_pretrained(tmp_path / "model")
-    result = export_folder(tmp_path / "model", tmp_path / "out", ExportSettings(steps=30, logits="all"))
+    result = export_folder(tmp_path / "model", tmp_path / "out", ExportSettings(steps=30, logits="all", growing=True))
     assert result.grows == ([0] if attention in ("softmax", "gaussian") else [])
 
 
@@ -121,11 +145,16 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(tmp_path, monkeypat
     own(KernelformerForSequenceClassification, "skyformer:num_landmarks=8").save_pretrained(tmp_path / "landmarks")
     with pytest.raises(ValueError, match="'skyformer' takes its landmarks from the tokens"):
         export_folder(tmp_path / "landmarks", tmp_path / "out")
+    own(KernelformerForCausalLM, "softmax").save_pretrained(tmp_path / "softmax")
+    with pytest.raises(
+        ValueError, match=r"keeps every key in 1 of its layers: 0 \(softmax\).*--growing.*--prompt-only"
+    ):
+        export_folder(tmp_path / "softmax", tmp_path / "out")
     own(KernelformerForCausalLM, "elu").save_pretrained(tmp_path / "lm")
     monkeypatch.setattr(exporting, "_write", lambda *_: Differences(1e-7, 0.5).check())
     with pytest.raises(ValueError, match=r"differs from the model in torch by 0\.5 .*padded.*nothing was written"):
         export_folder(tmp_path / "lm", tmp_path / "out")
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["bert", "empty", "image", "landmarks", "lm"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["bert", "empty", "image", "landmarks", "lm", "softmax"]
 
 
 def test_missing_packages_are_named_with_the_command_that_brings_them(tmp_path, monkeypatch):

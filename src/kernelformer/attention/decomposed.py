@@ -356,8 +356,8 @@ def _signed_part(
 ) -> tuple[Part, list[Tensor]]:
     """Plain sums of features, at the largest factor of all keys.
 
-    Features with factors are float64 numbers, others have one scale and are multiplied as they are; sums over chunks are
-    float64 always.
+    Features with factors are float64 numbers, others have one scale and are multiplied as they are. Sums over chunks
+    are float64 always.
     """
     groups = key.shape[1]
     phi, factor = spec.features(key, tensors, scale, "key", normalize)
