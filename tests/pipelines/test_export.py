@@ -118,7 +118,7 @@ def test_a_converted_decoder_with_a_tokenizer_generates_without_torch_up_to_its_
     with pytest.raises(AssertionError, match="positions for 64 tokens, got 65"):
         written(script, "w5 w7 w11", "63")
     graph = session(tmp_path / "out" / "model.onnx", 1)
-    with pytest.raises(Exception, match="(?i)out of data bounds|out of bounds"):
+    with pytest.raises(Exception, match=r"out of (data )?bounds"):
         run(graph, [torch.ones(1, 65, dtype=torch.long).numpy()] * 2)
 
 
@@ -146,9 +146,7 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(tmp_path, monkeypat
     with pytest.raises(ValueError, match="'skyformer' takes its landmarks from the tokens"):
         export_folder(tmp_path / "landmarks", tmp_path / "out")
     own(KernelformerForCausalLM, "softmax").save_pretrained(tmp_path / "softmax")
-    with pytest.raises(
-        ValueError, match=r"keeps every key in 1 of its layers: 0 \(softmax\).*--growing.*--prompt-only"
-    ):
+    with pytest.raises(ValueError, match=r"keeps every key in 1 of its layers: 0 \(softmax\).*--growing.*--prompt"):
         export_folder(tmp_path / "softmax", tmp_path / "out")
     own(KernelformerForCausalLM, "elu").save_pretrained(tmp_path / "lm")
     monkeypatch.setattr(exporting, "_write", lambda *_: Differences(1e-7, 0.5).check())

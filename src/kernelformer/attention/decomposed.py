@@ -84,7 +84,8 @@ def _rows(query: Tensor, groups: int) -> Tensor:
 
     A copy, here and in `_by_query_head`: of a view of a view the exporter asks what holds for some lengths only.
     """
-    return query.unflatten(1, (groups, -1)).flatten(2, 3).clone(memory_format=torch.contiguous_format)
+    rows: Tensor = query.unflatten(1, (groups, -1)).flatten(2, 3).clone(memory_format=torch.contiguous_format)
+    return rows
 
 
 def _by_query_head(rows: Tensor, query: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ class Chunking:
 
     def by_head(self, x: Tensor) -> Tensor:
         """The inverse of `by_chunk`: (B, G, n, R C, X) -> (B, H, L, X)."""
-        rows = (
+        rows: Tensor = (
             x.clone(memory_format=torch.contiguous_format)
             .unflatten(3, (-1, CHUNK))
             .transpose(2, 3)
