@@ -159,6 +159,13 @@ def test_what_has_no_graph_of_any_length_says_so_by_name(variant, is_causal, sai
     assert "dynamic length" in str(problem.value)
 
 
+def most_lengths(graph, name):
+    """The most axes of a tensor in a graph that grow with the length: 2 is a matrix of L x L."""
+    values = {n.name: n.meta["val"] for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+    batch = str(values[name].shape[0])
+    return max(sum(isinstance(n, torch.SymInt) and str(n) != batch for n in x.shape) for x in values.values())
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -177,6 +184,7 @@ def test_a_layer_is_exported_with_dynamic_batch_and_length(options):
     with torch.no_grad():
         graph = export(layer, (x,), {"key_mask": mask}, dynamic_shapes={"x": axes, "key_mask": axes})
         assert not [n for n in graph.graph.nodes if "kernelformer" in str(n.target)]
+        assert most_lengths(graph, "x") == (2 if options["method"] == "softmax" else 1)
         for batch, length in ((1, 1), (3, 64), (2, 133)):
             x, mask = torch.randn(batch, length, 16), padding(batch, length)
             close(

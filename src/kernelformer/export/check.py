@@ -83,7 +83,7 @@ def compare(modules: Mapping[str, Whole | Prompt | Step], folder: Path, longest:
     """
     (first, whole), *rest = modules.items()
     assert not isinstance(whole, Step)
-    graph, plain, padded = session(folder / first), list[float](), list[float]()
+    graph, plain, padded = _here(folder / first), list[float](), list[float]()
     for batch, length in lengths(longest):
         inputs = list(whole.example(length, batch))
         for found in (padded, plain):
@@ -95,8 +95,13 @@ def compare(modules: Mapping[str, Whole | Prompt | Step], folder: Path, longest:
         assert isinstance(whole, Prompt)
         count = steps if longest is None else min(steps, longest - longest // 2)
         length = 20 if longest is None else min(20, longest // 2)
-        after = max(_steps(whole, graph, session(folder / name), length, count))
+        after = max(_steps(whole, graph, _here(folder / name), length, count))
     return Differences(max(plain), max(padded), after)
+
+
+def _here(path: Path) -> Any:
+    """The graph of a file, with as many threads as torch has."""
+    return session(path, torch.get_num_threads())
 
 
 def reference(module: Whole | Prompt, inputs: Sequence[Tensor]) -> Tensor:
