@@ -107,7 +107,8 @@ def _here(path: Path) -> Any:
 def reference(module: Whole | Prompt, inputs: Sequence[Tensor]) -> Tensor:
     """What the model gives in torch, by its own algorithms."""
     if isinstance(module, Whole):
-        return module(*inputs)
+        output: Tensor = module(*inputs)
+        return output
     model: Any = module.model
     ids, mask = inputs
     logits: Tensor = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits

@@ -51,7 +51,8 @@ class Layout:
         """For each tensor the axis along which it grows, if it does."""
         if self.parts:
             return [axis for x in self.parts for axis in x.token_axes]
-        return [2, 2, 1][: self.count] if self.grows else [None] * self.count
+        axes: list[int | None] = [2, 2, 1]
+        return axes[: self.count] if self.grows else [None] * self.count
 
 
 @dataclass

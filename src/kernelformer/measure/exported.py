@@ -27,7 +27,7 @@ TORCH, ONNX = "torch", "onnxruntime"
 EXAMPLE = 70  # tokens that the original is traced with
 COMPARED = 1024  # tokens, of which the outputs in both runtimes are compared
 # The sizes of MiniLM-L6.
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 384,
     "intermediate_size": 1536,

@@ -93,9 +93,8 @@ def _with_new_sink(sinks: Sinks, key: Tensor, value: Tensor, mask: Tensor) -> Si
     there = (sinks.position < NO_SINK_YET // 2).sum(1, keepdim=True)
     new = (number == there) & mask  # (B, s)
     rows = new[:, None, :, None]
-    kept = (torch.where(rows, x, old) for x, old in ((key, sinks.key), (value, sinks.value)))
     position = torch.where(new, 0, sinks.position)
-    return Sinks(*kept, position, position)
+    return Sinks(torch.where(rows, key, sinks.key), torch.where(rows, value, sinks.value), position, position)
 
 
 def _check_window(near: NearFarAttention) -> None:

@@ -42,7 +42,7 @@ class GatedCore(KernelCore):
 
     splits = None  # sums that forget are not merged by their masses alone
     takes_gate = True
-    export_refusal = "forgets by a loop over stretches of the sequence"  # type: ignore[assignment]
+    export_refusal = "forgets by a loop over stretches of the sequence"
     takes_bias = False
 
     def __init__(self, method: str, feature_map: ScaledFourierMap, *, own_gate: bool = True, **options: Any) -> None:
