@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernelformer as kf
-from definition import FORGETS, NEARS, VARIANTS, WHOLE, attend, build, close, inputs, padding, signed
+from definition import FORGETS, VARIANTS, WHOLE, attend, build, close, inputs, padding
 from kernelformer.attention import reference
 from kernelformer.attention.parallel import biased, choice, layout, positive, scan
 from kernelformer.measure.attention import Case
@@ -20,8 +20,7 @@ from kernelformer.modules import bad_tokens, near_stream
 from kernelformer.modules.spec import parse_attention
 
 NO_MAP = [name for name in VARIANTS if VARIANTS[name][0] in ("softmax", "gaussian", "linformer", "nystromformer")]
-SIGNED_NEAR = [name for name in NEARS if signed(name)]
-COVERED = [name for name in VARIANTS if name not in (*NO_MAP, *SIGNED_NEAR, *FORGETS)]
+COVERED = [name for name in VARIANTS if name not in (*NO_MAP, *FORGETS)]
 # One of each kind: by formula, tied, per head, untied per query head, unnormalized, unit vectors, signed with and
 # without a factor and a guard, learned, landmarks, near keys, sinks alone, no far part. Others with `make test-all`.
 QUICK = (
@@ -36,6 +35,7 @@ QUICK = (
     "tanh",
     "skyformer softmax",
     "favor+ near",
+    "trigonometric near",
     "hyperbolic sinks",
     "local",
 )
@@ -112,6 +112,63 @@ def test_a_bias_within_a_window_of_near_keys_equals_the_chunks(is_causal, small)
         how = {"is_causal": is_causal, "key_mask": mask, "max_distance": 4}
         out, want = (core(*qkv, **how, bias=entries[:, near], algorithm=x) for x in ("parallel", "chunked"))
         same_with_gradients(out, want, [*qkv, entries, *core.parameters()])
+
+
+def falling(L, S, window):
+    """A random bias up to a distance and a line beyond it, as a table, as a matrix, and its slope."""
+    slope, away = torch.tensor([0.5, 0.1, 0.02, 0.0], dtype=torch.float64), torch.arange(1 - L, S)
+    entries = torch.randn(4, 2 * window + 1, dtype=torch.float64)
+    line = slope.unsqueeze(1) * (away.abs() - window).clamp_min(0)
+    table = entries[:, away.clamp(-window, window) + window] - line
+    return table, table[:, torch.arange(S) - torch.arange(L).unsqueeze(1) + L - 1], slope
+
+
+@pytest.mark.parametrize(("L", "S", "window"), [(71, 71, 20), (40, 13, 1), (9, 9, 0)])
+def test_a_causal_bias_with_a_slope_equals_the_definition_with_gradients(L, S, window, monkeypatch):
+    monkeypatch.setattr(biased, "CHUNK", 16)
+    core, qkv = build("favor+ per head"), inputs(L, S, G=2, grad=True)
+    (table, matrix, slope), key_mask = falling(L, S, window), padding(2, S)
+    how = {"is_causal": True, "key_mask": key_mask}
+    out = core(*qkv, **how, bias=table, max_distance=window, slope=slope, algorithm="parallel")
+    same_with_gradients(out, attend("favor+ per head", core, *qkv, **how, bias=matrix), qkv)
+
+
+@both
+def test_a_slope_beyond_near_keys_equals_the_chunks(is_causal, small):
+    core, qkv = build("favor+ near"), inputs(71, G=2, grad=True)
+    table, _, slope = falling(71, 71, 4)
+    for mask in (None, padding(2, 71)):
+        how = {"is_causal": is_causal, "key_mask": mask, "max_distance": 4, "bias": table, "slope": slope}
+        out, want = (core(*qkv, **how, algorithm=x) for x in ("parallel", "chunked"))
+        same_with_gradients(out, want, [*qkv, *core.parameters()])
+
+
+@pytest.mark.parametrize("variant", ["favor+ per head", "favor+ near"])
+@pytest.mark.parametrize("has_slope", [False, True], ids=["level", "slope"])
+def test_a_stream_with_a_bias_equals_the_chunks(variant, has_slope, small, monkeypatch):
+    monkeypatch.setattr(biased, "CHUNK", 16)
+    core, qkv, window = build(variant), inputs(91, grad=True), 5 if variant == "favor+ near" else 20
+    table, _, slope = falling(91, 91, window)
+    if not has_slope:
+        table, slope = table.gather(1, torch.arange(181).clamp(90 - window, 90 + window).expand(4, -1)), None
+
+    def part(a, b, algorithm, state=None):
+        """Tokens a to b, whose bias is over distances from 1 - b on."""
+        how = {"is_causal": True, "return_state": True, "max_distance": window, "slope": slope}
+        given = [x[:, :, a:b] for x in qkv]
+        return core(*given, **how, bias=table[:, 91 - b : 90 + b - a], algorithm=algorithm, state=state)
+
+    whole, end = part(0, 91, "chunked")
+    first, state = part(0, 50, "parallel")
+    second, state = part(50, 51, "chunked", state)
+    third, state = part(51, 91, "parallel", state)
+    got = torch.cat([first, second, third], 2)
+    close(got, whole)
+    one, other = (core(*qkv, is_causal=True, bias=table, max_distance=window, slope=slope) for _ in range(2))
+    close(one, other)
+    sums = [x.square().sum() + y.tensors[1].square().sum() for x, y in ((got, state), (whole, end))]
+    for a, b in zip(*(torch.autograd.grad(x, qkv) for x in sums), strict=True):
+        close(a, b)
 
 
 @pytest.mark.parametrize("variant", ["favor+", "trigonometric", "favor+ near"])
@@ -346,12 +403,12 @@ def test_an_algorithm_that_a_call_cannot_have_is_named():
         (core("softmax"), {}, "methods with a feature map, got algorithm='parallel' for 'softmax'"),
         (core("linformer", max_length=9), {}, "for 'linformer'"),
         (core("rfa-gate"), {"is_causal": True}, "is not there for 'rfa-gate'"),
-        (core("trigonometric", window=4), {}, "near keys beside the signed map of 'trigonometric'"),
         (core(window=4, attention_dropout=0.5), {}, "attention_dropout=0.5"),
         (core("trigonometric"), {"bias": table}, "a bias beside a signed map"),
         (core(), {"bias": table + torch.arange(17)}, "no max_distance is known"),
-        (core(), {"bias": table, "max_distance": 3, "slope": torch.zeros(4)}, "a bias with a slope"),
-        (core(), {"bias": table, "max_distance": 3, "is_causal": True, "return_state": True}, "a state with a"),
+        (core(), {"bias": table, "max_distance": 3, "slope": torch.zeros(4)}, "a slope without causality"),
+        (core("trigonometric", window=4), {"bias": table, "max_distance": 3, "slope": torch.zeros(4)}, "signed map of"),
+        (core(), {"bias": table, "is_causal": True, "return_state": True}, "no max_distance is known"),
         (core(), {"bias": torch.zeros(4, 5, 5)}, "a bias on a grid"),
         (
             core(),

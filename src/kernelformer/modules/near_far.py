@@ -71,10 +71,8 @@ class NearFarAttention:
         """The scale of the near scores in a call of this scale."""
         return scale if self.scale is None else self.scale
 
-    def not_parallel(self, call: Call) -> str | None:
-        """What of a call the algorithm for accelerators does not cover; None where it covers all."""
-        if call.bias is not None and call.bias.slope is not None:
-            return "a bias with a slope"
+    def not_parallel(self) -> str | None:
+        """What the algorithm for accelerators does not cover; None where it covers all."""
         return f"attention_dropout={self.dropout:g}" if self.dropout else None
 
     def attend(
@@ -91,7 +89,9 @@ class NearFarAttention:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         if not call.in_stream:
-            out, _ = self.run(call, far, first_tokens(self.sinks, call, None), None, 0, parallel=parallel)
+            known = parallel and call.key_mask is None  # the first keys, and where they are needs no tensor
+            sinks = None if known and call.bias is None else first_tokens(self.sinks, call, None)
+            out, _ = self.run(call, far, sinks, None, 0, parallel=parallel)
             return out, None
         dtype = compute_dtype(call.query.dtype)
         key, value, mask = call.key.to(dtype), call.value.to(dtype), call.key_mask
@@ -144,7 +144,7 @@ class NearFarAttention:
             parallel: by the algorithm for accelerators.
         """
         leading = 0
-        if parallel and sinks is not None and call.key_mask is None and not offset and call.state is None:
+        if parallel and call.key_mask is None and not offset and call.state is None:
             leading = min(self.sinks, call.key.shape[2])
         far_mask = call.key_mask
         if sinks is not None and not leading:
