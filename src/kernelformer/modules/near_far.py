@@ -201,7 +201,9 @@ class NearFarAttention:
         self.check_bias(bias, is_causal)
         distances = torch.arange(min(0, 1 - self.window), self.window, device=bias.table.device)
         # A key's own distance belongs to the left: without a window, the right begins at 1.
-        ends = torch.tensor([-self.window, max(self.window, 1)], device=bias.table.device)
+        # Both by a range: a list of numbers would have to be copied to the device.
+        last = max(self.window, 1)
+        ends = torch.arange(-self.window, last + 1, self.window + last, device=bias.table.device)
         tails = self._at(bias, ends).T
         near = self._at(bias, distances) if self.window else bias.table[:, :0]
         return (near, tails) if bias.slope is None else (near, tails, bias.slope)

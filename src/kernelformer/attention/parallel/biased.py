@@ -59,8 +59,8 @@ class Factors:
         ends[1] = middle if call.is_causal else ends[1]
         used = table[:, ends[0] : ends[1] + 1]  # (H, n): all that any pair has
         if call.slope is not None:
-            away = torch.arange(middle - ends[0], middle - ends[1] - 1, -1, device=used.device)
-            used = torch.addcmul(used, call.slope.to(used.dtype).unsqueeze(1), away.to(used.dtype))
+            away = torch.arange(middle - ends[0], middle - ends[1] - 1, -1, dtype=used.dtype, device=used.device)
+            used = torch.addcmul(used, call.slope.to(used.dtype).unsqueeze(1), away)
         least, most = used.detach().aminmax(dim=1, keepdim=True)
         # NaN where entries differ by too much or are -inf: inf times 0.
         most = torch.add(most, ((most - least) * OVERFLOW).exp_(), alpha=0)
