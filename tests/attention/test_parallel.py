@@ -19,6 +19,7 @@ from kernelformer.measure.benchmark import job
 from kernelformer.modules import bad_tokens, near_stream
 from kernelformer.modules import bias as bias_checks
 from kernelformer.modules import biased as biased_core
+from kernelformer.modules.reference import reference_attention
 from kernelformer.modules.spec import parse_attention
 
 NO_MAP = [name for name in VARIANTS if VARIANTS[name][0] in ("softmax", "gaussian", "linformer", "nystromformer")]
@@ -287,6 +288,40 @@ def test_a_later_key_of_the_same_chunk_however_large_takes_nothing_from_a_row(me
         assert float((single.detach().double() - double.detach()).norm() / double.detach().norm()) < 2e-4
 
 
+@both
+@pytest.mark.parametrize("kind", ["window", "slope of near keys", "bias", "slope"])
+def test_rows_with_near_keys_and_a_bias_lose_nothing_to_large_keys_either(kind, is_causal):
+    """The same keys; far ones behind the largest, on either side, count as the definition has them."""
+    if kind == "slope" and not is_causal:
+        pytest.skip("goes by chunks")
+    near = {"window": 6, "sinks": 1} if kind in ("window", "slope of near keys") else {}
+    core, (q, k, v) = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=32, **near), inputs(100, D=8)
+    k = k * torch.linspace(15, 1, 100, dtype=k.dtype).view(1, 1, -1, 1)
+    k[:, :, 50] *= 40
+    table, _, slope = falling(100, 100, 5)
+    if "slope" not in kind:
+        table, slope = table.gather(1, torch.arange(199).clamp(94, 104).expand(4, -1)), None
+    table = table.float()
+    matrix = table.double()[:, torch.arange(100) - torch.arange(100).unsqueeze(1) + 99]
+    bias = {} if kind == "window" else {"bias": table, "max_distance": 5}
+    if slope is not None:
+        bias["slope"] = slope.float()
+    runs = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        if dtype == torch.float32:
+            out = core(*leaves, is_causal=is_causal, algorithm="parallel", **bias)
+        else:
+            exact = copy.deepcopy(core).double()
+            out = reference_attention(exact, *leaves, is_causal=is_causal, bias=matrix if bias else None)
+        runs.append(
+            (out, *torch.autograd.grad(out, leaves, torch.cos(torch.arange(out.numel())).view(out.shape).to(out)))
+        )
+    for single, double in zip(*runs, strict=True):
+        assert not single.isnan().any()
+        assert float((single.detach().double() - double.detach()).norm() / double.detach().norm()) < 2e-4
+
+
 @pytest.mark.parametrize("norm", [1, 16, 64])
 def test_worst_row_in_float32_at_large_norms(norm):
     core = kf.build_attention("favor+", head_dim=64, num_heads=1, num_features=64)
@@ -299,11 +334,12 @@ def test_worst_row_in_float32_at_large_norms(norm):
 
 
 # Operators that launch nothing on a device: views, and memory without contents.
-FREE = set(
-    "view reshape _reshape_alias _unsafe_view as_strided expand expand_as transpose permute t mT unsqueeze squeeze flatten "
-    "unflatten unfold slice select narrow split split_with_sizes chunk unbind detach alias to resolve_conj resolve_neg "
-    "empty empty_like empty_strided new_empty resize_ result_type".split()
-)
+FREE = {
+    *("view", "reshape", "_reshape_alias", "_unsafe_view", "as_strided", "expand", "expand_as", "transpose", "permute"),
+    *("t", "mT", "unsqueeze", "squeeze", "flatten", "unflatten", "unfold", "slice", "select", "narrow", "split"),
+    *("split_with_sizes", "chunk", "unbind", "detach", "alias", "to", "resolve_conj", "resolve_neg", "result_type"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "resize_"),
+}
 # Operators that are one launch, or a copy and one, whatever they are made of on a CPU.
 WHOLE_OPERATORS = {"bmm": 1, "mm": 1, "baddbmm_": 1, "addmm": 2, "baddbmm": 2, "cummax": 1, "aminmax": 1, "roll": 1}
 
@@ -327,14 +363,14 @@ class NoWaiting(TorchDispatchMode):
     """Refuses operators that hide others, and what waits for a device or copies from the host."""
 
     waits = (
-        "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item", "_to_copy",
-        "lift_fresh", "_assert",
+        "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "item", "lift_fresh",
     )  # fmt: skip
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func._schema.name.split("::")
         assert namespace == "aten", f"{func} hides operators"
         assert not name.startswith(self.waits), f"{func} waits for the device"
+        assert name != "_to_copy" or (kwargs or {}).get("device") is None, f"{func} to another device"
         if name in ("index", "index_put", "index_put_"):
             assert not any(x is not None and x.dtype == torch.bool for x in args[1]), f"{func} by a mask has to count"
         return func(*args, **(kwargs or {}))
@@ -351,7 +387,10 @@ def accelerator(monkeypatch):
 def within(length, window, heads):
     """The arguments for a bias that is constant beyond a distance."""
     entries = torch.randn(heads, 2 * window + 1, generator=torch.Generator().manual_seed(3))
-    return {"bias": entries[:, torch.arange(1 - length, length).clamp(-window, window) + window], "max_distance": window}
+    return {
+        "bias": entries[:, torch.arange(1 - length, length).clamp(-window, window) + window],
+        "max_distance": window,
+    }
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
@@ -363,7 +402,7 @@ def within(length, window, heads):
 def test_launches_are_few_and_grow_with_the_logarithm_of_the_length(options, bias, most, is_causal, accelerator):
     core = kf.build_attention("favor+", head_dim=64, num_heads=2, num_features=64, **options)
     counts = []
-    for length in (512, 8192, 32768):
+    for length in (512, 8192, 16384):
         q, k, v = (torch.randn(1, 2, length, 64) for _ in range(3))
         how = {"is_causal": is_causal, **(within(length, 64, 2) if bias else {})}
         counts.append(launches(lambda given=(q, k, v), how=how: core(*given, **how)))

@@ -16,7 +16,7 @@ from kernelformer.measure.settings import DEVICES, BenchSettings
 
 
 def test_an_unknown_device_and_an_absent_one_are_named_with_those_that_are_there():
-    with pytest.raises(ValueError, match="unknown device 'tpu'.*cuda"):
+    with pytest.raises(ValueError, match=r"unknown device 'tpu'.*cuda"):
         BenchSettings(device="tpu")
     with pytest.raises(ValueError, match=r"'cpu:1' is not here: there are 1 of kind 'cpu'"):
         devices.check_device("cpu:1")

@@ -22,7 +22,7 @@ class Case:
     """One size of one task; ``length`` is the context for decoding.
 
     ``bias`` is the relative position bias: None; ``full``, a random number for every distance and head; or ``window``,
-    the same up to the distance ``window`` and constant beyond it on each side. Inputs are made on the CPU, so that their
+    the same up to the distance ``window`` and constant beyond it on each side. Inputs are made on the CPU: their
     numbers are the same on every ``device``.
     """
 

@@ -33,6 +33,7 @@ from kernelformer.subprocesses import finished, started
 from kernelformer.timing import taking_timings
 
 COMMAND = [sys.executable, "-m", "kernelformer.measure.worker"]
+CPU = torch.device("cpu")
 Figures = dict[str, Any]  # of one contender: seconds and rounds, or peak, or the problem that it had
 
 
@@ -119,11 +120,11 @@ def _figures(output: str) -> Figures:
 
 @dataclass(frozen=True)
 class Step:
-    """What is measured: a call, what is cleaned up after it, which no figure includes, and the device that it runs on."""
+    """What is measured: a call, what is cleaned up after it, which no figure includes, and the device of the call."""
 
     run: Callable[[], Any]
     clean: Callable[[], Any] = lambda: None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     def seconds(self) -> float:
         """Run once and return the time of it, from an idle device to an idle one."""

@@ -46,9 +46,7 @@ class PerformerPytorch(Contender):
             warnings.simplefilter("ignore")
             from performer_pytorch.performer_pytorch import FastAttention
 
-            self.module = FastAttention(case.head_dim, nb_features=case.features, causal=case.causal).to(
-                case.device
-            )
+            self.module = FastAttention(case.head_dim, nb_features=case.features, causal=case.causal).to(case.device)
         module: Attention = self.module
         return module
 

@@ -1,4 +1,4 @@
-"""Contenders from other runtimes and for other devices: onnxruntime's attention, and flash-linear-attention's kernel."""
+"""Contenders of other runtimes and devices: onnxruntime's attention, and flash-linear-attention's kernel."""
 
 from __future__ import annotations
 

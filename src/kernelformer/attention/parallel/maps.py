@@ -50,9 +50,7 @@ class ParallelMap(Protocol):
         """Outputs (N, L, R, E)."""
 
 
-def make_map(
-    spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False
-) -> ParallelMap:
+def make_map(spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False) -> ParallelMap:
     """Bind a spec to its tensors, (B or 1, G or 1, ...) each; with ``parts`` its rows are merged with others."""
     if isinstance(spec, PositiveSpec):
         return PositiveMap(spec, tensors, scale, normalize, parts)

@@ -20,5 +20,5 @@ def by_distance(entries: Tensor, rows: int, columns: int) -> Tensor:
         (H, rows, columns), a view of the copies.
     """
     heads, count = entries.shape
-    copies = entries.repeat(1, rows + 1)
+    copies = entries.unsqueeze(1).expand(-1, rows + 1, -1).flatten(1)
     return copies[:, rows : rows + rows * (count - 1)].view(heads, rows, count - 1)[:, :, :columns]
