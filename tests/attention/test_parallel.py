@@ -322,6 +322,14 @@ def test_rows_with_near_keys_and_a_bias_lose_nothing_to_large_keys_either(kind, 
         assert float((single.detach().double() - double.detach()).norm() / double.detach().norm()) < 2e-4
 
 
+def test_near_keys_of_small_weights_stay_numbers_beside_a_signed_map():
+    core, (q, k, v) = build("tanh near", torch.float32), inputs(20, dtype=torch.float32)
+    q = -150 * k / k.square().sum(-1, keepdim=True).sqrt()  # its own key has a score around -150
+    exact = attend("tanh near", copy.deepcopy(core).double(), q.double(), k.double(), v.double(), is_causal=True)
+    out = core(q, k, v, is_causal=True, algorithm="parallel")
+    close(out[:, :, :5].double(), exact[:, :, :5], 1e-4)  # rows without far keys
+
+
 @pytest.mark.parametrize("norm", [1, 16, 64])
 def test_worst_row_in_float32_at_large_norms(norm):
     core = kf.build_attention("favor+", head_dim=64, num_heads=1, num_features=64)

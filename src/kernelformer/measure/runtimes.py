@@ -65,7 +65,7 @@ class OnnxRuntime(Contender):
     def _graph(case: Case) -> bytes:
         from onnx import TensorProto, helper
 
-        sizes = ["batch", "length", case.heads * case.head_dim]
+        sizes: list[str | int | None] = ["batch", "length", case.heads * case.head_dim]
         given = [helper.make_tensor_value_info(x, TensorProto.FLOAT, sizes) for x in "qkv"]
         out = helper.make_tensor_value_info("out", TensorProto.FLOAT, sizes)
         node = helper.make_node(

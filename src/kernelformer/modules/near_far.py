@@ -89,8 +89,10 @@ class NearFarAttention:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         if not call.in_stream:
-            known = parallel and call.key_mask is None  # the first keys, and where they are needs no tensor
-            sinks = None if known and call.bias is None else first_tokens(self.sinks, call, None)
+            sinks = None
+            # Else sinks are the first keys, and where they are needs no tensor.
+            if not parallel or call.key_mask is not None or call.bias is not None:
+                sinks = first_tokens(self.sinks, call, None)
             out, _ = self.run(call, far, sinks, None, 0, parallel=parallel)
             return out, None
         dtype = compute_dtype(call.query.dtype)

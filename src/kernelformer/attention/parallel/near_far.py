@@ -39,6 +39,7 @@ from kernelformer.attention.parallel.near import NearRows, near_numbers
 from kernelformer.attention.parallel.near_plain import PlainRows
 from kernelformer.attention.parallel.positive import LEAST, PositiveMap
 from kernelformer.attention.parallel.rows import KeySums
+from kernelformer.attention.parallel.signed import SignedMap, own_scale
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import compute_dtype, lookup
@@ -141,14 +142,14 @@ def _attend(
 
 def _attend_whole(run: _Run) -> tuple[Tensor, Kept | None]:
     """The same of a whole call in which all keys are visible."""
-    call, phi, segment, kept, far = run.call, run.phi, (0, run.call.query.shape[2]), None, []
+    call, phi, segment, kept = run.call, run.phi, (0, run.call.query.shape[2]), None
+    far: list[RowSums] = []
     value = with_ones(call.value.to(compute_dtype(call.value.dtype))).flatten(0, 1)
     if isinstance(phi, PositiveMap) and phi.tied:
         far, kept = _both_sides(run, phi, value)
     elif phi is not None:
-        far, kept = ([_side(run, segment, True, None)[0]] if not call.is_causal else []), None
         left, kept = _side(run, segment, False, None)
-        far.append(left)
+        far = [left] if call.is_causal else [left, _side(run, segment, True, None)[0]]
     return _merged(run, PlainRows(call, value, run.leading), far, segment), kept
 
 
@@ -219,6 +220,8 @@ def _side(run: _Run, segment: tuple[int, int], mirror: bool, kept: Kept | None) 
         queries, keys = _flipped(queries), _flipped(keys)
     more = {} if slope is None else {"slope": slope}
     part, kept = phi.causal(queries, keys, kept, size, **more)
+    if isinstance(phi, SignedMap):
+        part = own_scale(part)
     if mirror:
         part = RowSums(*(None if x is None else x.flip(1) for x in part))  # type: ignore[arg-type]
     return _times_factor(call, part, mirror), kept

@@ -46,7 +46,7 @@ class PlainRows:
     def sums(self, log: Tensor) -> Tensor:
         """What the rows sum up relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
         weights = (self.scores - in_chunks(log, self.size).unsqueeze(-1)).exp_()
-        sums = weights.flatten(2, 3) @ self.value
+        sums: Tensor = weights.flatten(2, 3) @ self.value
         return sums.view(len(sums), self.chunks * self.size, self.repeats, -1)[:, : self.length]
 
     @property

@@ -81,5 +81,5 @@ def _triangle(sums: Tensor, tops: Tensor, later: Tensor, fade: Tensor | None) ->
         hidden = hidden + fade.unsqueeze(3) * (places.unsqueeze(1) - places[1:])
     decay = gaps.sub_(hidden).exp_()
     if tops.shape[1] == 1:  # one decay for all features
-        return (decay.squeeze(1) @ sums.flatten(2)).unflatten(2, sums.shape[2:]).transpose(1, 2)
+        return (decay.squeeze(1) @ sums.flatten(2)).view(-1, count + 1, *sums.shape[2:]).transpose(1, 2)
     return decay @ sums.transpose(1, 2)

@@ -213,3 +213,13 @@ def _per_row(x: Tensor, share: Tensor, repeats: int) -> Tensor:
     """Rows (N, n, C R, W) times a number per token (N, n, C, 1)."""
     rows: Tensor = x.unflatten(2, (share.shape[2], repeats))
     return (rows * share.unsqueeze(3)).flatten(2, 3)
+
+
+def own_scale(part: RowSums) -> RowSums:
+    """Rows relative to their own largest number, so that what they are added to stays a number where they are not."""
+    size = part.sums.detach().abs().amax(3)
+    if part.guard is not None:
+        size = torch.maximum(size, part.guard.detach().squeeze(3))
+    some = size > 0
+    log, size = torch.where(some, size.log() + part.log, EMPTY), torch.where(some, size, 1.0).unsqueeze(3)
+    return RowSums(log, part.sums / size, None if part.guard is None else part.guard / size)
