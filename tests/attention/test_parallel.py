@@ -497,8 +497,8 @@ def test_memory_is_that_of_the_formula(task, backward):
     figures = job("memory", case, ["favor+:algorithm=parallel"], heap="default", threads=2, budget=1.0)
     mapped = case.batch * case.heads * case.length * case.features
     assert mapped <= layout.SEGMENT
-    states, decays = mapped * (case.head_dim + 1) / 64, mapped * min(case.length / 64, scan.GROUP) / 64
-    numbers = 3 * mapped if task == "bidirectional" else 7 * mapped + 5 * states + decays  # see `attend`
+    states = mapped * (case.head_dim + 1) / 64
+    numbers = 3 * mapped if task == "bidirectional" else 14 * mapped + 2 * states  # see `attend`
     assert figures["peak"] - figures["results"] < 4 * numbers * (2 if backward else 1)
 
 

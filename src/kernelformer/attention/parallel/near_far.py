@@ -1,13 +1,14 @@
-"""Near exactly, far by a positive map, in one normalization, all chunks at once.
+"""Near exactly, far by a feature map, in one normalization, all chunks at once.
 
     out_i = ( sum_near e^(s_ij) v_j + e^(beta + tail) sum_far phi(q_i) . phi(k_j) v_j ) / ( the same sums with v = 1 )
 
-The same function as `near_far.near_far_attention`. The far part is that of `positive`, with keys that come a window
-later, and its mirror image where keys after the query count too. Every part knows the logarithm of its largest weight;
-the sums of all parts are taken relative to the largest of these, so that the denominator is at least 1.
+The same function as `near_far.near_far_attention`. The far part is causal attention, with keys that come a window
+later, and its mirror image where keys after the query count too: rows beside the others in one pass, where the call is
+one segment of self-attention without a mask. Every part knows the logarithm of its largest weight; the sums of all
+parts are brought to the largest of these, so that the denominator is at least 1 for positive maps.
 
-Memory beyond inputs and outputs: as causal attention (`attend`), with the scores of the near part (`near`) beside it,
-and for the mirror image E + 2 numbers a query.
+Memory beyond inputs and outputs: as causal attention (`attend`), twice that where both sides are one pass, with the
+scores of the near part (`near`) beside it, and E + 2 numbers a query and side.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def parallel_near_far_attention(
     if not has_numbers(call.query, call.key, call.value):
         return near_far_attention(call)
     batch, heads, length, _ = call.query.shape
-    numbers = heads * max(call.features, near_numbers(call))
+    numbers = heads * max(call.features * (1 if call.is_causal else 2), near_numbers(call))
     blocks = sample_blocks(batch, length, numbers)
     if len(blocks) > 1:
         parts = [parallel_near_far_attention(_samples(call, b), leading=leading, streams=streams) for b in blocks]

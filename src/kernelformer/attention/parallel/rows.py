@@ -151,7 +151,7 @@ class CausalRows:
         """Add what tokens get from themselves and from those before them in their block, and return all as rows."""
         (repeats, features), width = queries.shape[3:], self.value.shape[3]
         edge = self.top.view(-1, BLOCK, 1, features)
-        keys = self.keys.reshape(-1, 1, BLOCK, features) - (edge + self.later[:BLOCK, :BLOCK, None])
+        keys = (self.keys.reshape(-1, 1, BLOCK, features) - edge).sub_(self.later[:BLOCK, :BLOCK, None])
         rows = queries.view(-1, BLOCK, repeats, features) + edge
         scores = torch.bmm(rows.exp_().flatten(0, 1), keys.exp_().flatten(0, 1).mT).view(-1, BLOCK * repeats, BLOCK)
         if weigh is not None:
