@@ -97,11 +97,12 @@ class Kernelformer(Contender):
         sizes = {"num_features": case.features, "max_length": max(case.length, SMALL)}
         known = method_options(self.method)
         options = {**{name: x for name, x in sizes.items() if name in known}, **self.options}
-        return build_attention(self.method, head_dim=case.head_dim, num_heads=case.heads, **options)
+        core = build_attention(self.method, head_dim=case.head_dim, num_heads=case.heads, **options)
+        return core.to(case.device)
 
     def build(self, case: Case) -> Attention:
         """Return the core itself; a trained bias within a window is promised to be one, since values cannot show it."""
-        self.core = core = self._core(case).to(case.device)
+        self.core = core = self._core(case)
         more: dict[str, Any] = {"algorithm": self.algorithm} if self.algorithm else {}
         promised = any(_near_tokens(core)) or (case.backward and self.algorithm in (None, "windowed"))
         if case.bias == "window" and promised:
