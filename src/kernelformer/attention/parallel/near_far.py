@@ -4,7 +4,7 @@
 
 The same function as `near_far.near_far_attention`. The far part is causal attention, with keys that come a window
 later, and its mirror image where keys after the query count too: rows beside the others in one pass, where the call is
-one segment of self-attention without a mask. Every part knows the logarithm of its largest weight; the sums of all
+one segment of self-attention. Every part knows the logarithm of its largest weight; the sums of all
 parts are brought to the largest of these, so that the denominator is at least 1 for positive maps.
 
 Memory beyond inputs and outputs: as causal attention (`attend`), twice that where both sides are one pass, with the
@@ -55,11 +55,16 @@ class _Run(NamedTuple):
     leading: int
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the near part sees all keys of its window and is softmax of them, see `near_plain`."""
+    def is_whole(self) -> bool:
+        """Whether queries and keys are the same tokens, all of a sequence."""
         call = self.call
-        is_simple = call.key_mask is None and not call.bias and (not call.sinks or self.leading > 0)
-        return is_simple and call.window > 0 and not call.offset and call.query.shape[2] == call.key.shape[2]
+        return call.window > 0 and not call.offset and not call.state and call.query.shape[2] == call.key.shape[2]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether of such a call the near part is softmax of all keys of its window, see `near_plain`."""
+        call = self.call
+        return call.key_mask is None and not call.bias and (not call.sinks or self.leading > 0)
 
 
 def parallel_near_far_attention(
@@ -88,7 +93,7 @@ def parallel_near_far_attention(
         phi = make_map(lookup(call.spec), call.tensors, call.far_scale, True, parts=True)
     run = _Run(call, phi, causal_chunk(length), leading)
     segments, learned = list(spans(length, batch * numbers, run.size)), _tensors(call)
-    if len(segments) == 1 and run.is_plain and not call.state:
+    if len(segments) == 1 and run.is_whole:
         out, kept = recomputed(partial(_attend_whole, run), learned=learned)
         return out, _stored(run, kept) if streams else []
     rights: dict[tuple[int, int], RowSums] = {}
@@ -142,16 +147,21 @@ def _attend(
 
 
 def _attend_whole(run: _Run) -> tuple[Tensor, Kept | None]:
-    """The same of a whole call in which all keys are visible."""
+    """The same of a whole call of self-attention."""
     call, phi, segment, kept = run.call, run.phi, (0, run.call.query.shape[2]), None
     far: list[RowSums] = []
-    value = with_ones(call.value.to(compute_dtype(call.value.dtype))).flatten(0, 1)
+    value, hidden = call.value.to(compute_dtype(call.value.dtype)), None
+    if call.far_mask is not None:
+        hidden = ~call.far_mask[:, None, :, None]
+        value = value.masked_fill(hidden, 0)
+    value = with_ones(value).flatten(0, 1)
     if isinstance(phi, PositiveMap) and phi.tied:
-        far, kept = _both_sides(run, phi, value)
+        far, kept = _both_sides(run, phi, value, hidden)
     elif phi is not None:
         left, kept = _side(run, segment, False, None)
         far = [left] if call.is_causal else [left, _side(run, segment, True, None)[0]]
-    return _merged(run, PlainRows(call, value, run.leading), far, segment), kept
+    near = PlainRows(call, value, run.leading) if run.is_plain else NearRows(call, *segment, run.leading)
+    return _merged(run, near, far, segment), kept
 
 
 def _merged(run: _Run, near: NearRows | PlainRows, far: Sequence[RowSums], segment: tuple[int, int]) -> Tensor:
@@ -178,31 +188,41 @@ def _merged(run: _Run, near: NearRows | PlainRows, far: Sequence[RowSums], segme
     return by_head(sums[..., :-1] / den, run.call.query[:, :, slice(*segment)])
 
 
-def _both_sides(run: _Run, phi: PositiveMap, value: Tensor) -> tuple[list[RowSums], Kept]:
+def _both_sides(run: _Run, phi: PositiveMap, value: Tensor, hidden: Tensor | None) -> tuple[list[RowSums], Kept]:
     """What all queries get from far keys on their left, and on their right: mirrored rows beside the others.
 
     Args:
-        run: of as many queries as keys, all of them visible, without a bias.
+        run: of as many queries as keys.
         phi: a tied map.
-        value: (N, L, E + 1), with ones.
+        value: (N, L, E + 1), with ones; 0 where hidden.
+        hidden: (B, 1, L, 1), far keys that do not count; None: there are none but the leading sinks.
     """
-    call, window = run.call, run.call.window
-    logs = phi.joint(call.query, call.key)  # (N, R + 1, L, M)
+    call, slope = run.call, _slope(run.call)
+    logs = phi.joint(call.query, call.key if hidden is None else call.key.masked_fill(hidden, 0))  # (N, R + 1, L, M)
     rows, length = len(logs), logs.shape[2]
     if not call.is_causal:
         logs, value = torch.cat([logs, logs.flip(2)]), torch.cat([value, value.flip(1)])
-    away = min(window, length)
-    keys = F.pad(logs[:, -1, : length - away], (0, 0, away, 0), value=-torch.inf)
+        slope = None if slope is None else torch.cat([slope, slope])
+    away = min(call.window, length)
+    keys = logs[:, -1, : length - away]
+    if hidden is not None:
+        gone = hidden.expand(-1, call.key.shape[1], -1, -1).flatten(0, 1)
+        gone = gone if call.is_causal else torch.cat([gone, gone.flip(1)])
+        keys = keys.masked_fill(gone[:, : length - away], -torch.inf)
+    keys = F.pad(keys, (0, 0, away, 0), value=-torch.inf)
     if run.leading:
         keys[:rows, away : away + run.leading].fill_(-torch.inf)
     if run.leading > away and not call.is_causal:
         keys[rows:, length + away - run.leading :].fill_(-torch.inf)
     # What is rolled to the front belongs to hidden keys.
-    part, kept = phi.causal(logs[:, :-1].transpose(1, 2), (keys, value.roll(away, 1)), None, run.size)
-    part = _times_factor(call, part, mirror=False)  # without a bias that of both sides
+    part, kept = phi.causal(logs[:, :-1].transpose(1, 2), (keys, value.roll(away, 1)), None, run.size, slope)
+    if not call.bias:
+        part = _times_factor(call, part, mirror=False)  # that of both sides
     sides = [RowSums(part.log[:rows], part.sums[:rows])]
     if not call.is_causal:
         sides.append(RowSums(part.log[rows:].flip(1), part.sums[rows:].flip(1)))
+    if call.bias:
+        sides = [_times_factor(call, side, mirror=bool(number)) for number, side in enumerate(sides)]
     return sides, KeySums(kept.top[:rows], kept.sums[:rows])
 
 
