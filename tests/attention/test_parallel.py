@@ -551,11 +551,13 @@ def test_it_is_chosen_on_accelerators_where_it_covers_the_call(accelerator, monk
     seen = []
     monkeypatch.setattr(choice, "is_accelerator", lambda device: seen.append(device.type) or True)
     q, k, v = inputs(9, dtype=torch.float32)
-    for method, options in (("favor+", {}), ("trigonometric", {"window": 4})):
-        core = kf.build_attention(method, head_dim=8, num_heads=4, num_features=8, **options)
-        close(core(q, k, v), core(q, k, v, algorithm="chunked"))
-        assert core(q, k, v, algorithm="chunked").shape == q.shape[:3] + v.shape[3:]
-    assert seen == ["cpu", "cpu"]
+    bias = {"bias": torch.zeros(4, 17), "max_distance": 3}
+    for method, how, parallel in (("favor+", {}, True), ("favor+", {**bias, "slope": torch.zeros(4)}, False)):
+        core = kf.build_attention(method, head_dim=8, num_heads=4, num_features=8)
+        with NoWaiting() if parallel else pytest.raises(AssertionError, match="hides operators"), NoWaiting():
+            core(q, k, v, **how)
+        close(core(q, k, v, **how), core(q, k, v, **how, algorithm="chunked"))
+    assert seen == ["cpu"] * 4
 
 
 def test_layers_and_attention_strings_take_the_name():
