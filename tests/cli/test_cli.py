@@ -29,6 +29,7 @@ def test_bench_checks_times_weighs_and_writes(tmp_path):
     result = CliRunner().invoke(app, [*options, "--peers", "sdpa", "--heaps", "kept", "--out", str(tmp_path), *SMALL])
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "bench.json").read_text())
+    assert record["machine"]["device"] == "cpu"
     assert [row["name"] for row in record["rows"]] == ["favor+", "sdpa"]
     for row in record["rows"]:
         assert row["seconds"]["kept"] > 0
@@ -91,6 +92,7 @@ def test_a_failing_worker_is_reported():
         (["--peers", "flash"], "unknown method 'flash'"),
         (["--tasks", "causla"], "unknown task 'causla'; did you mean 'causal'?"),
         (["--heaps", "big"], "unknown heap 'big'"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
         (["--passes", "back"], "unknown pass 'back'"),
         (["--lengths", "0"], "--lengths takes integers of at least 1, separated by commas, got '0'"),
         (["--lengths", "abc"], "--lengths takes integers of at least 1, separated by commas, got 'abc'"),

@@ -245,11 +245,12 @@ def test_a_contender_may_go_without_the_bias(task):
 def test_what_a_core_is_called_with(monkeypatch, name, bias, backward, more):
     calls = []
 
-    def core(q, k, v, **given):
-        calls.append(given)
-        return v
+    class Core(torch.nn.Module):
+        def forward(self, q, k, v, **given):
+            calls.append(given)
+            return v
 
-    monkeypatch.setattr(contenders, "build_attention", lambda *a, **k: core)
+    monkeypatch.setattr(contenders, "build_attention", lambda *a, **k: Core())
     case = Case("causal", 16, bias=bias, backward=backward, **SIZES)
     given = (*case.inputs(), case.bias_table()) if bias else case.inputs()
     contender(name).build(case)(*given)

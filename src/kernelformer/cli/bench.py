@@ -24,15 +24,17 @@ def bench(
 ) -> None:
     """Time and weigh methods against their peers, after checking each against its definition."""
     from kernelformer.measure import benchmark, show
+    from kernelformer.measure.devices import check_device, device_facts
 
     with plain_errors():
+        device = check_device(settings.device)
         cases = len(list(benchmark.cases(settings)))
         first = benchmark.contenders(settings)[0]
         file, count = target(out / "bench.json"), thread_count(threads)
         with progress_bar() as progress:
             bar = progress.add_task("", total=cases)
             rows = benchmark.run(settings, count, lambda x: say(progress, bar, x), lambda: progress.advance(bar))
-        for table in show.tables(rows, first, settings.heaps):
+        for table in show.tables(rows, first, benchmark.heaps(settings)):
             console.print(table)
             console.print()
         console.print(
@@ -42,6 +44,7 @@ def bench(
         head = {
             "command": shlex.join(["kernelformer", "bench", *command_words(settings)]),
             "environment": environment(count),
+            "machine": device_facts(device),
             "settings": plain(settings),
         }
         write_json(file, {**head, "rows": [row.as_json() for row in rows]})

@@ -97,7 +97,8 @@ class Kernelformer(Contender):
         sizes = {"num_features": case.features, "max_length": max(case.length, SMALL)}
         known = method_options(self.method)
         options = {**{name: x for name, x in sizes.items() if name in known}, **self.options}
-        return build_attention(self.method, head_dim=case.head_dim, num_heads=case.heads, **options)
+        core = build_attention(self.method, head_dim=case.head_dim, num_heads=case.heads, **options)
+        return core.to(case.device)
 
     def build(self, case: Case) -> Attention:
         """Return the core itself; a trained bias within a window is promised to be one, since values cannot show it."""
@@ -117,7 +118,7 @@ class Kernelformer(Contender):
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """By `modules.reference`, with the core's own draw."""
         bias = None if case.bias is None else case.bias_matrix(q.shape[2])
-        return reference_attention(copy.deepcopy(self.core).double(), q, k, v, is_causal=case.causal, bias=bias)
+        return reference_attention(copy.deepcopy(self.core).cpu().double(), q, k, v, is_causal=case.causal, bias=bias)
 
     def runner(self, case: Case) -> Callable[[], Any]:
         """return the call; in decoding one step after another, after the whole context, or full windows of a bias."""
@@ -233,7 +234,10 @@ YARDSTICKS: dict[str, Callable[[str], Contender]] = {
 
 
 def yardsticks(*, bias: bool, backward: bool) -> list[str]:
-    """Return what a run is compared with by default: torch, and what others offer for such cases."""
+    """Return what a run is compared with by default: torch, and what others offer for such cases.
+
+    A peer that cannot run on a case's device says so in its row.
+    """
     if not bias:
         return ["sdpa", *installed_peers()]
     return ["sdpa", *(["sdpa-fixed"] if backward else []), "algorithm-1"]

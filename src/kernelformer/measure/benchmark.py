@@ -11,6 +11,7 @@ import torch
 from kernelformer.errors import WorkerError
 from kernelformer.measure.attention import contender, yardsticks
 from kernelformer.measure.case import Case
+from kernelformer.measure.devices import check_device
 from kernelformer.measure.harness import Figures, Step, peak_memory, run_in_process, time_bursts
 from kernelformer.measure.settings import HEAPS, BenchSettings
 
@@ -62,7 +63,13 @@ def cases(settings: BenchSettings) -> Iterator[Case]:
                     features=settings.features,
                     bias=None if settings.bias == "none" else settings.bias,
                     window=settings.max_distance,
+                    device=settings.device,
                 )
+
+
+def heaps(settings: BenchSettings) -> Sequence[str]:
+    """The allocator's settings that are timed; those of the CPU mean nothing to another device."""
+    return settings.heaps if settings.device == "cpu" else settings.heaps[:1]
 
 
 def run(
@@ -79,8 +86,9 @@ def run(
         log: takes a sentence on what is being done.
         progress: called after each of `cases`.
     """
+    check_device(settings.device)
     names, rows = contenders(settings), []
-    how = {"heaps": settings.heaps, "threads": threads, "budget": settings.budget, "memory": settings.memory}
+    how = {"heaps": heaps(settings), "threads": threads, "budget": settings.budget, "memory": settings.memory}
     for case in cases(settings):
         rows += run_case(case, names, **how, log=log)  # type: ignore[arg-type]
         progress()
@@ -126,8 +134,13 @@ def run_case(
         log(f"{case.title}: timing, heap {heap}")
         times = job("time", case, [row.name for row in running], heap=heap, threads=threads, budget=budget)
         for row in running:
-            row.seconds[heap] = times[row.name]["seconds"]
-    for row in running if memory and case.task != "decode" else ():
+            if "problem" in times[row.name]:
+                row.note = times[row.name]["problem"]
+            else:
+                row.seconds[heap] = times[row.name]["seconds"]
+        running = [row for row in running if not row.note]
+    weighed = memory and case.task != "decode" and case.device_kind != "mps"
+    for row in running if weighed else ():
         log(f"{case.title}: memory of {row.name}")
         figures = job("memory", case, [row.name], heap="default", threads=threads, budget=budget)
         row.peak, row.results = figures["peak"], figures["results"]
@@ -150,10 +163,13 @@ def job(kind: str, case: Case, names: Sequence[str], *, heap: str, threads: int,
 def measure(kind: str, case: dict[str, Any], names: list[str], budget: float) -> Figures:
     """Do what `job` asks for, in this process: ``check`` or ``time`` several contenders, or the ``memory`` of one."""
     this = Case(**case)
+    if torch.device(this.device).index:
+        torch.accelerator.set_device_index(torch.device(this.device).index)
     if kind == "check":
         return check(this, names)
     if kind == "time":
-        return time_bursts({name: Step(contender(name).runner(this)) for name in names}, budget)
+        steps = {name: Step(contender(name).runner(this), device=torch.device(this.device)) for name in names}
+        return time_bursts(steps, budget)
     return measure_memory(this, names[0])
 
 
@@ -170,11 +186,14 @@ def check(case: Case, names: Sequence[str]) -> dict[str, Figures]:
 
 
 def measure_memory(case: Case, name: str) -> Figures:
-    """Return the peak resident bytes of one call beyond what was there before it, and how many are its results."""
-    one = contender(name)
+    """Return the peak bytes of one call beyond what was there before it, and how many are its results.
+
+    Resident ones on the CPU; on an accelerator those of its tensors, by its own counters.
+    """
+    one, device = contender(name), torch.device(case.device)
     one.runner(replace(case, length=TINY))()
     call, outputs = one.runner(case), []
-    peaks = peak_memory({name: Step(lambda: outputs.append(call()))})
+    peaks = peak_memory({name: Step(lambda: outputs.append(call()), device=device)})
     result = outputs[0] if isinstance(outputs[0], tuple) else outputs
     tensors = [x for x in result if isinstance(x, torch.Tensor)]
     return {"peak": peaks[name], "results": sum(x.numel() * x.element_size() for x in tensors)}

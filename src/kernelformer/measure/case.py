@@ -22,7 +22,8 @@ class Case:
     """One size of one task; ``length`` is the context for decoding.
 
     ``bias`` is the relative position bias: None; ``full``, a random number for every distance and head; or ``window``,
-    the same up to the distance ``window`` and constant beyond it on each side.
+    the same up to the distance ``window`` and constant beyond it on each side. Inputs are made on the CPU: their
+    numbers are the same on every ``device``.
     """
 
     task: Task
@@ -34,6 +35,7 @@ class Case:
     features: int = 256
     bias: str | None = None
     window: int = 128
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.bias is not None:
@@ -44,6 +46,11 @@ class Case:
     def causal(self) -> bool:
         """Whether a query sees only what came before it."""
         return self.task != "bidirectional"
+
+    @property
+    def device_kind(self) -> str:
+        """Its device without the number."""
+        return self.device.partition(":")[0]
 
     @property
     def positions(self) -> str:
@@ -62,7 +69,7 @@ class Case:
         """Return q, k, v (B, H, L, D), the same for every contender."""
         gen = torch.Generator().manual_seed(0)
         size = (self.batch, self.heads, length or self.length, self.head_dim)
-        q, k, v = (torch.randn(size, generator=gen) for _ in range(3))
+        q, k, v = (torch.randn(size, generator=gen).to(self.device) for _ in range(3))
         return q, k, v
 
     def bias_table(self, length: int | None = None) -> Tensor:
@@ -77,7 +84,7 @@ class Case:
         reach = self.window if self.bias == "window" else length - 1
         table = torch.rand(self.heads, 2 * reach + 1, generator=gen) * 2 - 1
         distance = torch.arange(1 - length, length).clamp(-reach, reach)
-        return table[:, distance + reach]
+        return table[:, distance + reach].to(self.device)
 
     def past_bias(self) -> Tensor:
         """Return the bias for decoding, (H, W+1): entry d is that of a key d tokens ago, and beyond W the last one.
@@ -92,7 +99,7 @@ class Case:
         if self.bias is None:
             return torch.zeros((), dtype=torch.float64)
         index = torch.arange(length)
-        return self.bias_table(length).double()[:, index - index.unsqueeze(1) + length - 1]
+        return self.bias_table(length).cpu().double()[:, index - index.unsqueeze(1) + length - 1]
 
 
 class Contender(ABC):
@@ -125,10 +132,10 @@ class Contender(ABC):
 
     def error(self, case: Case) -> float:
         """Return the worst relative error of an output row against the definition, at a small length."""
-        q, k, v = case.inputs(SMALL)
+        q, k, v = (x.cpu().double() for x in case.inputs(SMALL))  # not every device has double precision
         with torch.no_grad():
-            got = self._heads(self.build(case)(*self._given(case, SMALL))).double()
-            want = self.definition(case, q.double(), k.double(), v.double())
+            got = self._heads(self.build(case)(*self._given(case, SMALL))).cpu().double()
+            want = self.definition(case, q, k, v)
         return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
 
     def _given(self, case: Case, length: int | None = None) -> list[Tensor]:
@@ -153,7 +160,7 @@ class Contender(ABC):
                     return call(*given)
 
             return forward
-        grad = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1))
+        grad = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).to(case.device)
 
         def train() -> tuple[Tensor, ...]:
             leaves = [x.detach().requires_grad_() for x in given[: None if self.trains_bias else 3]]

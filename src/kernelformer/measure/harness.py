@@ -26,11 +26,14 @@ from torch import Tensor
 from kernelformer.environment import peak, reset_peak
 from kernelformer.errors import WorkerError
 from kernelformer.formatting import human_time
+from kernelformer.measure import devices
+from kernelformer.measure.devices import counts_memory, synchronize
 from kernelformer.measure.settings import HEAPS, MOST_ROUNDS, PASSES
 from kernelformer.subprocesses import finished, started
 from kernelformer.timing import taking_timings
 
 COMMAND = [sys.executable, "-m", "kernelformer.measure.worker"]
+CPU = torch.device("cpu")
 Figures = dict[str, Any]  # of one contender: seconds and rounds, or peak, or the problem that it had
 
 
@@ -117,16 +120,19 @@ def _figures(output: str) -> Figures:
 
 @dataclass(frozen=True)
 class Step:
-    """What is measured: a call, and what is cleaned up after it, which no figure includes."""
+    """What is measured: a call, what is cleaned up after it, which no figure includes, and the device of the call."""
 
     run: Callable[[], Any]
     clean: Callable[[], Any] = lambda: None
+    device: torch.device = CPU
 
     def seconds(self) -> float:
-        """Run once and return the time of it."""
+        """Run once and return the time of it, from an idle device to an idle one."""
+        synchronize(self.device)
         start = time.perf_counter()
         try:
             self.run()
+            synchronize(self.device)
             return time.perf_counter() - start
         finally:
             self.clean()
@@ -202,9 +208,16 @@ def time_bursts(steps: Mapping[str, Step], budget: float) -> dict[str, Figures]:
         budget: seconds for each step.
 
     Returns:
-        ``seconds`` and ``rounds``, the number of timed runs, of each step.
+        ``seconds`` and ``rounds``, the number of timed runs, of each step, or the ``problem`` of one that needs more
+        memory than its device has: the others are still timed.
     """
-    first = {name: step.seconds() for name, step in steps.items()}  # warms up
+    first, problems = {}, {}
+    for name, step in steps.items():
+        try:
+            first[name] = step.seconds()  # warms up
+        except torch.OutOfMemoryError as problem:
+            problems[name] = {"problem": str(problem).splitlines()[0]}
+    steps = {name: step for name, step in steps.items() if name in first}
     again = {name: step.seconds() if first[name] < budget else first[name] for name, step in steps.items()}
     rounds = 5
     bursts = {name: max(1, min(200, int(budget / rounds / max(again[name], 1e-9)))) for name in steps}
@@ -216,7 +229,7 @@ def time_bursts(steps: Mapping[str, Step], budget: float) -> dict[str, Figures]:
             if bursts[name] > 1:
                 step.seconds()
             times[name] += [step.seconds() for _ in range(bursts[name])]
-    return _medians(times)
+    return {**problems, **_medians(times)}
 
 
 def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, Figures]:
@@ -224,18 +237,20 @@ def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, Figures]:
 
 
 def peak_memory(steps: Mapping[str, Step]) -> dict[str, int]:
-    """Return the peak resident bytes of each step, beyond what was there before the first of them.
+    """Return the peak bytes of each step, beyond what was there before the first of them.
 
-    The caller has run something small before, so that libraries, threads and their buffers are there.
+    Resident ones of the process on the CPU, those of tensors on an accelerator. The caller has run something small
+    before, so that libraries, threads and their buffers are there.
     """
     peaks = {}
     with taking_timings(), _no_collection():
-        before = reset_peak()
+        before = None
         for name, step in steps.items():
+            start = devices.reset_peak(step.device) if counts_memory(step.device) else reset_peak()
+            before = start if before is None else before
             step.run()
-            peaks[name] = peak() - before
-            step.clean()
-            reset_peak()  # whatever an allocator keeps of this step counts in the next one too: `before` stays
+            peaks[name] = (devices.peak(step.device) if counts_memory(step.device) else peak()) - before
+            step.clean()  # whatever an allocator keeps of this step counts in the next one too: `before` stays
     return peaks
 
 

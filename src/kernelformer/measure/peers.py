@@ -17,6 +17,7 @@ from torch import Tensor
 from kernelformer.attention.reference import positive_attention, visibility
 from kernelformer.measure.case import Attention, Case, Contender
 from kernelformer.measure.harness import too_large
+from kernelformer.measure.runtimes import FlashLinearAttention, OnnxRuntime
 from kernelformer.modules import KernelCore, build_attention
 
 
@@ -45,7 +46,7 @@ class PerformerPytorch(Contender):
             warnings.simplefilter("ignore")
             from performer_pytorch.performer_pytorch import FastAttention
 
-            self.module = FastAttention(case.head_dim, nb_features=case.features, causal=case.causal)
+            self.module = FastAttention(case.head_dim, nb_features=case.features, causal=case.causal).to(case.device)
         module: Attention = self.module
         return module
 
@@ -59,7 +60,7 @@ class PerformerPytorch(Contender):
         features = []
         for x, axes in ((q, (-1,)), (k, (-1, -2))):
             x = x * case.head_dim**-0.25
-            z = x @ self.module.projection_matrix.double().T
+            z = x @ self.module.projection_matrix.cpu().double().T
             features.append(torch.exp(z - z.amax(axes, keepdim=True) - 0.5 * x.square().sum(-1, keepdim=True)) + 1e-4)
         phi_q, phi_k = features
         visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
@@ -87,19 +88,19 @@ class FastTransformers(Contender):
             from fast_transformers.masking import LengthMask, TriangularCausalMask
 
             self.module = CausalLinearAttention(case.head_dim, feature_map=Favor.factory(n_dims=case.features)).eval()
-            self.module.feature_map.new_feature_map(torch.device("cpu"))
+            self.module.feature_map.new_feature_map(torch.device(case.device))
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             length = q.shape[1]
-            everyone = LengthMask(torch.full((q.shape[0],), length), max_len=length)
-            out: Tensor = self.module(q, k, v, TriangularCausalMask(length), everyone, everyone)
+            everyone = LengthMask(torch.full((q.shape[0],), length), max_len=length, device=q.device)
+            out: Tensor = self.module(q, k, v, TriangularCausalMask(length, device=q.device), everyone, everyone)
             return out
 
         return call
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return attention by definition, from its own frequencies."""
-        omega = self.module.feature_map.omega.double().T
+        omega = self.module.feature_map.omega.cpu().double().T
         return _positive_definition(torch.cat([omega, -omega]), case, q, k, v)
 
 
@@ -121,7 +122,7 @@ class NystromAttention(Contender):
         from nystrom_attention import NystromAttention as Peer
 
         width = case.heads * case.head_dim
-        self.module: Any = Peer(width, case.head_dim, case.heads, num_landmarks=self.landmarks).eval()
+        self.module: Any = Peer(width, case.head_dim, case.heads, num_landmarks=self.landmarks).eval().to(case.device)
         del self.module.to_qkv
         self.module.to_out = torch.nn.Identity()
 
@@ -142,7 +143,7 @@ class NystromAttention(Contender):
         for _ in range(self.module.pinv_iterations):
             p = m @ z
             z = 0.25 * z @ (13 * eye - p @ (15 * eye - p @ (7 * eye - p)))
-        weight = self.module.res_conv.weight.double()
+        weight = self.module.res_conv.weight.cpu().double()
         out: Tensor = a @ z @ (c @ v) + F.conv2d(v, weight, padding=(weight.shape[2] // 2, 0), groups=case.heads)
         return out
 
@@ -186,7 +187,7 @@ class AlgorithmOne(Contender):
         )
         assert isinstance(core, KernelCore)
         assert core.feature_map.omega is not None
-        self.omega = omega = core.feature_map.omega[0]  # (M, D)
+        self.omega = omega = core.feature_map.omega[0].to(case.device)  # (M, D)
 
         def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
@@ -204,7 +205,7 @@ class AlgorithmOne(Contender):
 
     def definition(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return attention by the explicit matrix of phi(q_i) . phi(k_j) exp(b_{j-i})."""
-        phi_q, phi_k = (torch.exp(F.normalize(x, dim=-1) @ self.omega.double().T) for x in (q, k))
+        phi_q, phi_k = (torch.exp(F.normalize(x, dim=-1) @ self.omega.cpu().double().T) for x in (q, k))
         visible = visibility(q.shape[2], k.shape[2], is_causal=case.causal, key_mask=None)
         weights = phi_q @ phi_k.transpose(-1, -2) * case.bias_matrix(q.shape[2]).exp()
         weights = torch.where(visible, weights, 0.0)
@@ -229,6 +230,8 @@ PEERS: dict[str, tuple[str, Callable[[str], Contender]]] = {
     "performer-pytorch": ("performer_pytorch", PerformerPytorch),
     "fast-transformers": ("fast_transformers", FastTransformers),
     "nystrom-attention": ("nystrom_attention", NystromAttention),
+    "flash-linear-attention": ("fla", FlashLinearAttention),
+    "onnxruntime": ("onnxruntime", OnnxRuntime),
 }
 
 

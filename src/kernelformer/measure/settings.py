@@ -12,6 +12,7 @@ Task = Literal["bidirectional", "causal", "decode"]
 TASKS: tuple[Task, ...] = ("bidirectional", "causal", "decode")
 BIASES = ("full", "window")
 PASSES = ("forward", "forward + backward")
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 BOUNDS = ("opt", "opt+qk")  # attention that returns V, without and with the gradients of Q and K
 MOST_ROUNDS = 100  # repeats of a step, however long the budget lasts
 
@@ -51,10 +52,12 @@ class BenchSettings(Settings):
     max_distance: int = option(128, "distance beyond which such a bias is constant", least=1, former="window")
     budget: float = option(2.0, "seconds per contender and case", least=0.01)
     memory: bool = option(True, "measure peak memory too")
+    device: str = option("cpu", "where to run: cpu, cuda, mps or xpu; cuda:1 is the second of its kind")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("bias", self.bias, ("none", *BIASES))
+        choice("device", self.device.partition(":")[0], DEVICES)
         for what, values, known in (
             ("pass", self.passes, ("forward", "train")),
             ("task", self.tasks, TASKS),

@@ -23,7 +23,7 @@ from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.bias import assert_constant
 from kernelformer.modules.call import Bias, Call
-from kernelformer.modules.checks import assert_values, can_read
+from kernelformer.modules.checks import can_look
 
 NEAR, FADES = "near keys", "fades"  # what the maker of a state with a bias says of it, beside its settings
 
@@ -80,7 +80,7 @@ class BiasedAttention:
             )
             if parallel:
                 window = bias_window(bias, call.is_causal)
-                return parallel_biased_attention(replace(relative, window=window)), None, None
+                return parallel_biased_attention(replace(relative, window=window))[0], None, None
             out = biased_attention(relative, features=self.feature_map.feature_dim, algorithm=bias.algorithm)
             return out, None, None
         if bias.layout.rows:
@@ -94,7 +94,7 @@ class BiasedAttention:
                 raise ValueError(f"the state keeps {window} keys one by one, got max_distance={bias.window}.")
             if window is not None and bias.slope is None:
                 _check_constant(bias, window)
-        return self._stream(call, bias.table[:, past - near :], window, tensors)
+        return self._stream(call, bias.table[:, past - near :], window, tensors, parallel=parallel)
 
     def step(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
         """Attend with one token, whose bias is over distances 0 to W; arguments and results as those of `attend`."""
@@ -142,7 +142,7 @@ class BiasedAttention:
         return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
     def _stream(
-        self, call: Call, table: Tensor, window: int | None, tensors: Sequence[Tensor]
+        self, call: Call, table: Tensor, window: int | None, tensors: Sequence[Tensor], *, parallel: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
         """Causal attention with a bias (H, n + 2 L - 1) for n near keys, and what is kept of the keys."""
         assert call.bias is not None
@@ -168,7 +168,10 @@ class BiasedAttention:
                 slope=slope,
                 state=sums,
             )
-            done = relative_attention(relative, keep=window)
+            if parallel:
+                done = parallel_biased_attention(relative, streams=True)
+            else:
+                done = relative_attention(relative, keep=window)
         out, after = done
         first = 0 if window is None else max(0, key.shape[2] - window)
         tokens = [key[:, :, first:], value[:, :, first:], mask[:, first:]]
@@ -207,29 +210,45 @@ class BiasedAttention:
 
 def bias_window(bias: Bias, is_causal: bool) -> int | None:
     """The distance beyond which a bias is constant, as the caller says or by its values; None: nobody knows."""
-    return find_window(bias.table, bias.layout, is_causal) if bias.window is None else bias.window
+    if bias.window is not None or not can_look(bias.table):
+        return bias.window
+    return find_window(bias.table, bias.layout, is_causal)
 
 
 def bias_not_parallel(spec: Spec, call: Call) -> str | None:
-    """What of a call with a bias the algorithm for accelerators does not cover; None where it covers all."""
+    """What of a call with a bias the algorithm for accelerators does not cover; None where it covers all.
+
+    Entries are looked at only where that is free; elsewhere see `attention.parallel.biased`.
+    """
     bias = call.bias
     assert bias is not None
-    if call.in_stream:
-        return "a state with a relative bias"
     if bias.layout.rows:
         return "a bias on a grid"
-    if bias.slope is not None:
-        return "a bias with a slope"
     if not isinstance(spec, PositiveSpec):
         return "a bias beside a signed map"
-    if bias_window(bias, call.is_causal) is None:
+    if bias.slope is not None and not call.is_causal:
+        return "a bias with a slope without causality"
+    if call.in_stream:
+        made = {} if call.state is None else dict(call.state.made_by)
+        window = None if made.get(NEAR) == "all" else made.get(NEAR, bias.window)
+    else:
+        window = bias_window(bias, call.is_causal)
+    if window is None:
         return "a bias of which no max_distance is known"
-    wide = f"a bias whose entries differ by more than {SPREAD:g}, or are -inf"
-    least, most = bias.table.detach().aminmax()
-    if can_read(bias.table):
-        return wide if float(most - least) > SPREAD or not bool(least.isfinite()) else None
-    assert_values(most - least <= SPREAD, f"algorithm='parallel' is not there for {wide}.")
-    return None
+    if not can_look(bias.table):
+        return None
+    least, most = _level(bias, call.is_causal).aminmax()
+    wide = float(most - least) > SPREAD or not bool(least.isfinite())
+    return f"a bias whose entries differ by more than {SPREAD:g}, or are -inf" if wide else None
+
+
+def _level(bias: Bias, is_causal: bool) -> Tensor:
+    """The entries that a call uses, without the slope."""
+    table, middle = bias.table.detach(), bias.layout.L - 1 + bias.layout.offset
+    table = table[:, : middle + 1] if is_causal else table
+    if bias.slope is None:
+        return table
+    return table + bias.slope.unsqueeze(1) * (torch.arange(table.shape[1], device=table.device) - middle).abs()
 
 
 def _near_keys(state: State) -> int:
@@ -242,6 +261,6 @@ def _check_constant(bias: Bias, window: int) -> None:
     said = f"the state keeps {window} keys one by one, so the bias must be constant beyond that distance, and it is"
     middle = bias.layout.L - 1 + bias.layout.offset
     assert_constant(bias.table, middle, window, True, f"{said} not; start anew with a larger max_distance.")
-    reach = constant_beyond(bias.table, middle, True) if can_read(bias.table) else 0
+    reach = constant_beyond(bias.table, middle, True) if can_look(bias.table) else 0
     if reach > window:
         raise ValueError(f"{said} beyond {reach} only; start anew with max_distance={reach}.")

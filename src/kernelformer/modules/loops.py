@@ -43,9 +43,10 @@ def not_parallel(core: KernelCore, call: Call) -> str | None:
     near = core.near
     if near is None:
         return None if call.bias is None else bias_not_parallel(core.feature_map.spec, call)
-    if not isinstance(core.feature_map.spec, PositiveSpec):
-        return f"near keys beside the signed map of {core.method!r}"
-    return near.not_parallel(call)
+    slope = None if call.bias is None else call.bias.slope
+    if slope is not None and not isinstance(core.feature_map.spec, PositiveSpec):
+        return f"a slope beside the signed map of {core.method!r}"
+    return near.not_parallel()
 
 
 def attend_plain(

@@ -73,10 +73,8 @@ class NearFarAttention:
         """The scale of the near scores in a call of this scale."""
         return scale if self.scale is None else self.scale
 
-    def not_parallel(self, call: Call) -> str | None:
-        """What of a call the algorithm for accelerators does not cover; None where it covers all."""
-        if call.bias is not None and call.bias.slope is not None:
-            return "a bias with a slope"
+    def not_parallel(self) -> str | None:
+        """What the algorithm for accelerators does not cover; None where it covers all."""
         return f"attention_dropout={self.dropout:g}" if self.dropout else None
 
     def attend(
@@ -93,7 +91,11 @@ class NearFarAttention:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
         """
         if not call.in_stream:
-            out, _ = self.run(call, far, first_tokens(self.sinks, call, None), None, 0, parallel=parallel)
+            sinks = None
+            # Else sinks are the first keys, and where they are needs no tensor.
+            if not parallel or call.key_mask is not None or call.bias is not None:
+                sinks = first_tokens(self.sinks, call, None)
+            out, _ = self.run(call, far, sinks, None, 0, parallel=parallel)
             return out, None
         if is_exporting():
             return attend_stream(self, call, far)
@@ -148,7 +150,7 @@ class NearFarAttention:
             parallel: by the algorithm for accelerators.
         """
         leading = 0
-        if parallel and sinks is not None and call.key_mask is None and not offset and call.state is None:
+        if parallel and call.key_mask is None and not offset and call.state is None:
             leading = min(self.sinks, call.key.shape[2])
         far_mask = call.key_mask
         if sinks is not None and not leading:
@@ -205,7 +207,9 @@ class NearFarAttention:
         self.check_bias(bias, is_causal)
         distances = torch.arange(min(0, 1 - self.window), self.window, device=bias.table.device)
         # A key's own distance belongs to the left: without a window, the right begins at 1.
-        ends = torch.tensor([-self.window, max(self.window, 1)], device=bias.table.device)
+        # Both by a range: a list of numbers would have to be copied to the device.
+        last = max(self.window, 1)
+        ends = torch.arange(-self.window, last + 1, self.window + last, device=bias.table.device)
         tails = self._at(bias, ends).T
         near = self._at(bias, distances) if self.window else bias.table[:, :0]
         return (near, tails) if bias.slope is None else (near, tails, bias.slope)

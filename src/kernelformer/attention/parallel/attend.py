@@ -7,9 +7,9 @@ least memory, this one the fewest operators, whose number grows with log L withi
 plain differentiable torch.
 
 Memory beyond inputs and outputs, in numbers of a segment's mapped queries, U = B H T M <= `layout.SEGMENT`, for a map
-that needs no more itself: bidirectional 3 U; causal 7 U, 5 U (E + 1) / 64 for the sums of the chunks, and U r / 64 for
-their decays, r = T / 64 being at most `scan.GROUP`. The backward pass keeps the inputs and a state per segment, and
-goes through one segment at a time, with twice as much.
+that needs no more itself: bidirectional 3 U; causal 14 U, most of it keys that are mapped once for each query of their
+block of 8, and 2 U (E + 1) / 64 for the sums of the chunks. The backward pass keeps the inputs and a state per segment,
+and goes through one segment at a time, with twice as much, and in a causal call three times.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 SEGMENT = 1 << 24  # numbers of a mapped tensor: 64 MiB in float32
 SHORTEST = 1024  # tokens; samples are taken apart before segments become shorter
-CHUNK = 64  # tokens of a causal chunk, a power of RADIX
-RADIX = 4  # parts that a chunk is cut into, and these again
+CHUNK = 64  # tokens of a causal chunk
+BLOCK = 8  # tokens of a block of a chunk
 
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ class RowSums(NamedTuple):
 
 
 def causal_chunk(length: int) -> int:
-    """Tokens of a chunk: `CHUNK`, or for short sequences the next power of `RADIX`."""
-    size = RADIX
+    """Tokens of a chunk: `CHUNK`, or for short sequences the next power of two, at least a `BLOCK`."""
+    size = BLOCK
     while size < min(length, CHUNK):
-        size *= RADIX
+        size *= 2
     return size
 
 

@@ -28,6 +28,9 @@ class ParallelMap(Protocol):
     def keys(self, x: Tensor, value: Tensor, hidden: Tensor | None) -> Mapped:
         """Map keys (B, G, S, D), of which those at ``hidden`` (B, 1, S, 1) do not count, and take their values."""
 
+    def padded(self, keys: Mapped, before: int, after: int) -> Mapped:
+        """Mapped keys with so many that nobody sees around them."""
+
     def load(self, state: Sequence[Tensor]) -> Kept:
         """Sums from the tensors of a state, (B, G, ...) each, in the dtype of the arithmetic."""
 
@@ -47,9 +50,9 @@ class ParallelMap(Protocol):
         """Outputs (N, L, R, E)."""
 
 
-def make_map(spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool) -> ParallelMap:
-    """Bind a spec to its tensors, (B or 1, G or 1, ...) each."""
+def make_map(spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False) -> ParallelMap:
+    """Bind a spec to its tensors, (B or 1, G or 1, ...) each; with ``parts`` its rows are merged with others."""
     if isinstance(spec, PositiveSpec):
-        return PositiveMap(spec, tensors, scale, normalize)
+        return PositiveMap(spec, tensors, scale, normalize, parts)
     assert isinstance(spec, SignedSpec)
-    return SignedMap(spec, tensors, scale, normalize)
+    return SignedMap(spec, tensors, scale, normalize, parts)

@@ -44,6 +44,8 @@ class NearRows:
         leading: number of sinks that are the first keys of the call and visible; 0: where they are is in the call.
     """
 
+    sees_keys = False  # a row may have none
+
     def __init__(self, call: NearFarCall, start: int, end: int, leading: int) -> None:
         self.call, self.start, self.length, self.leading = call, start, end - start, leading
         self.groups, self.size = call.key.shape[1], near_block(call.window)
@@ -58,10 +60,10 @@ class NearRows:
         self.values: list[Tensor] = []
         if call.window:
             self._add_window()
-        if call.sinks:
+        if call.sinks or leading:
             self._add_sinks()
         self.both = self.logits[0] if len(self.logits) == 1 else torch.cat(self.logits, -1)
-        self.log = self.both.detach().amax(-1).clamp_min(EMPTY / 2).flatten(1, 2)[:, : self.length]  # (N, L, R)
+        self.log = self.both.detach().amax(-1).flatten(1, 2)[:, : self.length]  # (N, L, R)
 
     def sums(self, log: Tensor) -> Tensor:
         """What the rows sum up relative to ``log`` (N, L, R), which is no smaller than their own: (N, L, R, E + 1)."""
@@ -136,10 +138,12 @@ class NearRows:
 
     def _sinks(self) -> Sinks:
         """The sinks; those that are keys of the call are picked again, so that they have gradients."""
-        call, sinks = self.call, Sinks(*self.call.sinks)
+        call = self.call
         if self.leading:
             key, value = (x[:, :, : self.leading] for x in (call.key, call.value))
-            return sinks._replace(key=key, value=value)
+            position = torch.arange(self.leading, device=key.device).expand(len(key), -1)
+            return Sinks(key, value, position, torch.ones_like(position, dtype=torch.bool))
+        sinks = Sinks(*call.sinks)
         if not call.own_sinks:
             return sinks
         gone = ~sinks.visible[:, None, :, None]
@@ -175,9 +179,14 @@ class NearRows:
         if not call.bias:
             zeros = torch.zeros(hidden.shape, dtype=self.queries.dtype, device=hidden.device)
             return zeros.masked_fill_(hidden, -torch.inf)
-        tails = NearBias(*call.bias).tails.view(2, 1, self.groups, 1, 1, -1, 1)  # (2, 1, G, 1, 1, R, 1)
-        before = (distance <= 0).unflatten(1, (self.chunks, -1))[:, None, :, :, None]
-        return torch.where(before, tails[0], tails[1]).masked_fill(hidden, -torch.inf)
+        bias = NearBias(*call.bias)
+        tails = bias.tails.view(2, 1, self.groups, 1, 1, -1, 1)  # (2, 1, G, 1, 1, R, 1)
+        distance = distance.unflatten(1, (self.chunks, -1))[:, None, :, :, None]
+        added = torch.where(distance <= 0, tails[0], tails[1])
+        if bias.slope is not None:
+            beyond = distance.abs() - torch.where(distance <= 0, call.window, max(call.window, 1))
+            added = added - bias.slope.view(self.groups, 1, 1, -1, 1) * beyond
+        return added.masked_fill(hidden, -torch.inf)
 
 
 def tokens_between(x: Tensor, low: int, high: int) -> Tensor:

@@ -1,17 +1,19 @@
-"""Near exactly, far by a positive map, in one normalization, all chunks at once.
+"""Near exactly, far by a feature map, in one normalization, all chunks at once.
 
     out_i = ( sum_near e^(s_ij) v_j + e^(beta + tail) sum_far phi(q_i) . phi(k_j) v_j ) / ( the same sums with v = 1 )
 
-The same function as `near_far.near_far_attention`. The far part is that of `positive`, with keys that come a window
-later, and its mirror image where keys after the query count too. Every part knows the logarithm of its largest weight;
-the sums of all parts are taken relative to the largest of these, so that the denominator is at least 1.
+The same function as `near_far.near_far_attention`. The far part is causal attention, with keys that come a window
+later, and its mirror image where keys after the query count too: rows beside the others in one pass, where the call is
+one segment of self-attention. Every part knows the logarithm of its largest weight; the sums of all
+parts are brought to the largest of these, so that the denominator is at least 1 for positive maps.
 
-Memory beyond inputs and outputs: as causal attention (`attend`), with the scores of the near part (`near`) beside it,
-and for the mirror image E + 2 numbers a query.
+Memory beyond inputs and outputs: as causal attention (`attend`), twice that where both sides are one pass, with the
+scores of the near part (`near`) beside it, and E + 2 numbers a query and side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -24,21 +26,45 @@ from kernelformer.attention.near import NearBias
 from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall
 from kernelformer.attention.parallel.attend import by_head, has_numbers, join_segments
-from kernelformer.attention.parallel.layout import RowSums, causal_chunk, of_samples, recomputed, sample_blocks, spans
+from kernelformer.attention.parallel.layout import (
+    RowSums,
+    causal_chunk,
+    of_samples,
+    recomputed,
+    sample_blocks,
+    spans,
+    with_ones,
+)
+from kernelformer.attention.parallel.maps import Kept, Mapped, ParallelMap, make_map
 from kernelformer.attention.parallel.near import NearRows, near_numbers
+from kernelformer.attention.parallel.near_plain import PlainRows
 from kernelformer.attention.parallel.positive import LEAST, PositiveMap
-from kernelformer.attention.parallel.rows import CausalRows, KeySums
+from kernelformer.attention.parallel.rows import KeySums
+from kernelformer.attention.parallel.signed import SignedMap, own_scale
 from kernelformer.attention.positive import EMPTY
-from kernelformer.contract import PositiveSpec, compute_dtype, lookup
+from kernelformer.attention.reference import GUARD
+from kernelformer.contract import compute_dtype, lookup
 
 
 class _Run(NamedTuple):
     """One call, its map if it has a far part, tokens of a chunk, and how many sinks are its first keys."""
 
     call: NearFarCall
-    phi: PositiveMap | None
+    phi: ParallelMap | None
     size: int
     leading: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether queries and keys are the same tokens, all of a sequence."""
+        call = self.call
+        return call.window > 0 and not call.offset and not call.state and call.query.shape[2] == call.key.shape[2]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether of such a call the near part is softmax of all keys of its window, see `near_plain`."""
+        call = self.call
+        return call.key_mask is None and not call.bias and (not call.sinks or self.leading > 0)
 
 
 def parallel_near_far_attention(
@@ -46,7 +72,7 @@ def parallel_near_far_attention(
 ) -> tuple[Tensor, list[Tensor]]:
     """Attend; call and results as those of `near_far.near_far_attention`.
 
-    The map is positive, weights are not dropped, and a bias has no slope.
+    Weights are not dropped; with a slope the map is positive.
 
     Args:
         call: the inputs.
@@ -57,30 +83,34 @@ def parallel_near_far_attention(
     if not has_numbers(call.query, call.key, call.value):
         return near_far_attention(call)
     batch, heads, length, _ = call.query.shape
-    numbers = heads * max(call.features, near_numbers(call))
+    numbers = heads * max(call.features * (1 if call.is_causal else 2), near_numbers(call))
     blocks = sample_blocks(batch, length, numbers)
     if len(blocks) > 1:
         parts = [parallel_near_far_attention(_samples(call, b), leading=leading, streams=streams) for b in blocks]
         return torch.cat([x for x, _ in parts]), [torch.cat(x) for x in zip(*(y for _, y in parts), strict=True)]
     phi = None
     if call.spec:
-        spec = lookup(call.spec)
-        assert isinstance(spec, PositiveSpec)
-        phi = PositiveMap(spec, call.tensors, call.far_scale, True, parts=True)
+        phi = make_map(lookup(call.spec), call.tensors, call.far_scale, True, parts=True)
     run = _Run(call, phi, causal_chunk(length), leading)
-    segments = list(spans(length, batch * numbers, run.size))
-    learned = _tensors(call)
+    segments, learned = list(spans(length, batch * numbers, run.size)), _tensors(call)
+    if len(segments) == 1 and run.is_whole:
+        out, kept = recomputed(partial(_attend_whole, run), learned=learned)
+        return out, _stored(run, kept) if streams else []
     rights: dict[tuple[int, int], RowSums] = {}
     kept = None
     for segment in reversed(segments) if phi is not None and not call.is_causal else ():
-        rights[segment], kept = recomputed(partial(_right, run, segment), kept, learned=learned)
+        rights[segment], kept = recomputed(partial(_side, run, segment, True), kept, learned=learned)
     kept = phi.load(call.state) if phi is not None and call.state else None
     outs = []
     for segment in segments:
         out, kept = recomputed(partial(_attend, run, segment), rights.get(segment), kept, learned=learned)
         outs.append(out)
-    end = phi.store(kept, call.key.shape[1]) if phi is not None and kept is not None and streams else []
-    return join_segments(outs), end
+    return join_segments(outs), _stored(run, kept) if streams else []
+
+
+def _stored(run: _Run, kept: Kept | None) -> list[Tensor]:
+    """The tensors of a state, none where there is no far part."""
+    return [] if run.phi is None or kept is None else run.phi.store(kept, run.call.key.shape[1])
 
 
 def _samples(call: NearFarCall, block: slice) -> NearFarCall:
@@ -106,79 +136,166 @@ def _tensors(call: NearFarCall) -> list[Tensor]:
 
 
 def _attend(
-    run: _Run, segment: tuple[int, int], right: RowSums | None, kept: KeySums | None
-) -> tuple[Tensor, KeySums | None]:
+    run: _Run, segment: tuple[int, int], right: RowSums | None, kept: Kept | None
+) -> tuple[Tensor, Kept | None]:
     """Outputs (B, H, T, E) of some queries, and the sums of the far keys on their left."""
-    near = NearRows(run.call, *segment, run.leading)
-    log, factor = near.log, None
+    far = [] if right is None else [right]
     if run.phi is not None:
-        far, factor = _far(run, segment, kept, mirror=False), _far_log(run.call, mirror=False)
-        own = far.log if factor is None else far.log + factor.detach()
-        log = torch.maximum(log, own)
-    if right is not None:
-        log = torch.maximum(log, right.log.detach())
+        left, kept = _side(run, segment, False, kept)
+        far.append(left)
+    return _merged(run, NearRows(run.call, *segment, run.leading), far, segment), kept
+
+
+def _attend_whole(run: _Run) -> tuple[Tensor, Kept | None]:
+    """The same of a whole call of self-attention."""
+    call, phi, segment, kept = run.call, run.phi, (0, run.call.query.shape[2]), None
+    far: list[RowSums] = []
+    value, hidden = call.value.to(compute_dtype(call.value.dtype)), None
+    if call.far_mask is not None:
+        hidden = ~call.far_mask[:, None, :, None]
+        value = value.masked_fill(hidden, 0)
+    value = with_ones(value).flatten(0, 1)
+    if isinstance(phi, PositiveMap) and phi.tied:
+        far, kept = _both_sides(run, phi, value, hidden)
+    elif phi is not None:
+        left, kept = _side(run, segment, False, None)
+        far = [left] if call.is_causal else [left, _side(run, segment, True, None)[0]]
+    near = PlainRows(call, value, run.leading) if run.is_plain else NearRows(call, *segment, run.leading)
+    return _merged(run, near, far, segment), kept
+
+
+def _merged(run: _Run, near: NearRows | PlainRows, far: Sequence[RowSums], segment: tuple[int, int]) -> Tensor:
+    """Near and far parts in one normalization, (B, H, T, E)."""
+    log, shares = near.log, near.log.unsqueeze(0)[:0]
+    if far:
+        logs = torch.stack([x.log for x in far]) if len(far) > 1 else far[0].log.unsqueeze(0)
+        log = torch.maximum(log, logs.detach().amax(0) if len(far) > 1 else logs[0].detach())
+    if not near.sees_keys:
+        log = log.clamp_min(EMPTY / 2)
+    if far:
+        shares = (logs - log).exp_().unsqueeze(4)
     sums = near.sums(log)
-    if run.phi is not None:
-        added, kept = far.sums(log if factor is None else log - factor)
-        sums = sums + added
-    if right is not None:
-        sums = torch.addcmul(sums, right.sums, (right.log - log).exp_().unsqueeze(3))
-    return by_head(sums[..., :-1] / sums[..., -1:].clamp_min(LEAST), run.call.query[:, :, slice(*segment)]), kept
+    bound = sums[..., -1:] if any(x.guard is not None for x in far) else None
+    for part, share in zip(far, shares, strict=True):
+        if bound is not None:
+            bound = torch.addcmul(bound, part.sums[..., -1:] if part.guard is None else part.guard, share)
+        sums = torch.addcmul(sums, part.sums, share)
+    den = sums[..., -1:]
+    if bound is not None:
+        den = torch.maximum(den, GUARD * bound)
+    if bound is not None or not near.sees_keys:
+        den = den.clamp_min(LEAST)
+    return by_head(sums[..., :-1] / den, run.call.query[:, :, slice(*segment)])
 
 
-def _right(run: _Run, segment: tuple[int, int], kept: KeySums | None) -> tuple[RowSums, KeySums]:
-    """What some queries get from far keys after them, and the sums of these, from the last segment to the first."""
-    rows, factor = _far(run, segment, kept, mirror=True), _far_log(run.call, mirror=True)
-    sums, after = rows.sums()
-    log = rows.log.flip(1)
-    return RowSums(log if factor is None else log + factor, sums.flip(1)), after
+def _both_sides(run: _Run, phi: PositiveMap, value: Tensor, hidden: Tensor | None) -> tuple[list[RowSums], Kept]:
+    """What all queries get from far keys on their left, and on their right: mirrored rows beside the others.
+
+    Args:
+        run: of as many queries as keys.
+        phi: a tied map.
+        value: (N, L, E + 1), with ones; 0 where hidden.
+        hidden: (B, 1, L, 1), far keys that do not count; None: there are none but the leading sinks.
+    """
+    call, slope = run.call, _slope(run.call)
+    logs = phi.joint(call.query, call.key if hidden is None else call.key.masked_fill(hidden, 0))  # (N, R + 1, L, M)
+    rows, length = len(logs), logs.shape[2]
+    if not call.is_causal:
+        logs, value = torch.cat([logs, logs.flip(2)]), torch.cat([value, value.flip(1)])
+        slope = None if slope is None else torch.cat([slope, slope])
+    away = min(call.window, length)
+    keys = logs[:, -1, : length - away]
+    if hidden is not None:
+        gone = hidden.expand(-1, call.key.shape[1], -1, -1).flatten(0, 1)
+        gone = gone if call.is_causal else torch.cat([gone, gone.flip(1)])
+        keys = keys.masked_fill(gone[:, : length - away], -torch.inf)
+    keys = F.pad(keys, (0, 0, away, 0), value=-torch.inf)
+    if run.leading:
+        keys[:rows, away : away + run.leading].fill_(-torch.inf)
+    if run.leading > away and not call.is_causal:
+        keys[rows:, length + away - run.leading :].fill_(-torch.inf)
+    # What is rolled to the front belongs to hidden keys.
+    part, kept = phi.causal(logs[:, :-1].transpose(1, 2), (keys, value.roll(away, 1)), None, run.size, slope)
+    if not call.bias:
+        part = _times_factor(call, part, mirror=False)  # that of both sides
+    sides = [RowSums(part.log[:rows], part.sums[:rows])]
+    if not call.is_causal:
+        sides.append(RowSums(part.log[rows:].flip(1), part.sums[rows:].flip(1)))
+    if call.bias:
+        sides = [_times_factor(call, side, mirror=bool(number)) for number, side in enumerate(sides)]
+    return sides, KeySums(kept.top[:rows], kept.sums[:rows])
 
 
-def _far(run: _Run, segment: tuple[int, int], kept: KeySums | None, mirror: bool) -> CausalRows:
-    """Some queries with the far keys on one side; mirrored, both come from the end."""
+def _side(run: _Run, segment: tuple[int, int], mirror: bool, kept: Kept | None) -> tuple[RowSums, Kept]:
+    """What some queries get from the far keys on one side, and the sums of these; mirrored, from the end."""
     (call, phi, size, _), (start, end) = run, segment
     assert phi is not None
     shift = call.offset + max(call.window, 1) if mirror else call.offset - call.window
     if mirror and end == call.query.shape[2]:  # keys that every query sees come before the first
-        kept = _beyond(run, end + shift, call.key.shape[2], kept)
+        kept = _beyond(run, end + shift, call.key.shape[2], kept, mirror)
     elif not mirror and start == 0:
-        kept = _beyond(run, 0, shift, kept)
-    logs, keys = phi.queries(call.query[:, :, start:end], call.key.shape[1]), _keys(run, start + shift, end + shift)
+        kept = _beyond(run, 0, shift, kept, mirror)
+    queries = phi.queries(call.query[:, :, start:end], call.key.shape[1])
+    keys, slope = _keys(run, start + shift, end + shift), _slope(call)
     if mirror:
-        logs, keys = logs.flip(1), (keys[0].flip(1), keys[1].flip(1))
-    return CausalRows(logs, keys, kept, size)
+        queries, keys = _flipped(queries), _flipped(keys)
+    more = {} if slope is None else {"slope": slope}
+    part, kept = phi.causal(queries, keys, kept, size, **more)
+    if isinstance(phi, SignedMap):
+        part = own_scale(part)
+    if mirror:
+        part = RowSums(*(None if x is None else x.flip(1) for x in part))  # type: ignore[arg-type]
+    return _times_factor(call, part, mirror), kept
 
 
-def _keys(run: _Run, low: int, high: int) -> tuple[Tensor, Tensor]:
+def _flipped(mapped: Mapped) -> Mapped:
+    """Mapped queries or keys from the end."""
+    if isinstance(mapped, Tensor):
+        return mapped.flip(1)
+    flipped = [None if x is None else x.flip(1) for x in mapped]
+    return type(mapped)(*flipped) if hasattr(mapped, "_fields") else tuple(flipped)
+
+
+def _keys(run: _Run, low: int, high: int) -> Mapped:
     """Mapped far keys low to high and their values, (N, n, ...): nothing where there are none, and for sinks."""
     call, phi = run.call, run.phi
     assert phi is not None
     first = min(max(low, run.leading), call.key.shape[2])
     last = max(first, min(high, call.key.shape[2]))
     hidden = None if call.far_mask is None else ~call.far_mask[:, None, first:last, None]
-    logs, value = phi.keys(call.key[:, :, first:last], call.value[:, :, first:last], hidden)
     before = min(max(first - low, 0), high - low)
-    ends = (0, 0, before, high - low - before - (last - first))
-    if any(ends):
-        logs, value = F.pad(logs, ends, value=-torch.inf), F.pad(value, ends)
-    return logs, value
+    keys = phi.keys(call.key[:, :, first:last], call.value[:, :, first:last], hidden)
+    return phi.padded(keys, before, high - low - before - (last - first))
 
 
-def _beyond(run: _Run, low: int, high: int, kept: KeySums | None) -> KeySums | None:
-    """Sums with the keys low to high, if there are any."""
+def _beyond(run: _Run, low: int, high: int, kept: Kept | None, mirror: bool) -> Kept | None:
+    """Sums with the keys low to high, if there are any, relative to the nearest query."""
     low, high = max(low, 0), min(high, run.call.key.shape[2])
     if low >= high or run.phi is None:
         return kept
-    return run.phi.absorb(_keys(run, low, high), kept)
+    keys, slope = _keys(run, low, high), _slope(run.call)
+    if slope is not None:
+        away = torch.arange(high - low, device=slope.device)
+        away = away + 1 if mirror else high - low - away
+        keys = keys[0] - slope * away.unsqueeze(1), keys[1]
+    return run.phi.absorb(keys, kept)
 
 
-def _far_log(call: NearFarCall, mirror: bool) -> Tensor | None:
-    """The logarithm of a factor of the far part, (N, 1, R); None means 0."""
+def _slope(call: NearFarCall) -> Tensor | None:
+    """What weights of far keys lose in the logarithm with every token, (N, 1, 1); None means nothing."""
+    slope = NearBias(*call.bias).slope if call.bias else None
+    if slope is None:
+        return None
+    return slope.to(compute_dtype(call.query.dtype)).repeat(call.query.shape[0])[:, None, None]
+
+
+def _times_factor(call: NearFarCall, part: RowSums, mirror: bool) -> RowSums:
+    """Far rows with the factor of their head: beta, and the tail of a bias."""
     parts = [] if call.beta is None else [call.beta]
     if call.bias:
         parts.append(NearBias(*call.bias).tails[int(mirror)].clamp_min(EMPTY))
     if not parts:
-        return None
-    dtype = compute_dtype(call.query.dtype)
-    log = parts[0].to(dtype) if len(parts) == 1 else parts[0].to(dtype) + parts[1].to(dtype)
-    return log.view(call.key.shape[1], 1, -1).repeat(call.query.shape[0], 1, 1)
+        return part
+    log = parts[0].to(part.log.dtype) if len(parts) == 1 else parts[0].to(part.log.dtype) + parts[1]
+    by_group = part.log.unflatten(0, (-1, call.key.shape[1]))
+    return part._replace(log=(by_group + log.view(call.key.shape[1], 1, -1)).flatten(0, 1))

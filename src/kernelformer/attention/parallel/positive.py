@@ -11,12 +11,12 @@ product, split at what is the largest up to the edge between them,
     exp(l_m(q_i) + edge_m - log_i) exp(l_m(k_j) - edge_m)        l_m(k_j) <= edge_m <= top_im
 
 Both factors are at most 1, so that nothing overflows, and what underflows is nothing against the denominator: a later
-key, however large, is in none of the three. Blocks are the state before a chunk, and within a chunk of 64 the quarters,
-their quarters, and the tokens in these: products of 16 x 48, 4 x 12 and 1 x 4, each for all chunks at once.
+key, however large, is in none of the three. Blocks are the state before a chunk, and within a chunk of 64 the blocks of
+8 and the tokens in these: products of 8 x 56 and 1 x 8, each for all chunks at once.
 
 All maxima are gauges, which cancel: no gradient goes through them.
 
-Memory: keys are mapped 2.25 + 2.25 + 4 times for the three sizes of blocks, one after the other.
+Memory: keys are mapped 6 times for the blocks, and then 8 times for the tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.parallel.layout import RowSums, in_chunks, with_ones
@@ -49,7 +50,7 @@ class PositiveMap:
     def __init__(
         self, spec: PositiveSpec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False
     ) -> None:
-        self.tensors, self.scale, self.normalize = tensors, scale, normalize
+        self.tensors, self.scale, self.normalize, self.tied = tensors, scale, normalize, spec.tied
         self.features = spec.log_shares if normalize and not parts else spec.log_features
 
     def queries(self, x: Tensor, groups: int) -> Tensor:
@@ -69,6 +70,22 @@ class PositiveMap:
         logs = logs if hidden is None else logs.masked_fill(hidden, -torch.inf)
         return logs.flatten(0, 1), with_ones(value).flatten(0, 1)
 
+    def joint(self, query: Tensor, key: Tensor) -> Tensor:
+        """Log features (N, R + 1, L, M) of the queries of a group and of as many keys, by one product of a tied map."""
+        batch, groups, length, width = key.shape
+        query, key = (x.to(compute_dtype(x.dtype)).view(batch, groups, -1, length, width) for x in (query, key))
+        both = torch.cat([query, key], 2)
+        logs = self.features(both.flatten(2, 3), self.tensors, self.scale, "key")
+        return logs.view(batch * groups, both.shape[2], length, logs.shape[3])
+
+    @staticmethod
+    def padded(keys: tuple[Tensor, Tensor], before: int, after: int) -> tuple[Tensor, Tensor]:
+        """Keys with so many that nobody sees around them."""
+        if not before and not after:
+            return keys
+        ends = (0, 0, before, after)
+        return F.pad(keys[0], ends, value=-torch.inf), F.pad(keys[1], ends)
+
     @staticmethod
     def load(state: Sequence[Tensor]) -> KeySums:
         """From log_mass (B, G, M, 1) and mean (B, G, M, E)."""
@@ -83,7 +100,8 @@ class PositiveMap:
         log_mass, mean = kept.top.unsqueeze(2) + mass.log(), kept.sums[..., :-1] / mass
         return [x.unflatten(0, (-1, groups)) for x in (log_mass, mean)]
 
-    def absorb(self, keys: tuple[Tensor, Tensor], before: KeySums | None) -> KeySums:
+    @staticmethod
+    def absorb(keys: tuple[Tensor, Tensor], before: KeySums | None) -> KeySums:
         """Sums of all keys, and of those before them."""
         logs, value = keys
         size = min(KEYS, max(1, logs.shape[1]))
@@ -103,7 +121,12 @@ class PositiveMap:
         return RowSums(scale, (rows.flatten(1, 2) @ kept.sums).view(*rows.shape[:3], kept.sums.shape[2]))
 
     def causal(
-        self, logs: Tensor, keys: tuple[Tensor, Tensor], before: KeySums | None, size: int
+        self,
+        logs: Tensor,
+        keys: tuple[Tensor, Tensor],
+        before: KeySums | None,
+        size: int,
+        slope: Tensor | None = None,
     ) -> tuple[RowSums, KeySums]:
         """What queries (N, L, R, M) get from the keys (N, L, M) up to their own, and from those before.
 
@@ -112,11 +135,13 @@ class PositiveMap:
             keys: as `keys` returned them; as many as there are queries.
             before: sums of earlier keys.
             size: tokens of a chunk.
+            slope: (N, 1, 1), what the logarithm of a weight loses per token of distance; earlier sums are relative to
+                the first query, and those that are returned to the one after the last.
 
         Returns:
             the rows' sums, and the sums after the last key.
         """
-        rows = CausalRows(logs, keys, before, size)
+        rows = CausalRows(logs, keys, before, size, slope)
         sums, after = rows.sums()
         return RowSums(rows.log, sums), after
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.parallel.layout import RowSums, in_chunks, with_ones
-from kernelformer.attention.parallel.scan import GROUP, filled_up, later_than, running_sums
+from kernelformer.attention.parallel.scan import GROUP, later_than, states_before
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import SignedSpec, compute_dtype
@@ -55,9 +55,12 @@ class SignedSums(NamedTuple):
 class SignedMap:
     """A map by its values with its tensors, and its sums; arguments as those of `positive.PositiveMap`."""
 
-    def __init__(self, spec: SignedSpec, tensors: Sequence[Tensor], scale: float, normalize: bool) -> None:
+    def __init__(
+        self, spec: SignedSpec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False
+    ) -> None:
         self.spec, self.tensors, self.scale, self.normalize = spec, tensors, scale, normalize
-        self.guard, self.length = normalize and spec.guarded, spec.length(normalize)
+        self.cancels = normalize and not parts  # what queries, or all rows, share
+        self.guard, self.length = normalize and spec.guarded, spec.length(self.cancels)
 
     def _lengths(self, phi: Tensor) -> Tensor:
         """``|phi|``, (..., 1)."""
@@ -71,9 +74,9 @@ class SignedMap:
         batch, heads, length, width = x.shape
         repeats = heads // groups
         x = x.to(compute_dtype(x.dtype)).reshape(batch, groups, repeats * length, width)
-        phi, factor = self.spec.features(x, self.tensors, self.scale, "query", self.normalize)
+        phi, factor = self.spec.features(x, self.tensors, self.scale, "query", self.cancels)
         phi = phi.reshape(batch * groups, repeats, length, phi.shape[-1]).transpose(1, 2)
-        if factor is None or self.normalize:
+        if factor is None or self.cancels:
             return SignedQueries(phi, None)
         return SignedQueries(phi, factor.reshape(batch * groups, repeats, length, 1).transpose(1, 2))
 
@@ -83,13 +86,22 @@ class SignedMap:
         x, value = x.to(dtype), value.to(dtype)
         if hidden is not None:  # it may hold anything, NaN too
             x, value = x.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-        phi, factor = self.spec.features(x, self.tensors, self.scale, "key", self.normalize)
+        phi, factor = self.spec.features(x, self.tensors, self.scale, "key", self.cancels)
         if self.guard:
             phi = torch.cat([phi, self._lengths(phi)], -1)
         if hidden is not None:
             phi = phi.masked_fill(hidden, 0)
             factor = None if factor is None else factor.masked_fill(hidden, -torch.inf)
         return SignedKeys(phi.flatten(0, 1), None if factor is None else factor.flatten(0, 1), self._values(value))
+
+    @staticmethod
+    def padded(keys: SignedKeys, before: int, after: int) -> SignedKeys:
+        """Keys with so many that nobody sees around them."""
+        if not before and not after:
+            return keys
+        ends = (0, 0, before, after)
+        factor = None if keys.factor is None else F.pad(keys.factor, ends, value=-torch.inf)
+        return SignedKeys(F.pad(keys.phi, ends), factor, F.pad(keys.value, ends))
 
     @staticmethod
     def _values(value: Tensor) -> Tensor:
@@ -142,33 +154,37 @@ class SignedMap:
         (rows, length, repeats, features), width = queries.phi.shape, keys.value.shape[2]
         phi_q, phi_k, value = (in_chunks(x, size) for x in (queries.phi, keys.phi, keys.value))
         first_top = _empty_top(keys.phi) if before is None else before.top
-        chunks, later = phi_k.shape[1], later_than(max(GROUP, size), phi_k.device)
-        more = 1 if keys.factor is None else filled_up(chunks + 1) - chunks
-        zeros = phi_k.new_zeros(rows, more, phi_k.shape[3], width)
-        first = zeros[:, :1] if before is None else before.sums.unsqueeze(1)
+        chunks, later = phi_k.shape[1], later_than(max(GROUP + 1, size), phi_k)
         if keys.factor is None:
-            visible, share = (~later[:size, :size]).to(phi_k.dtype), None
+            visible, share = (later[:size, :size] == 0).to(phi_k.dtype), None
             own, last = first_top.view(-1, 1, 1), first_top
+            first = phi_k.new_zeros(rows, 1, phi_k.shape[3], width) if before is None else before.sums.unsqueeze(1)
             sums = torch.cat([first, phi_k.mT @ value], 1).cumsum(1)
+            states, after = sums[:, :-1], sums[:, -1]
         else:
             factor = in_chunks(keys.factor, size, -torch.inf)
-            top, edges = _tops(factor.detach(), first_top, more)
-            share, last = (edges[:, :chunks].unsqueeze(2) - top).exp_(), edges[:, chunks]
-            visible = (factor.mT - top).masked_fill_(later[:size, :size], -torch.inf).exp_()
-            scaled = phi_k * (factor - edges[:, 1 : chunks + 1].unsqueeze(2)).exp_()
-            sums = running_sums(torch.cat([first, scaled.mT @ value, zeros[:, 1:]], 1), edges, later)
+            top, edges = _tops(factor.detach(), first_top)
+            share, last = (edges[:, :-1].unsqueeze(2) - top).exp_(), edges[:, -1]
+            visible = (factor.mT - top).sub_(later[:size, :size]).exp_()
+            scaled = phi_k * (factor - edges[:, 1:].unsqueeze(2)).exp_()
+            sums = scaled.mT @ value
+            if before is not None:  # one more chunk, before the first
+                sums = torch.cat([before.sums.unsqueeze(1), sums], 1)
+                edges = torch.cat([edges[:, :1], edges], 1)
+            states, after = states_before(sums, edges, later)
+            states = states[:, states.shape[1] - chunks :]
             own = top.flatten(1, 2)[:, :length]  # (N, L, 1)
         flat = phi_q.flatten(2, 3)
-        past = flat @ sums[:, :chunks, :features]
+        past = flat @ states[:, :, :features]
         scores = (flat @ phi_k[..., :features].mT).unflatten(2, (size, repeats)) * visible.unsqueeze(-2)
         past = past if share is None else _per_row(past, share, repeats)
         out = (past + scores.flatten(2, 3) @ value).view(rows, chunks * size, repeats, width)[:, :length]
         guard = None
         if self.guard:
-            lengths = sums[:, :chunks, features:, -1:]
+            lengths = states[:, :, features:, -1:]
             lengths = (lengths if share is None else lengths * share) + visible @ phi_k[..., features:]
             guard = (self._lengths(phi_q) * lengths.unsqueeze(3)).flatten(1, 2)[:, :length]
-        return RowSums(self._log(queries, own), out, guard), SignedSums(last, sums[:, chunks])
+        return RowSums(self._log(queries, own), out, guard), SignedSums(last, after)
 
     def finish(self, part: RowSums) -> Tensor:
         """Outputs (N, L, R, E); zero where the denominator is not positive."""
@@ -186,15 +202,24 @@ def _empty_top(like: Tensor) -> Tensor:
     return like.new_full((like.shape[0], 1), EMPTY)
 
 
-def _tops(factor: Tensor, first: Tensor, more: int) -> tuple[Tensor, Tensor]:
-    """The largest log factor up to each key, (N, n, C, 1), and up to each edge of a chunk, (N, n + more, 1)."""
+def _tops(factor: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest log factor up to each key, (N, n, C, 1), and up to each edge of a chunk, (N, n + 1, 1)."""
     inside = factor.cummax(2).values
-    firsts = first.unsqueeze(1).expand(-1, more, -1)  # those after the last chunk do not count against it
-    edges = torch.cat([firsts[:, :1], inside[:, :, -1], firsts[:, 1:]], 1).cummax(1).values
-    return torch.maximum(inside, edges[:, : factor.shape[1]].unsqueeze(2)), edges
+    edges = torch.cat([first.unsqueeze(1), inside[:, :, -1]], 1).cummax(1).values
+    return torch.maximum(inside, edges[:, :-1].unsqueeze(2)), edges
 
 
 def _per_row(x: Tensor, share: Tensor, repeats: int) -> Tensor:
     """Rows (N, n, C R, W) times a number per token (N, n, C, 1)."""
     rows: Tensor = x.unflatten(2, (share.shape[2], repeats))
     return (rows * share.unsqueeze(3)).flatten(2, 3)
+
+
+def own_scale(part: RowSums) -> RowSums:
+    """Rows relative to their own largest number, so that what they are added to stays a number where they are not."""
+    size = part.sums.detach().abs().amax(3)
+    if part.guard is not None:
+        size = torch.maximum(size, part.guard.detach().squeeze(3))
+    some = size > 0
+    log, size = torch.where(some, size.log() + part.log, EMPTY), torch.where(some, size, 1.0).unsqueeze(3)
+    return RowSums(log, part.sums / size, None if part.guard is None else part.guard / size)
