@@ -65,6 +65,10 @@ class ExponentialChunks(PositiveChunks):
         """The offset is the summand of the product."""
         return self.projection.columns(x, out, self._offset(x).unsqueeze(1))
 
+    def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
+        """The same row by row."""
+        return self.projection.rows(x, out, self._offset(x).unsqueeze(2))
+
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
         self.projection.pull_rows(x, grad, out)
