@@ -11,7 +11,7 @@ later one dwarfs in all of its features: such rows are done again in log space, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class DirectWeights:
     Args:
         chunks: the map, bound to the rows under normalization.
         s: sizes of the call.
-        visible: (L, S) bool, which keys a query may see; None means all.
+        visible: (R L, S) of ones and zeros, 1 = a query may see the key; None means all.
         hidden: (N, S) bool, keys that nobody sees; None means none.
         work: buffers.
     """
@@ -37,7 +37,6 @@ class DirectWeights:
         self, chunks: PositiveChunks, s: Shapes, visible: Tensor | None, hidden: Tensor | None, work: Workspace
     ) -> None:
         self.chunks, self.s, self.visible, self.hidden, self.work = chunks, s, visible, hidden, work
-        self.mask = None if visible is None else visible.to(work.dtype).repeat(s.R, 1)  # (R L, S)
 
     def _weights(self, xq: Tensor, xk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Features p (N, R L, M) and r (N, S, M), and weights w (N, R L, S), 0 where hidden."""
@@ -53,15 +52,15 @@ class DirectWeights:
         p = self.chunks.queries(xq, top, take("queries", *xq.shape[:2], features))
         torch.softmax(p, -1, out=p)
         weights = torch.bmm(p, r.transpose(1, 2), out=take("weights", *xq.shape[:2], xk.shape[1]))
-        return p, r, weights if self.mask is None else weights.mul_(self.mask)
+        return p, r, weights if self.visible is None else weights.mul_(self.visible)
 
-    def attend(self, xq: Tensor, xk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs (N, R L, E), and what the weights of a row are to be multiplied with, (N, R L).
+    def attend(self, xq: Tensor, xk: Tensor, v: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Write outputs (N, R L, E); returns them and what the weights of a row are to be multiplied with, (N, R L).
 
         That is 0 for a row that sees no key, and -1 for one that was rescued.
         """
         _, _, weights = self._weights(xq, xk)
-        out = torch.bmm(weights, v, out=self.work.take("out", *xq.shape[:2], v.shape[2]))
+        torch.bmm(weights, v, out=out)
         total = weights.sum(2)
         lost = total < positive.LOST
         row_scale = total.reciprocal_()
@@ -74,38 +73,38 @@ class DirectWeights:
         return out, row_scale
 
     def backward(
-        self, xq: Tensor, xk: Tensor, v: Tensor, g: Tensor, out: Tensor, row_scale: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients at xq, xk and v from that of the outputs.
+        self, inputs: tuple[Tensor, Tensor, Tensor], g: Tensor, out: Tensor, row_scale: Tensor, room: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Gradients at xq, xk and v, which are written into ``room``, from that of the outputs.
 
         d w_ij = (g_i . v_j - g_i . out_i) / sum_j w_ij      d l_m(q_i) = p_im sum_j d w_ij r_jm      d l_m(k_j) likewise
         """
-        take = self.work.take
+        take, (xq, xk, v), (dxq, dxk, dv) = self.work.take, inputs, room
         p, r, weights = self._weights(xq, xk)
         share = row_scale.clamp_min(0).unsqueeze(2)
-        dv = torch.bmm(weights.mul_(share).transpose(1, 2), g, out=take("dv", *v.shape))
+        torch.bmm(weights.mul_(share).transpose(1, 2), g, out=dv)
         delta = torch.mul(g, out, out=take("product", *g.shape)).sum(2, keepdim=True)
         slopes = torch.bmm(g, v.transpose(1, 2), out=take("slopes", *weights.shape)).sub_(delta).mul_(share)
-        if self.mask is not None:
-            slopes.mul_(self.mask)
+        if self.visible is not None:
+            slopes.mul_(self.visible)
         slope = torch.bmm(slopes, r, out=take("slope", *p.shape)).mul_(p)
-        dxq = self.chunks.pull_queries(xq, slope, take("dxq", *xq.shape))
+        self.chunks.pull_queries(xq, slope, dxq)
         slope = torch.bmm(slopes.transpose(1, 2), p, out=take("slope", *r.shape)).mul_(r)
-        dxk = self.chunks.pull_keys(xk, slope.transpose(1, 2), take("dxk", *xk.shape))
+        self.chunks.pull_keys(xk, slope.transpose(1, 2), dxk)
         rescued = row_scale < 0
         for row, index, rescue in self._rescues(rescued, xq, xk, v) if bool(rescued.any()) else ():
             d = positive.rescue_backward(rescue, g[row, index], out[row, index], v[row], True)
             dxq[row, index] += rescue.chunks.pull_queries(rescue.xq, d.query.unsqueeze(0), torch.empty_like(rescue.xq))[0]
             dxk[row] += rescue.chunks.pull_keys(rescue.xk, d.key.unsqueeze(0), torch.empty_like(rescue.xk))[0]
             dv[row] += d.value
-        return dxq, dxk, dv
+        return room
 
     def _sees_some(self, like: Tensor) -> Tensor:
         """Which rows see any key, (N, R L) bool."""
         if self.hidden is None:
             return torch.ones_like(like)
         seen = ~self.hidden.unsqueeze(1)
-        return (seen if self.visible is None else seen & self.visible).any(2).expand(-1, self.s.L).repeat(1, self.s.R)
+        return (seen if self.visible is None else seen & (self.visible > 0)).any(2).expand_as(like)
 
     def _rescues(self, which: Tensor, xq: Tensor, xk: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Rescue]]:
         """Weigh every pair (feature, visible key) of some rows in log space, a few queries of one head at a time."""
@@ -119,7 +118,7 @@ class DirectWeights:
                 lk.masked_fill_(self.hidden[row], EMPTY)
             pairs = lq.unsqueeze(2) + lk
             if self.visible is not None:
-                pairs.masked_fill_(~self.visible[index % self.s.L].unsqueeze(1), -torch.inf)
+                pairs.masked_fill_((self.visible[index] == 0).unsqueeze(1), -torch.inf)
             log = pairs.flatten(1).logsumexp(1)
             shares = pairs.sub_(log.view(-1, 1, 1)).exp_()
             nothing, none = torch.zeros_like(lq), v.new_zeros(self.s.M, v.shape[2])
