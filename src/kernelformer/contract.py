@@ -156,6 +156,13 @@ class PositiveSpec(Spec):
         """Whether queries and keys are mapped alike, so that one product can serve both."""
         return True
 
+    def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
+        """`log_shares` of rows (n, D) -> (n, M) by views of the tensors; None, the default: there is no quick way.
+
+        Only for maps that are the same for all heads, and for queries and keys.
+        """
+        return None
+
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """The same in chunks; tensors (N, ...) in the dtype of the arithmetic. By default by the formula itself."""
         formula = self.log_shares if normalize else self.log_features

@@ -213,6 +213,10 @@ class AttentionCore(Remembering):
             (B, H, 1, E) and the state after the token.
         """
         needs_whole("step", "let one process generate, from the state of the last rank")
+        if isinstance(state, State) and state.quick is not None and bias is slope is scale is gate is None:
+            done = state.quick.take(self, query, key, value, state) if key_mask is segment_ids is None else None
+            if done is not None:
+                return done  # type: ignore[no-any-return]
         if bias is not None:
             self._check_takes_bias(bias)
         elif slope is not None:
