@@ -18,7 +18,10 @@ Logs = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def log_rows(spec: PositiveSpec, tensors: Sequence[Tensor], scale: float) -> Logs:
-    """A function of a key (B, G, 1, D) and queries (B, H, 1, D) that gives their `log_shares`, (B G, M) and (B H, M)."""
+    """A function of a key (B, G, 1, D) and queries (B, H, 1, D) that gives their `log_shares`, (B G, M) and (B H, M).
+
+    They are in memory of their own.
+    """
     product = spec.bind_rows(tensors, scale)
 
     def by_product(key: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,8 +37,9 @@ def log_rows(spec: PositiveSpec, tensors: Sequence[Tensor], scale: float) -> Log
         if spec.tied:
             both = spec.log_shares(torch.cat((key, rows), 2), tensors, scale, "key")
             new, logits = both[:, :, :1], both[:, :, 1:]
-        else:
-            new, logits = spec.log_shares(key, tensors, scale, "key"), spec.log_shares(rows, tensors, scale, "query")
+        else:  # copies, since a formula may give its argument back, and what it gives is written to
+            new = spec.log_shares(key.clone(), tensors, scale, "key")
+            logits = spec.log_shares(rows.clone(), tensors, scale, "query")
         return new.reshape(batch * groups, -1), logits.reshape(-1, logits.shape[3])
 
     return by_formula if product is None else by_product
@@ -63,7 +67,7 @@ def quick_step(
     if before.dtype != torch.float64:  # as after a prefill; see `recurrent`
         before = before.double()
     total = torch.logaddexp(before, new)
-    share = (new - before).to(mean.dtype).sigmoid_()
+    share = new.sub_(before).sigmoid_()
     width = mean.shape[3]
     means = torch.lerp(mean.reshape(rows, features, width), value.reshape(rows, 1, width), share.unsqueeze(2))
     groups = query.shape[0] * query.shape[1] // rows

@@ -68,6 +68,7 @@ class QuickStep:
         phi = core.feature_map
         self.core, self.map, self.prepared = weakref.ref(core), phi, prepared
         self.scale, self.normalize, self.numbers = call.scale, core.normalize, (phi.seed_number, phi.draw_number)
+        self.places = phi.weight_places()
         self.inference = torch.is_inference_mode_enabled()
         self.kinds = call.fits[:9]  # shapes, dtypes and devices, as the caller gave them
         self.dtype, self.computed = call.fits[3], compute_dtype(call.query.dtype)
@@ -84,7 +85,8 @@ class QuickStep:
             return False
         if (phi.seed_number, phi.draw_number) != self.numbers or torch.is_inference_mode_enabled() != self.inference:
             return False
-        return self.prepared.made_from(phi.learned_weights(), self.prepared.how)
+        weights = [place.get(name) for place, name in self.places]
+        return not any(x is None for x in weights) and self.prepared.made_from(weights, self.prepared.how)
 
     def take(
         self, core: AttentionCore, query: Tensor, key: Tensor, value: Tensor, state: State
