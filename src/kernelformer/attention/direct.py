@@ -3,7 +3,7 @@
     w_ij = phi(q_i) . phi(k_j)        out_i = sum_j w_ij v_j / sum_j w_ij
 
 The same numbers as `linear` and `causal`, which sum over keys first: that costs M E operations a key and a query, and
-a state of M E numbers a sequence, the matrix M + E a pair. Where keys are few, the matrix costs less (`prefers_direct`),
+a state of M E numbers a sequence; the matrix costs M + E a pair. Where keys are few that is less (`prefers_direct`),
 and no state is made.
 
 Cost: O((L + S) M D + L S (M + E)) time; memory beyond inputs and outputs is a few buffers of `blocks.BUFFER` numbers,
@@ -43,7 +43,7 @@ RATES = (1.25, 1.75)
 
 def prefers_direct(s: Shapes, *, is_causal: bool) -> bool:
     """Whether the matrix of weights costs less than sums over keys, by sizes alone."""
-    if not 0 < min(s.B, s.L, s.S) or max(s.L, s.S) > LONGEST:
+    if min(s.B, s.L, s.S) == 0 or max(s.L, s.S) > LONGEST:
         return False
     queries = s.R * s.L
     sums = (s.S + queries) * s.M * s.E

@@ -94,7 +94,9 @@ class DirectWeights:
         rescued = row_scale < 0
         for row, index, rescue in self._rescues(rescued, xq, xk, v) if bool(rescued.any()) else ():
             d = positive.rescue_backward(rescue, g[row, index], out[row, index], v[row], True)
-            dxq[row, index] += rescue.chunks.pull_queries(rescue.xq, d.query.unsqueeze(0), torch.empty_like(rescue.xq))[0]
+            dxq[row, index] += rescue.chunks.pull_queries(rescue.xq, d.query.unsqueeze(0), torch.empty_like(rescue.xq))[
+                0
+            ]
             dxk[row] += rescue.chunks.pull_keys(rescue.xk, d.key.unsqueeze(0), torch.empty_like(rescue.xk))[0]
             dv[row] += d.value
         return room

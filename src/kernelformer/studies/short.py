@@ -133,7 +133,9 @@ def picture(result: Result, path: Path) -> None:
     for axis, features in zip(axes[0], counts, strict=True):
         for task, (name, style) in product(TASKS, ((OURS, "-"), (LOOP, ":"))):
             rows = [x for x in result.rows if (x["case"]["features"], x["case"]["task"]) == (features, task)]
-            points = {x["case"]["length"]: x["seconds"][name] / x["seconds"][SDPA] for x in rows if x["case"]["backward"]}
+            points = {
+                x["case"]["length"]: x["seconds"][name] / x["seconds"][SDPA] for x in rows if x["case"]["backward"]
+            }
             label = f"{task}, {'now' if name == OURS else 'chunks'}"
             axis.plot(list(points), list(points.values()), style, color=f"C{TASKS.index(task)}", label=label)
         axis.axhline(1, color="grey", linewidth=0.8)

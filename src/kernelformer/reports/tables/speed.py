@@ -244,7 +244,11 @@ def short(records: Records) -> str:
         now, before = (seconds[name] / seconds["sdpa"] for name in ("favor+", "favor+:algorithm=chunked"))
         size = (case["features"], f"{case['batch']} x {case['length']}")
         rows.setdefault(size, []).append(f"{now:.2f} ({before:.2f})")
-    head = ["m", "sequences x tokens", *(f"{task}, {x}" for task in ("bidirectional", "causal") for x in PASSES.values())]
+    head = [
+        "m",
+        "sequences x tokens",
+        *(f"{task}, {x}" for task in ("bidirectional", "causal") for x in PASSES.values()),
+    ]
     return grid(head, [[str(m), size, *cells] for (m, size), cells in rows.items()] or [[ABSENT] * len(head)])
 
 
