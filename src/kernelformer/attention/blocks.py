@@ -124,7 +124,7 @@ def room_for_rows(target: Tensor, name: str, work: Workspace) -> Tensor:
 
 
 def put_rows(target: Tensor, rows: Tensor) -> None:
-    """The inverse of `rows_of`: write rows (b G, R T, X) into a piece (b, G, R, T, X), unless they are there already."""
+    """The inverse of `rows_of`: write rows (b G, R T, X) into a piece (b, G, R, T, X), unless they are in it."""
     if rows.data_ptr() != target.data_ptr():
         target.copy_(rows.view(target.shape))
 

@@ -77,7 +77,8 @@ class DirectWeights:
     ) -> Sequence[Tensor]:
         """Gradients at xq, xk and v, which are written into ``room``, from that of the outputs.
 
-        d w_ij = (g_i . v_j - g_i . out_i) / sum_j w_ij      d l_m(q_i) = p_im sum_j d w_ij r_jm      d l_m(k_j) likewise
+        d w_ij = (g_i . v_j - g_i . out_i) / sum_j w_ij
+        d l_m(q_i) = p_im sum_j d w_ij r_jm      d l_m(k_j) = r_jm sum_i d w_ij p_im
         """
         take, (xq, xk, v), (dxq, dxk, dv) = self.work.take, inputs, room
         p, r, weights = self._weights(xq, xk)
@@ -94,10 +95,9 @@ class DirectWeights:
         rescued = row_scale < 0
         for row, index, rescue in self._rescues(rescued, xq, xk, v) if bool(rescued.any()) else ():
             d = positive.rescue_backward(rescue, g[row, index], out[row, index], v[row], True)
-            dxq[row, index] += rescue.chunks.pull_queries(rescue.xq, d.query.unsqueeze(0), torch.empty_like(rescue.xq))[
-                0
-            ]
-            dxk[row] += rescue.chunks.pull_keys(rescue.xk, d.key.unsqueeze(0), torch.empty_like(rescue.xk))[0]
+            one, q, k = rescue.chunks, rescue.xq, rescue.xk
+            dxq[row, index] += one.pull_queries(q, d.query.unsqueeze(0), torch.empty_like(q))[0]
+            dxk[row] += one.pull_keys(k, d.key.unsqueeze(0), torch.empty_like(k))[0]
             dv[row] += d.value
         return room
 

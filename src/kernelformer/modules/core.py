@@ -148,8 +148,8 @@ class AttentionCore(Remembering):
                 streams=return_state,
                 algorithm=loop,
             )
-            other = None if loop is not None else algorithm
-            known: dict[str, Any] = {"algorithm": other, "max_distance": max_distance, "slope": slope}
+            known: dict[str, Any] = {"max_distance": max_distance, "slope": slope}
+            known["algorithm"] = None if loop is not None else algorithm
             return self._checked(call, bias, whole=ranks is None, num_prefix=num_prefix, **known)
 
         if ranks is not None:
@@ -213,10 +213,11 @@ class AttentionCore(Remembering):
             (B, H, 1, E) and the state after the token.
         """
         needs_whole("step", "let one process generate, from the state of the last rank")
-        if isinstance(state, State) and state.quick is not None and bias is slope is scale is gate is None:
-            done = state.quick.take(self, query, key, value, state) if key_mask is segment_ids is None else None
+        alone = bias is slope is scale is gate is key_mask is segment_ids is None
+        if alone and isinstance(state, State) and state.quick:
+            done: tuple[Tensor, State] | None = state.quick.take(self, query, key, value, state)
             if done is not None:
-                return done  # type: ignore[no-any-return]
+                return done
         if bias is not None:
             self._check_takes_bias(bias)
         elif slope is not None:
@@ -339,9 +340,8 @@ class AttentionCore(Remembering):
         kind = call.query.device.type
         if autocasts(kind):
             dtype = torch.get_autocast_dtype(kind)
-            query, key, value = (
-                x if x.dtype == torch.float64 else x.to(dtype) for x in (call.query, call.key, call.value)
-            )
+            given = (call.query, call.key, call.value)
+            query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)
             call = replace(call, query=query, key=key, value=value)
         check_inputs(call.query, call.key, call.value, head_dim=self.head_dim, num_heads=self.num_heads)
         if call.key_mask is not None:
