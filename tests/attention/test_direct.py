@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 import kernelformer as kf
 from definition import NEARS, VARIANTS, WHOLE, attend, build, close, inputs, padding
-from kernelformer.attention import blocks, direct, positive
+from kernelformer.attention import blocks, direct, direct_weights
 from kernelformer.attention.blocks import Shapes
 from kernelformer.contract import PositiveSpec
 from kernelformer.modules import loops
@@ -79,8 +79,8 @@ def test_rows_that_a_later_key_dwarfs_are_computed_again(masked, always, monkeyp
     key_mask[0, :7] = False
     key_mask = key_mask if masked else None
     rescued = []
-    original = positive.rescue_backward
-    monkeypatch.setattr(positive, "rescue_backward", lambda *a: rescued.append(1) or original(*a))
+    original = direct_weights.rescue_backward
+    monkeypatch.setattr(direct_weights, "rescue_backward", lambda *a: rescued.append(1) or original(*a))
     g = torch.randn(2, 4, 60, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     results = []
     for model, dtype in ((core, torch.float32), (whole, torch.float64)):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernelformer.attention import positive
 from kernelformer.attention.blocks import Shapes
-from kernelformer.attention.rescued import EMPTY, Rescue, rescued_rows
+from kernelformer.attention.rescued import EMPTY, Rescue, rescue_backward, rescued_rows
 from kernelformer.contract import PositiveChunks, Workspace
 
 
@@ -94,7 +94,7 @@ class DirectWeights:
         self.chunks.pull_keys(xk, slope.transpose(1, 2), dxk)
         rescued = row_scale < 0
         for row, index, rescue in self._rescues(rescued, xq, xk, v) if bool(rescued.any()) else ():
-            d = positive.rescue_backward(rescue, g[row, index], out[row, index], v[row], True)
+            d = rescue_backward(rescue, g[row, index], out[row, index], v[row], True)
             one, q, k = rescue.chunks, rescue.xq, rescue.xk
             dxq[row, index] += one.pull_queries(q, d.query.unsqueeze(0), torch.empty_like(q))[0]
             dxk[row] += one.pull_keys(k, d.key.unsqueeze(0), torch.empty_like(k))[0]

@@ -90,6 +90,11 @@ class State:
         said = [methods or "unknown method", f"{self.length} tokens", f"shapes {shapes or 'none'}"]
         return f"{type(self).__name__}({', '.join([*said, human_bytes(self.nbytes), *dict.fromkeys(kinds)])})"
 
+    def take_quickly(self, core: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, State] | None:
+        """Attend with one token without checks; None where they are needed."""
+        done: tuple[Tensor, State] | None = None
+        return done if self.quick is None else self.quick.take(core, query, key, value, self)
+
     @property
     def batch(self) -> int:
         """The number of samples, B."""

@@ -19,7 +19,7 @@ OURS, LOOP, SDPA = "favor+", "favor+:algorithm=chunked", "sdpa"
 STEP, SLOW, COMPILED = "step", "step without its quick way", "its arithmetic compiled"
 
 
-def measure_cases(cases: list[dict[str, Any]], budget: float) -> list[dict[str, Figures]]:
+def measure_cases(cases: list[dict[str, Any]], budget: float) -> dict[str, list[dict[str, Figures]]]:
     """Time ours, the loop over chunks, which was all there was before, and SDPA, in turns, case by case.
 
     Args:
@@ -31,7 +31,7 @@ def measure_cases(cases: list[dict[str, Any]], budget: float) -> list[dict[str, 
         case = Case(**given)
         steps = {name: Step(contender(name).runner(case)) for name in (OURS, LOOP, SDPA)}
         rows.append(time_bursts(steps, budget))
-    return rows
+    return {"rows": rows}
 
 
 def measure_steps(

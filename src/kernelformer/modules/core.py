@@ -148,9 +148,8 @@ class AttentionCore(Remembering):
                 streams=return_state,
                 algorithm=loop,
             )
-            known: dict[str, Any] = {"max_distance": max_distance, "slope": slope}
-            known["algorithm"] = None if loop is not None else algorithm
-            return self._checked(call, bias, whole=ranks is None, num_prefix=num_prefix, **known)
+            known: dict[str, Any] = {"max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
+            return self._checked(call, bias, whole=ranks is None, algorithm=None if loop else algorithm, **known)
 
         if ranks is not None:
             out, after = attend_split(self, make_call, ranks)
@@ -213,11 +212,9 @@ class AttentionCore(Remembering):
             (B, H, 1, E) and the state after the token.
         """
         needs_whole("step", "let one process generate, from the state of the last rank")
-        alone = bias is slope is scale is gate is key_mask is segment_ids is None
-        if alone and isinstance(state, State) and state.quick:
-            done: tuple[Tensor, State] | None = state.quick.take(self, query, key, value, state)
-            if done is not None:
-                return done
+        alone = scale is None and bias is slope is gate is key_mask is segment_ids is None
+        if alone and isinstance(state, State) and (done := state.take_quickly(self, query, key, value)) is not None:
+            return done
         if bias is not None:
             self._check_takes_bias(bias)
         elif slope is not None:

@@ -66,12 +66,14 @@ class QuickStep:
 
     def __init__(self, core: KernelCore, call: Call, prepared: Prepared) -> None:
         phi = core.feature_map
-        self.core, self.map, self.prepared = weakref.ref(core), phi, prepared
+        self.core: Any = weakref.ref(core)
+        self.map, self.prepared = phi, prepared
         self.scale, self.normalize, self.numbers = call.scale, core.normalize, (phi.seed_number, phi.draw_number)
         self.places = phi.weight_places()
         self.inference = torch.is_inference_mode_enabled()
         self.kinds = call.fits[:9]  # shapes, dtypes and devices, as the caller gave them
-        self.dtype, self.computed = call.fits[3], compute_dtype(call.query.dtype)
+        self.dtype: Any = call.fits[3]
+        self.computed = compute_dtype(call.query.dtype)
         self.logs: Logs | None = None
         if core.normalize and isinstance(phi.spec, PositiveSpec):
             self.logs = log_rows(phi.spec, prepared.tensors, call.scale)
@@ -85,7 +87,7 @@ class QuickStep:
             return False
         if (phi.seed_number, phi.draw_number) != self.numbers or torch.is_inference_mode_enabled() != self.inference:
             return False
-        weights = [place.get(name) for place, name in self.places]
+        weights: list[Any] = [place.get(name) for place, name in self.places]
         return not any(x is None for x in weights) and self.prepared.made_from(weights, self.prepared.how)
 
     def take(

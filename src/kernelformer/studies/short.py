@@ -74,8 +74,8 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
         log(f"{features} features")
         asked = [asdict(x) for x in cases(settings, features)]
         figures = run_in_process(measure_cases, threads=threads, cases=asked, budget=settings.budget)
-        for case, row in zip(asked, figures, strict=True):
-            result.rows.append({"case": case, "seconds": _seconds(row)})  # type: ignore[arg-type]
+        for case, row in zip(asked, figures["rows"], strict=True):
+            result.rows.append({"case": case, "seconds": _seconds(row)})
         progress()
     log("one token")
     given: dict[str, Any] = {"heads": settings.step_heads, "head_dim": settings.head_dim, "budget": settings.budget}
