@@ -29,11 +29,20 @@ def _limits(monkeypatch):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Chunks of a few rows, so that short sequences cross all seams."""
-    from kernelformer.attention import blocks
+    """Chunks of a few rows, so that short sequences cross all seams; and no matrix of weights instead of them."""
+    from kernelformer.attention import blocks, direct
 
     monkeypatch.setattr(blocks, "CAUSAL_CHUNK", 8)
     monkeypatch.setattr(blocks, "BUFFER", 3000)
+    monkeypatch.setattr(direct, "RATES", (0.0, 0.0))
+
+
+@pytest.fixture
+def no_matrices(monkeypatch):
+    """Short sequences go by chunks too."""
+    from kernelformer.attention import direct
+
+    monkeypatch.setattr(direct, "RATES", (0.0, 0.0))
 
 
 @pytest.fixture

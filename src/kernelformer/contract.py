@@ -66,6 +66,10 @@ class PositiveChunks(ABC):
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
         """``out = log phi(x)^T``: x (N, C, D), out (N, M, C), which is returned."""
 
+    def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
+        """`keys` row by row, out (N, C, M); by default its transpose."""
+        return out.copy_(self.keys(x, out.new_empty(out.shape[0], out.shape[2], out.shape[1])).transpose(1, 2))
+
     @abstractmethod
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Gradient at x of `queries`, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
@@ -151,6 +155,13 @@ class PositiveSpec(Spec):
     def tied(self) -> bool:
         """Whether queries and keys are mapped alike, so that one product can serve both."""
         return True
+
+    def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
+        """`log_shares` of rows (n, D) -> (n, M) by views of the tensors; None, the default: there is no quick way.
+
+        Only for maps that are the same for all heads, and for queries and keys.
+        """
+        return None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """The same in chunks; tensors (N, ...) in the dtype of the arithmetic. By default by the formula itself."""

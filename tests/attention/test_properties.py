@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from definition import FORGETS, STREAMING, TOLERANCE, VARIANTS, WHOLE, attend, build, close, inputs, signed
-from kernelformer.attention import blocks
+from kernelformer.attention import blocks, direct
 
 sizes = st.integers(1, 40)
 
 
-def chunks(size, buffer):
-    """Set the chunk sizes; returns what puts them back."""
-    before = blocks.CAUSAL_CHUNK, blocks.BUFFER
-    blocks.CAUSAL_CHUNK, blocks.BUFFER = size, buffer
+def chunks(size, buffer, rate=0.0):
+    """Set the chunk sizes, and from which cost on there are matrices; returns what puts them back."""
+    before = blocks.CAUSAL_CHUNK, blocks.BUFFER, direct.RATES
+    blocks.CAUSAL_CHUNK, blocks.BUFFER, direct.RATES = size, buffer, (rate, rate)
 
     def restore():
-        blocks.CAUSAL_CHUNK, blocks.BUFFER = before
+        blocks.CAUSAL_CHUNK, blocks.BUFFER, direct.RATES = before
 
     return restore
 
@@ -39,13 +39,14 @@ def chunks(size, buffer):
     chunk=st.integers(1, 50),
     buffer=st.sampled_from([500, 3000, 100000]),
     dtype=st.sampled_from([torch.float64, torch.float32]),
+    rate=st.sampled_from([0.0, 1e9]),
 )
-def test_fast_paths_equal_the_definition(variant, B, G, L, S, E, is_causal, hide, seed, chunk, buffer, dtype):
+def test_fast_paths_equal_the_definition(variant, B, G, L, S, E, is_causal, hide, seed, chunk, buffer, dtype, rate):
     is_causal = variant in FORGETS or (is_causal and variant not in WHOLE)
     core = build(variant, dtype)
     q, k, v = inputs(L, S, B=B, G=G, E=E, seed=seed)
     key_mask = torch.rand(B, S, generator=torch.Generator().manual_seed(seed)) >= hide
-    restore = chunks(chunk, buffer)
+    restore = chunks(chunk, buffer, rate)
     try:
         got = core(*(x.to(dtype) for x in (q, k, v)), is_causal=is_causal, key_mask=key_mask)
     finally:

@@ -11,6 +11,8 @@ import kernelformer as kf
 from definition import attend, build, inputs
 from kernelformer.attention import positive, reference
 
+pytestmark = pytest.mark.usefixtures("no_matrices")
+
 D, L = 64, 1024
 
 

@@ -97,6 +97,8 @@ def rows_of(x: Tensor, name: str, work: Workspace) -> Tensor:
     b, g, r, t, width = x.shape
     if x.dtype == work.dtype and b == 1 and r == 1:
         return x[0, :, 0]
+    if x.dtype == work.dtype and x.is_contiguous():
+        return x.view(b * g, r * t, width)
     work.take(name, b, g, r, t, width).copy_(x)
     return work.take(name, b * g, r * t, width)
 
@@ -113,9 +115,18 @@ def chunk_rows(x: Tensor, name: str, work: Workspace, chunks: int, size: int) ->
     return work.take(name, b * g * chunks, r * size, width)
 
 
+def room_for_rows(target: Tensor, name: str, work: Workspace) -> Tensor:
+    """Room for what `put_rows` will write into a piece (b, G, R, T, X): the piece itself, or a buffer (b G, R T, X)."""
+    b, g, r, t, width = target.shape
+    if target.dtype == work.dtype and target.is_contiguous():
+        return target.view(b * g, r * t, width)
+    return work.take(name, b * g, r * t, width)
+
+
 def put_rows(target: Tensor, rows: Tensor) -> None:
-    """The inverse of `rows_of`: write rows (b G, R T, X) into a piece (b, G, R, T, X)."""
-    target.copy_(rows.view(target.shape))
+    """The inverse of `rows_of`: write rows (b G, R T, X) into a piece (b, G, R, T, X), unless they are in it."""
+    if rows.data_ptr() != target.data_ptr():
+        target.copy_(rows.view(target.shape))
 
 
 def put_chunks(target: Tensor, rows: Tensor, chunks: int, size: int, add: bool = False) -> None:

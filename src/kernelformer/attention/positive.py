@@ -51,6 +51,11 @@ def softmax_mass(logits: Tensor) -> Tensor:
     return peak.sub_(logits.amax(-1, keepdim=True).log_())
 
 
+def _weigh(weights: Tensor, column: Tensor) -> Tensor:
+    """``weights^T column``, (N, C, M) by (N, C, 1) -> (N, M, 1): as a row, since products with one column are slow."""
+    return torch.bmm(column.transpose(1, 2), weights).transpose(1, 2)
+
+
 @dataclass
 class _Group:
     """Some consecutive chunks of a causal sequence, mapped: rows are (row of the block, chunk)."""
@@ -140,7 +145,7 @@ class PositiveEngine(Engine):
         slope = self.work.take("slope", *weights.shape)
         if mass is None:
             delta = self._delta(g, out)
-            d_mass.add_(torch.mul(weights, delta, out=slope).sum(1).unsqueeze(2))
+            d_mass.add_(_weigh(weights, delta))
             torch.baddbmm(delta, g, state[1].transpose(1, 2), out=slope)
         else:
             root = mass.mul_(0.5).exp_()
@@ -272,7 +277,7 @@ class PositiveEngine(Engine):
         if self.normalize:
             delta = self._delta(g, out)
             slopes.add_(delta)
-            mass_local = torch.mul(weights, delta, out=take("slope", *weights.shape)).sum(1).unsqueeze(2)
+            mass_local = _weigh(weights, delta)
         slopes.mul_(mask)
         slope = torch.bmm(g, t.old.transpose(1, 2), out=take("slope", *weights.shape))
         if delta is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class State:
             are not looked at: after they have changed, start anew.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
         near: the buffers that its last keys lie in, where a stream writes them in place.
+        quick: how the next step goes without checks, where all that they look at is the same; see `modules.streaming`.
         last_id: (B), the segment that each sample is in, of a stream of packed sequences; the tensors hold no other.
     """
 
@@ -75,9 +77,10 @@ class State:
     fits: tuple[object, ...] = ()
     near: object | None = None
     last_id: Tensor | None = None
+    quick: Any = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "fits": (), "near": None}
+        return {**vars(self), "fits": (), "near": None, "quick": None}
 
     def __repr__(self) -> str:
         """One line: the method, how many tokens, and the tensors' shapes, size, types and devices."""
@@ -86,6 +89,11 @@ class State:
         kinds = [str(x.dtype).removeprefix("torch.") for x in self.tensors] + [str(x.device) for x in self.tensors]
         said = [methods or "unknown method", f"{self.length} tokens", f"shapes {shapes or 'none'}"]
         return f"{type(self).__name__}({', '.join([*said, human_bytes(self.nbytes), *dict.fromkeys(kinds)])})"
+
+    def take_quickly(self, core: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, State] | None:
+        """Attend with one token without checks; None where they are needed."""
+        done: tuple[Tensor, State] | None = None
+        return done if self.quick is None else self.quick.take(core, query, key, value, self)
 
     @property
     def batch(self) -> int:
@@ -100,7 +108,7 @@ class State:
     def to(self, device: torch.device | str) -> State:
         """The same on another device."""
         last_id = None if self.last_id is None else self.last_id.to(device)
-        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=(), last_id=last_id)
+        return replace(self, tensors=tuple(x.to(device) for x in self.tensors), fits=(), last_id=last_id, quick=None)
 
     def detach(self) -> State:
         """The same, cut off from the graph: gradients of later tokens stop here."""
@@ -112,7 +120,7 @@ class State:
         order = order if order.numel() else order.long()  # torch takes [] for floats
         tensors = tuple(x.index_select(0, order.to(x.device)) for x in self.tensors)
         last_id = None if self.last_id is None else self.last_id[order.to(self.last_id.device)]
-        return replace(self, tensors=tensors, fits=(), last_id=last_id)
+        return replace(self, tensors=tensors, fits=(), last_id=last_id, quick=None)
 
     def fill(self, samples: Tensor, values: Sequence[float]) -> State:
         """The same with ``values[n]`` in all of tensor n of some samples, (B) bool."""

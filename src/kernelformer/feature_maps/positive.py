@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,13 @@ class ExponentialSpec(PositiveSpec):
         norm = torch.linalg.vecdot(x, x).unsqueeze(-1)
         return self.transform.project(x, tensors, math.sqrt(scale), norm, self.row * scale)
 
+    def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
+        """One product, where W is one matrix for all heads."""
+        if not isinstance(self.transform, Dense) or self.transform.mirrored or tensors[0].shape[:2].numel() != 1:
+            return None
+        weight, root, row = tensors[0][0, 0].t(), math.sqrt(scale), self.row * scale
+        return lambda x: torch.addmm((x * x).sum(1, True), x, weight, beta=row, alpha=root)
+
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """In chunks, the scale folded into the frequencies once."""
         return ExponentialChunks(self.transform.bind(tensors, math.sqrt(scale), learn), self, scale, normalize)
@@ -64,6 +71,10 @@ class ExponentialChunks(PositiveChunks):
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
         """The offset is the summand of the product."""
         return self.projection.columns(x, out, self._offset(x).unsqueeze(1))
+
+    def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
+        """The same row by row."""
+        return self.projection.rows(x, out, self._offset(x).unsqueeze(2))
 
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""

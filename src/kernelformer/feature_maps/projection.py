@@ -21,7 +21,7 @@ class Projection(ABC):
 
     @abstractmethod
     def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """``out = W x + shift`` row by row: x (N, C, D), shift (N, 1, M), out (N, C, M), which is returned."""
+        """``out = W x + shift`` row by row: x (N, C, D), shift broadcastable to out (N, C, M), which is returned."""
 
     @abstractmethod
     def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
@@ -110,8 +110,11 @@ class DenseProjection(Projection):
         self.weight, self.grads, self.factor, self.mirrored = weight, grads, factor, mirrored
 
     def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """The shift rides on the product as its summand."""
+        """The shift rides on the product as its summand; one matrix for all rows is one product."""
         weight = self.weight.transpose(1, 2)
+        if x.shape[0] > 1 and weight.stride(0) == 0 and x.is_contiguous() and out.is_contiguous():
+            torch.mm(x.flatten(0, 1), weight[0], out=out.flatten(0, 1))
+            return out if shift is None else out.add_(shift)
         return torch.bmm(x, weight, out=out) if shift is None else torch.baddbmm(shift, x, weight, out=out)
 
     def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:

@@ -171,6 +171,10 @@ class UntiedChunks(PositiveChunks):
         """See `PositiveChunks`."""
         return self.key.columns(x, out)
 
+    def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
+        """See `PositiveChunks`."""
+        return self.key.rows(x, out)
+
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
         self.query.pull_rows(self._by_head(x), self._by_head(grad), self._by_head(out))

@@ -150,9 +150,8 @@ class AttentionCore(Remembering):
                 streams=return_state,
                 algorithm=loop,
             )
-            other = None if loop is not None else algorithm
-            known: dict[str, Any] = {"algorithm": other, "max_distance": max_distance, "slope": slope}
-            return self._checked(call, bias, whole=ranks is None, num_prefix=num_prefix, **known)
+            known: dict[str, Any] = {"max_distance": max_distance, "slope": slope, "num_prefix": num_prefix}
+            return self._checked(call, bias, whole=ranks is None, algorithm=None if loop else algorithm, **known)
 
         if ranks is not None:
             out, after = attend_split(self, make_call, ranks)
@@ -215,6 +214,9 @@ class AttentionCore(Remembering):
             (B, H, 1, E) and the state after the token.
         """
         needs_whole("step", "let one process generate, from the state of the last rank")
+        alone = scale is None and bias is slope is gate is key_mask is segment_ids is None
+        if alone and isinstance(state, State) and (done := state.take_quickly(self, query, key, value)) is not None:
+            return done
         if bias is not None:
             self._check_takes_bias(bias)
         elif slope is not None:
@@ -339,9 +341,8 @@ class AttentionCore(Remembering):
         kind = call.query.device.type
         if autocasts(kind):
             dtype = torch.get_autocast_dtype(kind)
-            query, key, value = (
-                x if x.dtype == torch.float64 else x.to(dtype) for x in (call.query, call.key, call.value)
-            )
+            given = (call.query, call.key, call.value)
+            query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in given)
             call = replace(call, query=query, key=key, value=value)
         check_inputs(call.query, call.key, call.value, head_dim=self.head_dim, num_heads=self.num_heads)
         if call.key_mask is not None:

@@ -25,6 +25,7 @@ from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.loops import attend_plain, not_parallel
 from kernelformer.modules.near_far import Far, NearFarAttention
 from kernelformer.modules.split_cores import CoreSplit, KernelSplit
+from kernelformer.modules.streaming import prepare_map, with_quick_steps
 
 
 class KernelCore(AttentionCore):
@@ -155,30 +156,6 @@ class KernelCore(AttentionCore):
             values: Tensor = torch.linalg.eigvalsh(self.covariances())
         return values
 
-    def _prepare(self, call: Call) -> Prepared:
-        """The map's tensors: in a stream those of the call before where they are still right, else made anew.
-
-        With a bias they are for keys that are repeated for every query head. With gradients they belong to a graph, and
-        a compiled step cannot compare weights: both make them each time.
-        """
-        phi = self.feature_map
-        keeps = call.in_stream and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        biased = self._by_query_head(call)
-        weights: list[Tensor] = []
-        how: tuple[object, ...] = ()
-        if keeps:
-            weights, kind = phi.learned_weights(), (compute_dtype(call.query.dtype), call.query.device)
-            how = (*kind, call.scale, biased, phi.seed_number, phi.draw_number, torch.is_inference_mode_enabled())
-            kept = self._prepared  # read once: a stream in another thread may put its own here at any time
-            if call.state is not None and kept is not None and kept.made_from(weights, how):
-                return kept
-        tensors = phi.prepare(call.query, call.key, call.key_mask, call.scale, call.real_queries)
-        tensors = phi.for_query_heads(tensors) if biased else tensors
-        if not keeps:
-            return Prepared(tuple(tensors))
-        self._prepared = prepared = Prepared.of(tensors, weights, how)
-        return prepared
-
     def _by_query_head(self, call: Call) -> bool:
         """Whether keys are repeated for every query head: each has its own bias, or its own slope of it."""
         if call.bias is None:
@@ -194,7 +171,7 @@ class KernelCore(AttentionCore):
             if phi.aligns:
                 query, key = phi.align(call.query, call.key, call.key_mask, call.real_queries)
                 call = replace(call, query=query, key=key)
-            tensors = self._prepare(call).tensors
+            tensors = prepare_map(self, call).tensors
             near, buffers = self.near, None
             after: Sequence[Tensor] | None
             if near is not None:
@@ -222,8 +199,8 @@ class KernelCore(AttentionCore):
             query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
             call = replace(call, query=query, key=key, value=value)
         with no_autocast(call.query.device.type):
-            tensors = self._prepare(call).tensors
-            near = self.near
+            prepared = prepare_map(self, call)
+            near, tensors = self.near, prepared.tensors
             after: Sequence[Tensor]
             buffers: object | None = None
             if near is not None:
@@ -232,7 +209,7 @@ class KernelCore(AttentionCore):
                 out, after = self._step_plain(call, tensors)
             else:
                 out, after, buffers = self.biased.step(call, tensors)
-        return out, self._state(after, call, buffers)
+        return out, with_quick_steps(self, self._state(after, call, buffers), call, prepared)
 
     def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
@@ -295,7 +272,7 @@ class KernelCore(AttentionCore):
             )
         rows, _ = self._normalize_qk(query.to(main.dtype), sample, None)
         with no_autocast(query.device.type):
-            spec, tensors = self.feature_map.spec, self._prepare(replace(call, query=rows)).tensors
+            spec, tensors = self.feature_map.spec, prepare_map(self, replace(call, query=rows)).tensors
             out = read(spec, tensors, rows, memory.tensors, scale=self.scale, normalize=self.normalize)
         return out.to(query.dtype)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from kernelformer.attention import causal_attention, linear_attention
+from kernelformer.attention import causal_attention, direct_attention, linear_attention
+from kernelformer.attention.blocks import Shapes
+from kernelformer.attention.direct import prefers_direct
 from kernelformer.attention.parallel.attend import parallel_causal_attention, parallel_linear_attention
 from kernelformer.attention.parallel.choice import LOOPS
 from kernelformer.attention.relative.dispatch import ALGORITHMS
@@ -68,9 +71,24 @@ def attend_plain(
         "key_mask": call.key_mask,
         "normalize": core.normalize,
     }
+    if not parallel and _takes_direct(core, call, inputs):
+        del common["normalize"]
+        return direct_attention(*inputs, **common, is_causal=call.is_causal), None
     if not call.is_causal:
         return (parallel_linear_attention if parallel else linear_attention)(*inputs, **common), None
     common["state"] = None if call.state is None else call.state.tensors
     if parallel:
         return parallel_causal_attention(*inputs, **common, streams=call.streams)
     return causal_attention(*inputs, **common)
+
+
+def _takes_direct(core: KernelCore, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Whether a call goes by the matrix of weights: no loop was asked for, no state is in it, and sequences are short.
+
+    An exported graph is for all lengths, so that it is not chosen there.
+    """
+    if call.algorithm is not None or call.in_stream or not core.normalize or torch.compiler.is_exporting():
+        return False
+    if not isinstance(core.feature_map.spec, PositiveSpec):
+        return False
+    return prefers_direct(Shapes.of(*inputs, core.feature_dim), is_causal=call.is_causal)

@@ -24,6 +24,7 @@ from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.near_far import Far, NearFarAttention
 from kernelformer.modules.near_stream import NO_SINK, Stream
 from kernelformer.modules.split_parts import Form, Side
+from kernelformer.modules.streaming import prepare_map
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
@@ -219,7 +220,7 @@ class KernelSplit(CoreSplit):
     def _form(self) -> Form:
         core, call = self.core, self.call
         with no_autocast(call.query.device.type):
-            tensors = core._prepare(call).tensors
+            tensors = prepare_map(core, call).tensors
         slope = None if call.bias is None else call.bias.slope
         near = core.near
         if near is not None:

@@ -123,6 +123,12 @@ STUDIES: dict[str, Study] = {
             settings.PackingSettings,
         ),
         Study(
+            "short",
+            "Many short sequences and one token at a time: time beside SDPA's, now and by the loop over chunks",
+            "",
+            settings.ShortSettings,
+        ),
+        Study(
             "ranks",
             "One sequence over several processes: time against independent ones, bytes exchanged, memory of each",
             "",

@@ -9,6 +9,7 @@ from kernelformer.measure.settings import BOUNDS
 from kernelformer.settings import Settings, integers, numbers, option, parse_layers, split_names
 
 ENCODER_ATTENTIONS = ("softmax", "favor+:num_features=256", *BOUNDS)
+SHORT_SIZES = ("512x8", "256x16", "128x32", "64x64", "32x128", "16x256", "8x512", "4x1024", "1x1024")
 SPECS = "name or name:option=value, separated by commas"
 
 
@@ -105,6 +106,21 @@ class PackingSettings(Settings):
     heads: int = option(4, least=1)
     rounds: int = option(5, "passes of each, interleaved", least=1)
     seed: int = option(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortSettings(Settings):
+    """Settings of `studies.short`."""
+
+    sizes: tuple[str, ...] = option(SHORT_SIZES, "sequences x tokens of a batch")
+    features: tuple[int, ...] = option((64, 256), least=1)
+    heads: int = option(8, least=1)
+    head_dim: int = option(64, least=1)
+    step_heads: int = option(9, "heads of the step", least=1)
+    step_features: int = option(64, "features of the step", least=1)
+    contexts: tuple[int, ...] = option((256, 1024, 4096), "tokens in SDPA's cache beside the step", least=1)
+    compiled: bool = option(False, "time the step compiled too, which needs a C++ compiler")
+    budget: float = option(0.6, "seconds per contender and case", least=0.001)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,8 @@ TABLES: dict[str, Table] = {
     "encoder": speed.encoder,
     "serving": speed.serving,
     "sparse": speed.sparse,
+    "short-speed": speed.short,
+    "short-step": speed.short_step,
     "near-speed": speed.near,
     "near-decode": speed.near_decode,
     "converted-lengths": speed.converted_lengths,

@@ -9,6 +9,7 @@ from kernelformer.reports.tables.records import ABSENT, Records, grid, joined, m
 
 ATTENTION = "speed/attention/bench.json"
 DECODE = "speed/decode/bench.json"
+SHORT = "speed/short/short.json"
 MEMORY = "speed/memory/bench.json"
 SKYFORMER = "speed/skyformer/bench.json"
 WILDCAT = "speed/wildcat/bench.json"
@@ -233,6 +234,29 @@ def sparse(records: Records) -> str:
         cells.append([f"`{name}`", *(f"{human_time(x['seconds'])}, {mebibytes(x['peak'])}" for x in found)])
     head = ["two layers, d = 64, 2 heads", *(f"{n} tokens, {kind}" for n in lengths for kind in PASSES.values())]
     return grid(head, cells)
+
+
+def short(records: Records) -> str:
+    """Many short sequences: time over SDPA's, with that of the loop over chunks in brackets."""
+    rows: dict[tuple[int, str], list[str]] = {}
+    for row in records.get(SHORT).get("rows", []):
+        case, seconds = row["case"], row["seconds"]
+        now, before = (seconds[name] / seconds["sdpa"] for name in ("favor+", "favor+:algorithm=chunked"))
+        size = (case["features"], f"{case['batch']} x {case['length']}")
+        rows.setdefault(size, []).append(f"{now:.2f} ({before:.2f})")
+    head = [
+        "m",
+        "sequences x tokens",
+        *(f"{task}, {x}" for task in ("bidirectional", "causal") for x in PASSES.values()),
+    ]
+    return grid(head, [[str(m), size, *cells] for (m, size), cells in rows.items()] or [[ABSENT] * len(head)])
+
+
+def short_step(records: Records) -> str:
+    """One token of `favor+` beside SDPA with a cache."""
+    steps = records.get(SHORT).get("steps", {})
+    rows = [[name, human_time(seconds)] for name, seconds in steps.items()] or [[ABSENT, ABSENT]]
+    return grid(["one token, m = 64, 9 heads of 64", "time"], rows)
 
 
 def near(records: Records) -> str:
