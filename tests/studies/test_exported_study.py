@@ -33,7 +33,7 @@ def test_a_record_is_read_again_and_never_taken_for_that_of_another_machine(tmp_
     with pytest.raises(ValueError, match="another model or machine"):
         read_rows(tmp_path, {"model": "another"})
     (table,) = tables(result)
-    assert [list(column.cells) for column in table.columns][1] == ["2.00 s", "not run", "500 ms (4.00x)"]
+    assert [list(column.cells) for column in table.columns][1] == ["2 s", "not run", "500 ms (4.00x)"]
     assert "needs about 24 GiB" in str(table.caption)
 
 
