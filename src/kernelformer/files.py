@@ -52,6 +52,15 @@ def json_text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2) + "\n"
 
 
+def finite(value: Any) -> Any:
+    """Plain values with None for what is no number: JSON has no word for it."""
+    if isinstance(value, dict):
+        return {name: finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def parse_json(content: bytes | str) -> Any:
     """A value of JSON in UTF-8.
 
