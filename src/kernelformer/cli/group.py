@@ -6,9 +6,10 @@ import sys
 from typing import Any, NoReturn
 
 import typer
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from kernelformer.cli.common import errors, fail
+from kernelformer.cli.common import console, errors, fail
 from kernelformer.cli.examples import EXAMPLES
 from kernelformer.cli.vocabulary import PANELS
 from kernelformer.commands import program
@@ -22,23 +23,20 @@ ORDER = list(dict.fromkeys(PANELS.values()))
 class Command(TyperCommand):
     """A command whose options stand in the parts of the help that `PANELS` names, with examples at the end."""
 
-    def __init__(self, name: str | None, **settings: Any) -> None:
-        super().__init__(name, **settings)
-        for option in self.params:
-            if isinstance(option, TyperOption) and option.rich_help_panel is None:
-                option.rich_help_panel = PANELS.get(str(option.name))
-
     def get_params(self, ctx: Any) -> list[Any]:
         """All parameters, those of one part of the help after another."""
         params = super().get_params(ctx)
+        for option in params:  # that for the help is there only now
+            if isinstance(option, TyperOption) and option.rich_help_panel is None:
+                option.rich_help_panel = PANELS.get(str(option.name))
         return sorted(params, key=lambda x: _place(getattr(x, "rich_help_panel", None)))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, with the examples of this command."""
-        words = ctx.command_path.split()
-        path = " ".join(words[1:] if words[:1] != ["python"] else words[3:])
-        self.epilog = examples_text(path)
         super().format_help(ctx, formatter)
+        lines = examples(_path(ctx))
+        if lines:
+            console.print(Text.assemble((" Examples\n", "bold"), *(x for line in lines for x in line)), soft_wrap=True)
 
 
 class Group(TyperGroup):
@@ -70,10 +68,20 @@ class Group(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def examples_text(path: str) -> str:
-    """Examples of a command as the end of its help, a line each."""
-    lines = [f"[dim]#[/dim] {about}\n\n  kernelformer {path} {words}".rstrip() for words, about in EXAMPLES.get(path, ())]
-    return "\n\n".join(["[bold]Examples[/bold]", *lines]) if lines else ""
+def examples(path: str) -> list[tuple[str, tuple[str, str]]]:
+    """Examples of a command for the end of its help: each with what it does, which is printed dimly."""
+    return [
+        (f"   kernelformer {path} {words}".rstrip(), (f"   # {about}\n", "dim")) for words, about in EXAMPLES.get(path, ())
+    ]
+
+
+def _path(ctx: Any) -> str:
+    """Words of a command after the program's name, which may be ``python -m kernelformer``."""
+    words = []
+    while ctx.parent is not None:
+        words.insert(0, ctx.info_name)
+        ctx = ctx.parent
+    return " ".join(words)
 
 
 def _place(panel: str | None) -> int:
@@ -84,7 +92,7 @@ def _end(problem: Any) -> NoReturn:
     """Say what is wrong with a call, in one wording, and end with code 2."""
     if type(problem).__name__ == "NoArgsIsHelpError":  # the help has been printed
         sys.exit(2)
-    path = " ".join((problem.ctx.command_path if problem.ctx is not None else "").split()[1:])
+    path = "" if problem.ctx is None else _path(problem.ctx)
     name = getattr(problem, "option_name", None)
     text = str(problem.format_message()).rstrip(".")
     if type(problem).__name__ == "NoSuchOption":
@@ -92,14 +100,9 @@ def _end(problem: Any) -> NoReturn:
         options = [x for x in known if x.startswith("--")] + ["--help"]
         text = str(unknown("option", name, options)).rstrip(".")
     try:
-        fail(ValueError(f"{_plain(text)}.\n{_called(path)} --help shows what can be given."))
+        fail(ValueError(f"{_plain(text)}.\n{' '.join(filter(None, (program(), path)))} --help shows what can be given."))
     except typer.Exit as end:
         sys.exit(end.exit_code)
-
-
-def _called(path: str) -> str:
-    words = [x for x in path.split() if x not in ("-m", "kernelformer")]
-    return " ".join([program(), *words])
 
 
 def _plain(text: str) -> str:

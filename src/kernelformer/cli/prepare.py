@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict
 
 from kernelformer.cli.common import Json, console, plain_errors, show_json
 from kernelformer.cli.derive import takes
@@ -30,5 +29,7 @@ def prepare(settings: PrepareSettings, as_json: Json = False) -> None:
             documents = f"{split.documents:,} document{'s' * (split.documents != 1)}"
             console.print(f"{name}: {split.tokens:,} tokens of {documents}, {human_bytes(split.text_bytes)} of text")
         if as_json:
-            show_json({"out": str(settings.out), "splits": {name: asdict(x) for name, x in index.splits.items()}})
+            names = ("tokens", "documents", "text_bytes")
+            splits = {name: {x: getattr(split, x) for x in names} for name, split in index.splits.items()}
+            show_json({"out": str(settings.out), "splits": splits})
         console.print(f"shards: {settings.out}   train by: kernelformer train shards --data {settings.out}")

@@ -13,7 +13,7 @@ RUNNING = "Running"
 OUTPUT = "Output"
 
 _PARTS: dict[str, str] = {
-    INPUT: "allow_pickle baselines column data date encoder held_out list model original pattern peers prompt quick "
+    INPUT: "allow_pickle baselines column data date encoder held_out list_ model original pattern peers prompt quick "
     "random recipe relevances samples sequence sequences skip_bad split task text texts tokenizer add",
     ATTENTION: "attention bias features gamma heads_exact keep keep_heads layers max_distance norms recall_heads "
     "scale sinks window draw draws first_draw",
@@ -25,6 +25,6 @@ _PARTS: dict[str, str] = {
     "passkey_lengths passkeys probe resamples rounds sample_tokens tolerance",
     WRITING: "beams length_penalty temperature tokens top_k",
     RUNNING: "device follow_links hours limits seed threads",
-    OUTPUT: "force json out page records save tables version",
+    OUTPUT: "as_json force help out page records save tables version",
 }
 PANELS: dict[str, str] = {name: part for part, names in _PARTS.items() for name in names.split()}
