@@ -24,7 +24,11 @@ EXTRAS = {
     "docs": "building the documentation",
     "dev": "tests and linters",
 }
-CACHES = (("Hugging Face", "HF_HOME", "huggingface"), ("kernelformer", "", "kernelformer"), ("torch", "TORCH_HOME", "torch"))
+CACHES = (  # who, the variable that names the folder, and its name within the user's cache
+    ("Hugging Face", "HF_HOME", "huggingface"),
+    ("kernelformer", "", "kernelformer"),
+    ("torch", "TORCH_HOME", "torch"),
+)
 PROBE = 1 << 23  # float32 numbers, 32 MiB: more than glibc keeps by default
 PAGE = 4096
 KEPT = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=1000000000"
@@ -51,8 +55,8 @@ def versions() -> dict[str, str]:
 
     from kernelformer import __version__
 
-    system = f"{platform.system()} {platform.machine()}"
-    return {"kernelformer": __version__, "python": platform.python_version(), "torch": torch.__version__, "system": system}
+    own = {"kernelformer": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return {**own, "system": f"{platform.system()} {platform.machine()}"}
 
 
 def extras() -> list[dict[str, Any]]:
@@ -158,9 +162,7 @@ def caches() -> list[dict[str, Any]]:
     for who, variable, name in CACHES:
         folder = Path(os.environ.get(variable) or base / name).expanduser()
         near = next((x for x in (folder, *folder.parents) if x.exists()), folder)
-        rows.append(
-            {"of": who, "folder": str(folder), "exists": folder.is_dir(), "writable": os.access(near, os.W_OK)}
-        )
+        rows.append({"of": who, "folder": str(folder), "exists": folder.is_dir(), "writable": os.access(near, os.W_OK)})
     return rows
 
 

@@ -35,9 +35,7 @@ def _redirect(wanted: bool) -> bool:
 Threads = Annotated[
     int | None, typer.Option(min=1, help="threads to compute with; default: OMP_NUM_THREADS, or all cores")
 ]
-Json = Annotated[
-    bool, typer.Option("--json", callback=_redirect, help="print JSON on stdout, and all else on stderr")
-]
+Json = Annotated[bool, typer.Option("--json", callback=_redirect, help="print JSON on stdout, and all else on stderr")]
 
 
 def starts_anew() -> str:

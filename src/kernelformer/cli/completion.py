@@ -20,7 +20,11 @@ def method_names() -> tuple[str, ...]:
     for file, table in _TABLES.items():
         text = (Path(kernelformer.__file__).parent / "modules" / file).read_text("utf-8")
         for node in ast.parse(text).body:
-            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == table and isinstance(node.value, ast.Dict):
+            if (
+                isinstance(node, ast.AnnAssign)
+                and ast.unparse(node.target) == table
+                and isinstance(node.value, ast.Dict)
+            ):
                 names += [x.value for x in node.value.keys if isinstance(x, ast.Constant) and isinstance(x.value, str)]
     return tuple(names)
 

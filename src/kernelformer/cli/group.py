@@ -71,7 +71,8 @@ class Group(TyperGroup):
 def examples(path: str) -> list[tuple[str, tuple[str, str]]]:
     """Examples of a command for the end of its help: each with what it does, which is printed dimly."""
     return [
-        (f"   kernelformer {path} {words}".rstrip(), (f"   # {about}\n", "dim")) for words, about in EXAMPLES.get(path, ())
+        (f"   kernelformer {path} {words}".rstrip(), (f"   # {about}\n", "dim"))
+        for words, about in EXAMPLES.get(path, ())
     ]
 
 
@@ -96,11 +97,15 @@ def _end(problem: Any) -> NoReturn:
     name = getattr(problem, "option_name", None)
     text = str(problem.format_message()).rstrip(".")
     if type(problem).__name__ == "NoSuchOption":
-        known = [x for option in problem.ctx.command.params if not getattr(option, "hidden", False) for x in option.opts]
+        known = [
+            x for option in problem.ctx.command.params if not getattr(option, "hidden", False) for x in option.opts
+        ]
         options = [x for x in known if x.startswith("--")] + ["--help"]
         text = str(unknown("option", name, options)).rstrip(".")
     try:
-        fail(ValueError(f"{_plain(text)}.\n{' '.join(filter(None, (program(), path)))} --help shows what can be given."))
+        fail(
+            ValueError(f"{_plain(text)}.\n{' '.join(filter(None, (program(), path)))} --help shows what can be given.")
+        )
     except typer.Exit as end:
         sys.exit(end.exit_code)
 

@@ -18,9 +18,7 @@ from kernelformer.records import RUN, read_head, standing
 
 Row = dict[str, Any]
 TASK_CAPTION = "`train TASK` runs the first of its recipes"
-RECIPE_CAPTION = (
-    "by default at the size --size cpu; recipes of papers have --size full too; `list NAME` shows both"
-)
+RECIPE_CAPTION = "by default at the size --size cpu; recipes of papers have --size full too; `list NAME` shows both"
 SETTINGS_CAPTION = "above the line what the recipe or its task sets, below it defaults; --set NAME=VALUE changes them"
 
 

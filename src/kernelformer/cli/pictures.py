@@ -17,12 +17,12 @@ from kernelformer.settings import PICKLE, parse_layers
 @renamed(layer="layers", head="heads")
 def attention(
     original: Annotated[Path, typer.Argument(metavar="MODEL", help="folder of transformers")],
-    converted: Annotated[Path | None, typer.Argument(metavar="FOLDER", help="of the converted model; or give --attention")] = None,
+    converted: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="of the converted model; or give --attention")
+    ] = None,
     attention: Annotated[
         str | None,
-        typer.Option(
-            help="convert a copy of the original here: name or name:option=value", autocompletion=attentions
-        ),
+        typer.Option(help="convert a copy of the original here: name or name:option=value", autocompletion=attentions),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="a sentence")] = None,
     text: Annotated[str | None, typer.Option(help="file with a sentence, instead of --prompt")] = None,

@@ -74,9 +74,7 @@ class Following:
 
 
 @contextmanager
-def following(
-    total: int | None = None, *, inner: bool = False, seconds: float | None = None
-) -> Iterator[Following]:
+def following(total: int | None = None, *, inner: bool = False, seconds: float | None = None) -> Iterator[Following]:
     """Progress of what is done in here, on stderr; it disappears at the end. See `Following`."""
     job = Following(total, inner, seconds)
     with job.bars:
@@ -88,5 +86,7 @@ def part_done(text: str) -> float | None:
     match = PART.search(text)
     if match is None:
         return None
-    done, whole = (float((a or b).replace(",", "")) for a, b in zip(match.groups()[:2], match.groups()[2:], strict=True))
+    done, whole = (
+        float((a or b).replace(",", "")) for a, b in zip(match.groups()[:2], match.groups()[2:], strict=True)
+    )
     return min(1.0, done / whole) if whole else None

@@ -30,7 +30,9 @@ def reproduce(
     quick: Annotated[
         bool, typer.Option("--quick", help="every item in seconds, on made-up data: does all of it run?")
     ] = False,
-    hours: Annotated[float | None, typer.Option(min=0.0, help="stop after so many hours; default: when all is done")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.0, help="stop after so many hours; default: when all is done")
+    ] = None,
     page: Annotated[bool, typer.Option("--page", help="write the ledger from what is on record, and stop")] = False,
     data: Annotated[
         Path, typer.Option(help="folder with a folder for each data set: imdb, enwik8, cifar10, ... (docs/evidence.md)")

@@ -108,7 +108,9 @@ def train(
         ),
     ] = "",
     steps: Steps = None,
-    seed: Annotated[int | None, typer.Option(min=0, help=f"{SEED} of weights, draws and data order; default: 0")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help=f"{SEED} of weights, draws and data order; default: 0")
+    ] = None,
     data: Data = None,
     length: Length = None,
     size: Size = None,
@@ -190,8 +192,8 @@ def compare(
         str,
         typer.Argument(
             metavar="RECIPE",
-            help="a recipe of `kernelformer list`, or a task for its first one; with --resume the folder of a comparison "
-            "is enough",
+            help="a recipe of `kernelformer list`, or a task for its first one; with --resume the folder of a "
+            "comparison is enough",
             autocompletion=recipes,
         ),
     ],

@@ -79,7 +79,7 @@ def _draw_errors(axis: Any, advice: Advice) -> None:
     for index, trial in enumerate(best.values()):
         axis.plot(range(len(advice.calls)), trial.errors.layers, label=trial.label, **style(index))
     axis.set(xlabel="attention, in the order of the calls", ylabel="relative error", yscale="log")
-    axis.legend(fontsize=6.5, frameon=False)
+    axis.legend(fontsize=9, frameon=False)
 
 
 def _draw_mass(axis: Any, advice: Advice) -> None:
@@ -92,7 +92,7 @@ def _draw_mass(axis: Any, advice: Advice) -> None:
     for index, (label, values) in enumerate(lines.items()):
         axis.plot(places, values, label=label, **style(index))
     axis.set(xlabel="attention, in the order of the calls", ylabel="share of the weight", ylim=(0, 1.02))
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=9, frameon=False)
 
 
 def _draw_runs(axis: Any, advice: Advice) -> None:
@@ -106,7 +106,7 @@ def _draw_runs(axis: Any, advice: Advice) -> None:
     axis.set(xlabel="mean relative error of the attentions", ylabel=advice.kind, xscale="log")
     if advice.kind == RATIO:
         axis.set_yscale("log")
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=9, frameon=False)
 
 
 def _draw_times(axis: Any, advice: Advice) -> None:
@@ -114,4 +114,4 @@ def _draw_times(axis: Any, advice: Advice) -> None:
     axis.plot(lengths, [x.seconds for x in advice.curve], label=advice.chosen, **style(0))
     axis.plot(lengths, [x.exact for x in advice.curve], label="exact", **style(1))
     axis.set(xlabel="tokens", ylabel="seconds", xscale="log", yscale="log")
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=9, frameon=False)

@@ -136,9 +136,7 @@ class NormalizedSettings(Settings):
     width: int = option(128, "of the model: its hidden size", least=1)
     heads: int = option(4, "of the attention", least=1)
     batch: int = option(8, "samples per step", least=1)
-    lr: float = option(
-        5e-3, "the largest; ten times that for position tables", name="learning_rate", former="lr"
-    )
+    lr: float = option(5e-3, "the largest; ten times that for position tables", name="learning_rate", former="lr")
     scale: float = option(1.0, "of normalized attention; the paper's is 1")
     features: tuple[int, ...] = option((16, 32, 64, 128, 256), "numbers of random features", least=1)
     draws: int = option(5, "of the features", least=2)
