@@ -41,7 +41,10 @@ def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, flo
     with mpl.rc_context(rc), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser's font has it, or shows a box
         figure = Figure(figsize=size, layout="constrained", facecolor="none")
-        draw(figure.subplots())
+        axes = figure.subplots()
+        draw(axes)
+        for axis in (axes.xaxis, axes.yaxis):
+            _plain_numbers(axis)
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
 
     def own(key: str, value: str) -> str:
@@ -57,6 +60,18 @@ def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, flo
         node.tag, node.attrib = node.tag.rpartition("}")[2], {key: own(key, value) for key, value in plain}
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": visible(alt)}
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Write the numbers of a logarithmic axis as numbers: by default they are formulas, which pages do not read."""
+    from matplotlib.ticker import LogFormatter
+
+    if axis.get_scale() == "log":
+        low, high = sorted(axis.get_view_interval())
+        narrow = low > 0 and high / low < 30  # fewer than two powers of ten: those between them are needed too
+        if isinstance(axis.get_major_formatter(), LogFormatter):
+            axis.set_major_formatter(lambda x, _: f"{x:,g}")
+            axis.set_minor_formatter(lambda x, _: f"{x:,g}" if narrow and f"{x:.0e}"[0] in "25" else "")
 
 
 def draw_curves(
