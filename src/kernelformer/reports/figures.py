@@ -43,8 +43,8 @@ def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, flo
         figure = Figure(figsize=size, layout="constrained", facecolor="none")
         axes = figure.subplots()
         draw(axes)
-        for axis in (axes.xaxis, axes.yaxis):
-            _plain_numbers(axis)
+        _plain_numbers(axes.xaxis, axes.get_xlim())
+        _plain_numbers(axes.yaxis, axes.get_ylim())
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
 
     def own(key: str, value: str) -> str:
@@ -62,13 +62,13 @@ def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, flo
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _plain_numbers(axis: Any) -> None:
+def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:
     """Write the numbers of a logarithmic axis as numbers: by default they are formulas, which pages do not read."""
     from matplotlib.ticker import LogFormatter
 
     if axis.get_scale() == "log":
-        low, high = sorted(axis.get_view_interval())
-        narrow = low > 0 and high / low < 30  # fewer than two powers of ten: those between them are needed too
+        low, high = sorted(limits)
+        narrow = low > 0 and high / low < 100  # fewer than two powers of ten: those between them are needed too
         if isinstance(axis.get_major_formatter(), LogFormatter):
             axis.set_major_formatter(lambda x, _: f"{x:,g}")
             axis.set_minor_formatter(lambda x, _: f"{x:,g}" if narrow and f"{x:.0e}"[0] in "25" else "")
