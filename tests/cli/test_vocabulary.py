@@ -87,5 +87,5 @@ def test_help_has_parts_and_examples():
     assert places == sorted(places)
     assert "kernelformer convert MODEL linear --distill train.jsonl --minutes 30" in shown
     first = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).output
-    places = [first.index(x) for x in ("Start here", "Train and use models", "Pretrained models", "Measure")]
+    places = [first.index(x) for x in ("─ Start here", "─ Train and use models", "─ Pretrained models", "─ Measure")]
     assert places == sorted(places)

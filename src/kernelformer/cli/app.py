@@ -15,7 +15,7 @@ from kernelformer.cli import judge as judging
 from kernelformer.cli import listing, pictures, reproduce, results, studies, training
 from kernelformer.cli import prepare as preparing
 from kernelformer.cli import translate as translating
-from kernelformer.cli.common import console, plain_errors
+from kernelformer.cli.common import plain_errors
 from kernelformer.cli.group import Command, Group
 from kernelformer.limits import set_limit
 
@@ -72,7 +72,6 @@ def _options(
     ] = False,
 ) -> None:
     """Linear-time attention by kernels."""
-    console.stderr = False  # a command with --json changes that
     with plain_errors():
         for text in limits or ():
             name, _, value = text.partition("=")

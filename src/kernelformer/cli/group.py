@@ -65,6 +65,8 @@ class Group(TyperGroup):
         except typer.Abort:
             errors.print("stopped")
             sys.exit(1)
+        finally:
+            console.stderr = False  # a command with --json has changed that, and there may be a next one
         sys.exit(code if isinstance(code, int) else 0)
 
 
