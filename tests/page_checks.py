@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 
 class _Outline(HTMLParser):
@@ -24,7 +25,7 @@ def check_page(text: str, hostile: str = "") -> None:
     assert named.count("title") == named.count("h1") == named.count("main") == named.count("style") == 1
     levels = [int(tag[1]) for tag in named if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
-    assert all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False)), levels
+    assert all(b <= a + 1 for a, b in pairwise(levels)), levels
     links = [attrs for tag, attrs in tags if tag == "a"]
     assert links[0] == {"class": "skip", "href": "#main"}
     assert next(attrs for tag, attrs in tags if tag == "main")["id"] == "main"

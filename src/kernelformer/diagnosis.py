@@ -64,9 +64,9 @@ def extras() -> list[dict[str, Any]]:
     packages: dict[str, list[str]] = {}
     with suppress(metadata.PackageNotFoundError):
         for line in metadata.requires("kernelformer") or ():
-            name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-            if name is not None and extra is not None:
-                packages.setdefault(extra[1], []).append(name[0])
+            name, of = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
+            if name is not None and of is not None:
+                packages.setdefault(of[1], []).append(name[0])
     rows = []
     for extra, names in packages.items():
         others = packages.get("train", []) if extra != "train" else []
@@ -190,7 +190,8 @@ def self_check() -> dict[str, Any]:
             errors[name] = _distance(core(query, key, value, is_causal=causal), truth)
         state, rows = None, []
         for i in range(query.shape[2]):
-            row, state = core.step(*(x[:, :, i : i + 1] for x in (query, key, value)), state)
+            q, k, v = (x[:, :, i : i + 1] for x in (query, key, value))
+            row, state = core.step(q, k, v, state)
             rows.append(row)
         errors["step by step"] = _distance(torch.cat(rows, 2), truth)
     return {"method": "favor+", "errors": errors, "tolerance": TOLERANCE, "passed": max(errors.values()) < TOLERANCE}

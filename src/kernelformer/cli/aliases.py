@@ -61,7 +61,7 @@ def renamed(**names: str) -> Callable[[Command], Command]:
             hints[name] = Annotated[kind | None, info]
         run.__annotations__ = hints
         parameters = [
-            x.replace(annotation=hints[x.name], **({"default": None} if x.name in needed else {}))
+            x.replace(annotation=hints[x.name], default=None if x.name in needed else x.default)
             for x in signature.parameters.values()
         ]
         parameters += [

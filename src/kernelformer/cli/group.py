@@ -54,12 +54,12 @@ class Group(TyperGroup):
             ctx.fail(str(unknown("command", args[0], known)))
         return super().resolve_command(ctx, args)
 
-    def main(self, *args: Any, standalone_mode: bool = True, **settings: Any) -> Any:
+    def main(self, args: Any = None, prog_name: Any = None, standalone_mode: bool = True, **settings: Any) -> Any:  # type: ignore[override]
         """Run a command; a call that it does not understand ends without a traceback and without a frame."""
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **settings)
+            return super().main(args, prog_name, standalone_mode=False, **settings)
         try:
-            code = super().main(*args, standalone_mode=False, **settings)
+            code = super().main(args, prog_name, standalone_mode=False, **settings)
         except UsageError as problem:
             _end(problem)
         except typer.Abort:
@@ -80,7 +80,7 @@ def examples(path: str) -> list[tuple[str, tuple[str, str]]]:
 
 def _path(ctx: Any) -> str:
     """Words of a command after the program's name, which may be ``python -m kernelformer``."""
-    words = []
+    words: list[str] = []
     while ctx.parent is not None:
         words.insert(0, ctx.info_name)
         ctx = ctx.parent
