@@ -27,8 +27,8 @@ def check_page(text: str, hostile: str = "") -> None:
     assert levels[0] == 1
     assert all(b <= a + 1 for a, b in pairwise(levels)), levels
     links = [attrs for tag, attrs in tags if tag == "a"]
-    assert links[0] == {"class": "skip", "href": "#main"}
-    assert next(attrs for tag, attrs in tags if tag == "main")["id"] == "main"
+    assert links[0] == {"class": "skip", "href": "#main_content"}
+    assert next(attrs for tag, attrs in tags if tag == "main")["id"] == "main_content"
     assert named.count("caption") == named.count("table")
     assert all(attrs.get("scope") in ("row", "col") for tag, attrs in tags if tag == "th")
     boxes = [attrs for _, attrs in tags if attrs.get("class") == "scroll"]

@@ -77,10 +77,10 @@ def whole_page(title: str, about: str, main: str, kind: str = "") -> str:
 <title>{safe(title)}</title>
 <style>{style_sheet()}</style>
 </head><body class="{kind}">
-<a class="skip" href="#main">Skip to the content</a>
+<a class="skip" href="#main_content">Skip to the content</a>
 <header><h1>{safe(title)}</h1>
 <p class="soft">{safe(about)}</p></header>
-<main id="main" tabindex="-1">
+<main id="main_content" tabindex="-1">
 {main}
 </main>
 </body></html>
