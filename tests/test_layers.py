@@ -20,7 +20,7 @@ ORDER = [
     {"data", "models", "distill"},
     {"analysis"},
     {"hf"},
-    {"cache", "parallel", "quiet", "terminal", "weight_headers"},
+    {"cache", "diagnosis", "parallel", "quiet", "terminal", "weight_headers"},
     {"modules"},
     {"feature_maps", "attention"},
     {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import uuid
@@ -50,6 +51,15 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 def json_text(record: Mapping[str, Any]) -> str:
     """Return JSON text as `write_json` writes it."""
     return json.dumps(record, indent=2) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """Plain values with None for what is no number: JSON has no word for it."""
+    if isinstance(value, dict):
+        return {name: finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_json(content: bytes | str) -> Any:

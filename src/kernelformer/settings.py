@@ -13,6 +13,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from kernelformer.errors import integer, number
 
+# Words that the help of several commands has: one thing is said in one way.
+PICKLE = "read pickled weights of a trusted source"
+MODEL = "folder of transformers, .gguf file, or name on the hub"
+TEXTS = ".jsonl with 'text' in each line, or one text a line"
+KIND = "what the model is: auto, encoder, masked or causal"
+MEMORY = "measure peak memory too"
+MAX_SECONDS = "seconds of one pass beyond which it is not run"
+SKIP_BAD = "leave bad rows of the data out, and say how many"
+SEED = "random seed"
 OPTION = "option"  # the key of an `Option` in the metadata of a field
 Parse = Callable[[str, str], Any]
 
@@ -28,7 +37,8 @@ class Option:
         argument: whether it is given by its place and not by ``--name``.
         switch: whether there is only ``--name`` and not ``--no-name``.
         path: whether it may be a path, of which a record keeps the last part only.
-        former: the name that older versions had, as Python writes it.
+        name: on the command line, as Python writes it, where saved settings have another name for it.
+        former: the name that the command line of older versions had, as Python writes it.
         shown: what stands in place of the name of an argument.
     """
 
@@ -38,6 +48,7 @@ class Option:
     argument: bool = False
     switch: bool = False
     path: bool = False
+    name: str | None = None
     former: str | None = None
     shown: str | None = None
 
@@ -81,6 +92,12 @@ def options(settings: type[Any]) -> list[tuple[Field[Any], Option]]:
     return [(x, x.metadata[OPTION]) for x in fields(settings) if OPTION in x.metadata]
 
 
+def given_as(each: Field[Any]) -> str:
+    """The name of a field on the command line, as Python writes it."""
+    how: Option = each.metadata[OPTION]
+    return how.name or each.name
+
+
 def list_type(hint: Any) -> type | None:
     """The type of the items of ``tuple[X, ...]`` or ``tuple[X, ...] | None``; None: the hint is another type."""
     for x in (hint, *get_args(hint)):
@@ -109,7 +126,7 @@ def command_words(settings: Any) -> list[str]:
         value = getattr(settings, each.name)
         if value == each.default:
             continue
-        key = each.name.replace("_", "-")
+        key = given_as(each).replace("_", "-")
         shown = short[each.name] if how.path or isinstance(value, Path) else value
         text = as_text(shown)
         flag = [f"--{key}" if value else f"--no-{key}"] if isinstance(value, bool) else [f"--{key}", text]
@@ -124,7 +141,7 @@ def from_text(each: Field[Any], hint: Any, text: str) -> Any:
     An empty text is the default where that is None or an empty list.
     """
     how: Option = each.metadata[OPTION]
-    name = "--" + each.name.replace("_", "-")
+    name = "--" + given_as(each).replace("_", "-")
     if not text and each.default in (None, ()):
         return each.default
     if how.parse is not None:

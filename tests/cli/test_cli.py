@@ -25,7 +25,7 @@ SMALL = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.0
 
 
 def test_bench_checks_times_weighs_and_writes(tmp_path):
-    options = ["bench", "--lengths", "128", "--tasks", "causal", "--passes", "train", "--attention", "favor+"]
+    options = ["bench", "--lengths", "128", "--modes", "causal", "--passes", "train", "--attention", "favor+"]
     result = CliRunner().invoke(app, [*options, "--peers", "sdpa", "--heaps", "kept", "--out", str(tmp_path), *SMALL])
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "bench.json").read_text())
@@ -36,7 +36,7 @@ def test_bench_checks_times_weighs_and_writes(tmp_path):
         assert row["error"] < 1e-4
         assert row["peak"] is not None
     assert record["environment"]["torch"] == torch.__version__
-    assert record["command"].startswith("kernelformer bench --lengths 128 --peers sdpa --tasks causal --passes train")
+    assert record["command"].startswith("kernelformer bench --lengths 128 --peers sdpa --modes causal --passes train")
     assert set(SMALL) <= set(record["command"].split())
     assert record["settings"]["attention"] == ["favor+"]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -90,7 +90,7 @@ def test_a_failing_worker_is_reported():
     [
         (["--attention", "favor"], "unknown method 'favor'; did you mean 'favor+'?"),
         (["--peers", "flash"], "unknown method 'flash'"),
-        (["--tasks", "causla"], "unknown task 'causla'; did you mean 'causal'?"),
+        (["--modes", "causla"], "unknown mode 'causla'; did you mean 'causal'?"),
         (["--heaps", "big"], "unknown heap 'big'"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--passes", "back"], "unknown pass 'back'"),

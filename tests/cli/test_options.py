@@ -51,7 +51,7 @@ def test_the_benchmark_does_the_same_by_its_former_names(tmp_path, monkeypatch):
         return work(**arguments)
 
     monkeypatch.setattr(benchmark, "run_in_process", here)
-    small = ["--lengths", "16", "--tasks", "bidirectional", "--passes", "forward", "--heaps", "kept", "--peers", "none"]
+    small = ["--lengths", "16", "--modes", "bidirectional", "--passes", "forward", "--heaps", "kept", "--peers", "none"]
     small += [
         "--heads",
         "1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from kernelformer.reports.advice import paste_lines, record, tables, verdict  # 
 from kernelformer.reports.advice_page import page  # noqa: E402
 from kernelformer.reports.advice_result import number_ranges  # noqa: E402
 from kernelformer.reports.portable import as_text  # noqa: E402
+from page_checks import check_page  # noqa: E402
 from tiny_models import VOCAB, tiny  # noqa: E402
 
 WORDS = [f"word{i}" for i in range(30)]
@@ -73,7 +75,8 @@ def test_an_advice_has_a_verdict_tables_a_page_and_a_line_that_convert_takes(adv
     for line in paste_lines(advice):
         assert line.startswith("kernelformer convert SRC DST --attention ")
     assert len(tables(advice)) == 2
-    assert "<script" not in page(advice)
+    check_page(page(advice), hostile="<script")
+    check_page(page(replace(advice, model="<script>alert(1)</script>")), hostile="<script")
     read = json.loads(as_text(record(advice)))
     assert read["verdict"] == verdict(advice)
     assert len(read["profiles"]) == len(advice.attentions) == 2

@@ -19,6 +19,7 @@ from kernelformer import files
 from kernelformer.formatting import human_bytes, human_time, visible
 from kernelformer.reports.comparison import NONE, Comparison, cells, read_run, table
 from kernelformer.reports.comparison_page import words, write_report
+from page_checks import check_page
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -426,6 +427,7 @@ def test_nothing_from_outside_becomes_markup(hostile, tmp_path):
         assert page.text.count(visible(label)) > 4, label
     assert "<script><U+0007><U+202E>\ttab\nline</script><U+D800>" in page.text
     assert "<i><U+0000>about</i>" in page.text
+    check_page(text, hostile="<script")
 
 
 def test_the_page_asks_for_nothing_from_outside(hostile, tmp_path):

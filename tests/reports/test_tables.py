@@ -102,12 +102,12 @@ def test_the_command_writes_tables_and_takes_nothing_else_with_them(tmp_path):
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "README.md").write_text(f"<!-- table figures -->\n{END}\n")
-    given = ["results", "--tables", "--folder", str(folder)]
+    given = ["results", "--tables", "--records", str(folder)]
     assert "pages with changed tables: 1" in CliRunner().invoke(app, given).output
     assert "pages with changed tables: 0" in CliRunner().invoke(app, given).output
     refused = CliRunner().invoke(app, [*given, "--add", "out"])
     assert refused.exit_code
-    assert "--tables goes with --folder alone" in " ".join(refused.output.split())
+    assert "--tables goes with --records alone" in " ".join(refused.output.split())
 
 
 @on_file

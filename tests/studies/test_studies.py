@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.cli.studies import app as study_app
-from kernelformer.settings import options
+from kernelformer.settings import given_as, options
 from kernelformer.studies import STUDIES, kernels, sparsity
 from kernelformer.studies.base import command, read_record
 from kernelformer.studies.settings import ConversionSettings, EncoderSettings, NoSettings
@@ -117,7 +117,7 @@ def test_the_help_of_a_study_has_its_figure_and_every_setting(name):
     assert study.about in shown
     assert (study.figure or "no figure of a paper") in shown
     for each, how in options(study.settings):
-        assert (each.name if how.argument else f"--{each.name.replace('_', '-')}") in shown
+        assert ((how.shown or each.name) if how.argument else f"--{given_as(each).replace('_', '-')}") in shown
     assert len(study_app.registered_commands) == len(STUDIES)
 
 
@@ -127,7 +127,7 @@ def test_the_command_of_a_record_has_what_is_not_a_default():
     )
     paths = {"model": "/a/b/model", "text": Path("c/d.txt"), "held_out": Path("e.txt")}
     assert command("conversion", ConversionSettings(**paths, allow_pickle=True, layers=(0, "x.*"))) == (
-        "kernelformer study conversion model --text d.txt --held-out e.txt --layers '0,x.*' --allow-pickle"
+        "kernelformer study conversion model --distill d.txt --text e.txt --layers '0,x.*' --allow-pickle"
     )
 
 

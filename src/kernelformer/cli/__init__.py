@@ -13,6 +13,10 @@ def main() -> None:
     try:
         require_extra("the kernelformer command", "typer", "matplotlib")
     except MissingExtraError as problem:
+        if sys.argv[1:2] == ["doctor"]:  # who has no extras is who asks what is missing
+            from kernelformer.diagnosis import plain_report
+
+            sys.exit(f"{plain_report()}\n{problem}")
         sys.exit(str(problem))
     from kernelformer.cli.app import app
     from kernelformer.cli.common import warn

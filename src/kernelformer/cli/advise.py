@@ -7,29 +7,32 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, use_threads
+from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, use_threads
 from kernelformer.cli.derive import takes
+from kernelformer.cli.progress import following
 from kernelformer.pipelines.advise_settings import AdviseSettings
+from kernelformer.settings import MODEL
 
 
 @takes(AdviseSettings)
 def advise(
     settings: AdviseSettings,
-    source: Annotated[
-        str, typer.Argument(metavar="MODEL", help="folder of transformers, .gguf file, or name on the hub")
-    ],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
     out: Annotated[Path | None, typer.Option(help="folder for advice.json and advice.html")] = None,
     threads: Threads = None,
+    as_json: Json = False,
 ) -> None:
     """Say what a pretrained model can be converted to, before it is: errors, times, what to keep, what to paste."""
     use_threads(threads)
     with plain_errors():
         from kernelformer.pipelines import advise as advising
         from kernelformer.reports import advice as report
+        from kernelformer.reports.portable import rounded
 
-        with progress_bar() as progress:
-            bar = progress.add_task("", total=None)
-            advice = advising.run(source, settings, out, log=lambda x: say(progress, bar, x))
+        with following(seconds=60 * settings.budget) as job:
+            advice = advising.run(source, settings, out, log=job.log)
+        if as_json:
+            show_json(rounded(report.record(advice)))
         for table in report.tables(advice):
             console.print(table)
         for remark in (*advice.remarks, *(f"left out for time: {x}" for x in advice.left_out)):

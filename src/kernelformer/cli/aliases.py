@@ -21,33 +21,51 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 def renamed(**names: str) -> Callable[[Command], Command]:
     """Let a command take options by their former names too.
 
+    A former name that is another option's name by now, as when ``--text`` and ``--held-out`` have become ``--distill``
+    and ``--text``, is a former name only beside one that is nothing else: all of them change at once.
+
     Args:
         names: parameters of the command by the names that they had before, as Python writes both.
     """
+    gone = [x for x in names if x not in names.values()]
 
     def decorate(command: Command) -> Command:
         hints, signature = get_type_hints(command, include_extras=True), inspect.signature(command)
+        needed = [x for x in names.values() if signature.parameters[x].default is inspect.Parameter.empty]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
             with plain_errors():
-                for old, new in names.items():
-                    value = given.pop(old)
+                asked = [old for old in gone if given[old] is not None]
+                former = {x: given.pop(x) for x in gone}
+                former |= {x: given[x] for x in names if x not in gone and asked}
+                kept = {x: None if x in former else given[x] for x in names.values()}
+                for old, value in former.items():
                     if value is None:
                         continue
-                    if given[new] != signature.parameters[new].default:
+                    new = names[old]
+                    if kept[new] not in (None, signature.parameters[new].default):
                         raise ValueError(f"{_option(old)} is the former name of {_option(new)}; give one of them.")
                     warn(f"{_option(old)} is called {_option(new)} now; the old name will go.")
                     given[new] = value
+                for name in needed:
+                    if given[name] is None:
+                        raise ValueError(f"{_option(name)} is missing; --help says what it is.")
             command(**given)
 
-        for old, new in names.items():
-            kind, info = get_args(hints[new])
+        for old in gone:
+            kind, info = get_args(hints[names[old]])
             hints[old] = Annotated[kind | None, _hidden(info, _option(old))]
+        for name in needed:  # typer would ask for the new name although the former one was given
+            kind, info = get_args(hints[name])
+            hints[name] = Annotated[kind | None, info]
         run.__annotations__ = hints
-        parameters = [x.replace(annotation=hints[x.name]) for x in signature.parameters.values()]
+        parameters = [
+            x.replace(annotation=hints[x.name], default=None if x.name in needed else x.default)
+            for x in signature.parameters.values()
+        ]
         parameters += [
-            inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[x]) for x in names
+            inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[x]) for x in gone
         ]
         run.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
         return run  # type: ignore[return-value]

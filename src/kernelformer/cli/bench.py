@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, target, thread_count
+from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, target, thread_count
 from kernelformer.cli.derive import takes
+from kernelformer.cli.progress import following
 from kernelformer.environment import environment
 from kernelformer.files import write_json
 from kernelformer.measure.settings import BenchSettings
@@ -21,6 +22,7 @@ def bench(
     settings: BenchSettings,
     threads: Threads = None,
     out: Annotated[Path, typer.Option(help="folder for bench.json and bench.png")] = Path("out"),
+    as_json: Json = False,
 ) -> None:
     """Time and weigh methods against their peers, after checking each against its definition."""
     from kernelformer.measure import benchmark, show
@@ -31,9 +33,8 @@ def bench(
         cases = len(list(benchmark.cases(settings)))
         first = benchmark.contenders(settings)[0]
         file, count = target(out / "bench.json"), thread_count(threads)
-        with progress_bar() as progress:
-            bar = progress.add_task("", total=cases)
-            rows = benchmark.run(settings, count, lambda x: say(progress, bar, x), lambda: progress.advance(bar))
+        with following(cases) as job:
+            rows = benchmark.run(settings, count, job.log, job.advance)
         for table in show.tables(rows, first, benchmark.heaps(settings)):
             console.print(table)
             console.print()
@@ -47,7 +48,10 @@ def bench(
             "machine": device_facts(device),
             "settings": plain(settings),
         }
-        write_json(file, {**head, "rows": [row.as_json() for row in rows]})
+        record = {**head, "rows": [row.as_json() for row in rows]}
+        write_json(file, record)
         picture = file.with_suffix(".png")
         show.plot(rows, picture, settings.heaps[0])
         console.print(f"figures: {file}   picture: {picture}")
+        if as_json:
+            show_json(record)

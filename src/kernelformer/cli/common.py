@@ -1,29 +1,41 @@
-"""What all commands share: consoles, errors without a traceback, progress, threads."""
+"""What all commands share: consoles, errors without a traceback, JSON, threads."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TimeElapsedColumn
 from rich.text import Text
 
 from kernelformer.commands import typed
 from kernelformer.errors import WorkerError
-from kernelformer.formatting import shortened, visible
+from kernelformer.files import finite
+from kernelformer.formatting import visible
 from kernelformer.lazy import MissingExtraError
 from kernelformer.records import unfinished
-from kernelformer.terminal import VisibleConsole, text_column
+from kernelformer.terminal import VisibleConsole
 from kernelformer.training.config import StoppedError, TrainingError
 
 console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
 errors = VisibleConsole(stderr=True, soft_wrap=True)  # a path stays in one piece
-Threads = Annotated[int | None, typer.Option(min=1, help="default: all cores")]
+
+
+def _redirect(wanted: bool) -> bool:
+    """With --json stdout has the JSON alone; tables and sentences go to stderr."""
+    console.stderr = wanted
+    return wanted
+
+
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="threads to compute with; default: OMP_NUM_THREADS, or all cores")
+]
+Json = Annotated[bool, typer.Option("--json", callback=_redirect, help="print JSON on stdout, and all else on stderr")]
 
 
 def starts_anew() -> str:
@@ -63,6 +75,9 @@ def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
         yield
     except StoppedError as stopped:
         fail(stopped, 130)
+    except BrokenPipeError:  # as in `kernelformer list | head`: whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(141) from None
     except OSError as problem:
         name = str(problem.filename or "")
         if len(name) > 300:  # the message has all of it
@@ -74,22 +89,18 @@ def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
         fail(StoppedError(f"stopped at once; {then()}."), 130)
 
 
-def progress_bar() -> Progress:
-    """Progress bar that disappears when it is done."""
-    columns = (SpinnerColumn(), text_column("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
-
-
-def say(progress: Progress, bar: TaskID, text: str, advance: int = 0) -> None:
-    """Show a text next to the progress bar, or as a line of its own where there is no terminal."""
-    progress.update(bar, description=shortened(visible(text), max(40, console.width - 40)), advance=advance)
-    if not console.is_terminal:
-        console.print(text)
+def show_json(value: Any) -> None:
+    """Print JSON on stdout, with null for what is no number."""
+    _write_out(json.dumps(finite(value), indent=2, default=str) + "\n")
 
 
 def write(text: str, keep: str = "\n\t") -> None:
     """Write a model's text to stdout; on a terminal control characters are shown instead of obeyed."""
-    sys.stdout.write(visible(text, keep) if sys.stdout.isatty() else text)
+    _write_out(visible(text, keep) if sys.stdout.isatty() else text)
+
+
+def _write_out(text: str) -> None:
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 

@@ -11,22 +11,23 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import literal_text
-from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, use_threads, write
+from kernelformer.cli.common import Json, Threads, console, errors, plain_errors, show_json, use_threads, write
 from kernelformer.cli.derive import takes
+from kernelformer.cli.progress import following
 from kernelformer.cli.resuming import goes_on
 from kernelformer.commands import typed
 from kernelformer.pipelines.convert_settings import ConvertSettings
+from kernelformer.settings import MODEL, SEED
 
 
 @takes(ConvertSettings)
 def convert(
     settings: ConvertSettings,
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="folder of transformers, .gguf file, or name on the hub")
-    ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="folder for the converted model")],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="for the converted model")],
     force: Annotated[bool, typer.Option("--force", help="replace a converted model that is there")] = False,
     threads: Threads = None,
+    as_json: Json = False,
 ) -> None:
     """Make a pretrained model linear: convert its attention, measure, distill, and write it as a folder."""
     use_threads(threads)
@@ -35,15 +36,10 @@ def convert(
         from kernelformer.reports import conversion as conversion_report
         from kernelformer.reports import judgement
 
-        with progress_bar() as progress:
-            bar = progress.add_task("", total=None)
-            result = converting.run(
-                source,
-                target,
-                settings,
-                force=force,
-                log=lambda x: say(progress, bar, x),
-            )
+        with following() as job:
+            result = converting.run(source, target, settings, force=force, log=job.log)
+        if as_json:
+            show_json(result.as_json())
         for table in conversion_report.tables(result):
             console.print(table)
         for what, used in result.texts.items():
@@ -63,13 +59,13 @@ def _next(target: Path) -> str:
 
 
 def continue_(
-    folder: Annotated[Path, typer.Argument(help="of a converted decoder")],
-    prompt: Annotated[str | None, typer.Option(help="text to go on with")] = None,
-    text: Annotated[str | None, typer.Option(help="file with such a text, instead of --prompt")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="to write")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token each time")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=1, help="likeliest tokens to draw from")] = 50,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a converted decoder")],
+    prompt: Annotated[str | None, typer.Option(help="what comes before")] = None,
+    text: Annotated[str | None, typer.Option(help="file with what comes before, instead of --prompt")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to write")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest each time")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="likeliest tokens to draw from; 0: all")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help=f"{SEED} of the sampling")] = 0,
     threads: Threads = None,
 ) -> None:
     """Let a converted decoder go on with a text, in constant memory."""
@@ -81,12 +77,11 @@ def continue_(
         if before is None:
             raise ValueError("there is no text to go on with; give it by --prompt, or a file by --text.")
         options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-        with progress_bar() as progress:
-            bar = progress.add_task("writing", total=tokens)
-            written = write_on(folder, before, **options, log=lambda _: progress.advance(bar))  # type: ignore[arg-type]
+        with following(tokens) as job:
+            written = write_on(folder, before, **options, log=lambda _: job.advance())  # type: ignore[arg-type]
         write(f"{before}{written.text}\n")
         first, last = sorted(written.cache)[min(1, len(written.cache) - 1)], max(written.cache)
-        console.print(
+        errors.print(
             f"{written.tokens} tokens, {written.tokens / written.seconds:.1f} a second; "
             f"cache {written.cache[first]:,} bytes after {first} tokens and {written.cache[last]:,} after {last}"
             + ("" if written.constant else " (exact attention keeps every key)"),

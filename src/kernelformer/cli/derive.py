@@ -11,7 +11,8 @@ import typer
 
 from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import plain_errors
-from kernelformer.settings import OPTION, Option, as_text, from_text, list_type, options
+from kernelformer.cli.completion import COMPLETIONS
+from kernelformer.settings import OPTION, Option, as_text, from_text, given_as, list_type, options
 
 Command = Callable[..., None]
 
@@ -32,7 +33,7 @@ def takes(settings: type[Any]) -> Callable[[Command], Command]:
 
         def run(**given: Any) -> None:
             with plain_errors():
-                read = {name: _value(fields[name], hints[name], given.pop(name)) for name in fields}
+                read = {name: _value(x, hints[name], given.pop(given_as(x))) for name, x in fields.items()}
                 chosen = settings(**read)
             command(chosen, **given)
 
@@ -42,7 +43,7 @@ def takes(settings: type[Any]) -> Callable[[Command], Command]:
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {x.name: x.annotation for x in parameters}
         run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-        former = {how.former: each.name for each, how in options(settings) if how.former}
+        former = {how.former: given_as(each) for each, how in options(settings) if how.former}
         return renamed(**former)(run) if former else run
 
     return decorate
@@ -65,17 +66,17 @@ def _parameter(each: Field[Any], how: Option, hint: Any) -> inspect.Parameter:
     item = list_type(hint)
     kind = str if text else hint if item is None else list[item]  # type: ignore[valid-type]
     bound = None if text else how.least
+    name = given_as(each)
+    complete = COMPLETIONS.get(name)
     info: Any
     if how.argument:
-        info = typer.Argument(help=how.help, metavar=how.shown)
+        info = typer.Argument(help=how.help, metavar=how.shown, autocompletion=complete)
     elif how.switch:
-        info = typer.Option("--" + each.name.replace("_", "-"), help=how.help)
+        info = typer.Option("--" + name.replace("_", "-"), help=how.help)
     else:
-        info = typer.Option(help=how.help or None, min=bound)
+        info = typer.Option(help=how.help or None, min=bound, autocompletion=complete)
     default = inspect.Parameter.empty if each.default is MISSING else as_text(each.default) if text else each.default
-    return inspect.Parameter(
-        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
 def _is_argument(parameter: inspect.Parameter) -> bool:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, use_threads
+from kernelformer.cli.common import Threads, console, plain_errors, use_threads
 from kernelformer.cli.derive import takes
+from kernelformer.cli.progress import following
 from kernelformer.pipelines.export_settings import ExportSettings
 
 
@@ -25,9 +26,8 @@ def export(
         from kernelformer.formatting import human_bytes
         from kernelformer.pipelines.export import export_folder
 
-        with progress_bar() as progress:
-            bar = progress.add_task("", total=None)
-            result = export_folder(folder, out, settings, log=lambda x: say(progress, bar, x))
+        with following() as job:
+            result = export_folder(folder, out, settings, log=job.log)
         files = ", ".join(f"{name} ({human_bytes(size)})" for name, size in result.files.items() if ".onnx" in name)
         console.print(f"{result.kind} as ONNX, opset {result.opset}: {files}", highlight=False)
         found = result.differences

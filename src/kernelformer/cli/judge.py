@@ -7,17 +7,20 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, use_threads
+from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, use_threads
 from kernelformer.cli.derive import takes
+from kernelformer.cli.progress import following
 from kernelformer.pipelines.judge_settings import JudgeSettings
+from kernelformer.settings import MODEL
 
 
 @takes(JudgeSettings)
 def judge(
     settings: JudgeSettings,
-    folder: Annotated[Path, typer.Argument(help="of a converted model")],
-    original: Annotated[str, typer.Option(metavar="SRC", help="the model that was converted, as convert takes it")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a converted model")],
+    original: Annotated[str, typer.Option(metavar="MODEL", help=f"the model that was converted: {MODEL}")],
     threads: Threads = None,
+    as_json: Json = False,
 ) -> None:
     """Judge a converted model beside its original: parts, recall, samples; into its report and model card."""
     use_threads(threads)
@@ -25,9 +28,10 @@ def judge(
         from kernelformer.pipelines.judge import judge_folder
         from kernelformer.reports.judgement import remarks, tables
 
-        with progress_bar() as progress:
-            bar = progress.add_task("", total=None)
-            result = judge_folder(folder, original, settings, log=lambda x: say(progress, bar, x))
+        with following() as job:
+            result = judge_folder(folder, original, settings, log=job.log)
+        if as_json:
+            show_json(result.as_json())
         for table in tables(result):
             console.print(table)
         for line in remarks(result):

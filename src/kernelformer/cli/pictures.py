@@ -8,25 +8,31 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import literal_text, picture_in, renamed
-from kernelformer.cli.common import Threads, console, plain_errors, use_threads
-from kernelformer.settings import parse_layers
+from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, use_threads
+from kernelformer.cli.completion import attentions
+from kernelformer.cli.progress import following
+from kernelformer.settings import PICKLE, parse_layers
 
 
 @renamed(layer="layers", head="heads")
 def attention(
-    original: Annotated[Path, typer.Argument(help="folder of a pretrained model")],
-    converted: Annotated[Path | None, typer.Argument(help="folder of the converted model; or give --attention")] = None,
+    original: Annotated[Path, typer.Argument(metavar="MODEL", help="folder of transformers")],
+    converted: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="of the converted model; or give --attention")
+    ] = None,
     attention: Annotated[
-        str | None, typer.Option(help="convert a copy of the original here: name or name:option=value")
+        str | None,
+        typer.Option(help="convert a copy of the original here: name or name:option=value", autocompletion=attentions),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="a sentence")] = None,
     text: Annotated[str | None, typer.Option(help="file with a sentence, instead of --prompt")] = None,
     sequence: Annotated[str | None, typer.Option(help="residues of a protein, instead of a text")] = None,
     layers: Annotated[str, typer.Option(help="numbers from 0, as 0-3,5; default: a few")] = "",
     heads: Annotated[str, typer.Option(help="the same of heads; one layer and one head show the difference")] = "",
-    allow_pickle: Annotated[bool, typer.Option(help="read weights from a pickle, which can run code")] = False,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help=PICKLE)] = False,
     threads: Threads = None,
     out: Annotated[Path, typer.Option(help="folder for attention.png")] = Path("out"),
+    as_json: Json = False,
 ) -> None:
     """Attention matrices of a model and of its converted copy, side by side (Performer, App. C.4)."""
     use_threads(threads)
@@ -35,15 +41,19 @@ def attention(
 
         file = picture_in(out, "attention.png")
         chosen = _selected("layers", layers), _selected("heads", heads)
-        matrices = pictures.run(
-            original,
-            converted,
-            attention=attention,
-            text=literal_text(prompt, text),
-            sequence=sequence,
-            allow_pickle=allow_pickle,
-        )
-        pictures.picture(matrices, file, *chosen)
+        with following() as job:
+            job.log(f"reading {original} and comparing its attention")
+            matrices = pictures.run(
+                original,
+                converted,
+                attention=attention,
+                text=literal_text(prompt, text),
+                sequence=sequence,
+                allow_pickle=allow_pickle,
+            )
+            pictures.picture(matrices, file, *chosen)
+        if as_json:
+            show_json(pictures.record(matrices))
         console.print(pictures.table(matrices))
         console.print(f"picture: {file}")
 

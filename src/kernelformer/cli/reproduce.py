@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from kernelformer.cli.common import console, plain_errors, progress_bar, say
+from kernelformer.cli.common import Json, console, plain_errors, show_json
+from kernelformer.cli.completion import items as item_names
+from kernelformer.cli.progress import following
 from kernelformer.cli.resuming import goes_on
 
 if TYPE_CHECKING:
@@ -18,18 +20,26 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    items: Annotated[list[str] | None, typer.Argument(help="names of --list; default: all, in their order")] = None,
+    items: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ITEM]...", help="names of --list; default: all, in their order", autocompletion=item_names
+        ),
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="show the items, how far they are, and stop")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="every item in seconds, on made-up data: does all of it run?")
     ] = False,
-    hours: Annotated[float | None, typer.Option(min=0.0, help="stop after so many; default: when all is done")] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.0, help="stop after so many hours; default: when all is done")
+    ] = None,
     page: Annotated[bool, typer.Option("--page", help="write the ledger from what is on record, and stop")] = False,
     data: Annotated[
         Path, typer.Option(help="folder with a folder for each data set: imdb, enwik8, cifar10, ... (docs/evidence.md)")
     ] = Path("data"),
     records: Annotated[Path, typer.Option(help="folder of the records and the ledger")] = Path("results/evidence"),
-    out: Annotated[Path, typer.Option(help="folder of the runs, to go on with")] = Path("out/reproduce"),
+    out: Annotated[Path, typer.Option(help="folder for the runs, to go on with")] = Path("out/reproduce"),
+    as_json: Json = False,
 ) -> None:
     """Measure what the papers claim, item by item, and write the ledger of claims, figures and verdicts.
 
@@ -43,27 +53,44 @@ def reproduce(
         chosen = find_items(items or [])
         place = Place(data, out, records)
         if list_:
-            console.print(_listing(chosen, place))
-        elif quick:
+            rows = _listing(chosen, place)
+            console.print(_table(rows))
+            if as_json:
+                show_json(rows)
+            return
+        if quick:
             _quick(chosen)
         elif page:
             _write_page(records)
         else:
             _run(chosen, place, hours)
+        if as_json and not quick:
+            show_json(_listing(chosen, place))
 
 
-def _listing(items: list[Item], place: Place) -> Table:
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("item", "paper", "stands for", "jobs left", "core hours", "data that is missing")
+    table.columns[0].no_wrap = True
+    for x in rows:
+        left = f"{x['jobs_left']} of {x['jobs']}"
+        table.add_row(
+            x["item"], x["paper"], x["stands_for"], left, f"{x['core_hours']:g}", ", ".join(x["missing_data"])
+        )
+    return table
+
+
+def _listing(items: list[Item], place: Place) -> list[dict[str, Any]]:
+    """How far each item is, as plain values."""
     from kernelformer.evidence.queue import missing_data
     from kernelformer.evidence.records import left
 
-    table = Table("item", "paper", "stands for", "jobs left", "core hours", "data that is missing")
-    table.columns[0].no_wrap = True
+    rows = []
     for item in items:
         jobs = left(item, place.records)
         missing = dict.fromkeys(name for job in jobs for name in missing_data(job, place.data))
-        whole = f"{len(jobs)} of {len(item.jobs())}"
-        table.add_row(item.name, item.paper, item.where, whole, f"{item.hours:g}", ", ".join(missing))
-    return table
+        row = {"item": item.name, "paper": item.paper, "stands_for": item.where, "core_hours": item.hours}
+        rows.append({**row, "jobs": len(item.jobs()), "jobs_left": len(jobs), "missing_data": list(missing)})
+    return rows
 
 
 def _run(items: list[Item], place: Place, hours: float | None) -> None:
@@ -74,14 +101,13 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
         missing = dict.fromkeys(name for job in left(item, place.records) for name in missing_data(job, place.data))
         if missing:
             console.print(f"{item.name} is left out: {place.data} has no {', '.join(missing)}; see docs/evidence.md")
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=len(pending(items, place)))
+    with following(len(pending(items, place))) as job:
         failed = run_queue(
             items,
             place,
             hours=hours,
-            log=lambda text: say(progress, bar, text),
-            progress=lambda: progress.advance(bar),
+            log=job.log,
+            progress=job.advance,
         )
     _write_page(place.records)
     for line in failed:
@@ -94,12 +120,12 @@ def _quick(items: list[Item]) -> None:
     from kernelformer.evidence.queue import Place, run_here
     from kernelformer.evidence.quick import make_data, shrunk
 
-    with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
+    with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder) / "data", Path(folder) / "out", Path(folder) / "records")
         make_data(place.data)
         small = [shrunk(item) for item in items]
-        bar = progress.add_task("", total=sum(len(item.jobs()) for item in small))
-        count = run_here(small, place, lambda text: say(progress, bar, text), lambda: progress.advance(bar))
+        with following(sum(len(item.jobs()) for item in small)) as job:
+            count = run_here(small, place, job.log, job.advance)
         _write_page(place.records, shown=False)
     console.print(f"all {count} jobs of {len(items)} items ran, in the smallest size; nothing was put on record")
 

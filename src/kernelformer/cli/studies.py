@@ -8,13 +8,16 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import picture_in
-from kernelformer.cli.common import Threads, console, plain_errors, progress_bar, say, starts_anew, target, use_threads
+from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, starts_anew, target, use_threads
 from kernelformer.cli.derive import takes
+from kernelformer.cli.group import Command, Group
+from kernelformer.cli.progress import following
 from kernelformer.cli.resuming import goes_on
+from kernelformer.files import read_json
 from kernelformer.settings import Settings
 from kernelformer.studies import STUDIES, Study
 
-app = typer.Typer(help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
 
 
 def _command(study: Study) -> Callable[..., None]:
@@ -26,19 +29,21 @@ def _command(study: Study) -> Callable[..., None]:
         settings: Settings,
         threads: Threads = None,
         out: Annotated[Path, typer.Option(help=f"folder for {_listed(files)}")] = Path("out"),
+        as_json: Json = False,
     ) -> None:
         use_threads(threads)
         with plain_errors(goes_on if study.resumes else starts_anew):
             picture = picture_in(out, f"{study.name}.png")
             folder = target(picture.with_name(f"{study.name}.json")).parent
-            with progress_bar() as progress:
-                bar = progress.add_task("", total=study.steps(settings))
-                result = study.run(settings, folder, lambda x: say(progress, bar, x), lambda: progress.advance(bar))
+            with following(study.steps(settings)) as job:
+                result = study.run(settings, folder, job.log, job.advance)
             for table in study.tables(result):
                 console.print(table)
             record = study.save(settings, result, folder)
             study.picture(result, picture)
             console.print(f"figures: {record}   picture: {picture}")
+            if as_json:
+                show_json(read_json(record))
 
     run.__name__, run.__doc__ = study.name, _help(study)
     return run
@@ -56,4 +61,4 @@ def _help(study: Study) -> str:
 
 
 for _study in STUDIES.values():
-    app.command(_study.name)(_command(_study))
+    app.command(_study.name, cls=Command)(_command(_study))

@@ -15,24 +15,27 @@ import typer
 
 from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import (
+    Json,
     Threads,
     console,
     errors,
     plain_errors,
-    progress_bar,
-    say,
     say_unfinished,
+    show_json,
     thread_count,
     use_threads,
     write,
 )
+from kernelformer.cli.completion import attentions, one_of, recipes
+from kernelformer.cli.progress import following
 from kernelformer.cli.resuming import goes_on, next_command, refuse_options, saved_folder, saved_plan, saved_settings
 from kernelformer.commands import resume_command, typed
+from kernelformer.files import read_json
 from kernelformer.formatting import human_bytes
 from kernelformer.recipes.catalogue import change, find_recipe, recipe_name
 from kernelformer.recipes.overrides import describe_changes, read_attention, read_settings
 from kernelformer.recipes.papers.base import CPU
-from kernelformer.settings import split_names
+from kernelformer.settings import SEED, SKIP_BAD, split_names
 
 if TYPE_CHECKING:
     from kernelformer.models import KernelformerForCausalLM
@@ -40,8 +43,14 @@ if TYPE_CHECKING:
 
 Steps = Annotated[int | None, typer.Option(min=1, help="updates; default: the recipe's")]
 Data = Annotated[str | None, typer.Option(help="of the task: a file or folder, or hub:NAME of a Hugging Face data set")]
-Size = Annotated[str | None, typer.Option(help="cpu (minutes on a CPU, the default) or full (as printed in the paper)")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="leave bad rows of the data out, and say how many")]
+Size = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu (minutes on a CPU, the default) or full (as printed in the paper)",
+        autocompletion=one_of("cpu", "full"),
+    ),
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help=SKIP_BAD)]
 Length = Annotated[int | None, typer.Option(min=2, help="tokens of a sample")]
 Sets = Annotated[
     list[str] | None,
@@ -84,19 +93,24 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="a recipe of `kernelformer list`, or a task for its first recipe; with --resume the folder of a run "
-            "is enough"
+            metavar="RECIPE",
+            help="a recipe of `kernelformer list`, or a task for its first one; with --resume the folder of a run is "
+            "enough",
+            autocompletion=recipes,
         ),
     ],
     attention: Annotated[
         str,
         typer.Option(
             help="method:option=value:...; several separated by commas are one for each block; of an encoder-decoder A "
-            "is for both sides, 'A > B' gives B to the decoder"
+            "is for both sides, 'A > B' gives B to the decoder; default: the recipe's",
+            autocompletion=attentions,
         ),
     ] = "",
     steps: Steps = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="of weights, draws and data order; default: 0")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help=f"{SEED} of weights, draws and data order; default: 0")
+    ] = None,
     data: Data = None,
     length: Length = None,
     size: Size = None,
@@ -106,7 +120,7 @@ def train(
     resume: Resume = False,
     threads: Threads = None,
     timeout: Timeout = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the run; default: out/RECIPE")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the run; default: out/RECIPE")] = None,
 ) -> None:
     """Train a model. Also by `torchrun -m kernelformer train ...` on several processes."""
     from kernelformer.parallel.group import TIMEOUT
@@ -136,13 +150,16 @@ def train(
 
 
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="of a finished run")],
-    split: Annotated[str, typer.Option(help="validation, test or train")] = "test",
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a finished run")],
+    split: Annotated[
+        str, typer.Option(help="validation, test or train", autocompletion=one_of("validation", "test", "train"))
+    ] = "test",
     samples: Annotated[
         int | None, typer.Option(min=1, help="at most so many, spread evenly; default: all, of train 1000")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1)] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="samples at once")] = 16,
     threads: Threads = None,
+    as_json: Json = False,
 ) -> None:
     """Measure a trained model on a split."""
     from kernelformer.training.evaluation import evaluate as evaluate_model
@@ -151,8 +168,13 @@ def evaluate(
     use_threads(threads)
     with plain_errors():
         some = TRAINING_SAMPLES if samples is None and split == "train" else samples
-        values = evaluate_model(folder, split=split, batch_size=batch, samples=some, log=_remark)
+        with following() as job:
+            values = evaluate_model(
+                folder, split=split, batch_size=batch, samples=some, log=_remark, progress=job.reach
+            )
         scores, deviations = split_errors(values)
+        if as_json:
+            show_json({"split": split, "samples": some, "scores": scores, "standard_errors": deviations})
         for name, value in scores.items():
             console.print(f"{split} {name.replace('_', ' ')}: {score_text(value, deviations.get(name))}")
         if deviations:
@@ -162,24 +184,28 @@ def evaluate(
 
 
 def _remark(text: str) -> None:
-    console.print(text)
+    errors.print(text)
 
 
 def compare(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="a recipe, or a task for its first one; with --resume the folder of a comparison is enough"
+            metavar="RECIPE",
+            help="a recipe of `kernelformer list`, or a task for its first one; with --resume the folder of a "
+            "comparison is enough",
+            autocompletion=recipes,
         ),
     ],
     attention: Annotated[
         str,
         typer.Option(
             help="method:option=value:..., separated by commas; 'A > B' is A in an encoder and B in its decoder; "
-            "default: the recipe's"
+            "default: the recipe's",
+            autocompletion=attentions,
         ),
     ] = "",
-    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each; default: 1")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="runs of each, with as many seeds; default: 1")] = None,
     steps: Steps = None,
     data: Data = None,
     length: Length = None,
@@ -188,7 +214,8 @@ def compare(
     sets: Sets = None,
     resume: Resume = False,
     threads: Threads = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the runs and the report; default: out/RECIPE")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the runs and the report; default: out/RECIPE")] = None,
+    as_json: Json = False,
 ) -> None:
     """Train several attentions on the same data in the same order, and write a report."""
     from kernelformer.pipelines.compare import make_plan
@@ -201,7 +228,7 @@ def compare(
             given |= {"skip-bad": skip_bad or None, "set": " ".join(sets) if sets else None}
             refuse_options(saved, {**given, "out": out if out != saved else None})
             folder, (plan, before) = saved, saved_plan(saved, steps)
-            _compare(plan, resume, threads or before, resume_command(folder, "compare"))
+            _compare(plan, resume, threads or before, resume_command(folder, "compare"), as_json)
             return
         recipe = _named(recipe)
         folder = out or Path("out") / recipe
@@ -216,36 +243,37 @@ def compare(
         about = {"recipe": recipe, "size": size or CPU, "source": origin.source}
         about["note"] = f"{origin.note_on(size or CPU)} {describe_changes(settings)}".strip()
         plan = make_plan(recipe, run, chosen, seeds or 1, folder, about)
-        _compare(plan, resume, thread_count(threads), resume_command(folder, "compare"))
+        _compare(plan, resume, thread_count(threads), resume_command(folder, "compare"), as_json)
 
 
-def _compare(plan: Plan, resume: bool, threads: int, again: str) -> None:
-    from kernelformer.pipelines.compare import REPORT, run_comparison
+def _compare(plan: Plan, resume: bool, threads: int, again: str, as_json: bool) -> None:
+    from kernelformer.pipelines.compare import FIGURES, REPORT, run_comparison
     from kernelformer.reports.comparison import table
 
-    with progress_bar() as progress:
-        bar = progress.add_task("", total=len(plan.runs))
+    with following(len(plan.runs), inner=True) as job:
         comparison = run_comparison(
             plan,
             resume=resume,
             threads=threads,
             command=_command(),
             again=again,
-            log=lambda text: say(progress, bar, text),
-            progress=lambda: progress.advance(bar),
+            log=job.log,
+            progress=job.advance,
         )
     console.print(table(comparison))
     console.print(f"report: {plan.folder / REPORT}")
+    if as_json:
+        show_json(read_json(plan.folder / FIGURES))
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(help="of a finished run")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a finished run")],
     prompt: Annotated[str | None, typer.Option(help=f"what comes before; default: {PROMPT!r}")] = None,
     text: Annotated[str | None, typer.Option(help="file with what comes before, instead of --prompt")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="bytes to write")] = 500,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest byte each time")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="sample among so many; 0 = all")] = 0,
-    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest each time")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="likeliest bytes to draw from; 0: all")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help=f"{SEED} of the sampling")] = 0,
     threads: Threads = None,
 ) -> None:
     """Write text with a trained language model, in constant memory where its attention has a feature map."""
@@ -284,7 +312,8 @@ def _write(model: KernelformerForCausalLM, prompt: str, **settings: Any) -> None
 
 def demo(
     threads: Threads = None,
-    out: Annotated[Path, typer.Option(help="folder of the runs and the report")] = Path("out/demo"),
+    out: Annotated[Path, typer.Option(help="folder for the runs and the report")] = Path("out/demo"),
+    as_json: Json = False,
 ) -> None:
     """Compare kernels on real text, about four minutes: the Python standard library's own source, byte by byte."""
     from kernelformer.models import KernelformerForCausalLM
@@ -296,7 +325,9 @@ def demo(
         plan = make_plan(
             "Attention by kernels on the Python standard library", recipe.run(), recipe.attentions(), 1, out
         )
-        _compare(plan, True, thread_count(threads), typed())
+        _compare(plan, True, thread_count(threads), typed(), as_json)
+        if as_json:
+            return
         use_threads(threads)
         _, model = load_run(plan.folder_of(plan.runs[-1]))
         assert isinstance(model, KernelformerForCausalLM)

@@ -21,8 +21,8 @@ BLOCKS = 16  # batches that are read before they are translated: sentences of si
 
 @renamed(file="text")
 def translate(
-    folder: Annotated[Path, typer.Argument(help="of a finished run on the task translation")],
-    text: Annotated[Path | None, typer.Option(help="a text a line, UTF-8; default: standard input")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a finished run on the task translation")],
+    text: Annotated[Path | None, typer.Option(help="file with one text a line; default: standard input")] = None,
     beams: Annotated[int | None, typer.Option(min=1, help="of the search; default: the run's")] = None,
     length_penalty: Annotated[float | None, typer.Option(help="above 0; default: the run's")] = None,
     batch: Annotated[int, typer.Option(min=1, help="sentences at once")] = 32,

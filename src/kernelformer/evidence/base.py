@@ -18,7 +18,6 @@ from kernelformer.recipes.papers.base import CPU
 from kernelformer.settings import Settings
 from kernelformer.studies import STUDIES, Study
 from kernelformer.training.config import FREE, Run
-from kernelformer.training.plan import make_plan
 
 DATA = "data:"  # before a path below the folder of all data, in settings
 TRAINING, STUDY = "training", "study"
@@ -82,6 +81,8 @@ class Training:
 
     def jobs(self) -> list[Job]:
         """All runs, seed by seed, so that a stopped queue has all attentions of a seed."""
+        from kernelformer.training.plan import make_plan  # names of items are completed by the shell, without torch
+
         run = change(find_recipe(self.recipe).run(CPU), {"save_every": None, "keep": 1, **self.settings})
         run = change(run, {"save_every": run.save_every or max(50, run.steps // 4)})
         jobs = []

@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from kernelformer.evidence.ledger import Judged
     from kernelformer.evidence.outside import Outside
 
-CSS = """
-.figures figure { max-width: 34rem }
-.verdict { font-weight: 700; white-space: nowrap }
-.supports { color: #00795a } .contradicts { color: #c04b00 } .open, .notrun { color: var(--soft) }
-@media screen and (prefers-color-scheme: dark) { .supports { color: #3fcf9f } .contradicts { color: #ff9a5c } }
-"""
 ABOUT = (
     "What the four papers claim, what this library gets at the size of two CPU cores, and whether that supports the "
     "claim, contradicts it or leaves it open. A verdict needs a difference of more than two standard errors over seeds "
@@ -39,7 +33,7 @@ def page_text(judged: Sequence[Judged], outside: Sequence[Outside]) -> str:
                 parts.append(_item(each, f"{paper} ({number})" if number else "beyond the papers"))
     rows = [[safe(x.paper), safe(x.where), _coded(x.reason)] for x in outside]
     parts.append(section("Other items of the papers", table("Other items", ["paper", "item", "where it stands"], rows)))
-    return whole_page("Ledger of the papers' claims", ABOUT, "\n".join(parts), CSS)
+    return whole_page("Ledger of the papers' claims", ABOUT, "\n".join(parts), "ledger")
 
 
 def _coded(text: str) -> str:

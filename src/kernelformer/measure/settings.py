@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kernelformer.errors import choice
-from kernelformer.settings import Settings, option
+from kernelformer.settings import MEMORY, Settings, option
 
 Task = Literal["bidirectional", "causal", "decode"]
 TASKS: tuple[Task, ...] = ("bidirectional", "causal", "decode")
@@ -36,22 +36,22 @@ class BenchSettings(Settings):
 
     lengths: tuple[int, ...] = option((1024, 4096, 16384), "lengths, and contexts for decoding", least=1)
     attention: tuple[str, ...] = option(
-        ("favor+",), "of ours, name or name:option=value; ratios refer to the first", former="methods"
+        ("favor+",), "name or name:option=value, separated by commas; ratios refer to the first", former="methods"
     )
     peers: tuple[str, ...] = option(
         ("auto",), "'auto' for SDPA, what is installed, and for a bias Algorithm 1; 'none'; or names"
     )
-    tasks: tuple[str, ...] = option(TASKS, "of bidirectional, causal, decode")
+    tasks: tuple[str, ...] = option(TASKS, "of bidirectional, causal, decode", name="modes", former="tasks")
     passes: tuple[str, ...] = option(("forward", "train"), "of forward, train (forward + backward)")
     heaps: tuple[str, ...] = option(tuple(HEAPS), "of default, kept: the allocator's settings")
-    batch: int = option(1, least=1)
-    heads: int = option(8, least=1)
-    head_dim: int = option(64, least=1)
-    features: int = option(256, least=1)
+    batch: int = option(1, "sequences at once", least=1)
+    heads: int = option(8, "of the attention", least=1)
+    head_dim: int = option(64, "width of a head", least=1)
+    features: int = option(256, "number of features", least=1)
     bias: str = option("none", "relative positions: none, full (all distances), window")
     max_distance: int = option(128, "distance beyond which such a bias is constant", least=1, former="window")
     budget: float = option(2.0, "seconds per contender and case", least=0.01)
-    memory: bool = option(True, "measure peak memory too")
+    memory: bool = option(True, MEMORY)
     device: str = option("cpu", "where to run: cpu, cuda, mps or xpu; cuda:1 is the second of its kind")
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class BenchSettings(Settings):
         choice("device", self.device.partition(":")[0], DEVICES)
         for what, values, known in (
             ("pass", self.passes, ("forward", "train")),
-            ("task", self.tasks, TASKS),
+            ("mode", self.tasks, TASKS),
             ("heap", self.heaps, HEAPS),
         ):
             for value in values:

@@ -93,7 +93,7 @@ class Search:
         if self.clock.left(1.0) <= 0:
             raise ValueError(
                 f"a budget of {self.clock.seconds / 60:g} minutes was over before one candidate was measured, after "
-                f"{self.clock.spent:.0f} seconds; give a larger --budget, a smaller --length or fewer --samples."
+                f"{self.clock.spent:.0f} seconds; give more --minutes, a smaller --length or fewer --samples."
             )
         while grid and not self.advice.trials:  # one is always measured, of those that the model can have
             self._measure(grid.pop(0))

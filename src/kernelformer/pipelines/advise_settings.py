@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernelformer.settings import Settings, option
+from kernelformer.settings import KIND, PICKLE, SEED, TEXTS, Settings, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,14 @@ class AdviseSettings(Settings):
         seed: of the choice of texts.
     """
 
-    text: Path | None = option(None, "texts of the kind that the model is for: .jsonl with 'text', or one a line")
+    text: Path | None = option(None, f"texts to measure on, of the kind that the model is for: {TEXTS}")
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
     use_length: int = option(4096, "tokens of a text in use, at which times are compared", least=2)
     tolerance: float | None = option(None, "near enough; default: perplexity ratio 1.25, or cosine 0.98", least=0)
-    budget: float = option(10.0, "minutes in all, without reading the model", least=0)
+    budget: float = option(10.0, "minutes in all, without reading the model", least=0, name="minutes", former="budget")
     samples: int = option(8, "texts to measure on, and as many others to fit on", least=1)
     steps: int = option(60, "of the quick fit of loglinear", least=1)
     check: bool = option(False, "convert afterwards and measure on other texts", switch=True)
-    task: str = option("auto", "auto, masked, causal or encoder")
-    allow_pickle: bool = option(False, "read pickled weights of a trusted source", switch=True)
-    seed: int = option(0, "of the choice of texts", least=0)
+    task: str = option("auto", KIND)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    seed: int = option(0, f"{SEED} of the choice of texts", least=0)

@@ -145,6 +145,12 @@ def table(result: AttentionPair) -> Table:
     return out
 
 
+def record(result: AttentionPair) -> dict[str, Any]:
+    """The total variation distances of all heads, by attention, as plain values."""
+    layers = [{"attention": x.name, "total_variation": x.distance[0].tolist()} for x in result.pairs]
+    return {"names": list(result.names), "tokens": len(result.tokens), "layers": layers}
+
+
 def picture(
     result: AttentionPair, path: Path, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernelformer.settings import Settings, option, parse_layers
+from kernelformer.settings import PICKLE, SEED, TEXTS, Settings, option, parse_layers
 
 FEATURES = 128  # or landmarks, or the rank, where nobody says
 
@@ -56,7 +56,7 @@ class ConvertSettings(Settings):
     keep: int = option(0, "attentions that stay exact: those that the output needs most", least=0)
     keep_heads: int = option(0, "heads with the largest errors that stay exact", least=0)
     recall_heads: int = option(0, "heads of a decoder that stay exact: those that find again what is far", least=0)
-    distill: Path | None = option(None, "texts to learn from: .jsonl with 'text', or one a line")
+    distill: Path | None = option(None, f"texts to learn from: {TEXTS}")
     steps: int | None = option(None, "of attention transfer; default: 300 with --distill", least=0)
     tune: int | None = option(None, "steps of tuning after that; default: none, or by --minutes", least=0)
     minutes: float | None = option(None, "of the whole distillation, instead of steps")
@@ -68,9 +68,9 @@ class ConvertSettings(Settings):
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
     samples: int = option(8, "texts to measure on; causal: windows", least=1)
     batch: int = option(4, "texts, or windows, at once", least=1)
-    task: str = option("auto", "auto, masked, causal, seq2seq or encoder")
-    allow_pickle: bool = option(False, "read pickled weights of a trusted source", switch=True)
-    seed: int = option(0, "of draws and of the order of texts", least=0)
+    task: str = option("auto", "what the model is: auto, encoder, masked, causal or seq2seq")
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    seed: int = option(0, f"{SEED} of draws and of the order of texts", least=0)
     passkeys: int = option(4, "numbers hidden in long texts that a decoder is asked for, of each length", least=0)
     passkey_lengths: tuple[int, ...] = option((), "tokens of these texts; default: 512,1024", least=1)
     sample_tokens: int | None = option(None, "tokens that both decoders write, side by side; default: 64", least=0)

@@ -15,14 +15,13 @@ import torch
 from kernelformer.data.labelled_texts import read_labelled
 from kernelformer.data.passkey import DIGITS, knows_numbers, passkeys, start_tokens
 from kernelformer.data.texts import check_length, check_readable, longest, some_texts, tokens_of
-from kernelformer.files import read_json, write_json, write_text
+from kernelformer.files import finite, read_json, write_json, write_text
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import task_of
 from kernelformer.modules.evaluating import evaluating
 from kernelformer.pipelines.continue_text import continuation
 from kernelformer.pipelines.convert_texts import Evaluation, Texts, divide_texts, evaluation_inputs
 from kernelformer.pipelines.judge_settings import JudgeSettings
-from kernelformer.reports.conversion_result import finite
 from kernelformer.reports.judgement import Judgement, Recall, Sample, card_section
 from kernelformer.reports.markdown import plain, put_section
 

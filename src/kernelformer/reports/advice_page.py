@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kernelformer.distill.figures import RATIO
@@ -17,10 +17,8 @@ from kernelformer.reports.advice import (
     verdict,
 )
 from kernelformer.reports.advice_result import Advice
-from kernelformer.reports.figures import COLOURS, style
+from kernelformer.reports.figures import COLOURS, legend_key, style
 from kernelformer.reports.page import figure, pre, safe, safe_label, section, table, whole_page
-
-Draw = Callable[[Any], None]
 
 
 def page(advice: Advice) -> str:
@@ -60,39 +58,62 @@ def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return table(name, [safe_label(x) for x in head], cells, "results")
 
 
+Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # by label, x and y
+
+
 def _pictures(advice: Advice) -> list[str]:
-    drawings: list[tuple[str, str, Draw]] = [
-        ("errors", "Error of each attention", lambda axis: _draw_errors(axis, advice)),
-        ("mass", "Where the weight of a query is", lambda axis: _draw_mass(axis, advice)),
-        ("runs", f"{advice.kind} against the mean error", lambda axis: _draw_runs(axis, advice)),
+    calls = "attention, in the order of the calls"
+    drawn = [
+        _lines(
+            "errors", "Error of each attention", _errors(advice), xlabel=calls, ylabel="relative error", yscale="log"
+        ),
+        _lines("mass", "Where the weight of a query is", _mass(advice), xlabel=calls, ylabel="share", ylim=(0, 1.02)),
     ]
+    title = f"{advice.kind} against the mean error"
+    told = [f"{x.label} {x.figure.value:.4g} at {x.errors.mean:.3g}" for x in advice.trials if x.figure is not None]
+    drawn.append(figure("runs", title, f"{title}: {', '.join(told)}", lambda axis: _draw_runs(axis, advice)))
     if advice.curve:
-        drawings.append(("times", "Time by length", lambda axis: _draw_times(axis, advice)))
-    return [figure(name, title, title, draw) for name, title, draw in drawings]
+        scales = {"xlabel": "tokens", "ylabel": "seconds", "xscale": "log", "yscale": "log"}
+        drawn.append(_lines("times", "Time by length", _times(advice), **scales))
+    return drawn
 
 
-def _draw_errors(axis: Any, advice: Advice) -> None:
+def _lines(name: str, title: str, lines: Lines, **axes: Any) -> str:
+    """A figure of lines with its legend below it, and their ends in words."""
+
+    def draw(axis: Any) -> None:
+        for index, (x, y) in enumerate(lines.values()):
+            axis.plot(x, y, **style(index))
+        axis.set(**axes)
+
+    keys = (f"<li>{legend_key(f'{name}{i}', i)}{safe_label(label)}</li>" for i, label in enumerate(lines))
+    told = ", ".join(f"{label} from {y[0]:.3g} to {y[-1]:.3g}" for label, (_, y) in lines.items() if y)
+    return figure(name, title, f"{title}: {told}", draw, below=f'<ul class="legend">{"".join(keys)}</ul>')
+
+
+def _errors(advice: Advice) -> Lines:
     """Error by attention, of the best trial of each method."""
     best: dict[str, Any] = {}
     for x in sorted(advice.trials, key=lambda x: x.errors.mean):
         best.setdefault(x.candidate.method, x)
-    for index, trial in enumerate(best.values()):
-        axis.plot(range(len(advice.calls)), trial.errors.layers, label=trial.label, **style(index))
-    axis.set(xlabel="attention, in the order of the calls", ylabel="relative error", yscale="log")
-    axis.legend(fontsize=6.5, frameon=False)
+    return {x.label: (range(len(advice.calls)), x.errors.layers) for x in best.values()}
 
 
-def _draw_mass(axis: Any, advice: Advice) -> None:
-    places = range(len(advice.calls))
-    lines = {
+def _mass(advice: Advice) -> Lines:
+    shares = {
         "near (64 tokens)": [statistics.fmean(x.near[64]) for x in advice.profiles],
         "first 4": [statistics.fmean(x.first[4]) for x in advice.profiles],
         "far": [statistics.fmean(x.far) for x in advice.profiles],
     }
-    for index, (label, values) in enumerate(lines.items()):
-        axis.plot(places, values, label=label, **style(index))
-    axis.set(xlabel="attention, in the order of the calls", ylabel="share of the weight", ylim=(0, 1.02))
-    axis.legend(fontsize=7, frameon=False)
+    return {label: (range(len(advice.calls)), values) for label, values in shares.items()}
+
+
+def _times(advice: Advice) -> Lines:
+    lengths = [x.length for x in advice.curve]
+    return {
+        advice.chosen: (lengths, [x.seconds for x in advice.curve]),
+        "exact": (lengths, [x.exact for x in advice.curve]),
+    }
 
 
 def _draw_runs(axis: Any, advice: Advice) -> None:
@@ -106,12 +127,4 @@ def _draw_runs(axis: Any, advice: Advice) -> None:
     axis.set(xlabel="mean relative error of the attentions", ylabel=advice.kind, xscale="log")
     if advice.kind == RATIO:
         axis.set_yscale("log")
-    axis.legend(fontsize=7, frameon=False)
-
-
-def _draw_times(axis: Any, advice: Advice) -> None:
-    lengths = [x.length for x in advice.curve]
-    axis.plot(lengths, [x.seconds for x in advice.curve], label=advice.chosen, **style(0))
-    axis.plot(lengths, [x.exact for x in advice.curve], label="exact", **style(1))
-    axis.set(xlabel="tokens", ylabel="seconds", xscale="log", yscale="log")
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=10, frameon=False)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kernelformer.data.texts import TextsUsed
+from kernelformer.files import finite
 
 
 @dataclass
@@ -62,12 +62,3 @@ class ConversionResult:
         own = {"setting": setting, "reports": reports, "texts": texts, "judged": judged}
         plain: dict[str, Any] = finite({**vars(self), **own})
         return plain
-
-
-def finite(value: Any) -> Any:
-    """Plain values with None for what is no number: JSON has no word for it."""
-    if isinstance(value, dict):
-        return {name: finite(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,7 @@ from kernelformer.formatting import visible
 from kernelformer.reports.comparison import Comparison, Curve
 
 INK = "#1b1e23"  # becomes the page's own text colour, so that figures follow light and dark
-COLOURS = ("#1a7fc3", "#d55e00", "#009e73", "#cc79a7", "#c98a00", "#3d9fd6", "#808080")
+COLOURS = ("#1a7fc3", "#d55e00", "#009e73", "#c2679a", "#b87d00", "#8a63c9", "#808080")  # 3:1 on light and dark cards
 MARKERS = "osD^vP<*"
 STYLES = len(COLOURS) * len(MARKERS)  # 7 and 8 have no common divisor, so that all pairs come
 LINES = ("-", "--", "-.", ":")
@@ -35,12 +35,16 @@ def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, flo
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
     rc: dict[Any, Any] = {**dict.fromkeys(inked, INK), "axes.facecolor": "none", "axes.grid": True, "grid.alpha": 0.14}
     rc |= {"axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 4.5, "lines.linewidth": 1.7}
+    rc |= {"font.size": 11.5}  # on a narrow screen a figure is shown smaller than it is drawn
     rc |= {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": name}  # a $ in a label is a $
     buffer = io.BytesIO()
     with mpl.rc_context(rc), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser's font has it, or shows a box
         figure = Figure(figsize=size, layout="constrained", facecolor="none")
-        draw(figure.subplots())
+        axes = figure.subplots()
+        draw(axes)
+        _plain_numbers(axes.xaxis, axes.get_xlim())
+        _plain_numbers(axes.yaxis, axes.get_ylim())
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
 
     def own(key: str, value: str) -> str:
@@ -58,6 +62,18 @@ def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, flo
     return ElementTree.tostring(root, encoding="unicode")
 
 
+def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:
+    """Write the numbers of a logarithmic axis as numbers: by default they are formulas, which pages do not read."""
+    from matplotlib.ticker import LogFormatter
+
+    if axis.get_scale() == "log":
+        low, high = sorted(limits)
+        narrow = low > 0 and high / low < 100  # fewer than two powers of ten: those between them are needed too
+        if isinstance(axis.get_major_formatter(), LogFormatter):
+            axis.set_major_formatter(lambda x, _: f"{x:,g}")
+            axis.set_minor_formatter(lambda x, _: f"{x:,g}" if narrow and f"{x:.0e}"[0] in "25" else "")
+
+
 def draw_curves(
     axis: Any,
     comparison: Comparison,
@@ -73,7 +89,7 @@ def draw_curves(
         comparison: of the runs.
         curves: by the place of the run.
         x: 0 for steps, 1 for seconds.
-        mark: whether points have markers.
+        mark: whether points are few, and have markers of their own.
         places: the style of each label; None: by their order.
     """
     alone, frame = [], []
@@ -90,7 +106,7 @@ def draw_curves(
         at = both[..., 0].mean(0) if x else np.array(common)
         mean = both[..., 1].mean(0)
         spread = both[..., 1].std(0, ddof=1) if len(whole) > 1 else 0 * mean
-        axis.plot(at, mean, **style(index) | ({"markevery": max(1, len(at) // 10)} if mark else {"marker": ""}))
+        axis.plot(at, mean, **style(index) | {"markevery": max(1, len(at) // (10 if mark else 5))})
         axis.fill_between(at, mean - spread, mean + spread, color=COLOURS[index % 7], alpha=0.2, linewidth=0)
         late = slice(len(at) // 8, None)
         frame += [*(mean - spread)[late], *(mean + spread)[late]]
@@ -145,7 +161,7 @@ def draw_bars(axis: Any, comparison: Comparison, values: Mapping[str, float], sh
     """Draw one bar for each label."""
     colours = [COLOURS[comparison.labels.index(label) % 7] for label in values]
     bars = axis.barh(range(len(values)), list(values.values()), color=colours, height=0.62)
-    axis.bar_label(bars, [show(value) for value in values.values()], padding=3, fontsize=9)
+    axis.bar_label(bars, [show(value) for value in values.values()], padding=3, fontsize=10.5)
     short = [label if len(label) < 25 else label[:12] + "…" + label[-11:] for label in map(visible, values)]
     axis.set_yticks(range(len(values)), short)
     axis.set(ylim=(len(values) - 0.5, -0.5), xmargin=0.2, xticks=[])

@@ -4,50 +4,20 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from kernelformer.formatting import visible
 from kernelformer.reports.figures import svg
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-CSS = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1b1e23; --soft: #5b6270; --line: #dde1e7; --card: #f8f9fb;
-  --mark: #e8f1f9; --font: system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --paper: #14161a; --ink: #e4e7ec; --soft: #a2a9b5; --line: #333943; --card: #1b1e24; --mark: #1b2b39 } }
-body { box-sizing: border-box; margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 1100px; overflow-wrap: anywhere;
-  background: var(--paper); color: var(--ink); font: 1rem/1.55 var(--font) }
-h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .4rem }
-h2 { font-size: 1.2rem; margin: 2.2rem 0 .8rem; padding-bottom: .3rem; border-bottom: 1px solid var(--line) }
-h3 { font-size: 1rem; margin: 1.2rem 0 .4rem } p { margin: .7rem 0; max-width: 54rem }
-.soft, small { color: var(--soft); font-size: .875em; font-weight: 400 }
-.scroll { overflow-x: auto }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; overflow-wrap: normal }
-th, td { padding: .45rem .7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
-th { font-weight: 500; min-width: 8rem; overflow-wrap: break-word }
-thead th { color: var(--soft); font-weight: 600; min-width: 0; vertical-align: bottom }
-.results { width: 100% } .results td, .results thead th + th { text-align: right }
-.results td { white-space: nowrap } .results small { display: block; text-indent: 0 }
-.results tbody th { min-width: min(14rem, 45vw); padding-left: 3.7rem; text-indent: -3rem }
-.best tbody > :first-child { background: var(--mark) } .best tbody > :first-child > :nth-child(-n+2) {font-weight: 700}
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem }
-figure, pre { padding: .8rem; background: var(--card); border: 1px solid var(--line); border-radius: .5rem }
-figure { margin: 0; break-inside: avoid } figcaption { font-weight: 600; margin-bottom: .5rem }
-svg { display: block; width: 100%; height: auto; stroke-linejoin: round }
-svg text { font-family: var(--font) !important }
-svg.key { display: inline-block; width: 2.5rem; height: .85rem; vertical-align: -.1rem; margin-right: .5rem }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; list-style: none; margin: 0 0 .8rem; padding: 0 }
-pre { font-size: .85rem; white-space: pre-wrap; margin: .3rem 0 1rem }
-summary { cursor: pointer; font-weight: 600; padding: .4rem 0 }
-@media print {
-  body { max-width: none; padding: 0; font-size: 9.5pt }
-  .figures { grid-template-columns: 1fr 1fr }
-  table { font-size: 7.5pt; overflow-wrap: anywhere }
-  th, td { padding: .3em .5em }
-  .results td { white-space: normal }
-  details::details-content { content-visibility: visible; display: block }
-  section { break-inside: avoid } }
-"""
+
+
+@cache
+def style_sheet() -> str:
+    """The one style sheet of all pages."""
+    return Path(__file__).with_name("page.css").read_text("utf-8")
 
 
 def safe(value: object) -> str:
@@ -74,7 +44,7 @@ def table(name: str, head: Sequence[str], lines: Sequence[Sequence[str]], kind: 
     )
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{safe(name)}"><table class="{kind}">'
-        f"<thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<caption>{safe(name)}</caption><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 
@@ -89,14 +59,14 @@ def section(title: str, *parts: str, anchor: str = "") -> str:
     return f"<section{name}><h2>{safe(title)}</h2>\n{''.join(parts)}</section>"
 
 
-def whole_page(title: str, about: str, main: str, css: str = "") -> str:
+def whole_page(title: str, about: str, main: str, kind: str = "") -> str:
     """The page.
 
     Args:
         title: of the page, as it is.
         about: one paragraph, as it is.
         main: HTML.
-        css: beyond what all pages share.
+        kind: of the page, a class of the style sheet.
     """
     return f"""<!DOCTYPE html>
 <html lang="en"><head>
@@ -105,11 +75,12 @@ def whole_page(title: str, about: str, main: str, css: str = "") -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{safe(title)}</title>
-<style>{CSS}{css}</style>
-</head><body>
+<style>{style_sheet()}</style>
+</head><body class="{kind}">
+<a class="skip" href="#main_content">Skip to the content</a>
 <header><h1>{safe(title)}</h1>
 <p class="soft">{safe(about)}</p></header>
-<main>
+<main id="main_content" tabindex="-1">
 {main}
 </main>
 </body></html>

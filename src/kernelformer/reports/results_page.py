@@ -23,26 +23,6 @@ from kernelformer.reports.page import figure, pre, safe, section, table, whole_p
 from kernelformer.reports.results import Recorded, add_results, in_order, parse, read_results
 
 PAGE = "index.html"
-CSS = """
-body { max-width: 1240px }
-.results thead small, .pairs small { display: block } .results thead a { color: inherit }
-.overview td, .overview thead th { padding-left: .5rem; padding-right: .5rem }
-.overview tbody th { position: sticky; left: 0; background: var(--paper) }
-.pairs td { text-align: right } .plain { display: inline-block; width: 3rem }
-mark { background: none; color: inherit }
-mark.top { font-weight: 700; background: var(--mark); border-radius: .25rem; padding: .1rem .3rem }
-td > mark.top { margin-right: -.3rem }
-mark.linear { text-decoration: underline 2px; text-underline-offset: .2em }
-.distance { border-left: 3px solid var(--line); padding-left: .8rem }
-.figures { margin-top: 1rem }
-figure .legend { margin: .5rem 0 0; font-size: .875em } figure .legend small { margin-left: .3em }
-@media (max-width: 40rem) { .overview svg.key { display: none }
-  .overview tbody th { min-width: 0; padding-left: .2rem; text-indent: 0 } }
-@media print { section { break-inside: auto } h2, h3 { break-after: avoid } tr { break-inside: avoid }
-  .overview { font-size: 6.5pt } .overview td { white-space: nowrap } .overview svg.key, .settings { display: none }
-  .overview td, .overview thead th { padding: .3em .25em } .overview td > mark.top { padding: 0; margin: 0 }
-  .overview tbody th { position: static; min-width: 0; max-width: 11em; padding-left: 0; text-indent: 0 } }
-"""
 ABOUT = (
     "Attentions trained on the same data in the same order, by kernelformer compare; every section has the command "
     "that makes it again. This page is made by kernelformer results."
@@ -113,7 +93,7 @@ def results_page(records: Sequence[Recorded]) -> str:
     places = _places(records)
     shown = [_task(anchors[name], some, places) for name, some in by_name.items()]
     main = "\n".join([_overview(newest, anchors, places), *shown])
-    return whole_page("Results on record", ABOUT, main, CSS)
+    return whole_page("Results on record", ABOUT, main, "wide")
 
 
 def _places(records: Sequence[Recorded]) -> dict[str, int]:

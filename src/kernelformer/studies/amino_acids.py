@@ -161,7 +161,7 @@ def chosen_sequences(settings: Settings) -> list[str]:
     if len(texts) < settings.sequences:
         raise ValueError(
             f"{settings.text} has {len(texts)} sequences of two residues or more, and {settings.sequences} were asked "
-            f"for; say --sequences {len(texts)}."
+            f"for; say --samples {len(texts)}."
         )
     return [texts[i][: settings.length] for i in order(0, settings.sequences, len(texts), settings.seed)]
 

@@ -6,7 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernelformer.measure.settings import BOUNDS
-from kernelformer.settings import Settings, integers, numbers, option, parse_layers, split_names
+from kernelformer.settings import (
+    KIND,
+    MAX_SECONDS,
+    MEMORY,
+    MODEL,
+    PICKLE,
+    SEED,
+    TEXTS,
+    Settings,
+    integers,
+    numbers,
+    option,
+    parse_layers,
+    split_names,
+)
 
 ENCODER_ATTENTIONS = ("softmax", "favor+:num_features=256", *BOUNDS)
 SHORT_SIZES = ("512x8", "256x16", "128x32", "64x64", "32x128", "16x256", "8x512", "4x1024", "1x1024")
@@ -24,10 +38,10 @@ class SparsitySettings(Settings):
 
     attention: tuple[str, ...] = option((), SPECS, former="methods")
     relevances: tuple[float, ...] = option((0.1, 0.5, 0.9), "probabilities that a position counts")
-    seeds: int = option(1, "runs of each", least=1)
-    steps: int = option(800, least=1)
-    length: int = option(48, least=4)
-    features: int = option(64, least=1)
+    seeds: int = option(1, "runs of each, with as many seeds", least=1)
+    steps: int = option(800, "updates", least=1)
+    length: int = option(48, "tokens of a sample", least=4)
+    features: int = option(64, "number of features", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +59,11 @@ class RedrawsSettings(Settings):
 class ApproximationSettings(Settings):
     """Settings of `studies.approximation`."""
 
-    encoder: str = option(help="folder of transformers, or name on the hub", path=True)
-    text: Path = option(help=".jsonl with 'text' in each line, or .txt, one text a line")
+    encoder: str = option(help=MODEL, path=True, name="model", former="encoder")
+    text: Path = option(help=TEXTS)
     lengths: tuple[int, ...] = option((128, 256, 512), "tokens", least=1)
     features: tuple[int, ...] = option((16, 32, 64, 128, 256), "landmarks, features or rank", least=1)
-    texts: int = option(2, "of each length", least=1)
+    texts: int = option(2, "texts to measure on, of each length", least=1, name="samples", former="texts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +72,7 @@ class PositionsSettings(Settings):
 
     lengths: tuple[int, ...] = option((1024, 2048, 4096, 8192, 16384), "tokens; the paper goes to 40960", least=1)
     draws: int = option(16, "of frequencies, queries and keys", least=2)
-    repeats: int = option(5, "timed calls of each forward", least=1)
+    repeats: int = option(5, "timed calls of each forward", least=1, name="rounds", former="repeats")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +81,7 @@ class EncoderSettings(Settings):
 
     sizes: tuple[str, ...] = option(("regular", "small"), "of regular, small, arena")
     lengths: tuple[int, ...] | None = option(None, "tokens; default: each size's own", least=1)
-    layers: int = option(6, least=1)
+    layers: int = option(6, "of the model", least=1)
     depths: tuple[int, ...] = option(
         (12, 20),
         "further numbers of layers; 'none' for none",
@@ -77,11 +91,11 @@ class EncoderSettings(Settings):
     deep_lengths: tuple[int, ...] | None = option(
         None, "tokens for those; default: the shortest and the middle one", least=1
     )
-    attention: tuple[str, ...] = option(ENCODER_ATTENTIONS, "specs separated by commas; opt, opt+qk are the bounds")
+    attention: tuple[str, ...] = option(ENCODER_ATTENTIONS, f"{SPECS}; opt, opt+qk are the bounds")
     heap: str = option("default", "default or kept: the allocator's settings")
     budget: float = option(20.0, "seconds per case and pass", least=0.01)
-    limit: float = option(60.0, "seconds of one pass beyond which it is not run", least=0.01)
-    memory: bool = option(True, "measure peak memory too")
+    limit: float = option(60.0, MAX_SECONDS, least=0.01, name="max_seconds", former="limit")
+    memory: bool = option(True, MEMORY)
     rounds: int = 5  # steps of each attention, interleaved; at least so many
 
 
@@ -89,8 +103,8 @@ class EncoderSettings(Settings):
 class OverheadSettings(Settings):
     """Settings of `studies.overhead`."""
 
-    recipe: str = option("demo", "a name of `kernelformer list`", argument=True)
-    attention: tuple[str, ...] = option((), "specs separated by commas; default: the recipe's")
+    recipe: str = option("demo", "a recipe of `kernelformer list`", argument=True, shown="RECIPE")
+    attention: tuple[str, ...] = option((), f"{SPECS}; default: the recipe's")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +115,11 @@ class PackingSettings(Settings):
     length: int = option(1024, "tokens of a packed row", least=2)
     median: int = option(290, "tokens of a sequence", least=2)
     batch: int = option(8, "rows of a step", least=1)
-    width: int = option(128, least=1)
-    layers: int = option(2, least=1)
-    heads: int = option(4, least=1)
+    width: int = option(128, "of the model: its hidden size", least=1)
+    layers: int = option(2, "of the model", least=1)
+    heads: int = option(4, "of the attention", least=1)
     rounds: int = option(5, "passes of each, interleaved", least=1)
-    seed: int = option(0, least=0)
+    seed: int = option(0, SEED, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,61 +148,63 @@ class NormalizedSettings(Settings):
     data: Path | None = option(None, "file or folder of text; default: Python's own sources")
     steps: int = option(600, "of training, for each of four models", least=1)
     length: int = option(256, "bytes of a sample", least=2)
-    layers: int = option(2, least=1)
-    width: int = option(128, least=1)
-    heads: int = option(4, least=1)
+    layers: int = option(2, "of the model", least=1)
+    width: int = option(128, "of the model: its hidden size", least=1)
+    heads: int = option(4, "of the attention", least=1)
     batch: int = option(8, "samples per step", least=1)
-    lr: float = option(5e-3, "the largest; ten times that for position tables")
+    lr: float = option(5e-3, "the largest; ten times that for position tables", name="learning_rate", former="lr")
     scale: float = option(1.0, "of normalized attention; the paper's is 1")
     features: tuple[int, ...] = option((16, 32, 64, 128, 256), "numbers of random features", least=1)
     draws: int = option(5, "of the features", least=2)
     draw: str = option("iid", "how they are drawn: iid as in the paper, orthogonal, ...")
     samples: int = option(64, "validation windows", least=1)
-    seed: int = option(0, least=0)
+    seed: int = option(0, SEED, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionSettings(Settings):
     """Settings of `studies.conversion`."""
 
-    model: str = option(help="folder of transformers, or name on the hub", argument=True, path=True)
-    text: Path = option(help="to distill on: .jsonl with 'text' in each line, or one text a line")
-    held_out: Path = option(help="to measure on, of the same form")
+    model: str = option(help=MODEL, argument=True, path=True, shown="MODEL")
+    text: Path = option(help=f"texts to learn from: {TEXTS}", name="distill", former="text")
+    held_out: Path = option(help=f"texts to measure on: {TEXTS}", name="text", former="held_out")
     attention: tuple[str, ...] = option((), SPECS, former="methods")
     features: int = option(128, "of each method, where --attention does not say", least=2)
     seconds: float = option(300.0, "of distillation for each method", least=0)
     length: int = option(256, "tokens of a text", least=2)
     batch: int = option(4, "texts of a step", least=1)
-    samples: int = option(128, "held-out texts", least=1)
+    samples: int = option(128, "texts to measure on", least=1)
     probe: int = option(0, "labelled texts for a linear probe; 0: none", least=0)
     layers: tuple[int | str, ...] | None = option(
         None, "0-3,5 or patterns of names; default: all", parse=lambda _, text: tuple(parse_layers(text))
     )
-    task: str = option("auto", "auto, encoder, masked or causal")
-    allow_pickle: bool = option(False, "read pickled weights", switch=True)
+    task: str = option("auto", KIND)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
     save: Path | None = option(None, "folder that distilled models go to")
-    seed: int = option(0, least=0)
+    seed: int = option(0, SEED, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsSettings(Settings):
     """Settings of `studies.lengths`."""
 
-    model: Path = option(help="folder of a pretrained model; --random needs its config.json alone", argument=True)
+    model: Path = option(
+        help="folder of transformers; --random needs its config.json alone", argument=True, shown="MODEL"
+    )
     attention: tuple[str, ...] = option(
-        ("loglinear:num_features=128", "favor+:num_features=128"), "what it is converted to, separated by commas"
+        ("loglinear:num_features=128", "favor+:num_features=128"), f"what it is converted to: {SPECS}"
     )
     baselines: tuple[str, ...] = option(("sdpa", "eager"), "of the original: sdpa, eager")
     lengths: tuple[int, ...] = option((256, 512, 1024, 2048, 4096, 8192), "tokens", least=1)
-    task: str = option("auto", "encoder or causal; auto: what the model is")
+    task: str = option("auto", "what the model is: auto, encoder or causal")
     random: bool = option(False, "draw the weights", switch=True)
     backward: bool = option(False, "measure forward + backward too", switch=True)
     generate: int = option(0, "the longest context to generate after; 0: none", least=0)
     batch: int = option(1, "sequences of a pass", least=1)
     budget: float = option(10.0, "seconds for each length and pass", least=0.01)
-    limit: float = option(60.0, "seconds of one pass beyond which it is not run", least=0.01)
-    memory: bool = option(True, "measure peak memory too")
-    allow_pickle: bool = option(False, "read weights from a pickle, which can run code")
+    limit: float = option(60.0, MAX_SECONDS, least=0.01, name="max_seconds", former="limit")
+    memory: bool = option(True, MEMORY)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
     rounds: int = 5  # passes of each, interleaved; at least so many
 
 
@@ -198,16 +214,16 @@ class ServingSettings(Settings):
 
     model: str = option("", "folder or .gguf of a decoder; default: random weights, SmolLM2-135M's sizes", path=True)
     attention: tuple[str, ...] = option(
-        ("loglinear:num_features=64:window=64:sinks=4",), "what it is converted to, separated by commas"
+        ("loglinear:num_features=64:window=64:sinks=4",), f"what it is converted to: {SPECS}"
     )
     lengths: tuple[int, ...] = option((1024, 4096, 16384, 65536), "tokens of the prompt", least=1)
     chunk: int = option(4096, "tokens of the prompt that a converted model reads at once", least=1)
     batch: int = option(1, "prompts at once", least=1)
     rounds: int = option(2, "timed prefills and tokens of each, at least", least=1)
     budget: float = option(20.0, "seconds for all prefills of a length, and for all tokens", least=0.01)
-    limit: float = option(900.0, "seconds of one prefill beyond which it is not run", least=0.01)
-    memory: bool = option(True, "measure peak memory too")
-    allow_pickle: bool = option(False, "read weights from a pickle, which can run code")
+    limit: float = option(900.0, MAX_SECONDS, least=0.01, name="max_seconds", former="limit")
+    memory: bool = option(True, MEMORY)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,8 +275,8 @@ class FeaturesSettings(Settings):
     errors: tuple[float, ...] = option((0.5, 0.2, 0.1), "of the output, for the time at equal error", least=1e-6)
     time_length: int = option(4096, "tokens of a timed forward", least=1)
     rounds: int = option(3, "timed forwards of each, interleaved", least=1)
-    allow_pickle: bool = option(False, "read pickled weights", switch=True)
-    seed: int = option(0, least=0)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    seed: int = option(0, SEED, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,38 +291,40 @@ class EstimatorsSettings(Settings):
     dims: tuple[int, ...] = option((1, 4, 16, 64), "d of Theorems 1, 3 and 4", least=1)
     draws: int = option(100_000, "of frequencies, for single pairs of vectors", least=2)
     tokens: int = option(1024, "queries, and keys, of Theorem 4", least=1)
-    seed: int = option(0, least=0)
+    seed: int = option(0, SEED, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DepthSettings(Settings):
     """Settings of `studies.depth`."""
 
-    model: str = option(help="folder of transformers, or name on the hub", argument=True, path=True)
-    text: Path = option(help=".jsonl with 'text' in each line, or one text a line")
+    model: str = option(help=MODEL, argument=True, path=True, shown="MODEL")
+    text: Path = option(help=TEXTS)
     attention: tuple[str, ...] = option((), SPECS)
     draws: int = option(3, "of each map that is random", least=2)
-    texts: int = option(16, "to measure on", least=1)
+    texts: int = option(16, "texts to measure on", least=1, name="samples", former="texts")
     length: int = option(256, "tokens of a text, at most", least=2)
     batch: int = option(4, "texts at once", least=1)
-    task: str = option("auto", "auto, encoder, masked or causal")
-    allow_pickle: bool = option(False, "read pickled weights", switch=True)
-    seed: int = option(0, least=0)
+    task: str = option("auto", KIND)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    seed: int = option(0, SEED, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AminoAcidsSettings(Settings):
     """Settings of `studies.amino_acids`."""
 
-    model: str = option(help="folder of a protein language model", argument=True, path=True)
+    model: str = option(help=f"a protein language model: {MODEL}", argument=True, path=True, shown="MODEL")
     text: Path = option(help="sequences, one a line")
     attention: tuple[str, ...] = option((), SPECS)
-    sequences: int = option(800, "to aggregate over, as in the paper", least=2)
+    sequences: int = option(
+        800, "sequences to measure on, as in the paper", least=2, name="samples", former="sequences"
+    )
     length: int = option(128, "residues of a sequence, at most", least=2)
     batch: int = option(8, "sequences at once", least=1)
     resamples: int = option(1000, "of the sequences and of the amino acids' names", least=2)
-    allow_pickle: bool = option(False, "read pickled weights", switch=True)
-    seed: int = option(0, least=0)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    seed: int = option(0, SEED, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,9 +335,9 @@ class RanksSettings(Settings):
     ranks: tuple[int, ...] = option((2, 4), "numbers of ranks, a process of one thread each", least=2)
     length: int = option(32768, "tokens of each rank", least=1)
     crowded_length: int = option(4096, "tokens of each rank that are timed where ranks outnumber the cores", least=1)
-    batch: int = option(1, least=1)
-    heads: int = option(8, least=1)
-    head_dim: int = option(64, least=1)
+    batch: int = option(1, "sequences at once", least=1)
+    heads: int = option(8, "of the attention", least=1)
+    head_dim: int = option(64, "width of a head", least=1)
     rounds: int = option(5, "timed repeats of each, interleaved, after one that warms up", least=1)
     softmax: int = option(4096, "tokens that exact attention is timed with, for the plan", least=1)
     memory: bool = option(True, "measure peak memory too, of one rank alone as well")

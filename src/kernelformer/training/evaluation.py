@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
-from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
@@ -201,6 +201,7 @@ def evaluate(
     batch_size: int = 32,
     samples: int | None = None,
     log: Log | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
     """Loss and metric of a model on a split.
 
@@ -212,6 +213,7 @@ def evaluate(
         samples: at most so many, spread evenly over the split; None: all.
         log: called with a sentence each on what was left out of the data or cut, on data that is not that of the run,
             and on a model that is not that of a finished run.
+        progress: called after each batch with their number so far and in all.
 
     Returns:
         ``{"loss": ..., metric: ...}``, other scores, and the standard errors over the samples of the first two as
@@ -239,7 +241,8 @@ def evaluate(
         training = model.training
         try:
             data = _some(task.split(split), samples)
-            trainer = TaskTrainer(task, model, args)  # type: ignore[arg-type]
+            counter = [] if progress is None else [_Batches(progress)]
+            trainer = TaskTrainer(task, model, args, callbacks=counter)  # type: ignore[arg-type]
             trainer.split_name = split
             values = trainer.evaluate(data)
             values |= judged(task, model, data, batch_size)
@@ -249,6 +252,17 @@ def evaluate(
         for remark in task.remarks():
             log(remark)
     return {name.removeprefix("eval_"): value for name, value in scores(values).items()}
+
+
+class _Batches(TrainerCallback):
+    """Counts the batches of an evaluation."""
+
+    def __init__(self, progress: Callable[[int, int], None]) -> None:
+        self.progress, self.done = progress, 0
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.done += 1
+        self.progress(self.done, len(kwargs["eval_dataloader"]))
 
 
 def judged(task: Task, model: nn.Module, data: Dataset[Any], batch_size: int) -> dict[str, float]:

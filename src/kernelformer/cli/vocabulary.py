@@ -1,0 +1,30 @@
+"""One vocabulary for all commands: in which part of the help an option stands, by its name alone."""
+
+from __future__ import annotations
+
+INPUT = "Input"
+ATTENTION = "Attention"
+SIZE = "Size"
+TRAINING = "Training"
+DISTILLATION = "Distillation"
+MEASURING = "Measuring"
+WRITING = "Writing text"
+RUNNING = "Running"
+OUTPUT = "Output"
+
+_PARTS: dict[str, str] = {
+    INPUT: "allow_pickle baselines column data date encoder held_out list_ model original pattern peers prompt quick "
+    "random recipe relevances samples sequence sequences skip_bad split task text texts tokenizer add",
+    ATTENTION: "attention bias features gamma heads_exact keep keep_heads layers max_distance norms recall_heads "
+    "scale sinks window draw draws first_draw",
+    SIZE: "batch depths deep_lengths dims head_dim heads length lengths median size sizes crowded_length chunk width "
+    "time_length use_length shard_tokens validation_share test_share ranks softmax",
+    TRAINING: "context_parallel learning_rate resume seeds set sets steps timeout",
+    DISTILLATION: "distill lora lora_layers minutes repeats seconds tune window_dropout",
+    MEASURING: "backward budget check errors generate gradients heap heaps max_seconds memory modes passes "
+    "passkey_lengths passkeys probe resamples rounds sample_tokens tolerance",
+    WRITING: "beams length_penalty temperature tokens top_k",
+    RUNNING: "device follow_links hours limits seed threads",
+    OUTPUT: "as_json force help out page records save tables version",
+}
+PANELS: dict[str, str] = {name: part for part, names in _PARTS.items() for name in names.split()}

@@ -1,0 +1,19 @@
+"""All commands of the command line, as it builds them."""
+
+from __future__ import annotations
+
+import typer
+
+from kernelformer.cli.app import app
+
+
+def every_command() -> dict[str, object]:
+    """Commands by their words, those of groups too."""
+    commands = {}
+    for name, command in typer.main.get_command(app).commands.items():
+        inner = getattr(command, "commands", None)
+        commands |= {name: command} if inner is None else {f"{name} {x}": y for x, y in inner.items()}
+    return commands
+
+
+COMMANDS = every_command()

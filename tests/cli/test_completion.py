@@ -1,0 +1,56 @@
+"""Names that the shell completes, and that it need not wait for torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import kernelformer as kf
+from kernelformer.cli import completion
+from kernelformer.evidence.items import ITEMS
+from kernelformer.modules.sparse_layers import SPARSE_LAYERS
+from kernelformer.tasks import TASKS
+
+
+def test_every_name_is_known():
+    assert set(completion.method_names()) == {*kf.list_methods(), *SPARSE_LAYERS}
+    assert set(TASKS) & set(completion.recipes("")) >= {"bytes", "listops"}
+    assert set(completion.items("")) == set(ITEMS)
+    assert {"methods", "favor+", "sky-text"} <= set(completion.listed(""))
+
+
+def test_the_last_of_a_list_is_completed():
+    assert completion.attentions("gmm") == ["gmm-prf", "gmm-rks"]
+    assert completion.attentions("softmax,gmm-p") == ["softmax,gmm-prf"]
+    assert completion.one_of("forward", "train")("forward,t") == ["forward,train"]
+    assert completion.recipes("no such") == []
+
+
+def test_a_shell_gets_commands_options_and_names_without_torch():
+    code = """
+import os, subprocess, sys
+from io import StringIO
+from contextlib import redirect_stdout
+from kernelformer.cli.app import app
+for words in ("kernelformer tra", "kernelformer study est", "kernelformer train list", "kernelformer convert --atte",
+              "kernelformer bench --attention softmax,gmm-r", "kernelformer reproduce var"):
+    os.environ.update(_KERNELFORMER_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(len(words.split()) - 1))
+    out = StringIO()
+    try:
+        with redirect_stdout(out):
+            app(prog_name="kernelformer")
+    except SystemExit:
+        pass
+    print(" ".join(out.getvalue().split()))
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "train translate",
+        "estimators",
+        "listops",
+        "--attention",
+        "softmax,gmm-rks",
+        "variance",
+        "False",
+    ]

@@ -1,0 +1,121 @@
+"""--json: JSON and nothing else on stdout, for every command that prints a table."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from commands import COMMANDS
+from typer.core import TyperOption
+from typer.testing import CliRunner
+
+from kernelformer.cli.app import app
+from kernelformer.cli.common import console
+from kernelformer.studies import STUDIES
+
+# Those that write a text, or a run whose folder has all figures.
+WITHOUT = {"train", "generate", "translate", "continue"}
+
+
+def invoke(*words):
+    result = CliRunner().invoke(app, [*map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), result.stderr
+
+
+def test_every_command_that_prints_a_table_has_the_option():
+    has = {
+        name for name, x in COMMANDS.items() if any(isinstance(y, TyperOption) and "--json" in y.opts for y in x.params)
+    }
+    assert has == COMMANDS.keys() - WITHOUT - {"export"} | (has & {"export"})
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["list"], {"methods", "tasks", "recipes"}),
+        (["list", "tasks"], {"tasks"}),
+        (["list", "favor+"], {"method", "about", "options", "positions"}),
+        (["list", "sky-text"], {"recipe", "settings", "compared", "about", "source", "note"}),
+        (["doctor"], {"versions", "extras", "threads", "allocator", "devices", "caches", "hub", "self_check"}),
+    ],
+)
+def test_what_is_there_is_told_as_json_and_the_tables_go_to_stderr(words, keys):
+    value, beside = invoke(*words)
+    assert value.keys() == keys
+    assert beside
+    plain = CliRunner().invoke(app, words)
+    assert plain.stdout  # the next command without --json prints to stdout again
+    assert not console.stderr
+
+
+def test_items_are_told_with_their_jobs(tmp_path):
+    value, beside = invoke("reproduce", "--list", "--records", tmp_path)
+    assert {"item", "jobs", "jobs_left", "missing_data"} <= value[0].keys()
+    assert value[0]["item"] in beside
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_prints_its_record(name, tmp_path, monkeypatch):
+    study, out = STUDIES[name], tmp_path / "out"
+    file = f"kernelformer.studies.{name.replace('-', '_')}"
+    steps = {"steps": lambda _: 1, "run": lambda _, folder, log, progress: (log("a sentence"), progress())}
+    for what, how in {**steps, "tables": lambda _: ["a table"], "picture": lambda *_: None}.items():
+        monkeypatch.setattr(f"{file}.{what}", how)
+    monkeypatch.setattr(f"{file}.record", lambda _: {"error": float("nan"), "rows": [1, 2]})
+    needed = {
+        "redraws": ["x"],
+        "approximation": ["--model", "x", "--text", "y"],
+        "lengths": ["x"],
+        "depth": ["x", "--text", "y"],
+        "amino-acids": ["x", "--text", "y"],
+        "conversion": ["x", "--distill", "y", "--text", "z"],
+    }
+    value, beside = invoke("study", study.name, *needed.get(name, []), "--out", out)
+    assert value["command"].startswith(f"kernelformer study {name}")
+    assert (value["error"], value["rows"]) == (None, [1, 2])  # JSON has no word for what is no number
+    assert "a sentence\n" in beside
+    assert "a table\n" in beside
+
+
+def test_results_of_jobs_are_printed(tmp_path, monkeypatch):
+    """Jobs that take long are stood in for: what they return is printed, whatever it is."""
+    made = SimpleNamespace(
+        as_json=lambda: {"figure": 0.5}, texts={}, remarks=[], judged=None, trials=[], left_out=[], splits={}
+    )
+    monkeypatch.setattr("kernelformer.pipelines.convert.run", lambda *_, **__: made)
+    monkeypatch.setattr("kernelformer.pipelines.judge.judge_folder", lambda *_, **__: made)
+    monkeypatch.setattr("kernelformer.reports.conversion.tables", lambda _: ["a table"])
+    for name in ("tables", "remarks"):
+        monkeypatch.setattr(f"kernelformer.reports.judgement.{name}", lambda _: ["a table"])
+    assert invoke("convert", "m", tmp_path / "x")[0] == {"figure": 0.5}
+    assert invoke("judge", tmp_path, "--original", "m")[0] == {"figure": 0.5}
+
+    monkeypatch.setattr("kernelformer.pipelines.advise.run", lambda *_, **__: made)
+    for name in ("tables", "verdict", "paste_lines"):
+        monkeypatch.setattr(f"kernelformer.reports.advice.{name}", lambda _: ["a line"])
+    monkeypatch.setattr("kernelformer.reports.advice.record", lambda _: {"verdict": ["good"]})
+    assert invoke("advise", "m")[0] == {"verdict": ["good"]}
+
+    monkeypatch.setattr(
+        "kernelformer.training.evaluation.evaluate", lambda *_, **__: {"loss": 1.5, "accuracy": 0.5, "loss_error": 0.1}
+    )
+    value, _ = invoke("evaluate", tmp_path)
+    assert value["scores"]["accuracy"] == 0.5
+    assert value["standard_errors"] == {"loss": 0.1}
+
+    for name in ("picture", "table"):
+        monkeypatch.setattr(f"kernelformer.pipelines.attention.{name}", lambda *_: "a table")
+    monkeypatch.setattr("kernelformer.pipelines.attention.run", lambda *_, **__: made)
+    monkeypatch.setattr("kernelformer.pipelines.attention.record", lambda _: {"layers": []})
+    assert invoke("attention", "m", "--attention", "elu", "--out", tmp_path)[0] == {"layers": []}
+
+
+def test_shards_and_a_page_of_results_are_told(tmp_path):
+    (tmp_path / "a.txt").write_text("some text, and more of it\n" * 50)
+    value, beside = invoke("prepare", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "shards")
+    assert value["splits"]["train"]["tokens"] > 100
+    assert "train by: kernelformer train shards" in beside
+    value, _ = invoke("results", "--tables", "--records", tmp_path)
+    assert value == {"written": []}
