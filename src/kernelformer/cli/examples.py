@@ -34,6 +34,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("MODEL linear --attention favor+:window=64 --layers 0-3", "another attention, in some layers"),
     ),
     "judge": (("linear --original MODEL --text test.jsonl", "parts, recall and samples, beside the original"),),
+    "export": (("out/bytes exported", "a finished run as ONNX, with a script that generates without torch"),),
     "continue": (('linear --prompt "Once upon a time" --tokens 200', "with a converted decoder"),),
     "attention": (
         ('MODEL linear --prompt "A sentence."', "out/attention.png"),
