@@ -14,7 +14,17 @@ from kernelformer.cli.aliases import literal_text, picture_in, renamed
 from kernelformer.cli.app import app
 
 RENAMED = {
-    ("bench",): {"--methods": "--attention", "--window": "--max-distance"},
+    ("bench",): {"--methods": "--attention", "--window": "--max-distance", "--tasks": "--modes"},
+    ("advise",): {"--budget": "--minutes"},
+    ("results",): {"--folder": "--records"},
+    ("study", "approximation"): {"--encoder": "--model", "--texts": "--samples"},
+    ("study", "depth"): {"--texts": "--samples"},
+    ("study", "amino-acids"): {"--sequences": "--samples"},
+    ("study", "positions"): {"--repeats": "--rounds"},
+    ("study", "normalized"): {"--lr": "--learning-rate"},
+    ("study", "encoder"): {"--limit": "--max-seconds"},
+    ("study", "lengths"): {"--limit": "--max-seconds"},
+    ("study", "serving"): {"--limit": "--max-seconds"},
     ("attention",): {"--layer": "--layers", "--head": "--heads"},
     ("translate",): {"--file": "--text"},
     ("study", "sparsity"): {"--methods": "--attention"},
@@ -36,7 +46,9 @@ def test_help_has_the_new_names_alone(command):
 
 @pytest.mark.parametrize("command", RENAMED)
 def test_former_names_are_known_and_refused_beside_the_new_ones(command):
-    rest = {"attention": ["x"], "translate": ["x"], "conversion": ["x", "--text", "y", "--held-out", "z"]}
+    rest = {"attention": ["x"], "translate": ["x"], "conversion": ["x", "--distill", "y", "--text", "z"]}
+    rest |= {"advise": ["x"], "lengths": ["x"], "depth": ["x", "--text", "y"], "amino-acids": ["x", "--text", "y"]}
+    rest["approximation"] = ["--text", "y"]
     for old, new in RENAMED[command].items():
         given = [*command, *rest.get(command[-1], []), old, "7", new, "8"]
         result = CliRunner().invoke(app, given)
@@ -77,6 +89,31 @@ def test_the_benchmark_does_the_same_by_its_former_names(tmp_path, monkeypatch):
         kept[name] = row["name"], row["case"]
     assert kept["old"] == kept["new"]
     assert kept["new"][1]["window"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "warnings"),
+    [(["--distill", "a", "--text", "b"], 0), (["--text", "a", "--held-out", "b"], 2)],
+)
+def test_texts_to_learn_from_and_to_measure_on_are_named_as_in_convert(words, warnings, tmp_path, monkeypatch):
+    seen = []
+
+    def stop(settings, *_):
+        seen.append((settings.text.name, settings.held_out.name))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("kernelformer.studies.conversion.run", stop)
+    result = CliRunner().invoke(app, ["study", "conversion", "m", *words, "--out", str(tmp_path)])
+    assert "enough" in result.stderr
+    assert seen == [("a", "b")]
+    assert result.stderr.count("warning: ") == warnings
+
+
+def test_one_of_the_two_texts_alone_is_not_enough(tmp_path):
+    for words, missing in ((["--text", "b"], "--distill"), (["--held-out", "b"], "--distill"), ([], "--distill")):
+        result = CliRunner().invoke(app, ["study", "conversion", "m", *words, "--out", str(tmp_path)])
+        assert result.exit_code == 2
+        assert f"{missing} is missing" in result.stderr
 
 
 def test_a_renamed_option_keeps_its_type_and_its_bounds():

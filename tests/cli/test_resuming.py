@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from kernelformer import commands as advice
 from kernelformer import limits
-from kernelformer.cli import training as commands
 from kernelformer.cli.app import app
+from kernelformer.cli.progress import Following
 from kernelformer.recipes import catalogue
 from kernelformer.recipes.papers.base import CPU, Recipe
 from kernelformer.reports.comparison import read_run
@@ -215,15 +215,15 @@ def test_ctrl_c_in_the_demo_names_a_command_that_goes_on(tmp_path, monkeypatch):
     monkeypatch.setitem(catalogue.RECIPES, "demo", tiny)
     out = tmp_path / "demo"
     monkeypatch.setattr(sys, "argv", ["kernelformer", "demo", "--threads", "1", "--out", str(out)])
-    say = commands.say
+    log = Following.log
 
-    def interrupted(progress, bar, text, advance=0):
-        say(progress, bar, text, advance)
+    def interrupted(job, text):
+        log(job, text)
         if "step 3/40" in text:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(commands, "say", interrupted)
+        patch.setattr(Following, "log", interrupted)
         stopped = call(*sys.argv[1:])
     assert stopped.exit_code == 130, stopped.output
     options = advised(stopped.stderr)
