@@ -124,7 +124,7 @@ def test_figures_in_the_text_of_pages_are_those_of_the_records():
     errors = {(x[0], x[1], x[2]): x[3] for x in records.get("learned-kernels/kernels.json")["errors"]}
     quoted = [f"{errors[1.0, 'noise', 512]:.3f} against {errors[1.0, '1.0', 512]:.3f}"]
     quoted.append(f"{errors[2.5, 'noise', 512]:.2f} against {errors[2.5, '1.0', 512]:.2f}")
-    assert all(x in (ROOT / "docs" / "learned-kernels.md").read_text() for x in quoted)
+    assert all(x in (ROOT / "docs" / "reference" / "learned-kernels.md").read_text() for x in quoted)
 
 
 @on_file

@@ -126,7 +126,7 @@ def choice(records: Records) -> str:
             _language(records),
         ],
         [
-            "the same by any kernel: [exact nearby](docs/near-and-far.md), the kernel for the rest",
+            "the same by any kernel: [exact nearby](../reference/near-and-far.md), the kernel for the rest",
             "`favor+` with `window=64, sinks=4, rotary=True`",
             _near(records),
         ],
