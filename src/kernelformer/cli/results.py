@@ -18,6 +18,9 @@ def results(
     tables: Annotated[
         bool, typer.Option("--tables", help="only write the tables of README.md, docs and FOLDER from the records")
     ] = False,
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="only draw the pictures of README.md and docs, into docs/images")
+    ] = False,
     date: Annotated[str | None, typer.Option(help="YYYY-MM-DD, of what is added; default: when it was made")] = None,
 ) -> None:
     """Put comparisons on record, and show all that are on record on one page."""
@@ -26,6 +29,9 @@ def results(
     with plain_errors():
         if tables:
             _write_tables(folder, [*(add or ()), *(folders or ()), *([date] if date else ())])
+            return
+        if pictures:
+            _draw_pictures(folder)
             return
         files, records, others = write_results(folder, [*(add or ()), *(folders or ())], date)
         for path in files:
@@ -46,3 +52,11 @@ def _write_tables(folder: Path, others: Sequence[object]) -> None:
     for path in changed:
         console.print(f"written: {path}")
     console.print(f"pages with changed tables: {len(changed)}.")
+
+
+def _draw_pictures(folder: Path) -> None:
+    """Draw the pictures of README.md and docs, from the records and by the library."""
+    from kernelformer.reports.pictures import write_pictures
+
+    for path in write_pictures(folder):
+        console.print(f"written: {path}")
