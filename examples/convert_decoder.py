@@ -1,5 +1,4 @@
-"""Train a small Llama with exact attention on Python's own source, then convert it, and measure what is lost and saved.
-
+"""Train a small Llama with exact attention on Python's own source, then convert it, and measure what is lost and saved:
 python examples/convert_decoder.py --steps 200                           ends in a table of perplexities and caches
 """
 
