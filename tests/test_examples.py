@@ -65,4 +65,4 @@ def test_an_example_learns(name, tmp_path, monkeypatch, capsys):
     else:
         part = len(values["bits"]) // 5
         mean = [sum(values["bits"][i * part : (i + 1) * part]) / part for i in range(5)]
-        assert min(mean[1], mean[3]) > max(mean[0], mean[2], mean[4])
+        assert mean[1] > 2 + max(mean[0], mean[2], mean[4])  # random bytes

@@ -73,7 +73,9 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
     for item in items:
         missing = dict.fromkeys(name for job in left(item, place.records) for name in missing_data(job, place.data))
         if missing:
-            console.print(f"{item.name} is left out: {place.data} has no {', '.join(missing)} (docs/measured/evidence.md)")
+            console.print(
+                f"{item.name} is left out: {place.data} has no {', '.join(missing)} (docs/measured/evidence.md)"
+            )
     with progress_bar() as progress:
         bar = progress.add_task("", total=len(pending(items, place)))
         failed = run_queue(

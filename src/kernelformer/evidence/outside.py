@@ -79,7 +79,9 @@ OUTSIDE: tuple[Outside, ...] = (
         "Tests, against definitions and simulation; misprints are in docs/papers.",
     ),
     Outside(K, "Theorem 1, 2, Lemma S.1, S.3", "Nothing to measure: Turing completeness."),
-    Outside(K, "Table 1 (complexities)", "`kernelformer bench`: time over length; formulas in docs/reference/methods.md."),
+    Outside(
+        K, "Table 1 (complexities)", "`kernelformer bench`: time over length; formulas in docs/reference/methods.md."
+    ),
     Outside(
         K, "Table 2, Table 5 at full size", f"{GPU}; {RECIPE} (`kl-listops`, `kl-text`, `kl-retrieval`, `kl-image`)."
     ),

@@ -28,7 +28,12 @@ def figure(path: Path, about: str, size: tuple[float, float]) -> Iterator[Any]:
     from matplotlib.figure import Figure
 
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    rc: dict[Any, Any] = {**dict.fromkeys(inked, INK), "axes.facecolor": "none", "font.size": 11, "axes.titlesize": 12}
+    rc: dict[Any, Any] = {
+        **dict.fromkeys(inked, INK),
+        "axes.facecolor": "none",
+        "font.size": 12.5,
+        "axes.titlesize": 13.5,
+    }
     rc |= {"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2.2, "lines.markersize": 6}
     rc |= {"grid.color": INK, "grid.alpha": 0.25, "legend.frameon": False, "legend.labelcolor": INK}
     rc |= {"svg.hashsalt": path.stem, "svg.fonttype": "path"}
@@ -53,7 +58,7 @@ def box(axis: Any, corner: tuple[float, float], size: tuple[float, float], text:
 
     axis.add_patch(Rectangle(corner, *size, facecolor=f"{colour}30", edgecolor=colour, linewidth=1.6))
     middle = (corner[0] + size[0] / 2, corner[1] + size[1] / 2)
-    axis.text(*middle, text, ha="center", va="center", fontsize=11)
+    axis.text(*middle, text, ha="center", va="center", fontsize=12)
 
 
 def bare(axis: Any, width: float, height: float, title: str = "") -> None:

@@ -49,17 +49,17 @@ class Overview:
 def _seconds(records: Records) -> dict[str, dict[int, float]]:
     bench = records.bench(speed.ATTENTION)
     rows = {}
-    for shown, name in {"softmax (SDPA)": "sdpa", "favor+": "favor+"}.items():
+    for shown, name in {"softmax": "sdpa", "favor+": "favor+"}.items():
         times = {n: bench.seconds(name, "bidirectional", n, backward=True) for n in speed.LENGTHS}
         rows[shown] = {n: x for n, x in times.items() if x is not None}
     return rows
 
 
 def _cache(records: Records) -> dict[str, dict[int, float]]:
-    rows: dict[str, dict[int, float]] = {"softmax (SDPA)": {}, "converted": {}}
+    rows: dict[str, dict[int, float]] = {"softmax": {}, "converted": {}}
     for row in records.get(speed.SERVING).get("rows", []):
         if row["kind"] == "one token" and row["peak"] is not None:
-            rows["softmax (SDPA)" if row["attention"] == "sdpa" else "converted"][row["length"]] = row["peak"]
+            rows["softmax" if row["attention"] == "sdpa" else "converted"][row["length"]] = row["peak"]
     return rows
 
 

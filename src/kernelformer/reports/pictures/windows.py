@@ -29,7 +29,9 @@ def near_and_far(records: Records, path: Path) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    about = f"Keys that a query sees exactly (window {WINDOW}, {SINKS} sinks) and by the kernel, causal and bidirectional."
+    about = (
+        f"Keys that a query sees exactly (window {WINDOW}, {SINKS} sinks) and by the kernel, causal and bidirectional."
+    )
     with figure(path, about, (9, 4.4)) as drawn:
         colours = ListedColormap(["#00000000", f"{LINEAR}70", EXACT])
         for axis, causal in zip(drawn.subplots(1, 2), (True, False), strict=True):
@@ -37,7 +39,9 @@ def near_and_far(records: Records, path: Path) -> None:
             cells.set_rasterized(True)
             axis.invert_yaxis()
             axis.set_aspect("equal")
-            axis.set(xticks=[], yticks=[], xlabel="keys", ylabel="queries", title="causal" if causal else "bidirectional")
+            axis.set(
+                xticks=[], yticks=[], xlabel="keys", ylabel="queries", title="causal" if causal else "bidirectional"
+            )
         shown = {"exactly, by softmax": EXACT, "by the kernel": f"{LINEAR}70"}
         patches = [Patch(facecolor=colour, label=name) for name, colour in shown.items()]
         drawn.legend(handles=patches, loc="outside lower center", ncols=2)
