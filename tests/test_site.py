@@ -1,4 +1,4 @@
-"""The site of docs/: its links, as the hook of mkdocs makes them, and its pages of the API; mkdocs itself is not needed."""
+"""The site of docs/: its links, as the hook of mkdocs makes them, and its pages of the API; without mkdocs."""
 
 from __future__ import annotations
 

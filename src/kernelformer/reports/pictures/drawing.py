@@ -1,4 +1,4 @@
-"""How pictures of the documentation look: no background, and inks that can be read on a light page and on a dark one."""
+"""How pictures of the documentation look: no background, and inks that can be read on light pages and on dark ones."""
 
 from __future__ import annotations
 
