@@ -1,7 +1,7 @@
 """Hook of mkdocs: what stands outside of docs/ and is linked to becomes part of the site.
 
 Pages link to ``results/``, ``examples/`` or ``CONTRIBUTING.md`` by the paths that a reader of the repository follows.
-In the site ``docs/`` is the root, and the others have the places that they have in the repository: `site_path` says which.
+In the site ``docs/`` is the root, and the others keep their places in the repository: `site_path` says which.
 """
 
 from __future__ import annotations
