@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
+SITE := $(VENV)/.site
 
-.PHONY: setup demo test test-all bench tables peers lint format clean
+.PHONY: setup demo test test-all bench tables pictures docs docs-serve peers lint format clean
 
 setup: $(READY)
 
@@ -39,6 +40,20 @@ bench: $(PEERS)
 
 tables: $(READY)
 	$(BIN)/kernelformer results --tables
+
+pictures: $(READY)
+	$(BIN)/kernelformer results --pictures
+
+$(SITE): $(READY) pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# The site of docs/ in build/site; a link that leads nowhere, or a docstring that cannot be read, is an error.
+docs: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 lint: $(READY)
 	$(BIN)/ruff check .

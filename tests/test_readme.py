@@ -12,31 +12,43 @@ import kernelformer as kf
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *PAGES]
 RESULTS = sorted((ROOT / "results").rglob("*.md"))
+SCREEN = 45  # lines of a section of the README
 
 pytestmark = pytest.mark.skipif(not PAGES, reason="an installed package has no documents beside its tests")
 
 
+def shown(page: Path) -> str:
+    """A page's path in the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of a language; "" are those that say none, such as commands."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
 
 
 def named(page: str) -> set[str]:
-    """All that stands between backticks on a page of docs/."""
-    return set(re.findall(r"`([^`\n]+)`", (DOCS / page).read_text()))
+    """All that stands between backticks on a page of docs/reference."""
+    return set(re.findall(r"`([^`\n]+)`", (DOCS / "reference" / page).read_text()))
+
+
+def lines() -> list[str]:
+    """Every line of the blocks of commands."""
+    return [x for page in TEXTS for block in blocks(page, "") for x in block.splitlines()]
 
 
 def commands() -> list[str]:
-    """Every command of the pages, without the prompt's comment."""
+    """Every command of the pages from its name on, without what starts it (torchrun, accelerate)."""
     inline = [x for page in (*TEXTS, *RESULTS) for x in re.findall(r"`(kernelformer [^`\n]+)`", page.read_text())]
-    lines = [x for page in TEXTS for block in blocks(page, "") for x in block.splitlines()]
-    return [*inline, *(x for x in lines if x.startswith("kernelformer "))]
+    started = [x.partition(" -m ")[2] or x for x in lines()]
+    return [*inline, *(x for x in started if x.startswith("kernelformer "))]
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name if page.parent == ROOT else f"docs/{page.name}")
+@pytest.mark.parametrize("page", [x for x in TEXTS if blocks(x, "python")], ids=shown)
 def test_the_examples_of_a_page_run_one_after_another(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(blocks(page, "python")), str(page), "exec"), {"__name__": "__main__"})
@@ -46,14 +58,18 @@ def test_the_readme_has_examples():
     assert len(blocks(ROOT / "README.md", "python")) >= 2
 
 
+def test_the_readme_counts_the_methods():
+    assert f"All {len(kf.list_methods())}, with formulas" in (ROOT / "README.md").read_text()
+
+
 def test_every_command_and_option_that_is_shown_exists():
     typer = pytest.importorskip("typer")
     from kernelformer.cli.app import app
 
     root = typer.main.get_command(app)
-    shown = commands()
-    assert len(shown) >= 20
-    for line in shown:
+    listed = commands()
+    assert len(listed) >= 60
+    for line in listed:
         command = root
         for word in shlex.split(line, comments=True)[1:]:
             inner = getattr(command, "commands", {})
@@ -66,7 +82,17 @@ def test_every_command_and_option_that_is_shown_exists():
                 pytest.fail(f"{line}: there is no command {word}")
 
 
-@pytest.mark.parametrize("page", [*TEXTS, *RESULTS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_target_extra_and_file_of_a_command_exists():
+    made = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = set(re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    for line in lines():
+        if line.startswith("make "):
+            assert line.split()[1] in made, line
+        assert set(re.findall(r"\.\[([a-z]+)\]", line)) <= extras, line
+        assert all((ROOT / x).is_file() for x in re.findall(r"\bexamples/\S+", line)), line
+
+
+@pytest.mark.parametrize("page", [*TEXTS, *RESULTS], ids=shown)
 def test_links_lead_to_files_and_headings_that_exist(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
@@ -76,12 +102,25 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         assert file.exists(), target
         if heading:
             titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
-            assert heading in {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in titles}, target
+            plain = [re.sub(r"[^\w\- ]", "", x.lower()) for x in titles]
+            assert heading in {x.replace(" ", "-") for x in plain}, target  # as the repository's pages have it
+            assert heading in {re.sub(r"[-\s]+", "-", x.strip()) for x in plain}, target  # and those of the site
 
 
-def test_every_page_is_in_the_index():
-    missing = [page.name for page in PAGES if page.name not in (DOCS / "README.md").read_text()]
-    assert not [x for x in missing if x != "README.md"]
+def test_every_page_is_in_the_index_and_in_the_menu_of_the_site():
+    index, menu = (DOCS / "README.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES:
+        place = page.relative_to(DOCS).as_posix()
+        assert place == "README.md" or f"]({place})" in index, place
+        assert f": {place}\n" in menu, place
+    for place in re.findall(r": (\S+\.md)$", menu, re.MULTILINE):
+        assert (DOCS / place).is_file() or (ROOT / place).is_file(), place
+
+
+def test_no_section_of_the_readme_is_longer_than_a_screen():
+    for section in re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE):
+        rendered = sum(1 + len(line) // 120 for line in section.splitlines())
+        assert rendered <= SCREEN, section.partition("\n")[0]
 
 
 def test_every_option_of_every_method_is_explained():

@@ -15,7 +15,7 @@ from kernelformer.modules import METHODS, KernelCore
 from kernelformer.modules.methods_table import methods_table
 from kernelformer.modules.options import applicable_options, maps_by_head
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "methods.md"
 FACTS = ("causal", "streaming", "bias", "window", "cross")
 
 
@@ -139,8 +139,8 @@ def test_every_method_is_in_the_conformance_suite():
     assert named == METHODS.keys()
 
 
-@pytest.mark.skipif(not README.exists(), reason="an installed package has no README beside its tests")
-def test_the_table_of_the_readme_is_the_one_that_the_records_give():
-    _, sign, rest = README.read_text().partition("<!-- methods -->\n")
-    assert sign, "README.md has no <!-- methods -->, after which the table stands"
+@pytest.mark.skipif(not PAGE.exists(), reason="an installed package has no documents beside its tests")
+def test_the_table_of_the_documentation_is_the_one_that_the_records_give():
+    _, sign, rest = PAGE.read_text().partition("<!-- methods -->\n")
+    assert sign, "methods.md has no <!-- methods -->, after which the table stands"
     assert rest.partition("\n<!-- /methods -->")[0] == methods_table()

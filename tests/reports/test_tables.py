@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from kernelformer.cli.app import app
 from kernelformer.reports.results import read_results
 from kernelformer.reports.results_page import results_page
-from kernelformer.reports.tables import TABLES, choice, conversion, speed
+from kernelformer.reports.tables import TABLES, choice, conversion, speed, training
 from kernelformer.reports.tables.fill import BEGIN, END, fill_pages, filled, write_tables
 from kernelformer.reports.tables.records import ABSENT, Records, grid, joined, spread, times
 from kernelformer.settings import split_names
@@ -124,7 +125,27 @@ def test_figures_in_the_text_of_pages_are_those_of_the_records():
     errors = {(x[0], x[1], x[2]): x[3] for x in records.get("learned-kernels/kernels.json")["errors"]}
     quoted = [f"{errors[1.0, 'noise', 512]:.3f} against {errors[1.0, '1.0', 512]:.3f}"]
     quoted.append(f"{errors[2.5, 'noise', 512]:.2f} against {errors[2.5, '1.0', 512]:.2f}")
-    assert all(x in (ROOT / "docs" / "learned-kernels.md").read_text() for x in quoted)
+    assert all(x in (ROOT / "docs" / "reference" / "learned-kernels.md").read_text() for x in quoted)
+
+
+@on_file
+def test_figures_in_the_text_of_how_tos_are_those_of_the_records():
+    records, howto = Records(RESULTS), ROOT / "docs" / "howto"
+    near = conversion.wildcat_cosine(records, "wildcat:num_landmarks=64:window=32:sinks=1", 256)
+    assert f"a cosine of {fmean(near):.3f} " in (howto / "convert-encoder.md").read_text()
+    bits = [training.mean(records, "bytes-stdlib", x) for x in (training.BIASED, "favor+:num_features=64")]
+    assert f"{bits[0]} bits per byte instead of {bits[1]} " in (howto / "byte-language-model.md").read_text()
+    page = " ".join((howto / "convert-decoder.md").read_text().split())
+    kept, name = conversion.perplexities(records, "smollm2-recall-heads"), "smollm2-recall-heads"
+    stages = [kept[x] / kept["original"] for x in ("as converted", "after LoRA")]
+    assert f"{stages[0]:.2f} times its own perplexity as converted and {stages[1]:.2f} after" in page
+    right = [conversion.found(records, name, x) for x in ("converted", "original")]
+    assert f"it finds {right[0]}, where the original finds {right[1].split()[0]} " in page
+    cache = {
+        (x["attention"] == "sdpa", x["length"]): x["peak"] for x in records.get(speed.SERVING)["rows"] if x["peak"]
+    }
+    assert f"{cache[False, 16384] / 2**20:.1f} MiB at any length" in page
+    assert f"{cache[True, 16384] / 2**20:.0f} MiB at 16384 tokens" in page
 
 
 @on_file

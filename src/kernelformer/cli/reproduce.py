@@ -35,7 +35,7 @@ def reproduce(
     ] = None,
     page: Annotated[bool, typer.Option("--page", help="write the ledger from what is on record, and stop")] = False,
     data: Annotated[
-        Path, typer.Option(help="folder with a folder for each data set: imdb, enwik8, cifar10, ... (docs/evidence.md)")
+        Path, typer.Option(help="folder with a folder for each data set: imdb, enwik8, ... (docs/measured/evidence.md)")
     ] = Path("data"),
     records: Annotated[Path, typer.Option(help="folder of the records and the ledger")] = Path("results/evidence"),
     out: Annotated[Path, typer.Option(help="folder for the runs, to go on with")] = Path("out/reproduce"),
@@ -100,7 +100,9 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
     for item in items:
         missing = dict.fromkeys(name for job in left(item, place.records) for name in missing_data(job, place.data))
         if missing:
-            console.print(f"{item.name} is left out: {place.data} has no {', '.join(missing)}; see docs/evidence.md")
+            console.print(
+                f"{item.name} is left out: {place.data} has no {', '.join(missing)} (docs/measured/evidence.md)"
+            )
     with following(len(pending(items, place))) as job:
         failed = run_queue(
             items,

@@ -23,6 +23,9 @@ def results(
     tables: Annotated[
         bool, typer.Option("--tables", help="only write the tables of README.md, docs and results from the records")
     ] = False,
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="only draw the pictures of README.md and docs, into docs/images")
+    ] = False,
     date: Annotated[str | None, typer.Option(help="YYYY-MM-DD, of what is added; default: when it was made")] = None,
     as_json: Json = False,
 ) -> None:
@@ -34,6 +37,11 @@ def results(
             changed = _write_tables(records, [*(add or ()), *(folders or ()), *([date] if date else ())])
             if as_json:
                 show_json({"written": [str(x) for x in changed]})
+            return
+        if pictures:
+            drawn = _draw_pictures(records)
+            if as_json:
+                show_json({"written": [str(x) for x in drawn]})
             return
         with following() as job:
             job.log(f"making the page of {records}")
@@ -60,3 +68,13 @@ def _write_tables(folder: Path, others: Sequence[object]) -> list[Path]:
         console.print(f"written: {path}")
     console.print(f"pages with changed tables: {len(changed)}.")
     return changed
+
+
+def _draw_pictures(folder: Path) -> list[Path]:
+    """Draw the pictures of README.md and docs, from the records and by the library."""
+    from kernelformer.reports.pictures import write_pictures
+
+    drawn = list(write_pictures(folder))
+    for path in drawn:
+        console.print(f"written: {path}")
+    return drawn

@@ -40,7 +40,7 @@ OUTSIDE: tuple[Outside, ...] = (
     Outside(
         P,
         "Fig. 5 left (LM1B, weights of a softmax model)",
-        f"{GPU} at that size; `kernelformer convert` has it on pretrained models (docs/converting.md).",
+        f"{GPU} at that size; `kernelformer convert` has it on pretrained models (docs/reference/converting.md).",
     ),
     Outside(P, "Fig. 7 left (ImageNet64, 12,288 tokens)", f"{GPU}; {RECIPE} (`performer-imagenet64`)."),
     Outside(P, "Fig. 7 right (proteins of 8,192 tokens)", f"{GPU}; {RECIPE} (`performer-protein-long`)."),
@@ -76,10 +76,12 @@ OUTSIDE: tuple[Outside, ...] = (
     Outside(
         K,
         "Eq. 1 to 12, Lemma S.2, Theorem 3",
-        "Tests, against definitions and simulation; misprints are in docs/methods.md.",
+        "Tests, against definitions and simulation; misprints are in docs/papers.",
     ),
     Outside(K, "Theorem 1, 2, Lemma S.1, S.3", "Nothing to measure: Turing completeness."),
-    Outside(K, "Table 1 (complexities)", "`kernelformer bench`: time over length; formulas in docs/methods.md."),
+    Outside(
+        K, "Table 1 (complexities)", "`kernelformer bench`: time over length; formulas in docs/reference/methods.md."
+    ),
     Outside(
         K, "Table 2, Table 5 at full size", f"{GPU}; {RECIPE} (`kl-listops`, `kl-text`, `kl-retrieval`, `kl-image`)."
     ),

@@ -1,4 +1,4 @@
-"""The table of methods as the README shows it."""
+"""The table of methods as docs/reference/methods.md shows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kernelformer.modules.methods import METHODS
 
 
 def methods_table() -> str:
-    """The table of all methods in Markdown, as the README shows it."""
+    """The table of all methods in Markdown, as docs/reference/methods.md shows it."""
     head = ("name", "paper, equation", "phi", "cost", "causal", "decoding", "bias", "window")
     rows = [head, tuple("---" for _ in head), *(_row(name, method) for name, method in METHODS.items())]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -66,7 +66,9 @@ class Run:
         bias_lr: of tables of relative positions, where there are some; None: the same. An entry has to move by several
             units, which takes Adam that many times 1 / learning rate steps. They are never decayed either.
         weight_decay: of AdamW, not for biases and norms.
-        beta1, beta2, eps: of AdamW.
+        beta1: of AdamW.
+        beta2: of AdamW.
+        eps: of AdamW.
         warmup_steps: updates until ``learning_rate`` is reached.
         schedule: "linear" (to 0), "cosine" (to 0), "constant", "inverse_sqrt".
         max_grad_norm: gradients are shortened to it; None: never.

@@ -7,6 +7,7 @@ from kernelformer.reports.tables.fill import Table
 
 TABLES: dict[str, Table] = {
     "choice": choice.choice,
+    "choice-brief": choice.brief,
     "short": choice.short,
     "figures": choice.figures,
     "attention": speed.attention,

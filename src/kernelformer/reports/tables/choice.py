@@ -126,7 +126,7 @@ def choice(records: Records) -> str:
             _language(records),
         ],
         [
-            "the same by any kernel: [exact nearby](docs/near-and-far.md), the kernel for the rest",
+            "the same by any kernel: [exact nearby](../reference/near-and-far.md), the kernel for the rest",
             "`favor+` with `window=64, sinks=4, rotary=True`",
             _near(records),
         ],
@@ -162,6 +162,47 @@ def choice(records: Records) -> str:
         ["exact attention, to compare with", "`softmax`, `gaussian`", "quadratic, by the same interface"],
     ]
     return grid(["You want", "Take", "Measured on two CPU cores, against torch's own attention (SDPA)"], rows)
+
+
+def brief(records: Records) -> str:
+    """Which method to take, in a line each; `choice` says more."""
+    bench = records.bench(speed.ATTENTION)
+    faster = bench.faster("favor+", "sdpa", "bidirectional", speed.LONG, backward=True)
+    longest = records.bench(speed.DECODE).faster("favor+", "sdpa", "decode", 65536)
+    bits = [training.mean(records, "bytes-stdlib", x) for x in (training.BIASED, "softmax")]
+    near = conversion.wildcat_cosine(records, "wildcat:num_landmarks=128:window=32:sinks=1", 512)
+    fitted = records.get("conversion/minilm-window.json")
+    kept = conversion.perplexities(records, "smollm2-recall-heads")
+    cosines = [
+        f"{fmean(near):.3f}" if near else ABSENT,
+        f"{fitted['reports']['distilled']['cosine']:.3f}" if fitted else ABSENT,
+    ]
+    ratio = f"{kept['after LoRA'] / kept['original']:.2f} times" if kept else ABSENT
+    rows = [
+        ["a long encoder, trained from scratch", "`favor+`", f"training step at 16384 tokens: {faster} as fast"],
+        [
+            "a language model, trained from scratch",
+            '`nprf` with `relative="1d", max_distance=64`',
+            f"{bits[0]} bits per byte, `softmax` {bits[1]} (300 steps)",
+        ],
+        ["long texts in constant memory", "the same, or `favor+`", f"a token after 65536 others: {longest} as fast"],
+        [
+            "a pretrained encoder, without training",
+            "`wildcat` with `window=32, sinks=1`",
+            f"MiniLM: cosine {cosines[0]} to its own embeddings",
+        ],
+        [
+            "the same, with minutes of distillation",
+            "`loglinear` with `window=64, sinks=1`",
+            f"MiniLM: cosine {cosines[1]}",
+        ],
+        [
+            "a pretrained decoder",
+            "`loglinear` with `window=64, sinks=4`, `--recall-heads 6`",
+            f"SmolLM2: {ratio} its own perplexity",
+        ],
+    ]
+    return grid(["You want", "Take", "Measured on two CPU cores, against torch's SDPA"], rows)
 
 
 def short(records: Records) -> str:

@@ -44,7 +44,7 @@ def filled(text: str, records: Records, tables: Mapping[str, Table]) -> str:
 def pages(folder: Path) -> list[Path]:
     """The pages that may have tables: those of the records' folder, and README.md and docs beside it."""
     root = folder.resolve().parent
-    beside = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    beside = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     return [x for x in (*beside, *sorted(folder.resolve().rglob("*.md"))) if x.is_file()]
 
 
