@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 
-.PHONY: setup demo test test-all bench tables peers lint format clean
+.PHONY: setup demo test test-all bench tables peers lint format package clean
 
 setup: $(READY)
 
@@ -49,5 +49,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+package:  # dist/, checked, and used from an environment that has torch alone
+	PYTHON=$(PYTHON) bash .ci/package
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache
