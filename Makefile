@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
+# A worker more than cores, up to four: tests that start processes leave a core idle while they wait.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 
 .PHONY: setup demo test test-all bench tables peers lint format package clean
 
@@ -29,10 +31,10 @@ demo: $(READY)
 	$(BIN)/kernelformer demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m ''
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m ''
 
 bench: $(PEERS)
 	$(BIN)/kernelformer bench

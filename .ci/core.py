@@ -12,7 +12,8 @@ assert not extras, f"{extras} are installed: this says nothing about an environm
 assert version("kernelformer") == kf.__version__
 
 for method in kf.list_methods():
-    core = kf.build_attention(method, head_dim=16, num_heads=2, num_features=16)
+    length = {"max_length": 24} if method == "linformer" else {}
+    core = kf.build_attention(method, head_dim=16, num_heads=2, num_features=16, **length)
     q, k, v = (torch.randn(2, 2, 24, 16, requires_grad=True) for _ in range(3))
     out = core(q, k, v, is_causal=method == "rfa-gate")
     out.sum().backward()
@@ -22,7 +23,7 @@ layer = kf.KernelAttention(64, 4, method="favor+", num_features=32, causal=True,
 y, state = layer(torch.randn(1, 40, 64), return_state=True)
 y, state = layer.step(torch.randn(1, 1, 64), state)
 
-for needs_more in ("hf", "models", "training", "pipelines"):
+for needs_more in ("hf", "models", "tasks", "training"):
     try:
         importlib.import_module(f"kernelformer.{needs_more}")
     except ModuleNotFoundError as problem:
