@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 SITE := $(VENV)/.site
+# A worker more than cores, up to four: tests that start processes leave a core idle while they wait.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 
-.PHONY: setup demo test test-all bench tables pictures docs docs-serve peers lint format clean
+.PHONY: setup demo test test-all bench tables pictures docs docs-serve peers lint format package clean
 
 setup: $(READY)
 
@@ -30,10 +32,10 @@ demo: $(READY)
 	$(BIN)/kernelformer demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m ''
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m ''
 
 bench: $(PEERS)
 	$(BIN)/kernelformer bench
@@ -64,5 +66,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+package:  # dist/, checked, and used from an environment that has torch alone
+	PYTHON=$(PYTHON) bash .ci/package
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache

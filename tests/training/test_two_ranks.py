@@ -58,6 +58,7 @@ def close(one, two):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_survive_a_kill_and_learn_what_one_learns_with_the_same_draws(tmp_path):
     train(settings(), tmp_path / "one", quiet=True)
     two = tmp_path / "two"
