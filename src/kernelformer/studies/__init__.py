@@ -117,6 +117,13 @@ STUDIES: dict[str, Study] = {
         ),
         Study("overhead", "How much of a training step is outside of tensor operations", "", settings.OverheadSettings),
         Study(
+            "twins",
+            "Our models beside plain PyTorch ones of the same size: what first weights, pooling and the head cost",
+            "",
+            settings.TwinsSettings,
+            resumes=True,
+        ),
+        Study(
             "packing",
             "Tokens per second in training on short sequences, padded and packed into rows",
             "",

@@ -108,6 +108,22 @@ class OverheadSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TwinsSettings(Settings):
+    """Settings of `studies.twins`."""
+
+    images: Path | None = option(None, "folder with train.npz and test.npz, as the task images reads; default: no images")
+    image_size: int = option(8, "rows and columns that images are made", least=2)
+    patch: int = option(2, "rows and columns of a patch", least=1)
+    width: int = option(64, least=1)
+    layers: int = option(2, least=1)
+    heads: int = option(4, least=1)
+    steps: int = option(400, least=1)
+    batch: int = option(64, least=1)
+    lr: float = option(1e-3, "the largest learning rate")
+    seeds: int = option(3, "trainings of each", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackingSettings(Settings):
     """Settings of `studies.packing`."""
 

@@ -1,0 +1,227 @@
+"""Our models beside plain PyTorch ones of the same size, and what first weights, pooling and the head make of the difference.
+
+All are trained with exact softmax attention by the same short loop (AdamW, linear warm-up and decay) on the same batches; a seed is that of
+the first weights and of the order of the samples. An image model reads patches of small grey images, an encoder
+classifies ListOps, a decoder models the bytes of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from kernelformer.data.batching import Sample, spread_evenly
+from kernelformer.models import MODELS, KernelformerConfig
+from kernelformer.settings import plain
+from kernelformer.studies.base import Log, Progress, read_record, write_record
+from kernelformer.studies.settings import TwinsSettings as Settings
+from kernelformer.studies.twins_models import PlainTwin, torch_weights
+from kernelformer.tasks import Task, make_task
+
+PLAIN = "plain PyTorch"
+OURS = "ours"
+# What of our model is made as the plain one has it, or as others have it.
+VARIANTS = {
+    "image": (PLAIN, OURS, "PyTorch's first weights", "first weights 0.02", "one-layer head", "first token"),
+    "classifier": (PLAIN, OURS, "PyTorch's first weights", "first weights 0.02", "one-layer head", "first token"),
+    "causal-lm": (PLAIN, OURS, "PyTorch's first weights", "first weights 0.02"),
+}
+WARMUP = 0.05  # of the steps
+EVALUATED = 2000  # samples of the validation split, at most
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The score of one training.
+
+    Args:
+        task: its name.
+        variant: of the model.
+        seed: of first weights and of the order of samples.
+        parameters: of the model.
+        loss: on validation, in nats.
+        accuracy: on validation; of a language model that of the next byte.
+    """
+
+    task: str
+    variant: str
+    seed: int
+    parameters: int
+    loss: float
+    accuracy: float
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What it is known by."""
+        return self.task, self.variant, self.seed
+
+
+def tasks(settings: Settings) -> list[Task]:
+    """The tasks of the study; images only where there are some."""
+    found = [
+        make_task("listops", min_length=8, max_length=64, max_depth=4, max_args=4, train_samples=20_000),
+        make_task("bytes", length=128),
+    ]
+    if settings.images is None:
+        return found
+    shape: dict[str, Any] = {"channels": 1, "size": settings.image_size, "resize": True}
+    return [make_task("images", data=str(settings.images), **shape), *found]
+
+
+def build(task: Task, variant: str, settings: Settings) -> nn.Module:
+    """A model of a task."""
+    changes: dict[str, Any] = {}
+    if variant == "first weights 0.02":
+        changes["initializer_range"] = 0.02
+    if variant == "first token":
+        changes["pooling"] = "cls"
+    config = KernelformerConfig(
+        hidden_size=settings.width,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        attention="softmax",
+        positions="learned",
+        patch_size=settings.patch,
+        **{**{"num_labels": 10}, **task.settings(), **changes},
+    )
+    if variant == PLAIN:
+        return PlainTwin(config, task.model)
+    model = MODELS[task.model](config)
+    if variant == "PyTorch's first weights":
+        torch_weights(model)
+    if variant == "one-layer head":
+        model.head = nn.Linear(config.hidden_size, int(config.num_labels or 0))
+    return model
+
+
+def fit(model: nn.Module, task: Task, data: Dataset[Sample], settings: Settings, seed: int) -> None:
+    """Train a model; the order of the samples depends on the seed alone."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    warm = max(1, round(WARMUP * settings.steps))
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, (settings.steps - step) / max(1, settings.steps - warm))
+    )
+    order, size = torch.Generator().manual_seed(seed), len(data)  # type: ignore[arg-type]
+    model.train()
+    for _ in range(settings.steps):
+        chosen = torch.randint(size, (settings.batch,), generator=order).tolist()
+        loss = model(**task.collate([data[i] for i in chosen])).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, data: Dataset[Sample], settings: Settings) -> tuple[float, float]:
+    """Loss and accuracy on a part of the validation split that is spread over all of it."""
+    chosen = spread_evenly(len(data), EVALUATED if task.model != "causal-lm" else EVALUATED // 16)  # type: ignore[arg-type]
+    model.eval()
+    loss = right = labels = 0.0
+    for first in range(0, len(chosen), settings.batch):
+        batch = task.collate([data[i] for i in chosen[first : first + settings.batch]])
+        wanted: Tensor = batch["labels"]
+        out = model(**batch)
+        given = out.logits
+        if task.model == "causal-lm":
+            wanted, given = wanted[:, 1:], given[:, :-1]
+        loss += float(out.loss) * wanted.numel()
+        right += float((given.argmax(-1) == wanted).sum())
+        labels += wanted.numel()
+    return loss / labels, right / labels
+
+
+def measure(task: Task, variant: str, seed: int, settings: Settings) -> Trained:
+    """Train and score one model."""
+    torch.manual_seed(seed)
+    model = build(task, variant, settings)
+    fit(model, task, task.split("train"), settings, seed)
+    loss, accuracy = evaluate(model, task, task.split("validation"), settings)
+    parameters = sum(x.numel() for x in model.parameters())
+    return Trained(task.name, variant, seed, parameters, loss, accuracy)
+
+
+def steps(settings: Settings) -> int:
+    """How often `run` calls ``progress``."""
+    return settings.seeds * sum(len(VARIANTS[task.model]) for task in tasks(settings))
+
+
+def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> list[Trained]:
+    """Train all that ``folder`` does not have yet."""
+    old = read_record(folder, "twins") or {}
+    same = old.get("settings") == plain(settings)
+    result = [Trained(**x) for x in old.get("trained", [])] if same else []
+    for task in tasks(settings):
+        for seed in range(settings.seeds):
+            for variant in VARIANTS[task.model]:
+                if (task.name, variant, seed) not in {x.key for x in result}:
+                    log(f"{task.name}: {variant}, seed {seed}")
+                    result.append(measure(task, variant, seed, settings))
+                    write_record(folder, "twins", settings, record(result))
+                progress()
+    return result
+
+
+def summary(result: Sequence[Trained]) -> list[dict[str, Any]]:
+    """Mean and standard error over seeds of each variant's score: accuracy in percent, or bits per byte."""
+    rows = []
+    for task, variant in dict.fromkeys((x.task, x.variant) for x in result):
+        of = [x for x in result if (x.task, x.variant) == (task, variant)]
+        scores = [x.loss / math.log(2) if task == "bytes" else 100 * x.accuracy for x in of]
+        error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
+        metric = "bits per byte" if task == "bytes" else "accuracy %"
+        row = {"task": task, "variant": variant, "metric": metric, "mean": statistics.mean(scores), "error": error}
+        rows.append({**row, "seeds": len(of), "parameters": of[0].parameters})
+    return rows
+
+
+def tables(result: Sequence[Trained]) -> list[Table]:
+    """A row for each task and variant."""
+    out = Table("task", "model", "metric", title="Our models and plain PyTorch ones", title_justify="left")
+    for name in ("mean", "± error", "parameters"):
+        out.add_column(name, justify="right")
+    for row in summary(result):
+        figures = (f"{row['mean']:.2f}", f"{row['error']:.2f}", f"{row['parameters']:,}")
+        out.add_row(row["task"], row["variant"], row["metric"], *figures)
+    return [out]
+
+
+def record(result: Sequence[Trained]) -> dict[str, Any]:
+    """Every training, and means over seeds."""
+    return {"trained": [asdict(x) for x in result], "summary": summary(result)}
+
+
+def picture(result: Sequence[Trained], path: Path) -> None:
+    """Draw a panel for each task: a point for each seed, a bar at the mean."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = summary(result)
+    names = list(dict.fromkeys(x["task"] for x in rows))
+    figure, axes = plt.subplots(1, len(names), figsize=(4.6 * len(names), 3.2), constrained_layout=True, squeeze=False)
+    for axis, task in zip(axes[0], names, strict=True):
+        mine = [x for x in rows if x["task"] == task]
+        for place, row in enumerate(mine):
+            of = [x for x in result if (x.task, x.variant) == (task, row["variant"])]
+            scores = [x.loss / math.log(2) if task == "bytes" else 100 * x.accuracy for x in of]
+            axis.scatter(scores, [place] * len(scores), s=18)
+            axis.plot([row["mean"]] * 2, [place - 0.3, place + 0.3], color="gray")
+        axis.set_yticks(range(len(mine)), [x["variant"] for x in mine])
+        axis.invert_yaxis()
+        axis.set_title(task)
+        axis.set_xlabel(mine[0]["metric"])
+        axis.grid(True, axis="x", alpha=0.2)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
