@@ -1,4 +1,4 @@
-"""Check what the built archives contain: all of the package, its licence and its mark of types; no data, no weights, no rubbish."""
+"""Check what the built archives contain: all of the package, its licence and its mark of types; nothing else."""
 
 import subprocess
 import sys
@@ -26,7 +26,15 @@ def main(folder: Path) -> None:
         sys.exit(f"{wheel.name} lacks py.typed or the licence")
     with tarfile.open(source) as archive:
         names = {x.partition("/")[2] for x in archive.getnames()}
-    for needed in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "constraints.txt", "Makefile", "tests/test_imports.py"):
+    for needed in (
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "constraints.txt",
+        "Makefile",
+        "tests/test_imports.py",
+    ):
         if needed not in names:
             sys.exit(f"{source.name} lacks {needed}")
     for archive in (wheel, source):

@@ -1,4 +1,4 @@
-"""Print constraints that hold every direct dependency of the core and of ``[train]`` at its lower bound (``name==bound``)."""
+"""Print constraints that hold every dependency of the core and of ``[train]`` at its lower bound."""
 
 import re
 from pathlib import Path

@@ -13,12 +13,12 @@ RUNNING = "Running"
 OUTPUT = "Output"
 
 _PARTS: dict[str, str] = {
-    INPUT: "allow_pickle baselines column data date encoder held_out list_ model original pattern peers prompt quick "
-    "random recipe relevances samples sequence sequences skip_bad split task text texts tokenizer add",
+    INPUT: "allow_pickle baselines column data date encoder held_out images list_ model original pattern peers prompt "
+    "quick random recipe relevances samples sequence sequences skip_bad split task text texts tokenizer add",
     ATTENTION: "attention bias features gamma heads_exact keep keep_heads layers max_distance norms recall_heads "
     "scale sinks window draw draws first_draw",
-    SIZE: "batch depths deep_lengths dims head_dim heads length lengths median size sizes crowded_length chunk width "
-    "time_length use_length shard_tokens validation_share test_share ranks softmax",
+    SIZE: "batch depths deep_lengths dims head_dim heads image_size length lengths median patch size sizes "
+    "crowded_length chunk width time_length use_length shard_tokens validation_share test_share ranks softmax",
     TRAINING: "context_parallel learning_rate resume seeds set sets steps timeout",
     DISTILLATION: "distill lora lora_layers minutes repeats seconds tune window_dropout",
     MEASURING: "backward budget check errors generate gradients heap heaps max_seconds memory modes passes "

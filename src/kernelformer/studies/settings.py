@@ -111,7 +111,9 @@ class OverheadSettings(Settings):
 class TwinsSettings(Settings):
     """Settings of `studies.twins`."""
 
-    images: Path | None = option(None, "folder with train.npz and test.npz, as the task images reads; default: no images")
+    images: Path | None = option(
+        None, "folder with train.npz and test.npz, as the task images reads; default: no images"
+    )
     image_size: int = option(8, "rows and columns that images are made", least=2)
     patch: int = option(2, "rows and columns of a patch", least=1)
     width: int = option(64, least=1)
@@ -119,7 +121,7 @@ class TwinsSettings(Settings):
     heads: int = option(4, least=1)
     steps: int = option(400, least=1)
     batch: int = option(64, least=1)
-    lr: float = option(1e-3, "the largest learning rate")
+    learning_rate: float = option(1e-3, "the largest")
     seeds: int = option(3, "trainings of each", least=1)
 
 

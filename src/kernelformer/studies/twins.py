@@ -1,8 +1,8 @@
-"""Our models beside plain PyTorch ones of the same size, and what first weights, pooling and the head make of the difference.
+"""Our models beside plain PyTorch ones of the same size: what first weights, pooling and the head cost.
 
-All are trained with exact softmax attention by the same short loop (AdamW, linear warm-up and decay) on the same batches; a seed is that of
-the first weights and of the order of the samples. An image model reads patches of small grey images, an encoder
-classifies ListOps, a decoder models the bytes of Python's standard library.
+All are trained with exact softmax attention by the same short loop (AdamW, linear warm-up and decay) on the same
+batches; a seed is that of the first weights and of the order of the samples. An image model reads patches of small grey
+images, an encoder classifies ListOps, a decoder models the bytes of Python's standard library.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def build(task: Task, variant: str, settings: Settings) -> nn.Module:
 
 def fit(model: nn.Module, task: Task, data: Dataset[Sample], settings: Settings, seed: int) -> None:
     """Train a model; the order of the samples depends on the seed alone."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm = max(1, round(WARMUP * settings.steps))
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, (settings.steps - step) / max(1, settings.steps - warm))

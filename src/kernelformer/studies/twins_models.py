@@ -14,8 +14,8 @@ from kernelformer.models import KernelformerConfig
 class PlainTwin(nn.Module):
     """`torch.nn.TransformerEncoder` between an embedding and one linear layer, with PyTorch's own first weights.
 
-    Positions are learned, from a standard deviation of 0.02, as vision transformers and GPT-2 have them. A classifier takes the
-    mean of the real tokens; a language model is causal, and its last layer is tied to the tokens.
+    Positions are learned, from a standard deviation of 0.02, as vision transformers and GPT-2 have them. A classifier
+    takes the mean of the real tokens; a language model is causal, and its last layer is tied to the tokens.
 
     Args:
         config: of our model, for the sizes.
@@ -73,9 +73,9 @@ class PlainTwin(nn.Module):
 
 @torch.no_grad()
 def torch_weights(model: nn.Module) -> None:
-    """Give all linear layers and convolutions the first weights that PyTorch gives them: uniform, of variance 1 / (3 inputs)."""
+    """Give linear layers and convolutions the first weights that PyTorch has: uniform, of variance 1 / (3 inputs)."""
     for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            tied = getattr(model, "lm_head", None) is module
-            if not tied:
-                module.reset_parameters()
+        if isinstance(module, nn.Linear | nn.Conv2d) and module is not getattr(
+            model, "lm_head", None
+        ):  # tied to tokens
+            module.reset_parameters()
