@@ -79,6 +79,7 @@ def test_a_bias_is_never_left_out_of_a_graph_of_one_length(exporting):
         core = kf.build_attention(method, head_dim=8, num_heads=4, window=4, sinks=1, **options).double().eval()
         q, k, v = inputs(20)
         bias = torch.randn(4, 39, dtype=torch.float64)
+        bias[:, :15], bias[:, 24:] = bias[:, 15:16], bias[:, 23:24]  # constant beyond a distance of 4
         got = core(q, k, v, bias=bias, max_distance=4)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.compiler, "is_exporting", lambda: False)
