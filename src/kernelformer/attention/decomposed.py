@@ -4,7 +4,7 @@ An exported graph has no operator of ours, no loop over chunks and no branch on 
 chunks are worked on at once, whole mapped tensors included: O(L M) memory, where the operators take O(M E).
 
 The sums before each chunk are one cumulative sum in float64, at one scale for the whole sequence. A chunk's own keys
-are weighed in float64 too. A key whose features are smaller than those of a later one by up to e^1200 is exact
+are weighed in float64 too. A key whose features are smaller than those of a later one by up to e^1000 is exact
 therefore (e^700 for signed maps), where float32 alone spans e^87; beyond that it counts as nothing.
 """
 
@@ -16,14 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kernelformer.attention.decomposed_chunks import CHUNK, Chunking
 from kernelformer.attention.engine import Part
 from kernelformer.attention.merge import finish
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.recurrent import answer_positive, answer_signed, log_add
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup, wide_dtype
 
-HEADROOM = 500.0  # the largest sums are about e^500: float64 reaches from e^-745 to e^709
-CHUNK = 64  # tokens; a chunk's own keys cost C (M + E) a token, sums of all chunks L / C times M E numbers
+HEADROOM = 300.0  # factors of up to e^300, products of two up to e^600: float64 reaches from e^-708 to e^709
 
 
 def is_exporting() -> bool:
@@ -137,49 +137,6 @@ def _lengths(spec: SignedSpec, phi: Tensor, hidden: Tensor | None, normalize: bo
     length = spec.length(normalize)
     norm = phi.norm(dim=-1, keepdim=True) if length is None else phi.new_full((*phi.shape[:-1], 1), length)
     return norm if hidden is None else norm.masked_fill(hidden, 0)
-
-
-class Chunking:
-    """A sequence of any length in chunks.
-
-    The number of chunks is read from a tensor, so that it is a symbol of its own in the graph. As a formula of the
-    length, which the solver of guards would have to reason about, it ends in a graph for one length.
-
-    Args:
-        like: (*, L, X), for its length and device.
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        self.length = like.shape[-2]
-        self.count = cast(int, torch.full((), (self.length + CHUNK - 1) // CHUNK, device=like.device).item())
-        torch._check(self.count >= 1)
-        torch._check(self.length <= self.count * CHUNK)
-
-    def chunks(self, x: Tensor, fill: float | bool = 0) -> Tensor:
-        """(*, L, X) -> (*, n, C, X), the end filled up."""
-        rest = x.new_full((*x.shape[:-2], self.count * CHUNK - self.length, x.shape[-1]), fill)
-        whole: Tensor = torch.cat([x, rest], -2).unflatten(-2, (self.count, CHUNK))
-        return whole
-
-    def by_chunk(self, x: Tensor) -> Tensor:
-        """Queries (B, G, R, L, X), those of a key head together: (B, G, n, R C, X)."""
-        return self.chunks(x).transpose(2, 3).flatten(3, 4)
-
-    def by_head(self, x: Tensor) -> Tensor:
-        """The inverse of `by_chunk`: (B, G, n, R C, X) -> (B, H, L, X)."""
-        rows: Tensor = (
-            x.clone(memory_format=torch.contiguous_format)
-            .unflatten(3, (-1, CHUNK))
-            .transpose(2, 3)
-            .flatten(3, 4)
-            .flatten(1, 2)
-        )
-        return rows.narrow(2, 0, self.length)
-
-    def rows_by_head(self, part: Part) -> Part:
-        """Rows of chunks (B, G, n, R C) as rows of the sequence (B, H, L)."""
-        rest = (None if x is None else self.by_head(x.unsqueeze(4)).squeeze(3) for x in part[1:])
-        return Part(self.by_head(part.num), *rest)  # type: ignore[arg-type]
 
 
 def causal(
@@ -303,10 +260,11 @@ def _positive_part(
 
     here = in_dtype(logits, wide) + peaks
     row = here.amax(4, keepdim=True) - HEADROOM
-    scores = (here - row).exp() @ in_dtype(new - peak, wide).exp().transpose(3, 4)  # (B, G, n, R C, C)
+    raised = (in_dtype(new - peak, wide) + HEADROOM).exp()
+    scores = (here - row).exp() @ raised.transpose(3, 4)  # (B, G, n, R C, C)
     scores = scores * _lower(scores, query.shape[1] // groups)
     seen = scores.sum(4, keepdim=True)
-    log = in_dtype(_logs(seen, row), v.dtype).squeeze(4)
+    log = in_dtype(_logs(seen, row - HEADROOM), v.dtype).squeeze(4)
     part = _joined(past, Part(in_dtype(_ratio(scores, seen), v.dtype) @ v, log))
     return cut.rows_by_head(part), [log_mass[:, :, -1], mean[:, :, -1]]
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.decomposed import CHUNK, Chunking, by_token, causal_part, in_dtype, visible_tokens
+from kernelformer.attention.decomposed import by_token, causal_part, in_dtype, visible_tokens
+from kernelformer.attention.decomposed_chunks import CHUNK, Chunking
 from kernelformer.attention.engine import Part
 from kernelformer.attention.merge import finish, merge
 from kernelformer.attention.near import Sinks, near_blocks
