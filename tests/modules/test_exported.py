@@ -62,10 +62,10 @@ def test_a_later_key_that_dwarfs_its_chunk_changes_no_earlier_row(variant, expor
 
 
 @pytest.mark.parametrize("place", [20, 90])
-def test_keys_that_a_later_one_dwarfs_by_a_thousand_keep_their_digits(place, exporting):
+def test_keys_that_a_later_one_dwarfs_by_far_keep_their_digits(place, exporting):
     core = build("exp without projection").eval()
     q, k, v = inputs(130, size=0.1)
-    k[:, :, place:] = k[:, :, place:] + 1000.0 * 8**0.25  # logarithms of features grow by 1000
+    k[:, :, place:, :4] += 900.0 * 8**0.25  # logarithms of some features grow by 900, where float64 ends at -745
     got = core(q, k, v, is_causal=True)
     assert torch.isfinite(got).all()
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ def test_a_bias_is_never_left_out_of_a_graph_of_one_length(exporting):
         core = kf.build_attention(method, head_dim=8, num_heads=4, window=4, sinks=1, **options).double().eval()
         q, k, v = inputs(20)
         bias = torch.randn(4, 39, dtype=torch.float64)
-        bias[:, :15], bias[:, 24:] = bias[:, 15:16], bias[:, 23:24]  # constant beyond a distance of 4
+        bias[:, :15], bias[:, 24:] = bias[:, 15:16].clone(), bias[:, 23:24].clone()
         got = core(q, k, v, bias=bias, max_distance=4)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.compiler, "is_exporting", lambda: False)

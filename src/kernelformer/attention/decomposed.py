@@ -4,7 +4,7 @@ An exported graph has no operator of ours, no loop over chunks and no branch on 
 chunks are worked on at once, whole mapped tensors included: O(L M) memory, where the operators take O(M E).
 
 The sums before each chunk are one cumulative sum in float64, at one scale for the whole sequence. A chunk's own keys
-are weighed in float64 too. A key whose features are smaller than those of a later one by up to e^1200 is exact
+are weighed in float64 too. A key whose features are smaller than those of a later one by up to e^1000 is exact
 therefore (e^700 for signed maps), where float32 alone spans e^87; beyond that it counts as nothing.
 """
 
@@ -23,8 +23,7 @@ from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.recurrent import answer_positive, answer_signed, log_add
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup, wide_dtype
 
-HEADROOM = 500.0  # the largest sums are about e^500: float64 reaches from e^-745 to e^709
-MARGIN = 150.0  # what a row weighs the keys of its chunk with, beside that
+HEADROOM = 300.0  # factors of up to e^300, products of two up to e^600: float64 reaches from e^-708 to e^709
 
 
 def is_exporting() -> bool:
@@ -260,9 +259,9 @@ def _positive_part(
     past = Part(past_logits.softmax(4) @ mean[:, :, :-1], past_logits.logsumexp(4))
 
     here = in_dtype(logits, wide) + peaks
-    row = here.amax(4, keepdim=True) - MARGIN
-    sizes = (in_dtype(new - peak, wide) + HEADROOM).exp()
-    scores = (here - row).exp() @ sizes.transpose(3, 4)  # (B, G, n, R C, C), e^(500 + 150) M at most
+    row = here.amax(4, keepdim=True) - HEADROOM
+    raised = (in_dtype(new - peak, wide) + HEADROOM).exp()
+    scores = (here - row).exp() @ raised.transpose(3, 4)  # (B, G, n, R C, C)
     scores = scores * _lower(scores, query.shape[1] // groups)
     seen = scores.sum(4, keepdim=True)
     log = in_dtype(_logs(seen, row - HEADROOM), v.dtype).squeeze(4)

@@ -1,4 +1,4 @@
-"""Chunks of a sequence whose length is a symbol, for graphs of `torch.export`."""
+"""A sequence whose length is a symbol, cut into chunks by plain operations of torch."""
 
 from __future__ import annotations
 
