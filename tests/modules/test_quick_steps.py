@@ -86,13 +86,13 @@ def test_whatever_changes_is_checked_and_seen(taken):
         with pytest.raises(ValueError, match="start anew"):
             core.step(*token, state)
         core.resample(0)
-        torch.testing.assert_close(core.step(*token, state)[0], kept)  # by the way with checks: other roundings
+        assert torch.equal(core.step(*token, state)[0], kept)  # with checks, the same arithmetic
         core.scale = 2.0
         with pytest.raises(ValueError, match="start anew"):
             core.step(*token, state)
         with pytest.raises(ValueError, match="start anew"):
             kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=24, seed=1).step(*token, state)
-        assert taken[6:] == [False] * 4
+        assert not any(taken[6:])
 
 
 def test_a_step_with_gradients_has_them_and_a_saved_state_goes_on(taken):
@@ -109,4 +109,4 @@ def test_a_step_with_gradients_has_them_and_a_saved_state_goes_on(taken):
     out = core.step(q[:, :, 1:], k[:, :, 1:], value, state)[0]
     close(out, quick)
     assert torch.autograd.grad(out.sum(), value)[0].abs().sum() > 0
-    assert taken == [True, False]
+    assert not any(taken[1:])

@@ -67,7 +67,8 @@ class State:
             are not looked at: after they have changed, start anew.
         fits: sizes and types of inputs that are known to go with it, so that a stream is checked once.
         near: the buffers that its last keys lie in, where a stream writes them in place.
-        quick: how the next step goes without checks, where all that they look at is the same; see `modules.streaming`.
+        quick: a weak reference to how the next step goes without checks, where all that they look at is the same; see
+            `modules.streaming`.
         last_id: (B), the segment that each sample is in, of a stream of packed sequences; the tensors hold no other.
     """
 
@@ -92,8 +93,9 @@ class State:
 
     def take_quickly(self, core: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, State] | None:
         """Attend with one token without checks; None where they are needed."""
-        done: tuple[Tensor, State] | None = None
-        return done if self.quick is None else self.quick.take(core, query, key, value, self)
+        way = None if self.quick is None else self.quick()
+        done: tuple[Tensor, State] | None = None if way is None else way.take(core, query, key, value, self)
+        return done
 
     @property
     def batch(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.loops import attend_plain, not_parallel
 from kernelformer.modules.near_far import Far, NearFarAttention
 from kernelformer.modules.split_cores import CoreSplit, KernelSplit
-from kernelformer.modules.streaming import prepare_map, with_quick_steps
+from kernelformer.modules.streaming import QuickStep, prepare_map, quick_step_of
 
 
 class KernelCore(AttentionCore):
@@ -54,6 +55,7 @@ class KernelCore(AttentionCore):
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
+    _quick: QuickStep | None = None
     splits: type[CoreSplit] | None = KernelSplit
     takes_loops = True
     causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence
@@ -163,7 +165,7 @@ class KernelCore(AttentionCore):
         return not self.has_near or call.bias.slope is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "_prepared"}
+        return {name: x for name, x in vars(self).items() if name not in ("_prepared", "_quick")}
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
@@ -205,11 +207,14 @@ class KernelCore(AttentionCore):
             buffers: object | None = None
             if near is not None:
                 out, after, buffers = near.step(*self._with_far(call, tensors))
+            elif (quick := quick_step_of(self, call, prepared)) is not None:
+                out, after = quick.attend(call.query, call.key, call.value, self._before(call))
+                return out, replace(self._state(after, call, None), quick=weakref.ref(quick))
             elif call.bias is None:
                 out, after = self._step_plain(call, tensors)
             else:
                 out, after, buffers = self.biased.step(call, tensors)
-        return out, with_quick_steps(self, self._state(after, call, buffers), call, prepared)
+        return out, self._state(after, call, buffers)
 
     def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""

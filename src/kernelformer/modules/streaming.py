@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,14 +45,18 @@ def prepare_map(core: KernelCore, call: Call) -> Prepared:
     return prepared
 
 
-def with_quick_steps(core: KernelCore, state: State, call: Call, prepared: Prepared) -> State:
-    """The state after a step, whose next step may be a `QuickStep` where nothing more than the map attends."""
+def quick_step_of(core: KernelCore, call: Call, prepared: Prepared) -> QuickStep | None:
+    """How this step and those after it go by fewer operators; None where more than the map attends, or with gradients.
+
+    The core keeps it, so that a state holds no tensor of a map.
+    """
     if not call.fits or prepared.weights is None or torch.is_grad_enabled():
-        return state
+        return None
     others = core.has_near or core.normalize_qk or core.takes_gate or call.bias is not None
     if others or call.segment_ids is not None or core._key_heads(call.key) != call.key.shape[1]:
-        return state
-    return replace(state, quick=QuickStep(core, call, prepared))
+        return None
+    core._quick = quick = QuickStep(core, call, prepared)
+    return quick
 
 
 class QuickStep:
@@ -103,12 +107,15 @@ class QuickStep:
             return None
         if self.dtype != self.computed:
             query, key, value = (x.to(self.computed) for x in (query, key, value))
-        after: tuple[Tensor, ...]
-        if self.logs is not None:
-            out, after = quick_step(self.logs, query, key, value, state.tensors)
-        else:
-            given = (query, key, value, state.tensors)
-            how: dict[str, Any] = {"scale": self.scale, "normalize": self.normalize}
-            out, after = step(self.map.spec, self.prepared.tensors, *given, **how)
+        out, after = self.attend(query, key, value, state.tensors)
         out = out if self.dtype == self.computed else out.to(self.dtype)
-        return out, State(after, state.length + 1, state.made_by, state.fits, quick=self)
+        return out, State(after, state.length + 1, state.made_by, state.fits, quick=state.quick)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, before: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Attend with one token in the dtype of the arithmetic: (B, H, 1, E), and the tensors of the state after it."""
+        if self.logs is not None:
+            return quick_step(self.logs, query, key, value, before)
+        how: dict[str, Any] = {"scale": self.scale, "normalize": self.normalize}
+        return step(self.map.spec, self.prepared.tensors, query, key, value, before, **how)
