@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kernelformer as kf
+from kernelformer.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -51,7 +52,12 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("page", [x for x in TEXTS if blocks(x, "python")], ids=shown)
 def test_the_examples_of_a_page_run_one_after_another(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(blocks(page, "python")), str(page), "exec"), {"__name__": "__main__"})
+    known = dict(TASKS)
+    try:
+        exec(compile("\n".join(blocks(page, "python")), str(page), "exec"), {"__name__": "__main__"})
+    finally:  # a page may add a task of its own
+        TASKS.clear()
+        TASKS.update(known)
 
 
 def test_the_readme_has_examples():
@@ -134,7 +140,6 @@ def test_every_task_recipe_command_study_and_limit_is_named():
     from kernelformer.cli.app import app
     from kernelformer.limits import LIMITS
     from kernelformer.recipes.catalogue import RECIPES
-    from kernelformer.tasks import TASKS
 
     all_commands = typer.main.get_command(app).commands
     assert set(TASKS) <= named("tasks.md")

@@ -240,8 +240,9 @@ def test_ctrl_c_ends_a_comparison_with_a_checkpoint_and_it_goes_on_to_the_same_n
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "stopping after this step, with a checkpoint" in out
-    said = re.fullmatch(r"error: stopped in (.*); go on with `(.*)`.", err.strip())
+    assert "stopping after this step, with a checkpoint" in err
+    assert out == ""
+    said = re.search(r"^error: stopped in (.*); go on with `(.*)`\.$", err, re.MULTILINE)
     assert said[1] == str(tmp_path / "out" / "elu-seed0")
     assert 5 <= int(next((tmp_path / "out" / "elu-seed0").glob("checkpoint-*")).name.split("-")[1]) < 120
     again = subprocess.run(said[2], shell=True, env=env, capture_output=True, text=True)  # as a user would copy it
@@ -454,7 +455,7 @@ def test_evaluation_says_what_is_to_be_known_of_the_data(compared, tmp_path):
     (run / "run.json").write_text(json.dumps(record))
     result = call("evaluate", run, "--threads", "1")
     assert result.exit_code == 0, result.output
-    said = re.sub(r"\s+", " ", result.stdout)
+    said = re.sub(r"\s+", " ", result.output)
     assert "the data is not that of training: argparse.py" in said
     assert "in training something else [1]; the validation split may hold rows that were trained on" in said
     assert "not that of training" not in call("evaluate", folders(compared[0])[0], "--threads", "1").output

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import kernelformer as kf
 from kernelformer.cli import app as commands
+from kernelformer.cli import listing
 from kernelformer.formatting import short_names, shortened
 from kernelformer.models import KernelformerConfig
 from kernelformer.modules import MixedCore
@@ -108,8 +109,8 @@ def test_a_task_s_settings_of_its_model_are_told_from_defaults():
 @pytest.mark.parametrize("what", ["", "favor+", "rpe-translation"])
 def test_lists_fit_the_terminal_and_lose_nothing(monkeypatch, what, width):
     out = io.StringIO()
-    monkeypatch.setattr(commands, "console", VisibleConsole(file=out, width=width))
-    commands.list_(what)
+    monkeypatch.setattr(listing, "console", VisibleConsole(file=out, width=width))
+    listing.list_(what)
     said = out.getvalue()
     assert max(map(len, said.splitlines())) <= width
     assert "…" not in said

@@ -72,5 +72,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "study overhead": (("listops", "of a training step of a recipe"),),
     "study packing": (("--length 1024 --median 290", "padded against packed rows"),),
     "study ranks": (("--ranks 2 --length 8192", "two processes of one thread each"),),
+    "study exported": (("--model MODEL --lengths 1024,4096", "an encoder and its converted copies in both runtimes"),),
+    "study short": (("--features 64 --budget 0.3", "many short sequences, and a step, beside SDPA"),),
+    "study twins": (("--images cifar10 --image-size 16 --patch 4 --seeds 3", "three pairs of models"),),
     "study tour": (("", "two minutes of figures, in out"),),
 }

@@ -116,13 +116,13 @@ class TwinsSettings(Settings):
     )
     image_size: int = option(8, "rows and columns that images are made", least=2)
     patch: int = option(2, "rows and columns of a patch", least=1)
-    width: int = option(64, least=1)
-    layers: int = option(2, least=1)
-    heads: int = option(4, least=1)
-    steps: int = option(400, least=1)
-    batch: int = option(64, least=1)
+    width: int = option(64, "of the models", least=1)
+    layers: int = option(2, "of the models", least=1)
+    heads: int = option(4, "of an attention", least=1)
+    steps: int = option(400, "of each training", least=1)
+    batch: int = option(64, "samples of a step", least=1)
     learning_rate: float = option(1e-3, "the largest")
-    seeds: int = option(3, "trainings of each", least=1)
+    seeds: int = option(1, "runs of each, with as many seeds", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,9 @@ class ShortSettings(Settings):
     """Settings of `studies.short`."""
 
     sizes: tuple[str, ...] = option(SHORT_SIZES, "sequences x tokens of a batch")
-    features: tuple[int, ...] = option((64, 256), least=1)
-    heads: int = option(8, least=1)
-    head_dim: int = option(64, least=1)
+    features: tuple[int, ...] = option((64, 256), "random features of a head", least=1)
+    heads: int = option(8, "of an attention", least=1)
+    head_dim: int = option(64, "width of a head", least=1)
     step_heads: int = option(9, "heads of the step", least=1)
     step_features: int = option(64, "features of the step", least=1)
     contexts: tuple[int, ...] = option((256, 1024, 4096), "tokens in SDPA's cache beside the step", least=1)
@@ -257,7 +257,7 @@ class ExportedSettings(Settings):
     batch: int = option(1, "sequences at once", least=1)
     rounds: int = option(2, "timed passes of each, at least", least=1)
     budget: float = option(20.0, "seconds for all passes of a length", least=0.01)
-    allow_pickle: bool = option(False, "read weights from a pickle, which can run code")
+    allow_pickle: bool = option(False, PICKLE, switch=True)
 
 
 def _windows(name: str, text: str) -> tuple[int, ...]:
