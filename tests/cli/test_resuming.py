@@ -210,6 +210,7 @@ def test_without_a_checkpoint_a_finished_run_cannot_be_made_longer(short, tmp_pa
     assert extension(RUN, RUN) is None
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_demo_names_a_command_that_goes_on(tmp_path, monkeypatch):
     tiny = Recipe("x", "y", {CPU: partial(Run, **{**RUN.as_json(), "attention": "elu", "steps": 40})}, {CPU: ("elu",)})
     monkeypatch.setitem(catalogue.RECIPES, "demo", tiny)

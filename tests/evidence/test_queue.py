@@ -195,7 +195,10 @@ def test_every_item_says_what_counts_before_it_runs():
             assert isinstance(part, StudyPart) or part.seeds >= 3
 
 
-@pytest.mark.parametrize("name", ITEMS)
+LONG = ("image", "normalized", "stability")  # seconds each, and others are like them
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in ITEMS])
 def test_every_item_runs_in_its_smallest_size(name, place):
     make_data(place.data)
     small = shrunk(ITEMS[name])

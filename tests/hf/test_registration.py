@@ -57,6 +57,7 @@ for module in pkgutil.walk_packages(kernelformer.__path__, "kernelformer."):
     python(code)
 
 
+@pytest.mark.slow
 def test_auto_classes_know_a_converted_folder_once_it_is_registered(folder):
     code = f"""{REGISTRIES}
 import sys
@@ -90,6 +91,7 @@ print(load(sys.argv[1]).conversion == AutoModel.from_pretrained(sys.argv[1]).con
     assert python(code, folder) == "True\n"
 
 
+@pytest.mark.slow
 def test_the_models_of_the_library_are_known_once_they_are_registered(tmp_path):
     code = f"""{REGISTRIES}
 import sys
@@ -118,6 +120,7 @@ for x in (convert, load, register, save):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked, so that torch is imported once")
 def test_exported_names_are_functions_whatever_was_imported_before():
     code = f"""

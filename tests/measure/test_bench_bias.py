@@ -266,6 +266,7 @@ def test_memory_is_weighed_with_a_bias():
     assert result["results"] == 4 * (4 * 2 * 64 * 8 + 2 * 127)
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_bias(tmp_path):
     options = ["--lengths", "64", "--tasks", "causal", "--passes", "forward", "--heaps", "default", "--no-memory"]
     sizes = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02", "--threads", "1"]

@@ -226,6 +226,7 @@ def test_a_worker_that_says_much_does_not_wait_for_ever(tmp_path, monkeypatch):
     assert told == ["elu, seed 0: done"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_comparison_with_a_checkpoint_and_it_goes_on_to_the_same_numbers(tmp_path):
     options = ["compare", "bytes", "--attention", "elu", *SMALL, "--out", str(tmp_path / "out")]
     options[options.index("--steps") + 1] = "120"

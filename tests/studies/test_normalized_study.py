@@ -148,6 +148,7 @@ def test_norms_are_those_that_the_kernel_sees():
     assert unit.bias > 0
 
 
+@pytest.mark.slow
 def test_what_is_trained_is_not_trained_again(text, tmp_path, monkeypatch):
     settings, folder = NormalizedSettings(data=text, features=(4,), **TINY), tmp_path / "out"
     run = STUDIES["normalized"].run

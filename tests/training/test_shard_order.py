@@ -62,6 +62,7 @@ def corpus(tmp_path, _threads):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_steps_have_their_part_of_the_order_on_one_and_two_processes_and_after_a_stop(corpus, monkeypatch):
     want = wanted(corpus)
     whole = defaultdict(list)
