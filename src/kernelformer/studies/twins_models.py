@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import ModelOutput
+from transformers.utils import ModelOutput
 
 from kernelformer.models import KernelformerConfig
 
