@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -96,7 +97,8 @@ def run(
     with silent_libraries():
         model, stretched = subject.build(longest)
     name = Path(settings.model).resolve().name if settings.model else "a BERT of MiniLM-L6's sizes"
-    result = Result({**describe(model, subject, name, "encoder"), "ways": ways(settings)}, stretched)
+    about = {**describe(model, subject, name, "encoder"), ONNX: version(ONNX), "ways": ways(settings)}
+    result = Result(about, stretched)
     result.rows = read_rows(folder, result.about)
     todo = [x for x in sorted(set(settings.lengths)) if x not in {row.length for row in result.rows}]
     common: dict[str, Any] = {"subject": asdict(subject), "longest": longest, "names": names(settings)}
