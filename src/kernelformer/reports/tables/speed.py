@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kernelformer.formatting import human_time
@@ -10,6 +11,7 @@ from kernelformer.reports.tables.records import ABSENT, Records, grid, joined, m
 ATTENTION = "speed/attention/bench.json"
 DECODE = "speed/decode/bench.json"
 SHORT = "speed/short/short.json"
+EXPORTED = "speed/exported/exported.json"
 MEMORY = "speed/memory/bench.json"
 SKYFORMER = "speed/skyformer/bench.json"
 WILDCAT = "speed/wildcat/bench.json"
@@ -257,6 +259,25 @@ def short_step(records: Records) -> str:
     steps = records.get(SHORT).get("steps", {})
     rows = [[name, human_time(seconds)] for name, seconds in steps.items()] or [[ABSENT, ABSENT]]
     return grid(["one token, m = 64, 9 heads of 64", "time"], rows)
+
+
+def exported(records: Records) -> str:
+    """An encoder and its converted copies in torch and in onnxruntime: time of a pass, and how many times faster."""
+    rows = records.get(EXPORTED).get("rows", [])
+    lengths = sorted({x["length"] for x in rows})
+    cells = []
+    for way in dict.fromkeys(x["way"] for x in rows):
+        by = {x["length"]: x for x in rows if x["way"] == way}
+        found = [by.get(n, {}) for n in lengths]
+        cells.append([way, *(_pass(x) for x in found)])
+    return grid(["one thread", *(f"{n} tokens" for n in lengths)], cells or [[ABSENT]])
+
+
+def _pass(row: Mapping[str, Any]) -> str:
+    seconds, faster = row.get("seconds"), row.get("times faster")
+    if seconds is None:
+        return "not run" if row else ABSENT
+    return human_time(seconds) + (f", {times(faster)}" if faster is not None else "")
 
 
 def near(records: Records) -> str:

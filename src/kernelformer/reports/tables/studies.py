@@ -123,6 +123,20 @@ def smoothing(records: Records) -> str:
     return grid(["norm of q and k", "`smoothing`", *(f"m = {m}" for m in sizes)], table or [[ABSENT]])
 
 
+def twins(records: Records) -> str:
+    """Our models beside plain PyTorch ones: the mean over seeds, with its standard error."""
+    rows = records.get("twins/twins.json").get("summary", [])
+    by = {(x["task"], x["variant"]): x for x in rows}
+    tasks = list(dict.fromkeys(x["task"] for x in rows))
+    metrics = {x["task"]: x["metric"] for x in rows}
+    cells = []
+    for variant in dict.fromkeys(x["variant"] for x in rows):
+        found = [by.get((task, variant)) for task in tasks]
+        cells.append([variant, *("" if x is None else f"{x['mean']:.2f} ± {x['error']:.2f}" for x in found)])
+    head = ["model", *(f"{task}, {metrics[task]}" for task in tasks)]
+    return grid(head, cells) if cells else grid(["model"], [[ABSENT]])
+
+
 def packing(records: Records) -> str:
     """Tokens per second of packed rows over padded ones."""
     rates = records.get("speed/packing/packing.json").get("rates", [])
