@@ -94,6 +94,13 @@ def test_rows_that_a_later_key_dwarfs_are_computed_again(masked, always, monkeyp
         assert float((a.detach().double() - b.detach()).norm() / b.detach().norm()) < 2e-4
 
 
+def test_shares_of_a_rescued_row_add_up_to_one_in_float32(always):
+    core = build("favor+", dtype=torch.float32)
+    q, k, v = inputs(5, dtype=torch.float32, seed=8)
+    k[:, :, :3] *= (2000 * 8**0.5 / 8) ** 0.5  # so long that the first key is dwarfed by some 1000 nats
+    torch.testing.assert_close(core(q, k, v, is_causal=True)[:, :, 0], v[:, :, 0], rtol=0, atol=1e-6)
+
+
 @both
 def test_rows_without_a_key_are_zero_and_hidden_keys_may_hold_anything(is_causal, always):
     core = build("favor+")

@@ -117,6 +117,14 @@ def test_a_bias_within_a_window_of_near_keys_equals_the_chunks(is_causal, small)
         same_with_gradients(out, want, [*qkv, entries, *core.parameters()])
 
 
+@both
+@pytest.mark.parametrize("L", [64, 128])  # whole chunks: nothing is padded, so that views stay views
+def test_grouped_queries_and_near_keys_of_whole_chunks_equal_the_definition(L, is_causal):
+    core, qkv = build("favor+ near"), inputs(L, G=2, grad=True)
+    out = core(*qkv, is_causal=is_causal, algorithm="parallel")
+    same_with_gradients(out, attend("favor+ near", core, *qkv, is_causal=is_causal), qkv)
+
+
 def falling(L, S, window):
     """A random bias up to a distance and a line beyond it, as a table, as a matrix, and its slope."""
     slope, away = torch.tensor([0.5, 0.1, 0.02, 0.0], dtype=torch.float64), torch.arange(1 - L, S)

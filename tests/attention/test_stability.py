@@ -163,6 +163,15 @@ def test_a_rescued_row_is_right_to_float64(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("algorithm", ["chunked", "parallel"])
+def test_shares_of_a_rescued_row_add_up_to_one_in_float32(algorithm):
+    core = build("favor+", dtype=torch.float32)
+    q, k, v = inputs(5, dtype=torch.float32, seed=8)
+    k[:, :, :3] *= (2000 * 8**0.5 / 8) ** 0.5  # so long that the first key is dwarfed by some 1000 nats
+    out = core(q, k, v, is_causal=True, algorithm=algorithm)
+    torch.testing.assert_close(out[:, :, 0], v[:, :, 0], rtol=0, atol=1e-6)  # the only key that it sees
+
+
 def test_step_at_large_norms_agrees_with_the_definition():
     core = kf.build_attention("favor+", head_dim=D, num_heads=1)
     q, k, v = at_norm("mixed", heads=1, length=60)

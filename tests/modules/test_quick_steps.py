@@ -65,6 +65,16 @@ def test_grouped_queries_and_half_precision(dtype, taken):
     assert state.length == 7
 
 
+@pytest.mark.parametrize("variant", ["favor+", "favor+ per head", "loglinear", "trigonometric"])
+def test_a_batch_of_none_streams(variant):
+    core = build(variant)
+    token = inputs(1, B=0)
+    with torch.no_grad():
+        out, state = stream(core, *token, stream(core, *token)[1])
+    assert out.shape == (0, 4, 1, 6)
+    assert state.length == 2
+
+
 def test_whatever_changes_is_checked_and_seen(taken):
     core = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=24)
     token = inputs(1, E=8, dtype=torch.float32)

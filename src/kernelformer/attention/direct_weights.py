@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kernelformer.attention import positive
 from kernelformer.attention.blocks import Shapes
 from kernelformer.attention.rescued import EMPTY, Rescue, rescue_backward, rescued_rows
 from kernelformer.contract import PositiveChunks, Workspace
+
+LOST = 1e-20  # rows with less are weighed again: one over it times gradients stays within float32
 
 
 class DirectWeights:
@@ -62,7 +63,7 @@ class DirectWeights:
         _, _, weights = self._weights(xq, xk)
         torch.bmm(weights, v, out=out)
         total = weights.sum(2)
-        lost = total < positive.LOST
+        lost = total < LOST
         row_scale = total.reciprocal_()
         if not bool(lost.any()):
             return out.mul_(row_scale.unsqueeze(2)), row_scale
@@ -122,6 +123,6 @@ class DirectWeights:
             if self.visible is not None:
                 pairs.masked_fill_((self.visible[index] == 0).unsqueeze(1), -torch.inf)
             log = pairs.flatten(1).logsumexp(1)
-            shares = pairs.sub_(log.view(-1, 1, 1)).exp_()
+            shares = pairs.flatten(1).softmax(1).view_as(pairs)  # not by `log`, whose rounding they would have
             nothing, none = torch.zeros_like(lq), v.new_zeros(self.s.M, v.shape[2])
             yield row, index, Rescue(one, q, k, shares, nothing, none, torch.ones_like(log).unsqueeze(1), log)

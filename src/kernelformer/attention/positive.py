@@ -332,11 +332,15 @@ class PositiveEngine(Engine):
         later = torch.arange(size, device=k.device) > (index % size).unsqueeze(1)
         pairs = (lq.unsqueeze(2) + lk).masked_fill_(later.unsqueeze(1), -torch.inf)
         past = lq + t.before[row, :, 0]
+        # Relative to the largest: a logarithm of -1000 is rounded to 6e-5, and shares would not add up to 1.
+        peak = torch.maximum(pairs.flatten(1).amax(1), past.amax(1))
+        pairs.sub_(peak.view(-1, 1, 1))
+        past.sub_(peak.unsqueeze(1))
         total = torch.logaddexp(pairs.flatten(1).logsumexp(1), past.logsumexp(1))
-        log, root = total, torch.ones_like(total)
+        log, root = peak + total, torch.ones_like(total)
         if not self.normalize:
-            total = total / 2
-            root = total.exp()
+            root = (log / 2).exp()
+            total = log / 2 - peak
         shares = pairs.sub_(total.view(-1, 1, 1)).exp_()
         return Rescue(one, q, k, shares, past.sub_(total.unsqueeze(1)).exp_(), before, root.unsqueeze(1), log)
 

@@ -33,14 +33,14 @@ def log_rows(spec: PositiveSpec, tensors: Sequence[Tensor], scale: float) -> Log
 
     def by_formula(key: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         batch, groups, _, width = key.shape
-        rows = query.reshape(batch, groups, -1, width)
+        rows = query.reshape(batch, groups, query.shape[1] // groups, width)
         if spec.tied:
             both = spec.log_shares(torch.cat((key, rows), 2), tensors, scale, "key")
             new, logits = both[:, :, :1], both[:, :, 1:]
         else:  # copies, since a formula may give its argument back, and what it gives is written to
             new = spec.log_shares(key.clone(), tensors, scale, "key")
             logits = spec.log_shares(rows.clone(), tensors, scale, "query")
-        return new.reshape(batch * groups, -1), logits.reshape(-1, logits.shape[3])
+        return new.reshape(batch * groups, new.shape[3]), logits.reshape(-1, logits.shape[3])
 
     return by_formula if product is None else by_product
 
@@ -70,7 +70,7 @@ def quick_step(
     share = new.sub_(before).sigmoid_()
     width = mean.shape[3]
     means = torch.lerp(mean.reshape(rows, features, width), value.reshape(rows, 1, width), share.unsqueeze(2))
-    groups = query.shape[0] * query.shape[1] // rows
+    groups = query.shape[1] // key.shape[1]
     if groups == 1:
         weights = logits.add_(total).softmax(1).unsqueeze(1)
     else:

@@ -18,12 +18,12 @@ _PARTS: dict[str, str] = {
     ATTENTION: "attention bias features gamma heads_exact keep keep_heads layers max_distance norms recall_heads "
     "scale sinks window draw draws first_draw",
     SIZE: "batch depths deep_lengths dims head_dim heads image_size length lengths median patch size sizes "
-    "crowded_length chunk width time_length step_features step_heads use_length shard_tokens validation_share test_share "
-    "ranks softmax",
+    "crowded_length chunk width time_length step_features step_heads use_length shard_tokens validation_share "
+    "test_share ranks softmax",
     TRAINING: "context_parallel learning_rate resume seeds set sets steps timeout",
     DISTILLATION: "distill lora lora_layers minutes repeats seconds tune window_dropout",
-    MEASURING: "backward budget check compiled contexts errors generate gradients heap heaps max_seconds memory modes passes "
-    "passkey_lengths passkeys probe resamples rounds sample_tokens tolerance",
+    MEASURING: "backward budget check compiled contexts errors generate gradients heap heaps max_seconds memory modes "
+    "passes passkey_lengths passkeys probe resamples rounds sample_tokens tolerance",
     WRITING: "beams length_penalty temperature tokens top_k",
     RUNNING: "device follow_links hours limits seed threads",
     OUTPUT: "as_json force growing logits pictures prompt_only help out page records save tables version",

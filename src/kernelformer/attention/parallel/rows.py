@@ -138,7 +138,7 @@ class CausalRows:
         edge = self.top.view(-1, parts, BLOCK, features)[:, :-1, -1]  # (X, p - 1, M), before the 2nd block and so on
         limit = edge.unsqueeze(2) + self.later[:others, :others, None]  # (X, query block, key block, M)
         keys = self.keys.reshape(-1, 1, parts, BLOCK, features)[:, :, :-1] - limit.unsqueeze(3)
-        rows = queries.view(-1, parts, BLOCK * queries.shape[3], features)[:, 1:] + edge.unsqueeze(2)
+        rows = queries.reshape(-1, parts, BLOCK * queries.shape[3], features)[:, 1:] + edge.unsqueeze(2)
         count = rows.shape[2]
         scores = torch.bmm(rows.exp_().flatten(0, 1), keys.exp_().view(-1, others * BLOCK, features).mT)
         scores = scores.view(-1, others * count, others * BLOCK)
@@ -152,7 +152,7 @@ class CausalRows:
         (repeats, features), width = queries.shape[3:], self.value.shape[3]
         edge = self.top.view(-1, BLOCK, 1, features)
         keys = (self.keys.reshape(-1, 1, BLOCK, features) - edge).sub_(self.later[:BLOCK, :BLOCK, None])
-        rows = queries.view(-1, BLOCK, repeats, features) + edge
+        rows = queries.reshape(-1, BLOCK, repeats, features) + edge
         scores = torch.bmm(rows.exp_().flatten(0, 1), keys.exp_().flatten(0, 1).mT).view(-1, BLOCK * repeats, BLOCK)
         if weigh is not None:
             scores = weigh(scores, (0, BLOCK), (0, BLOCK))
