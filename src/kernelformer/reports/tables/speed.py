@@ -9,6 +9,7 @@ from kernelformer.formatting import human_time
 from kernelformer.reports.tables.records import ABSENT, Records, grid, joined, mebibytes, times
 
 ATTENTION = "speed/attention/bench.json"
+HEAPS = {"default": ATTENTION, "kept": "speed/heaps-kept/bench.json"}  # the record by the allocator's settings
 DECODE = "speed/decode/bench.json"
 SHORT = "speed/short/short.json"
 EXPORTED = "speed/exported/exported.json"
@@ -37,22 +38,24 @@ HYBRID = "favor+:window=64:sinks=4"
 
 def against_sdpa(records: Records, task: str, *, backward: bool, heap: str = "default") -> str:
     """How many times faster than SDPA `favor+` is, at the three lengths."""
-    bench = records.bench(ATTENTION)
+    bench = records.bench(HEAPS[heap])
     return joined([bench.faster("favor+", "sdpa", task, n, backward=backward, heap=heap) for n in LENGTHS])
 
 
 def attention(records: Records) -> str:
     """`favor+` against SDPA and other libraries, by the allocator's settings; peers as far as they were installed."""
-    bench, lengths, rows = records.bench(ATTENTION), " / ".join(map(str, LENGTHS)), []
+    lengths, rows = " / ".join(map(str, LENGTHS)), []
     for task in ("bidirectional", "causal"):
         for backward, name in PASSES.items():
-            cells = [against_sdpa(records, task, backward=backward, heap=heap) for heap in ("default", "kept")]
+            cells = [against_sdpa(records, task, backward=backward, heap=heap) for heap in HEAPS]
             rows.append([f"{task} {name}, L = {lengths}", "SDPA", *cells])
     for peer in ("performer-pytorch", "fast-transformers"):
         for task in ("bidirectional", "causal"):
             for backward, name in PASSES.items():
-                heaps = ("default", "kept")
-                cells = [bench.faster("favor+", peer, task, LONG, backward=backward, heap=x) for x in heaps]
+                cells = [
+                    records.bench(file).faster("favor+", peer, task, LONG, backward=backward, heap=heap)
+                    for heap, file in HEAPS.items()
+                ]
                 if cells != [ABSENT, ABSENT]:
                     rows.append([f"{task} {name}, L = {LONG}", peer, *cells])
     rows.append([f"decode one token, context {' / '.join(map(str, CONTEXTS))}", "SDPA with a cache", decode(records)])
