@@ -192,13 +192,16 @@ def picture(result: Result, path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, axes = plt.subplots(figsize=(7, 5), constrained_layout=True)
     for name in dict.fromkeys(row.way for row in result.rows):
         points = [(row.length, row.seconds) for row in result.rows if row.way == name and row.seconds is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", linestyle="--" if ONNX in name else "-", label=name)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="seconds of a pass")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
+    lengths = sorted({row.length for row in result.rows})
+    axes.set_xticks(lengths, [str(x) for x in lengths])
+    axes.minorticks_off()
+    axes.grid(True, alpha=0.2)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=7)
     figure.savefig(path, dpi=150)
     plt.close(figure)
