@@ -101,6 +101,17 @@ def test_shares_of_a_rescued_row_add_up_to_one_in_float32(always):
     torch.testing.assert_close(core(q, k, v, is_causal=True)[:, :, 0], v[:, :, 0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("nats", [68, 69, 71])
+def test_gradients_of_rows_just_above_the_bound_stay_finite_at_a_large_loss_scale(nats, always):
+    core = build("elu", dtype=torch.float32)
+    q, k, v = inputs(8, dtype=torch.float32, seed=3)
+    k = k - nats
+    k[:, :, -1] = 1  # features of the keys before it are e^-nats of its own
+    leaves = [x.requires_grad_() for x in (q, k, 1000 * v)]
+    out = core(*leaves, is_causal=True)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(65536 * out.sum(), leaves))
+
+
 @both
 def test_rows_without_a_key_are_zero_and_hidden_keys_may_hold_anything(is_causal, always):
     core = build("favor+")

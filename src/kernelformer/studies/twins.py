@@ -64,6 +64,11 @@ class Trained:
         """What it is known by."""
         return self.task, self.variant, self.seed
 
+    @property
+    def score(self) -> float:
+        """Bits per byte, or the accuracy in percent."""
+        return self.loss / math.log(2) if self.task == "bytes" else 100 * self.accuracy
+
 
 def tasks(settings: Settings) -> list[Task]:
     """The tasks of the study; images only where there are some."""
@@ -177,7 +182,7 @@ def summary(result: Sequence[Trained]) -> list[dict[str, Any]]:
     rows = []
     for task, variant in dict.fromkeys((x.task, x.variant) for x in result):
         of = [x for x in result if (x.task, x.variant) == (task, variant)]
-        scores = [x.loss / math.log(2) if task == "bytes" else 100 * x.accuracy for x in of]
+        scores = [x.score for x in of]
         error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
         metric = "bits per byte" if task == "bytes" else "accuracy %"
         row = {"task": task, "variant": variant, "metric": metric, "mean": statistics.mean(scores), "error": error}
@@ -214,8 +219,7 @@ def picture(result: Sequence[Trained], path: Path) -> None:
     for axis, task in zip(axes[0], names, strict=True):
         mine = [x for x in rows if x["task"] == task]
         for place, row in enumerate(mine):
-            of = [x for x in result if (x.task, x.variant) == (task, row["variant"])]
-            scores = [x.loss / math.log(2) if task == "bytes" else 100 * x.accuracy for x in of]
+            scores = [x.score for x in result if (x.task, x.variant) == (task, row["variant"])]
             axis.scatter(scores, [place] * len(scores), s=18)
             axis.plot([row["mean"]] * 2, [place - 0.3, place + 0.3], color="gray")
         axis.set_yticks(range(len(mine)), [x["variant"] for x in mine])
