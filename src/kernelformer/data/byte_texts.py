@@ -63,6 +63,12 @@ class LabelledTexts(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def lengths(self) -> Int64:
+        """(N) numbers of tokens, of several texts those of the longest."""
+        longest: Int64 = np.max([np.diff(x.offsets) for x in self.columns.values()], axis=0)
+        return longest
+
     def __getitem__(self, index: int) -> Sample:
         return self.__getitems__([index])[0]
 

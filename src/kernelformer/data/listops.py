@@ -279,6 +279,11 @@ class ExpressionSamples(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.indices)
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """(N) numbers of tokens."""
+        return np.diff(self.expressions.offsets)[self.indices.start : self.indices.stop]
+
     def __getitem__(self, index: int) -> Sample:
         i = self.indices[index]
         tokens, offsets, labels = self.expressions

@@ -47,6 +47,11 @@ class ProteinSamples(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def lengths(self) -> Int64:
+        """(N) numbers of tokens."""
+        return np.diff(self.offsets)
+
     def __getitem__(self, index: int) -> Sample:
         return self.__getitems__([index])[0]
 
@@ -81,6 +86,11 @@ class MaskedProteinSamples(ProteinSamples):
 
     def __len__(self) -> int:
         return super().__len__() * self.maskings
+
+    @property
+    def lengths(self) -> Int64:
+        """(N * maskings) numbers of tokens."""
+        return np.tile(super().lengths, self.maskings)
 
     def gather(self, indices: Int64) -> tuple[Int64, Int64, Int64]:
         """One number in [0, 1) for each token says all: whether it is chosen, what becomes of it, which one comes."""

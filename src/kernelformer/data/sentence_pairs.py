@@ -172,6 +172,11 @@ class Pairs(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.chosen)
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """(N) numbers of tokens, those of the longer side."""
+        return np.maximum(self.source.lengths, self.target.lengths)[self.chosen]
+
     def __getitem__(self, index: int) -> Sample:
         return self.__getitems__([index])[0]
 

@@ -72,6 +72,11 @@ class LabelledTokens(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def lengths(self) -> Int64:
+        """(N) numbers of tokens."""
+        return np.diff(self.offsets)
+
     def __getitem__(self, index: int) -> Sample:
         return self.__getitems__([index])[0]
 

@@ -64,6 +64,11 @@ class SeriesSamples(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """(N) numbers of tokens."""
+        return np.array([len(x) for x in self.series.values])
+
     def __getitem__(self, index: int) -> Sample:
         (number,) = check_indices([index], len(self))
         values = (self.series.values[number] - self.mean) / self.std

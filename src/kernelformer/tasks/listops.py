@@ -18,7 +18,7 @@ from kernelformer.errors import choice, positive_int
 from kernelformer.tasks.base import Classification
 from kernelformer.tasks.options import CacheOption, MadeSamples
 
-_ROUND = 64  # batches have a multiple of this length, so that there are few different shapes
+_ROUND = 16  # batches have a multiple of this length, so that there are few different shapes
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,7 +43,7 @@ class ListOps(CacheOption, MadeSamples, Classification):
         max_length: samples are shorter.
         max_depth: of the deepest node, the root's being 1.
         max_args: of an operator.
-        pad_to: length of every batch; None: the longest sample's, rounded up to a multiple of 64, at most max_length.
+        pad_to: length of every batch; None: the longest sample's, rounded up to a multiple of 16, at most max_length.
 
     Other options: see `tasks.options`.
     """

@@ -59,6 +59,7 @@ class Run:
             agree; None: all weights are new. A head for another task always is.
         steps: updates of the weights.
         batch_size: samples of one update, over all processes and micro-batches.
+        group_by_length: batches are of samples of about one length, which saves padding; the task must know lengths.
         micro_batch: samples that go through the model at once on one process; None: the process's whole share.
         learning_rate: the largest; ``schedule`` says what it does after ``warmup_steps`` (linear from 0).
         kernel_lr: of what the kernels learn, where they learn; None: the same. They are never decayed: decay pulls
@@ -103,6 +104,7 @@ class Run:
     start: str | None = None
     steps: int = 1000
     batch_size: int = 32
+    group_by_length: bool = False
     micro_batch: int | None = None
     learning_rate: float = 1e-3
     kernel_lr: float | None = None
@@ -157,7 +159,7 @@ class Run:
         take("seed", integer("seed", self.seed, at_least=0))
         if self.seed >= 1 << 32:
             raise ValueError(f"seed must be below 2^32, which is what numpy takes, got {self.seed}.")
-        for name in ("gradient_checkpointing", "redraw_to_end"):
+        for name in ("group_by_length", "gradient_checkpointing", "redraw_to_end"):
             flag(name, getattr(self, name))
         if self.redraw_to_end and self.redraw is None:
             raise ValueError("redraw_to_end=True needs redraw, the number of updates per draw, got redraw=None.")

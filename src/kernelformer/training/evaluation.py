@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Sampler, Subset
 from transformers import EvalPrediction, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
@@ -29,6 +29,7 @@ from kernelformer.training.checkpoints import reason
 from kernelformer.training.config import Run, TrainingError
 from kernelformer.training.inspection import DAMAGE, check_run_folder, saved_run
 from kernelformer.training.meter import Log, scores
+from kernelformer.training.order import LongestFirst, sample_lengths
 from kernelformer.training.standard_errors import ERROR, Contributions, standard_errors
 from kernelformer.weight_headers import SizeError, check_shapes, saved_shapes, weight_files
 
@@ -89,6 +90,10 @@ class TaskTrainer(Trainer):
         # By the model's class, not by its name and not by **kwargs, from which the trainer would guess.
         self._loss_shifts_labels = isinstance(model, KernelformerForCausalLM)
         self.model_accepts_loss_kwargs = "num_items_in_batch" in inspect.signature(model.forward).parameters
+
+    def _get_eval_sampler(self, eval_dataset: Dataset[Any]) -> Sampler[int] | None:
+        lengths = sample_lengths(eval_dataset)
+        return super()._get_eval_sampler(eval_dataset) if lengths is None else LongestFirst(lengths)
 
     def _reduce(self, logits: Any, labels: Tensor) -> tuple[Tensor, ...]:
         """Reduce the logits of a batch to what `_score` needs."""

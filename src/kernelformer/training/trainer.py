@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, TrainingArguments
@@ -36,6 +38,7 @@ from kernelformer.training.context import Context, Repeated
 from kernelformer.training.context_trainer import ContextTrainer
 from kernelformer.training.inspection import whole
 from kernelformer.training.meter import Meter, Recorder, scores
+from kernelformer.training.order import GroupedOrder, Order, sample_lengths
 from kernelformer.training.selection import Best, prune, save_best
 
 
@@ -106,30 +109,6 @@ def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArgument
     return args
 
 
-class Order(Sampler[int]):
-    """Which samples, for a whole run: permutation after permutation of all of them, a function of the seed alone.
-
-    It has no epochs at which a short batch would come, so it does not depend on how a batch is divided either.
-
-    Args:
-        size: number of samples.
-        count: how many are wanted, with repetition.
-        seed: of the permutations.
-    """
-
-    def __init__(self, size: int, count: int, seed: int) -> None:
-        self.size, self.count, self.seed = size, count, seed
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        gen = torch.Generator().manual_seed(self.seed)
-        for start in range(0, self.count, self.size):
-            for part in torch.randperm(self.size, generator=gen)[: self.count - start].split(1024):
-                yield from part.tolist()  # not all at once: a list of a million integers takes 40 MB
-
-
 class RunTrainer(ContextTrainer):
     """Trains one run, and saves so that it can be killed at any moment.
 
@@ -173,9 +152,20 @@ class RunTrainer(ContextTrainer):
         count = self.run.steps * self.run.batch_size
         own = getattr(data, "sampler", None)  # of data whose samples are too many for a permutation in memory
         order = Order(len(data), count, self.run.seed) if own is None else own(count, self.run.seed)
+        if self.run.group_by_length:
+            order = GroupedOrder(order, self._lengths(data), self.run.batch_size, self.run.seed)
         if self.context is None:
             return order
         return Repeated(order, self.args.per_device_train_batch_size, self.context.size)
+
+    def _lengths(self, data: Dataset[Any]) -> NDArray[np.int64]:
+        lengths = sample_lengths(data)
+        if lengths is None:
+            raise ValueError(
+                f"group_by_length needs samples of different lengths, got task {self.run.task!r}, whose samples do not "
+                f"tell theirs; leave it out."
+            )
+        return lengths
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The trainer's, with groups of their own for what the kernels learn and for tables of positions."""

@@ -175,7 +175,15 @@ SPARSITY = Item(
 
 FASTFOOD = tuple(f"fastfood-prf:num_features=64:learn={x}" for x in ("none", "S", "SGB"))
 SENTENCES = ("softmax", "gmm-rks:tied=True:draw=iid:num_features=32", *FASTFOOD, "generative-prf:num_features=64")
-SHORT = {"steps": 400, "task.length": 48, "task.vocab_size": 4000, "task.validation_samples": 2000, "eval_every": 200}
+SHORT = {
+    "steps": 400,
+    "batch_size": 32,
+    "group_by_length": True,
+    "task.length": 48,
+    "task.vocab_size": 4000,
+    "task.validation_samples": 2000,
+    "eval_every": 200,
+}
 SENTENCE_CLAIMS = (
     Claim(
         "FastFood with all of S, G, B learned is at least as good as with S alone or nothing learned",
@@ -200,7 +208,7 @@ SNLI = Item(
             "main",
             "kl-glue-mnli",
             SENTENCES,
-            {**SHORT, "batch_size": 32, "task.data": "data:snli"},
+            {**SHORT, "task.data": "data:snli"},
         ),
     ),
     SENTENCE_CLAIMS,
@@ -218,7 +226,7 @@ REVIEW_SENTENCES = Item(
             "main",
             "kl-glue-sst2",
             SENTENCES,
-            {**SHORT, "batch_size": 32, "task.data": "data:rotten-tomatoes/train.jsonl", "task.text": "text"},
+            {**SHORT, "task.data": "data:rotten-tomatoes/train.jsonl", "task.text": "text"},
         ),
     ),
     SENTENCE_CLAIMS,
