@@ -24,6 +24,7 @@ from kernelformer.modules import KernelAttention, RelativePositions
 from kernelformer.modules.context import active_ranks, share_of_mean, share_of_same
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.spec import parse_attention
+from kernelformer.parallel.context import IGNORED
 from kernelformer.weight_headers import check_sizes, weight_files
 
 
@@ -218,7 +219,7 @@ def mean_loss(
     flat, wanted = logits.flatten(0, -2).float(), labels.flatten().to(logits.device)
     if splits and per_token:
         total = nn.functional.cross_entropy(flat, wanted, reduction="sum")
-        return share_of_mean(total, (wanted != -100).sum(), num_items_in_batch)
+        return share_of_mean(total, (wanted != IGNORED).sum(), num_items_in_batch)
     if num_items_in_batch is None:
         loss = nn.functional.cross_entropy(flat, wanted)
     else:

@@ -64,6 +64,8 @@ class KernelformerConfig(PreTrainedConfig):
             the deeper the model.
         seed: of the random features; every attention of the model draws others.
         use_cache: whether `generate` keeps states.
+        sparse_prediction: in training a masked language model predicts hidden tokens alone, instead of all: the same
+            loss without the other six sevenths of the vocabulary's product.
     """
 
     model_type = "kernelformer"
@@ -94,6 +96,7 @@ class KernelformerConfig(PreTrainedConfig):
     initializer_range: float | None = None
     seed: int = 0
     use_cache: bool = True
+    sparse_prediction: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -120,7 +123,7 @@ class KernelformerConfig(PreTrainedConfig):
         choice("positions", self.positions, POSITIONS)
         choice("pooling", self.pooling, POOLING)
         integer("seed", self.seed)
-        for name in ("share_bias", "norm_first", "use_cache", "tie_word_embeddings"):
+        for name in ("share_bias", "norm_first", "use_cache", "sparse_prediction", "tie_word_embeddings"):
             flag(name, getattr(self, name))
         choice("hidden_act", self.hidden_act, ACT2FN)
         choice("classifier_act", self.classifier_act, ACT2FN)

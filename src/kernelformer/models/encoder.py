@@ -19,6 +19,7 @@ from kernelformer.models.embeddings import Embeddings
 from kernelformer.modules.context import active_ranks, agreeing, tokens_before
 from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.spec import has_positions
+from kernelformer.parallel.context import IGNORED
 
 
 def choose_positions(config: KernelformerConfig, specs: list[str], own: str = "sinusoidal") -> str:
@@ -259,10 +260,14 @@ class KernelformerForMaskedLM(KernelformerPreTrainedModel):
         """Predict the token at each position, (B, L) -> logits (B, L, vocabulary).
 
         Labels (B, L), -100 where nothing was hidden, give the mean cross-entropy; the other arguments are those of
-        `KernelformerModel`.
+        `KernelformerModel`. With ``sparse_prediction`` the logits of a training step are those of the labels alone,
+        (N, vocabulary).
         """
         refuse_unknown(self, kwargs)
         hidden = self.model(input_ids, attention_mask, inputs_embeds, position_ids, segment_ids).last_hidden_state
+        if self.training and labels is not None and self.config.sparse_prediction:
+            chosen = labels != IGNORED
+            hidden, labels = hidden[chosen], labels[chosen]
         logits = self.lm_head(hidden)
         loss: Any = None if labels is None else mean_loss(logits, labels, num_items_in_batch, per_token=True)
         return MaskedLMOutput(loss=loss, logits=logits)
