@@ -10,7 +10,7 @@ from kernelformer.evidence.items.beyond import RECALL
 from kernelformer.evidence.items.learned_kernels import EIGENVALUES, REVIEW_SENTENCES, SNLI, SPARSITY, VARIANCE
 from kernelformer.evidence.items.performer import PROTEINS, REDRAWING
 from kernelformer.evidence.items.relative import CIFAR, ENWIK8, FEATURES, MAPS_ITEM, NORMALIZED, TRANSLATION
-from kernelformer.evidence.items.skyformer import ARENA, STABILITY
+from kernelformer.evidence.items.skyformer import IMAGE, LISTOPS, PATHFINDER, RETRIEVAL, STABILITY, TEXT
 
 # What says most for its time comes first.
 ITEMS: dict[str, Item] = {
@@ -24,14 +24,18 @@ ITEMS: dict[str, Item] = {
         SNLI,
         REVIEW_SENTENCES,
         RECALL,
-        REDRAWING,
         MAPS_ITEM,
         FEATURES,
-        NORMALIZED,
+        LISTOPS,
+        REDRAWING,
         CIFAR,
-        *ARENA,
+        NORMALIZED,
+        IMAGE,
         PROTEINS,
+        PATHFINDER,
+        TEXT,
         TRANSLATION,
+        RETRIEVAL,
     )
 }
 
