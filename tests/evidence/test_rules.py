@@ -67,13 +67,13 @@ def test_alike_needs_the_whole_interval_within_the_margin():
 
 
 def test_level_is_judged_by_the_mean():
-    assert Level("b", "result.value", most=0.7)(FAR).verdict == SUPPORTS
-    assert Level("b", "result.value", most=0.5)(FAR).verdict == CONTRADICTS
-    assert Level("b", "result.value", most=0.61)(FAR).verdict == OPEN
+    assert Level("b", "result.value", level=0.7)(FAR).verdict == SUPPORTS
+    assert Level("b", "result.value", level=0.5)(FAR).verdict == CONTRADICTS
+    assert Level("b", "result.value", level=0.61)(FAR).verdict == OPEN
 
 
 def test_all_needs_every_rule_and_one_is_enough_against():
-    good, bad, vague = Above("a:m=1", "b"), Above("b", "a:m=1"), Level("b", "result.value", most=0.61)
+    good, bad, vague = Above("a:m=1", "b"), Above("b", "a:m=1"), Level("b", "result.value", level=0.61)
     assert All([good, good])(FAR).verdict == SUPPORTS
     assert All([good, bad, vague])(FAR).verdict == CONTRADICTS
     assert All([good, vague])(FAR).verdict == OPEN

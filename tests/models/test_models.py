@@ -621,3 +621,22 @@ def test_a_packed_row_is_predicted_as_its_sequences_alone(kind, positions):
         torch.testing.assert_close(torch.cat(logits, 1), out.logits)
         with pytest.raises(ValueError, match="a column for each of 10 in the cache and 1 new ones"):
             model(ids[:, :1], segment_ids=PACKED[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("given", [None, 40])
+def test_sparse_prediction_has_the_loss_and_gradients_of_all_predictions(given):
+    config = KernelformerConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    dense = MODELS["masked-lm"](config).double().train()
+    sparse = copy.deepcopy(dense)
+    sparse.config.sparse_prediction = True
+    ids = torch.randint(50, (3, 20), generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(torch.rand(3, 20, generator=torch.Generator().manual_seed(1)) > 0.2, -100)
+    outs = [model(ids, labels=labels, num_items_in_batch=given) for model in (dense, sparse)]
+    for out in outs:
+        out.loss.backward()
+    torch.testing.assert_close(outs[1].loss, outs[0].loss, rtol=1e-6, atol=0)  # the loss is in float32
+    for (name, x), y in zip(dense.named_parameters(), sparse.parameters(), strict=True):
+        torch.testing.assert_close(y.grad, x.grad, rtol=1e-5, atol=1e-8, msg=name)
+    assert outs[1].logits.shape == (int((labels != -100).sum()), 50)
+    assert sparse.eval()(ids, labels=labels).logits.shape == (3, 20, 50)
+    assert sparse.train()(ids).logits.shape == (3, 20, 50)

@@ -19,7 +19,7 @@ from kernelformer.models import (
     KernelformerForConditionalGeneration,
     KernelformerForSequenceClassification,
 )
-from kernelformer.studies import STUDIES
+from kernelformer.studies import STUDIES, byte_models
 from kernelformer.studies import normalized as study
 from kernelformer.studies.normalized_models import kernel_norms, reattend
 from kernelformer.studies.settings import NormalizedSettings
@@ -223,13 +223,13 @@ def test_the_study_measures_and_draws(text, tmp_path):
 
 
 def test_a_model_that_diverges_is_named(text, tmp_path, monkeypatch):
-    original = study.train_model
+    original = byte_models.train_model
 
     def diverges(*args, **kwargs):
         result = original(*args, **kwargs)
         return type(result)(**{**vars(result), "value": math.nan, "diverged": True})
 
-    monkeypatch.setattr(study, "train_model", diverges)
+    monkeypatch.setattr(byte_models, "train_model", diverges)
     with pytest.raises(TrainingError, match=r"the standard model diverged at step 2 with lr=0.005; take a smaller one"):
         STUDIES["normalized"].run(NormalizedSettings(data=text, **TINY), tmp_path)
 
@@ -261,7 +261,7 @@ def test_wrong_settings_are_named(options, message):
     ],
 )
 def test_wrong_input_of_the_command_is_said_before_anything_is_trained(text, tmp_path, monkeypatch, options, message):
-    monkeypatch.setattr(study, "train_model", lambda *_, **__: pytest.fail("trained first"))
+    monkeypatch.setattr(byte_models, "train_model", lambda *_, **__: pytest.fail("trained first"))
     given = ["study", "normalized", "--data", str(text), "--out", str(tmp_path), *options]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2

@@ -37,11 +37,6 @@ OUTSIDE: tuple[Outside, ...] = (
     Outside(
         P, "Fig. 3, Fig. 20", "`kernelformer study encoder`: time and memory of whole encoders, 2 cores for a GPU."
     ),
-    Outside(
-        P,
-        "Fig. 5 left (LM1B, weights of a softmax model)",
-        f"{GPU} at that size; `kernelformer convert` has it on pretrained models (docs/reference/converting.md).",
-    ),
     Outside(P, "Fig. 7 left (ImageNet64, 12,288 tokens)", f"{GPU}; {RECIPE} (`performer-imagenet64`)."),
     Outside(P, "Fig. 7 right (proteins of 8,192 tokens)", f"{GPU}; {RECIPE} (`performer-protein-long`)."),
     Outside(

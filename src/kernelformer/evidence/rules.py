@@ -235,28 +235,33 @@ class Alike(Above):
 
 @dataclass(frozen=True)
 class Level:
-    """A value of an attention is at most so large.
+    """A value of an attention is below a level; with ``above`` it is above it.
 
     Args:
         attention: as it stands in the runs.
         path: of the value in an entry.
         part: of the item.
-        most: the level.
+        level: that it is compared with.
         name: of the value, for people.
+        above: whether the claim is that it is larger.
+        scale: that figures are shown by: 100 for percent.
     """
 
     attention: str
     path: str
     part: str = "main"
-    most: float = 1.0
+    level: float = 1.0
     name: str = "the value"
+    above: bool = False
+    scale: float = 1.0
 
     @property
     def text(self) -> str:
         """The rule in words."""
+        word, other = ("above", "below") if self.above else ("below", "above")
         return (
-            f"for: {self.name} of `{brief(self.attention, '')}` is below {self.most:g} by more than two standard "
-            f"errors over seeds {QUANTILE}; against: above by as much; else open"
+            f"for: {self.name} of `{brief(self.attention, '')}` is {word} {self.scale * self.level:g} by more than two "
+            f"standard errors over seeds {QUANTILE}; against: {other} by as much; else open"
         )
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
@@ -264,12 +269,12 @@ class Level:
         mean = mean_of(entries, self.part, self.attention, self.path)
         if mean is None:
             return Finding(OPEN if runs_of(entries, self.part, self.attention) else MISSING_RESULT, "")
-        ours = f"`{brief(self.attention, '')}`: {self.name} {shown(mean)}"
-        gap = difference(mean, Mean(self.most, 2, 0.0, 0.0))
+        ours = f"`{brief(self.attention, '')}`: {self.name} {shown(mean, self.scale)}"
+        gap = difference(mean, Mean(self.level, 2, 0.0, 0.0))
         lost = without(entries, self.part, self.attention, self.path)
         if lost or not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
             return Finding(OPEN, f"{ours}; runs without a value: {lost}" if lost else ours)
-        return Finding(SUPPORTS if gap.value < 0 else CONTRADICTS, ours)
+        return Finding(SUPPORTS if (gap.value > 0) == self.above else CONTRADICTS, ours)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,21 @@ def conversion_cost(model: str, features: int) -> Callable[[Record], float]:
         return math.nan if None in (row["mean"], mine["bits_per_byte"]) else float(row["mean"] - mine["bits_per_byte"])
 
     return cost
+
+
+def _moved(record: Record, attention: str) -> Record:
+    rows: Sequence[Record] = record["moved"]
+    return next(x for x in rows if x["attention"] == attention)
+
+
+def moved_at_once(attention: str) -> Callable[[Record], float]:
+    """The bits per byte that an attention of the study ``transfer`` has with the weights as they are."""
+    return lambda record: statistics.fmean(_moved(record, attention)["at_once"])
+
+
+def moved_tuned(attention: str, plus: float = 0.0) -> Callable[[Record], float]:
+    """The bits per byte that an attention of the study ``transfer`` has after fine-tuning, and a margin."""
+    return lambda record: float(_moved(record, attention)["tuned"][-1][1]) + plus
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,14 @@ STUDIES: dict[str, Study] = {
             writes="the models",
         ),
         Study(
+            "transfer",
+            "Weights of a softmax model in models with random features: at once, fine-tuned, and beside a fresh start",
+            "Performer (2009.14794), Fig. 5 left",
+            settings.TransferSettings,
+            resumes=True,
+            writes="the models",
+        ),
+        Study(
             "lengths",
             "From which length on a converted model is faster and leaner than the original",
             "",

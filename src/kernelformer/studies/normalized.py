@@ -24,14 +24,12 @@ from kernelformer.errors import number
 from kernelformer.modules import build_attention, parse_method
 from kernelformer.settings import plain
 from kernelformer.studies.base import Log, Progress
+from kernelformer.studies.byte_models import METRIC, bits, byte_run, trained_model
 from kernelformer.studies.normalized_models import Norms, kernel_norms, reattend
 from kernelformer.studies.settings import NormalizedSettings as Settings
-from kernelformer.studies.training import train_model
 from kernelformer.tasks import Task, make_task
-from kernelformer.training import Run, TrainingError, evaluate, load_run
 from kernelformer.training.plan import Plan, check
 
-METRIC = "bits_per_byte"
 WINDOWS = 16  # of the validation split, in which norms are measured
 MODELS = "normalized"  # the folder of the trained models
 
@@ -85,31 +83,6 @@ def check_settings(settings: Settings) -> None:
         build_attention(method, head_dim=settings.width // settings.heads, num_heads=settings.heads, **options)
 
 
-def training_of(variant: Variant, settings: Settings) -> Run:
-    """The training run of one model."""
-    data = {} if settings.data is None else {"data": str(settings.data)}
-    return Run(
-        task="bytes",
-        attention=variant.trained(settings),
-        task_options={"length": settings.length, "validation_samples": settings.samples, **data},
-        model={
-            "hidden_size": settings.width,
-            "num_hidden_layers": settings.layers,
-            "num_attention_heads": settings.heads,
-        },
-        steps=settings.steps,
-        batch_size=settings.batch,
-        learning_rate=settings.lr,
-        bias_lr=10 * settings.lr,
-        warmup_steps=settings.steps // 10,
-        schedule="cosine",
-        seed=settings.seed,
-        save_every=100,
-        keep=1,
-        log_every=25,
-    )
-
-
 @dataclass
 class Converted:
     """One model: what it is, and its bits per byte before and after conversion."""
@@ -159,42 +132,27 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
         TrainingError: the folder has models of other settings or of other data, or one does not train.
     """
     check_settings(settings)
-    plan = Plan("normalized", [training_of(x, settings) for x in VARIANTS], folder / MODELS)
+    plan = Plan("normalized", [byte_run(settings, x.trained(settings)) for x in VARIANTS], folder / MODELS)
     check(plan, resume=True)
     result = Result(settings)
     for variant, training in zip(VARIANTS, plan.runs, strict=True):
-        model, seconds = _trained(variant.name, training, plan.folder_of(training), log)
+        model, seconds = trained_model(variant.name, training, plan.folder_of(training), log)
         progress()
         task = make_task(training.task, **training.task_options)
-        one = Converted(variant.trained(settings), _bits(model, task), kernel_norms(model, _tokens(task)), seconds)
+        one = Converted(variant.trained(settings), bits(model, task), kernel_norms(model, _tokens(task)), seconds)
         for m in sorted(settings.features):
             log(f"{variant.name}: {m} features, {settings.draws} draws")
             spec = variant.converted(settings, m)
-            one.after[m] = [_bits(reattend(model, spec, seed=draw), task) for draw in range(settings.draws)]
+            one.after[m] = [bits(reattend(model, spec, seed=draw), task) for draw in range(settings.draws)]
             progress()
         result.models[variant.name] = one
     return result
-
-
-def _trained(name: str, training: Run, folder: Path, log: Log) -> tuple[Any, float]:
-    """The model of a run, trained now or before, and the seconds that it took."""
-    result = train_model(training, folder, name, log)
-    if result.diverged:
-        raise TrainingError(
-            f"the {name} model diverged at step {result.steps} with lr={training.learning_rate:g}; take a smaller one, "
-            f"and another folder than {folder.parent}."
-        )
-    return load_run(folder)[1].eval(), result.seconds
 
 
 def _tokens(task: Task) -> Tensor:
     """Some windows of the validation split, spread evenly, (B, L)."""
     windows: Any = task.split("validation")
     return torch.stack([windows[int(i)]["input_ids"] for i in spread_evenly(len(windows), WINDOWS)])
-
-
-def _bits(model: Any, task: Task) -> float:
-    return evaluate(model, task, batch_size=16)[METRIC]
 
 
 def tables(result: Result) -> list[Table]:

@@ -156,27 +156,45 @@ class ShortSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormalizedSettings(Settings):
-    """Settings of `studies.normalized`.
-
-    ``scale`` is that of normalized attention: the kernel sees vectors of length sqrt(scale), so that a larger one can
-    attend more sharply, and needs more features.
-    """
+class ByteModelSettings(Settings):
+    """Settings of studies that train small language models over bytes."""
 
     data: Path | None = option(None, "file or folder of text; default: Python's own sources")
-    steps: int = option(600, "of training, for each of four models", least=1)
+    steps: int = option(600, "of training, for each model", least=1)
     length: int = option(256, "bytes of a sample", least=2)
     layers: int = option(2, "of the model", least=1)
     width: int = option(128, "of the model: its hidden size", least=1)
     heads: int = option(4, "of the attention", least=1)
     batch: int = option(8, "samples per step", least=1)
     lr: float = option(5e-3, "the largest; ten times that for position tables", name="learning_rate", former="lr")
+    samples: int = option(64, "validation windows", least=1)
+    seed: int = option(0, SEED, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizedSettings(ByteModelSettings):
+    """Settings of `studies.normalized`.
+
+    ``scale`` is that of normalized attention: the kernel sees vectors of length sqrt(scale), so that a larger one can
+    attend more sharply, and needs more features.
+    """
+
     scale: float = option(1.0, "of normalized attention; the paper's is 1")
     features: tuple[int, ...] = option((16, 32, 64, 128, 256), "numbers of random features", least=1)
     draws: int = option(5, "of the features", least=2)
     draw: str = option("iid", "how they are drawn: iid as in the paper, orthogonal, ...")
-    samples: int = option(64, "validation windows", least=1)
-    seed: int = option(0, SEED, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSettings(ByteModelSettings):
+    """Settings of `studies.transfer`."""
+
+    attention: tuple[str, ...] = option(
+        ("favor+:num_features=64", "trigonometric:num_features=32"), SPECS, former="methods"
+    )
+    tuning: int = option(100, "steps of fine-tuning", least=1)
+    tuning_lr: float = option(1e-3, "the largest learning rate of fine-tuning")
+    draws: int = option(3, "of the features, without fine-tuning", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

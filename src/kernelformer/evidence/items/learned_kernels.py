@@ -107,13 +107,13 @@ EIGENVALUES = Item(
         Claim(
             "Training makes the eigenvalues much smaller than 1, from the identity",
             "means 0.031 (RKS) and 0.025 (PRF) after training",
-            All([Level(x, f"{_EIGEN}.change", most=0.5, name="end / start of the mean") for x in (GMM_RKS, GMM_PRF)]),
+            All([Level(x, f"{_EIGEN}.change", level=0.5, name="end / start of the mean") for x in (GMM_RKS, GMM_PRF)]),
         ),
         Claim(
             "The small eigenvalues are learned, not those of the authors' start",
             "0.031 after training; the start of their code has 0.0295",
             All(
-                [Level(x, f"{_EIGEN}.change", part="xavier", most=0.8, name="end / start of the mean") for x in XAVIER]
+                [Level(x, f"{_EIGEN}.change", part="xavier", level=0.8, name="end / start of the mean") for x in XAVIER]
             ),
         ),
         Claim(

@@ -1,0 +1,57 @@
+"""The study of Fig. 5 left of Performer on models of a second."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+from kernelformer.studies import STUDIES, transfer
+from kernelformer.studies.byte_models import byte_run
+from kernelformer.studies.settings import TransferSettings
+
+TINY = {"length": 16, "layers": 1, "width": 8, "heads": 2, "batch": 2, "samples": 4, "tuning": 2, "draws": 2}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i} of {i * i % 97} in a text\n" for i in range(200)))
+    return TransferSettings(data=path, steps=20, attention=("favor+:num_features=8",), **TINY)
+
+
+def test_weights_move_at_once_and_tuned_and_a_second_call_trains_nothing(settings, tmp_path):
+    study = STUDIES["transfer"]
+    said, done = [], []
+    result = study.run(settings, tmp_path / "out", said.append, lambda: done.append(1))
+    assert len(done) == study.steps(settings)
+    exact, favor = result.moved
+    assert exact.attention == "softmax"
+    assert exact.at_once == [pytest.approx(result.trained[-1][1], rel=1e-6)]  # the weights as they are
+    assert len(favor.at_once) == 2
+    assert favor.at_once[0] != favor.at_once[1]  # draws of their own
+    assert [step for step, _ in favor.tuned] == [1, 2]
+    assert favor.tuned[-1][1] < favor.fresh[-1][1]  # 20 steps of training are in these weights
+    again = study.run(settings, tmp_path / "out")
+    assert study.record(again) == study.record(result)
+    path = study.save(settings, result, tmp_path)
+    assert json.loads(path.read_text())["moved"][1]["attention"] == "favor+:num_features=8"
+    study.picture(result, tmp_path / "transfer.png")
+    assert (tmp_path / "transfer.png").stat().st_size > 10_000
+    (table,) = study.tables(result)
+    assert table.row_count == 2
+
+
+def test_fine_tuning_has_its_own_steps_and_rate(settings):
+    run = byte_run(settings, "elu", steps=50, learning_rate=1e-3, start="somewhere")
+    assert (run.steps, run.warmup_steps, run.learning_rate, run.bias_lr) == (50, 5, 1e-3, 1e-2)
+    assert (run.start, run.batch_size, run.seed) == ("somewhere", 2, 0)
+    assert byte_run(settings, "elu").steps == 20
+
+
+def test_softmax_is_there_once_and_a_bad_rate_is_refused(settings, tmp_path):
+    asked = TransferSettings(attention=("elu", "softmax"), tuning_lr=0.0)
+    assert transfer.attentions(asked) == ["softmax", "elu"]
+    with pytest.raises(ValueError, match="tuning_lr must be"):
+        transfer.run(asked, tmp_path, print, print)
