@@ -22,6 +22,7 @@ TABLES: dict[str, Table] = {
     "encoder": speed.encoder,
     "serving": speed.serving,
     "sparse": speed.sparse,
+    "training-step": speed.training_step,
     "short-speed": speed.short,
     "short-step": speed.short_step,
     "exported": speed.exported,

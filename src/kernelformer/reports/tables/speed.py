@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernelformer.formatting import human_time
@@ -26,6 +26,7 @@ BIAS_LENGTHS = "speed/bias-lengths/bench.json"
 BIAS_DECODE = "speed/bias-decode/bench.json"
 ENCODER = "speed/encoder/encoder.json"
 SPARSE = "speed/sparse/encoder.json"
+TRAINING_STEP = "speed/training-step/encoder.json"
 SERVING = "speed/serving/serving.json"
 NEAR = "near-and-far/bench.json"
 NEAR_DECODE = "near-and-far/decode.json"
@@ -230,7 +231,15 @@ def serving_row(record: dict[str, Any], kind: str, length: int, attention: str) 
 
 def sparse(records: Records) -> str:
     """Encoders of two layers by their attention, sparse layers of transformers among them: time and memory."""
-    rows = records.get(SPARSE).get("rows", [])
+    return _small_encoders(records.get(SPARSE).get("rows", []))
+
+
+def training_step(records: Records) -> str:
+    """Encoders of two layers at 1024 tokens, softmax beside `favor+` and `nprf` with a bias: time and memory."""
+    return _small_encoders(records.get(TRAINING_STEP).get("rows", []))
+
+
+def _small_encoders(rows: Sequence[Mapping[str, Any]]) -> str:
     by = {(x["attention"], x["length"], x["kind"]): x for x in rows}
     lengths = sorted({x["length"] for x in rows})
     cells = []
