@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from test_training import interrupted, same_weights
 
-pytest.importorskip("transformers")
 from kernelformer.tasks import make_task
 from kernelformer.training import Run, StoppedError, evaluate, load_run, train
 from kernelformer.training.order import GroupedOrder, LongestFirst, Order, sample_lengths
-from kernelformer.training.trainer import RunTrainer
 from samples import few_samples
 
 MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -60,24 +55,6 @@ def test_data_sets_know_the_lengths_of_their_samples(name, tmp_path):
     assert sample_lengths(data).tolist() == found
 
 
-def interrupted(settings, folder, *, step):
-    """Train, and have Ctrl-C come in the midst of a step."""
-    original = RunTrainer.training_step
-
-    def told(self, *args, **kwargs):
-        if self.state.global_step == step - 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunTrainer, "training_step", told)
-        train(settings, folder, quiet=True)
-
-
-def weights(folder):
-    return load_file(folder / "model" / "model.safetensors")
-
-
 def run(**settings):
     values = {"steps": 12, "batch_size": 4, "eval_every": 6, "log_every": 3, "task_options": LISTOPS}
     return Run(task="listops", attention="favor+:num_features=8", model=MODEL, **{**values, **settings})
@@ -88,10 +65,9 @@ def test_a_grouped_run_goes_on_to_the_same_numbers(tmp_path):
     with pytest.raises(StoppedError):
         interrupted(run(group_by_length=True), tmp_path / "cut", step=5)
     train(run(group_by_length=True), tmp_path / "cut", resume=True, quiet=True)
-    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
-    assert all(torch.equal(cut[name], x) for name, x in whole.items())
+    assert same_weights(tmp_path / "cut", tmp_path / "whole")
     train(run(), tmp_path / "plain", quiet=True)
-    assert not all(torch.equal(x, whole[name]) for name, x in weights(tmp_path / "plain").items())
+    assert not same_weights(tmp_path / "plain", tmp_path / "whole")
 
 
 def test_evaluation_in_the_order_of_lengths_is_the_mean_over_all_samples(tmp_path):

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -48,6 +49,10 @@ class Lines(Dataset):
 
     def __len__(self):
         return self.count
+
+    @property
+    def lengths(self):
+        return np.array([len(self[i]["ids"]) for i in range(self.count)])
 
     def __getitem__(self, index):
         gen = torch.Generator().manual_seed(index)

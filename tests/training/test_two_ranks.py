@@ -28,6 +28,7 @@ METHOD = "gmm-prf:num_features=8:components=2"
 
 def settings():
     steps = {"batch_size": 8, "micro_batch": 2, "log_every": 1, "save_every": 100, "redraw": 2}
+    steps["group_by_length"] = True
     return tiny(METHOD, **steps, select="best", model={"dropout": 0.0})
 
 
