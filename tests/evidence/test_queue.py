@@ -195,7 +195,7 @@ def test_every_item_says_what_counts_before_it_runs():
             assert isinstance(part, StudyPart) or part.seeds >= 3
 
 
-LONG = ("image", "normalized", "stability")  # seconds each, and others are like them
+LONG = ("image", "normalized", "stability", "transfer")  # seconds each, and others are like them
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONG else x for x in ITEMS])
@@ -219,6 +219,8 @@ def test_the_ledger_shows_every_claim_and_escapes_what_it_shows(place, monkeypat
     assert "a | b &lt;i&gt;" in html
     assert "a \\| b &lt;i&gt;" in markdown
     assert "<svg" in html
+    assert "All figures" in html
+    assert html.count(f"<code>{one.parts[0].attentions[0]}</code>") >= 1
     assert "open" in markdown
 
 

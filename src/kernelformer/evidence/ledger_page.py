@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kernelformer.evidence.base import PAPERS, TRAINING, Item, Training
-from kernelformer.evidence.rules import look_up, mean_of
+from kernelformer.evidence.rules import look_up, mean_of, runs_of, shown, without
 from kernelformer.formatting import short_names
 from kernelformer.reports.figures import COLOURS
 from kernelformer.reports.page import figure, safe, section, table, whole_page
@@ -73,8 +73,26 @@ def _item(each: Judged, paper: str) -> str:
         table(f"Claims of {item.name}", ["claim", "printed", "here", "verdict"], rows),
         f"<details><summary>Rules</summary><ul>{rules}</ul></details>",
         *_pictures(item, each.entries),
+        *_figures(item, each.entries),
     ]
     return section(item.name, *parts, anchor=item.name)
+
+
+def _figures(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of all that was trained, those that no claim is about among them: mean, standard error, seeds."""
+    rows = []
+    for part, name in dict.fromkeys((x["part"], x["name"]) for x in entries if x["kind"] == TRAINING):
+        runs = runs_of(entries, part, name)
+        mean = mean_of(entries, part, name, item.value)
+        lost = without(entries, part, name, item.value)
+        value = "none" if mean is None else shown(mean)
+        rows.append(
+            [safe(part), f"<code>{safe(name)}</code>", value, f"{len(runs)}" + (f", {lost} without" * bool(lost))]
+        )
+    if not rows:
+        return []
+    made = table(f"Figures of {item.name}", ["part", "attention", safe(item.unit or "value"), "seeds"], rows)
+    return [f"<details><summary>All figures</summary>{made}</details>"]
 
 
 def _pictures(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[str]:
