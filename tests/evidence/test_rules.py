@@ -9,7 +9,15 @@ import pytest
 from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPORTS, Finding
 from kernelformer.evidence.items import ITEMS
 from kernelformer.evidence.rules import Above, Alike, All, AtLeast, Level, look_up, mean_of, sample_error
-from kernelformer.evidence.study_rules import OfStudy, SmallerCost, conversion_cost
+from kernelformer.evidence.study_rules import (
+    OfStudy,
+    SmallerCost,
+    conversion_cost,
+    conversion_costs,
+    moved_at_once,
+    moved_tuned,
+    moved_values,
+)
 
 
 def entry(name: str, seed: int, value: float, part: str = "main", **more):
@@ -70,6 +78,10 @@ def test_level_is_judged_by_the_mean():
     assert Level("b", "result.value", level=0.7)(FAR).verdict == SUPPORTS
     assert Level("b", "result.value", level=0.5)(FAR).verdict == CONTRADICTS
     assert Level("b", "result.value", level=0.61)(FAR).verdict == OPEN
+    above = Level("b", "result.value", level=0.5, above=True, scale=100)
+    assert above(FAR) == Finding(SUPPORTS, "`b`: the value 61.00 ± 0.58")
+    assert Level("b", "result.value", level=0.7, above=True)(FAR).verdict == CONTRADICTS
+    assert "is above 50 by more than" in above.text
 
 
 def test_all_needs_every_rule_and_one_is_enough_against():
@@ -170,6 +182,27 @@ def test_costs_of_a_study_are_compared_over_its_seeds():
     assert rule(entries).verdict == SUPPORTS
     assert rule(entries[:1]).verdict == OPEN
     assert rule([]).verdict == MISSING_RESULT
+    assert conversion_costs(entries[0]["record"])["normalized, m = 64"] == pytest.approx(0.01)
+
+
+def test_moved_weights_are_judged_and_shown_by_attention():
+    def study(part, at_once, tuned):
+        row = {"attention": "favor+", "at_once": [at_once, at_once + 0.2], "tuned": [[1, 9.0], [2, tuned]]}
+        exact = {"attention": "softmax", "at_once": [3.0], "tuned": [[1, 9.0], [2, 2.9]], "fresh": [[2, 5.0]]}
+        return {"kind": "study", "part": part, "record": {"moved": [exact, {**row, "fresh": [[2, 6.0]]}]}}
+
+    parts = ("seed 0", "seed 1", "seed 2")
+    entries = [study(part, 3.5 + 0.01 * i, 2.92 + 0.001 * i) for i, part in enumerate(parts)]
+    names = ("one", "other")
+    lost = SmallerCost(parts, moved_at_once("softmax"), moved_at_once("favor+"), names, "bits")
+    assert lost(entries).verdict == SUPPORTS
+    near = SmallerCost(parts, moved_tuned("favor+"), moved_tuned("softmax", plus=0.05), names, "bits")
+    assert near(entries).verdict == SUPPORTS
+    nearer = SmallerCost(parts, moved_tuned("favor+"), moved_tuned("softmax", plus=0.01), names, "bits")
+    assert nearer(entries).verdict == CONTRADICTS
+    shown = moved_values(entries[0]["record"])
+    assert shown["favor+, at once"] == pytest.approx(3.6)
+    assert (shown["favor+, tuned"], shown["favor+, fresh"], shown["softmax, fresh"]) == (2.92, 6.0, 5.0)
 
 
 def test_one_study_is_judged_by_its_own_rule():

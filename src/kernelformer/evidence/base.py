@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, get_args, get_type_hints
@@ -21,6 +21,7 @@ from kernelformer.training.config import FREE, Run
 
 DATA = "data:"  # before a path below the folder of all data, in settings
 TRAINING, STUDY = "training", "study"
+MAIN = "main"  # the part of an item that has one
 PAPERS = {
     "Performer": "2009.14794",
     "KL-Transformer": "2110.08323",
@@ -189,6 +190,7 @@ class Item:
         hours: of one core, roughly.
         value: what its picture shows of a run, as a path into the entry of a job (see `evidence.rules`).
         unit: of that value, in words.
+        study_values: what its picture shows of the record of a study, by name.
     """
 
     name: str
@@ -201,6 +203,7 @@ class Item:
     hours: float
     value: str = "result.value"
     unit: str = ""
+    study_values: Callable[[Mapping[str, Any]], Mapping[str, float]] | None = None
 
     def jobs(self) -> list[Job]:
         """All jobs of all parts: one seed of every part, then the next one."""

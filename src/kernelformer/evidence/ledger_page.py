@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernelformer.evidence.base import PAPERS, TRAINING, Item, Training
-from kernelformer.evidence.rules import look_up, mean_of, runs_of, shown, without
+from kernelformer.analysis.differences import Mean, mean_over_seeds
+from kernelformer.evidence.base import MAIN, PAPERS, TRAINING, Item
+from kernelformer.evidence.rules import look_up, mean_of, runs_of, shown
 from kernelformer.formatting import short_names
 from kernelformer.reports.figures import COLOURS
 from kernelformer.reports.page import figure, safe, section, table, whole_page
@@ -64,6 +66,7 @@ def _item(each: Judged, paper: str) -> str:
         [_coded(claim.text), safe(claim.printed), _coded(finding.ours) or "–", _verdict(finding.verdict)]  # noqa: RUF001
         for claim, finding in each.claims
     ]
+    measured = _rows(item, each.entries)
     rules = "".join(f"<li>{_coded(claim.text)}: <small>{_coded(claim.rule.text)}</small></li>" for claim in item.claims)
     parts = [
         f"<p>{safe(item.about)}.</p>",
@@ -72,58 +75,79 @@ def _item(each: Judged, paper: str) -> str:
         "hours.</p>",
         table(f"Claims of {item.name}", ["claim", "printed", "here", "verdict"], rows),
         f"<details><summary>Rules</summary><ul>{rules}</ul></details>",
-        *_pictures(item, each.entries),
-        *_figures(item, each.entries),
+        *_pictures(item, measured),
+        *_figures(item, measured),
     ]
     return section(item.name, *parts, anchor=item.name)
 
 
-def _figures(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table of all that was trained, those that no claim is about among them: mean, standard error, seeds."""
+@dataclass(frozen=True)
+class _Row:
+    """What is on record of one attention, or of one variant of a study: a value a seed, and their mean."""
+
+    part: str
+    name: str
+    values: list[float]
+    mean: Mean | None
+    seeds: int
+
+
+def _rows(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[_Row]:
+    """All that was measured, part by part; the seeds of a study are parts of their own there, and one here."""
     rows = []
     for part, name in dict.fromkeys((x["part"], x["name"]) for x in entries if x["kind"] == TRAINING):
         runs = runs_of(entries, part, name)
-        mean = mean_of(entries, part, name, item.value)
-        lost = without(entries, part, name, item.value)
-        value = "none" if mean is None else shown(mean)
-        rows.append(
-            [safe(part), f"<code>{safe(name)}</code>", value, f"{len(runs)}" + (f", {lost} without" * bool(lost))]
-        )
+        values = [x for x in (look_up(run, item.value) for run in runs) if math.isfinite(x)]
+        rows.append(_Row(part, name, values, mean_of(entries, part, name, item.value), len(runs)))
+    records = [item.study_values(x["record"]) for x in entries if "record" in x and item.study_values is not None]
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record[name] for record in records if math.isfinite(record.get(name, math.nan))]
+        rows.append(_Row(MAIN, name, values, mean_over_seeds(values) if values else None, len(records)))
+    return rows
+
+
+def _figures(item: Item, rows: Sequence[_Row]) -> list[str]:
+    """A table of all that was measured, what no claim is about among it: mean, standard error, seeds."""
     if not rows:
         return []
-    made = table(f"Figures of {item.name}", ["part", "attention", safe(item.unit or "value"), "seeds"], rows)
+    cells = [
+        [
+            safe(x.part),
+            f"<code>{safe(x.name)}</code>",
+            "none" if x.mean is None else shown(x.mean),
+            f"{x.seeds}, {x.seeds - len(x.values)} without" if len(x.values) < x.seeds else str(x.seeds),
+        ]
+        for x in rows
+    ]
+    made = table(f"Figures of {item.name}", ["part", "attention", safe(item.unit or "value"), "seeds"], cells)
     return [f"<details><summary>All figures</summary>{made}</details>"]
 
 
-def _pictures(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A panel for each part of trainings: means with standard errors, and a point for each seed."""
+def _pictures(item: Item, rows: Sequence[_Row]) -> list[str]:
+    """A panel for each part: means with standard errors, and a point for each seed."""
     panels = []
-    for index, part in enumerate(x for x in item.parts if isinstance(x, Training)):
-        mine = [x for x in entries if x["kind"] == TRAINING and x["part"] == part.name]
-        if any(math.isfinite(look_up(x, item.value)) for x in mine):
-            panels.append(_panel(item, part.name, mine, f"{item.name}-{index}"))
+    for index, part in enumerate(dict.fromkeys(x.part for x in rows)):
+        mine = [x for x in rows if x.part == part]
+        if any(x.values for x in mine):
+            panels.append(_panel(item, part, mine, f"{item.name}-{index}"))
     return [f'<div class="figures">{"".join(panels)}</div>'] if panels else []
 
 
-def _panel(item: Item, part: str, entries: Sequence[Mapping[str, Any]], anchor: str) -> str:
-    names = list(dict.fromkeys(x["name"] for x in entries))
-    short = short_names(names, 26)
-    means = {name: mean_of(entries, part, name, item.value) for name in names}
+def _panel(item: Item, part: str, rows: Sequence[_Row], anchor: str) -> str:
+    short = short_names([x.name for x in rows], 26)
 
     def draw(axis: Any) -> None:
-        for row, name in enumerate(names):
-            values = [look_up(x, item.value) for x in entries if x["name"] == name]
-            values = [x for x in values if math.isfinite(x)]
-            axis.plot(values, [row] * len(values), "o", color=COLOURS[row % 7], alpha=0.4, markersize=4)
-            mean = means[name]
-            if mean is not None:
-                error = mean.error if math.isfinite(mean.error) else 0.0
-                axis.errorbar([mean.value], [row], xerr=[error], fmt="D", color=COLOURS[row % 7], capsize=3)
-        axis.set_yticks(range(len(names)), [short[name] for name in names])
-        axis.set_ylim(len(names) - 0.5, -0.5)
+        for place, row in enumerate(rows):
+            colour = COLOURS[place % 7]
+            axis.plot(row.values, [place] * len(row.values), "o", color=colour, alpha=0.4, markersize=4)
+            if row.mean is not None:
+                error = row.mean.error if math.isfinite(row.mean.error) else 0.0
+                axis.errorbar([row.mean.value], [place], xerr=[error], fmt="D", color=colour, capsize=3)
+        axis.set_yticks(range(len(rows)), [short[x.name] for x in rows])
+        axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xlabel(item.unit or "value")
 
-    told = "; ".join(f"{name} {mean.value:.4g}" for name, mean in means.items() if mean is not None)
+    told = "; ".join(f"{x.name} {x.mean.value:.4g}" for x in rows if x.mean is not None)
     title = item.unit or "value"
-    title = title if part == "main" else f"{title}, {part}"
-    return figure(anchor, title, f"{title}: {told}", draw, height=0.9 + 0.32 * len(names))
+    title = title if part == MAIN else f"{title}, {part}"
+    return figure(anchor, title, f"{title}: {told}", draw, height=0.9 + 0.32 * len(rows))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from kernelformer.analysis.differences import Difference, Mean, difference, mean_over_seeds
-from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPORTS, TRAINING, Finding
+from kernelformer.evidence.base import CONTRADICTS, MAIN, MISSING_RESULT, OPEN, SUPPORTS, TRAINING, Finding
 
 Entry = Mapping[str, Any]
 VALUE, TEST = "result.value", "result.test"
@@ -121,7 +121,7 @@ class Above:
 
     first: str
     second: str
-    part: str = "main"
+    part: str = MAIN
     other_part: str = ""
     path: str = VALUE
     name: str = "the value"
@@ -145,12 +145,12 @@ class Above:
     @property
     def _first(self) -> str:
         name = brief(self.first, self.second)
-        return f"`{name}`" if self.part == "main" else f"`{name}` ({self.part})"
+        return f"`{name}`" if self.part == MAIN else f"`{name}` ({self.part})"
 
     @property
     def _second(self) -> str:
         name, part = brief(self.second, self.first), self.other_part or self.part
-        return f"`{name}`" if part == "main" else f"`{name}` ({part})"
+        return f"`{name}`" if part == MAIN else f"`{name}` ({part})"
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
         """Judge by the means over seeds; where a run has no value, it is open."""
@@ -249,7 +249,7 @@ class Level:
 
     attention: str
     path: str
-    part: str = "main"
+    part: str = MAIN
     level: float = 1.0
     name: str = "the value"
     above: bool = False

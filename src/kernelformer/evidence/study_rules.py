@@ -71,6 +71,26 @@ def conversion_cost(model: str, features: int) -> Callable[[Record], float]:
     return cost
 
 
+def conversion_costs(record: Record) -> dict[str, float]:
+    """What every model of the study ``normalized`` loses, by model and number of features."""
+    return {
+        f"{name}, m = {row['features']}": conversion_cost(name, row["features"])(record)
+        for name, model in record["models"].items()
+        for row in model["converted"]
+    }
+
+
+def moved_values(record: Record) -> dict[str, float]:
+    """Bits per byte of the study ``transfer``, by attention: at once, fine-tuned, from a fresh start."""
+    values = {}
+    for row in record["moved"]:
+        name = row["attention"]
+        values[f"{name}, at once"] = moved_at_once(name)(record)
+        values[f"{name}, tuned"] = moved_tuned(name)(record)
+        values[f"{name}, fresh"] = float(row["fresh"][-1][1])
+    return values
+
+
 def _moved(record: Record, attention: str) -> Record:
     rows: Sequence[Record] = record["moved"]
     return next(x for x in rows if x["attention"] == attention)

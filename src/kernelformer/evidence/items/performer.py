@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernelformer.evidence.base import Claim, Item, StudyPart, Training
 from kernelformer.evidence.rules import Above, All, AtLeast
-from kernelformer.evidence.study_rules import SmallerCost, moved_at_once, moved_tuned
+from kernelformer.evidence.study_rules import SmallerCost, moved_at_once, moved_tuned, moved_values
 
 PAPER = "Performer"
 FAVOR, RELU = "favor+:num_features=64", "relu:num_features=64"
@@ -114,6 +114,7 @@ TRANSFER = Item(
     ),
     0.2,
     unit="bits per byte",
+    study_values=moved_values,
 )
 
 PROTEINS_SETTINGS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernelformer.evidence.base import Claim, Item, StudyPart, Training
 from kernelformer.evidence.rules import Above, Alike, All
-from kernelformer.evidence.study_rules import SmallerCost, conversion_cost
+from kernelformer.evidence.study_rules import SmallerCost, conversion_cost, conversion_costs
 
 PAPER = "NPRF with RPE"
 BIAS = ":relative=1d:max_distance=64"
@@ -150,7 +150,8 @@ NORMALIZED = Item(
         ),
     ),
     0.7,
-    unit=BITS,
+    unit="bits per byte that random features add",
+    study_values=conversion_costs,
 )
 
 PAIRS = (
