@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPORTS, Finding
 from kernelformer.evidence.items import ITEMS
-from kernelformer.evidence.rules import Above, Alike, All, AtLeast, Level, look_up, mean_of, sample_error
+from kernelformer.evidence.rules import Above, Alike, All, AtLeast, Level, Where, look_up, mean_of, sample_error
 from kernelformer.evidence.study_rules import (
     OfStudy,
     SmallerCost,
@@ -82,6 +83,19 @@ def test_level_is_judged_by_the_mean():
     assert above(FAR) == Finding(SUPPORTS, "`b`: the value 61.00 ± 0.58")
     assert Level("b", "result.value", level=0.7, above=True)(FAR).verdict == CONTRADICTS
     assert "is above 50 by more than" in above.text
+
+
+def test_where_nothing_is_learned_nothing_is_judged():
+    learned = Level("b", "result.value", level=0.5, above=True)
+    rule = Where(learned, Above("a:m=1", "b"))
+    assert rule(FAR) == Above("a:m=1", "b")(FAR)
+    finding = Where(replace(learned, level=0.7), Above("a:m=1", "b"))(FAR)
+    assert finding.verdict == OPEN
+    assert "too little is learned to tell (`b`: the value 0.6100 ± 0.0058)" in finding.ours
+    assert Where(learned, Above("a:m=1", "c"))(FAR).verdict == MISSING_RESULT
+    assert "; open unless the value of `b` is above 0.5 by more than two" in rule.text
+    assert replace(learned, level=0.7, against=False)(FAR).verdict == OPEN
+    assert replace(learned, level=0.7)(FAR).verdict == CONTRADICTS
 
 
 def test_all_needs_every_rule_and_one_is_enough_against():

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("transformers")
+from kernelformer.evidence.study_rules import moved_values
+from kernelformer.reports.portable import portable
 from kernelformer.studies import STUDIES, transfer
 from kernelformer.studies.byte_models import byte_run
 from kernelformer.studies.settings import TransferSettings
@@ -55,3 +59,26 @@ def test_softmax_is_there_once_and_a_bad_rate_is_refused(settings, tmp_path):
     assert transfer.attentions(asked) == ["softmax", "elu"]
     with pytest.raises(ValueError, match="tuning_lr must be"):
         transfer.run(asked, tmp_path, print, print)
+
+
+@pytest.mark.parametrize("attention", ["favour", "skyformer:num_landmarks=4", "nprf:num_features=4:relative=1d"])
+def test_what_cannot_take_the_weights_is_said_before_anything_is_trained(settings, attention, tmp_path):
+    with pytest.raises(ValueError, match=attention.split(":")[0]):
+        transfer.run(replace(settings, attention=(attention,)), tmp_path, print, print)
+    assert not (tmp_path / "transfer").exists()
+
+
+def test_a_fine_tuning_that_diverges_is_on_record_as_such(settings, tmp_path, monkeypatch):
+    original = transfer.train_model
+
+    def diverges(run, *rest):
+        result = original(run, *rest)
+        return replace(result, diverged=True) if run.start else result
+
+    monkeypatch.setattr(transfer, "train_model", diverges)
+    result = transfer.run(settings, tmp_path, lambda _: None, lambda: None)
+    assert math.isnan(result.moved[1].tuned[-1][1])
+    assert not math.isnan(result.moved[1].fresh[-1][1])
+    record = json.loads(json.dumps(portable(transfer.record(result))))
+    assert math.isnan(moved_values(record)["favor+:num_features=8, tuned"])
+    assert moved_values(record)["favor+:num_features=8, fresh"] > 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernelformer.analysis.differences import Mean, mean_over_seeds
 from kernelformer.evidence.base import MAIN, PAPERS, TRAINING, Item
-from kernelformer.evidence.rules import look_up, mean_of, runs_of, shown
+from kernelformer.evidence.rules import mean_of, runs_of, shown, value_of
 from kernelformer.formatting import short_names
 from kernelformer.reports.figures import COLOURS
 from kernelformer.reports.page import figure, safe, section, table, whole_page
@@ -97,7 +97,7 @@ def _rows(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[_Row]:
     rows = []
     for part, name in dict.fromkeys((x["part"], x["name"]) for x in entries if x["kind"] == TRAINING):
         runs = runs_of(entries, part, name)
-        values = [x for x in (look_up(run, item.value) for run in runs) if math.isfinite(x)]
+        values = [x for x in (value_of(run, item.value) for run in runs) if math.isfinite(x)]
         rows.append(_Row(part, name, values, mean_of(entries, part, name, item.value), len(runs)))
     records = [item.study_values(x["record"]) for x in entries if "record" in x and item.study_values is not None]
     for name in dict.fromkeys(name for record in records for name in record):

@@ -106,6 +106,12 @@ def brief(attention: str, other: str) -> str:
     return ":".join([head, *mine])
 
 
+def errors_of(path: str) -> str:
+    """What the standard errors of a value are over."""
+    measured = path == VALUE or path.startswith((TEST, REACH))
+    return "standard errors over seeds and samples" if measured else "standard errors over seeds"
+
+
 @dataclass(frozen=True)
 class Above:
     """The first attention has a larger value than the second; "below" in the other direction.
@@ -133,14 +139,9 @@ class Above:
         """The rule in words."""
         word, other = ("below", "above") if self.below else ("above", "below")
         return (
-            f"for: {self.name} of {self._first} is {word} that of {self._second} by more than two {self._errors} "
-            f"{QUANTILE}; against: {other} by as much; else open"
+            f"for: {self.name} of {self._first} is {word} that of {self._second} by more than two "
+            f"{errors_of(self.path)} {QUANTILE}; against: {other} by as much; else open"
         )
-
-    @property
-    def _errors(self) -> str:
-        measured = self.path == VALUE or self.path.startswith((TEST, REACH))
-        return "standard errors over seeds and samples" if measured else "standard errors over seeds"
 
     @property
     def _first(self) -> str:
@@ -196,8 +197,8 @@ class AtLeast(Above):
         word = "larger" if self.below else "smaller"
         return (
             f"for: {self.name} of {self._first} is surely not {word} than that of {self._second} by "
-            f"{self.scale * self.margin:g} or more, with two {self._errors} {QUANTILE} on top; against: surely by "
-            f"more; else open"
+            f"{self.scale * self.margin:g} or more, with two {errors_of(self.path)} {QUANTILE} on top; against: "
+            f"surely by more; else open"
         )
 
     def verdict(self, gap: Difference) -> str:
@@ -223,7 +224,7 @@ class Alike(Above):
         """The rule in words."""
         return (
             f"for: {self.name} of {self._first} and {self._second} differ by less than {self.scale * self.margin:g}, "
-            f"with two {self._errors} {QUANTILE} on top; against: by more, with these taken off; else open"
+            f"with two {errors_of(self.path)} {QUANTILE} on top; against: by more, with these taken off; else open"
         )
 
     def verdict(self, gap: Difference) -> str:
@@ -245,6 +246,7 @@ class Level:
         name: of the value, for people.
         above: whether the claim is that it is larger.
         scale: that figures are shown by: 100 for percent.
+        against: whether the opposite contradicts the claim; else it leaves it open.
     """
 
     attention: str
@@ -254,14 +256,16 @@ class Level:
     name: str = "the value"
     above: bool = False
     scale: float = 1.0
+    against: bool = True
 
     @property
     def text(self) -> str:
         """The rule in words."""
         word, other = ("above", "below") if self.above else ("below", "above")
+        opposite = f"against: {other} by as much; " if self.against else ""
         return (
             f"for: {self.name} of `{brief(self.attention, '')}` is {word} {self.scale * self.level:g} by more than two "
-            f"standard errors over seeds {QUANTILE}; against: {other} by as much; else open"
+            f"{errors_of(self.path)} {QUANTILE}; {opposite}else open"
         )
 
     def __call__(self, entries: Sequence[Entry]) -> Finding:
@@ -274,7 +278,34 @@ class Level:
         lost = without(entries, self.part, self.attention, self.path)
         if lost or not math.isfinite(gap.error) or abs(gap.value) <= gap.bound:
             return Finding(OPEN, f"{ours}; runs without a value: {lost}" if lost else ours)
-        return Finding(SUPPORTS if (gap.value > 0) == self.above else CONTRADICTS, ours)
+        if (gap.value > 0) == self.above:
+            return Finding(SUPPORTS, ours)
+        return Finding(CONTRADICTS if self.against else OPEN, ours)
+
+
+@dataclass(frozen=True)
+class Where:
+    """A rule that decides only where a condition holds: models that have learned nothing are all alike.
+
+    Args:
+        condition: a rule that must be supported.
+        rule: what is judged then.
+    """
+
+    condition: Level
+    rule: Above
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        return f"{self.rule.text}; open unless {self.condition.text.removeprefix('for: ').split(';')[0]}"
+
+    def __call__(self, entries: Sequence[Entry]) -> Finding:
+        """Judge, if the condition holds."""
+        finding, condition = self.rule(entries), self.condition(entries)
+        if finding.verdict == MISSING_RESULT or condition.verdict == SUPPORTS:
+            return finding
+        return Finding(OPEN, f"{finding.ours}; too little is learned to tell ({condition.ours})")
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def moved_values(record: Record) -> dict[str, float]:
         name = row["attention"]
         values[f"{name}, at once"] = moved_at_once(name)(record)
         values[f"{name}, tuned"] = moved_tuned(name)(record)
-        values[f"{name}, fresh"] = float(row["fresh"][-1][1])
+        values[f"{name}, fresh"] = _number(row["fresh"][-1][1])
     return values
 
 
@@ -96,14 +96,19 @@ def _moved(record: Record, attention: str) -> Record:
     return next(x for x in rows if x["attention"] == attention)
 
 
-def moved_at_once(attention: str) -> Callable[[Record], float]:
-    """The bits per byte that an attention of the study ``transfer`` has with the weights as they are."""
-    return lambda record: statistics.fmean(_moved(record, attention)["at_once"])
+def _number(value: float | None) -> float:
+    """A number of a record, where null stands for one that is not finite."""
+    return math.nan if value is None else float(value)
+
+
+def moved_at_once(attention: str, plus: float = 0.0) -> Callable[[Record], float]:
+    """The bits per byte that an attention of the study ``transfer`` has with the weights as they are, and a margin."""
+    return lambda record: statistics.fmean(map(_number, _moved(record, attention)["at_once"])) + plus
 
 
 def moved_tuned(attention: str, plus: float = 0.0) -> Callable[[Record], float]:
     """The bits per byte that an attention of the study ``transfer`` has after fine-tuning, and a margin."""
-    return lambda record: float(_moved(record, attention)["tuned"][-1][1]) + plus
+    return lambda record: _number(_moved(record, attention)["tuned"][-1][1]) + plus
 
 
 @dataclass(frozen=True)

@@ -189,9 +189,7 @@ class NormalizedSettings(ByteModelSettings):
 class TransferSettings(ByteModelSettings):
     """Settings of `studies.transfer`."""
 
-    attention: tuple[str, ...] = option(
-        ("favor+:num_features=64", "trigonometric:num_features=32"), SPECS, former="methods"
-    )
+    attention: tuple[str, ...] = option(("favor+:num_features=64", "trigonometric:num_features=32"), SPECS)
     tuning: int = option(100, "steps of fine-tuning", least=1)
     tuning_lr: float = option(1e-3, "the largest learning rate of fine-tuning")
     draws: int = option(3, "of the features, without fine-tuning", least=1)

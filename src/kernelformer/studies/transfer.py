@@ -8,6 +8,7 @@ the size, and bits per byte in place of accuracy.
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.byte_models import METRIC, bits, byte_run, trained_model
 from kernelformer.studies.normalized_models import reattend
 from kernelformer.studies.settings import TransferSettings as Settings
+from kernelformer.studies.training import train_model
 from kernelformer.tasks import make_task
+from kernelformer.training import build_model
 
 EXACT = "softmax"
 EVALUATIONS = 10  # along a training
@@ -80,11 +83,14 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
     """
     number("tuning_lr", settings.tuning_lr, above=0)
     long = byte_run(settings, EXACT, eval_every=max(1, settings.steps // EVALUATIONS))
+    task = make_task(long.task, **long.task_options)
+    first: Any = build_model(long, task)
+    for attention in attentions(settings):
+        reattend(first, attention)  # what cannot take the weights is said before anything is trained
     home, seed = folder / MODELS, f"seed{settings.seed}"
-    source = home / f"long-{seed}"
+    source = (home / f"long-{seed}").resolve()
     model, _ = trained_model(EXACT, long, source, log)
     progress()
-    task = make_task(long.task, **long.task_options)
     short: dict[str, Any] = {"steps": settings.tuning, "eval_every": max(1, settings.tuning // EVALUATIONS)}
     moved = []
     for index, attention in enumerate(attentions(settings)):
@@ -96,8 +102,8 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
         curves = []
         for name, more in (("tuned", start), ("fresh", {})):
             place = home / f"{name}-{index}-{seed}"
-            trained_model(f"{attention}, {name}", byte_run(settings, attention, **short, **more), place, log)
-            curves.append(_curve(place))
+            result = train_model(byte_run(settings, attention, **short, **more), place, f"{attention}, {name}", log)
+            curves.append([*_curve(place), *([(result.steps, math.nan)] if result.diverged else [])])
             progress()
         moved.append(Moved(attention, at_once, *curves))
     return Result(settings, _curve(source), moved)

@@ -17,6 +17,7 @@ from kernelformer.records import PLAN, RUN, part, read_object, reading
 from kernelformer.tasks import make_task
 from kernelformer.training.config import Run, TrainingError, attention_settings
 from kernelformer.training.inspection import check_same
+from kernelformer.training.order import check_grouping
 from kernelformer.training.selection import held_out_split
 from kernelformer.training.session import build_model
 
@@ -101,6 +102,8 @@ def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
     task = make_task(first.task, **first.task_options)
     for split in ("train", "validation"):
         task.split(split)
+    if any(run.group_by_length for run in plan.runs):
+        check_grouping(first.task, task.split("train"))
     if any(run.select == "best" for run in plan.runs):
         held_out_split(task)
     with torch.device("meta"):

@@ -36,6 +36,7 @@ from kernelformer.training.finish import finish, take_best
 from kernelformer.training.first_weights import check_vocabulary, start_from, weights_hash
 from kernelformer.training.inspection import examine, saved_run
 from kernelformer.training.meter import Log, Meter, Recorder
+from kernelformer.training.order import check_grouping
 from kernelformer.training.selection import Best, held_out_split, prune
 from kernelformer.training.trainer import RunTrainer, training_arguments
 
@@ -112,6 +113,8 @@ def train(
         say(f"writing to {folder}")
         task = make_task(run.task, **run.task_options)
         splits = {"train_dataset": task.split("train"), "eval_dataset": task.split("validation")}
+        if run.group_by_length:
+            check_grouping(run.task, splits["train_dataset"])
         best = Best(task) if run.select == "best" else None
         held_out = None if best is None else held_out_split(task)  # now: a split that is missing is no end of a run
         remarks = task.remarks()
@@ -178,6 +181,11 @@ def build_model(run: Run, task: Task, checkpoint: Path | None = None) -> PreTrai
         raise ValueError(
             f"label_smoothing is for classes, got {run.label_smoothing:g} and task {task.name!r} with num_labels=1, "
             f"which is a regression; leave it out."
+        )
+    if settings.get("sparse_prediction") and (run.label_smoothing or task.model != "masked-lm"):
+        raise ValueError(
+            f"sparse_prediction is for masked language models without label_smoothing, got task {task.name!r} with a "
+            f"model {task.model!r} and label_smoothing={run.label_smoothing:g}; leave it out."
         )
     if run.decoder_attention is not None:
         settings["decoder_attention"] = run.decoder_attention

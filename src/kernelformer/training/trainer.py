@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, TrainingArguments
@@ -38,7 +36,7 @@ from kernelformer.training.context import Context, Repeated
 from kernelformer.training.context_trainer import ContextTrainer
 from kernelformer.training.inspection import whole
 from kernelformer.training.meter import Meter, Recorder, scores
-from kernelformer.training.order import GroupedOrder, Order, sample_lengths
+from kernelformer.training.order import training_order
 from kernelformer.training.selection import Best, prune, save_best
 
 
@@ -149,23 +147,12 @@ class RunTrainer(ContextTrainer):
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         data: Any = self.train_dataset if train_dataset is None else train_dataset
-        count = self.run.steps * self.run.batch_size
-        own = getattr(data, "sampler", None)  # of data whose samples are too many for a permutation in memory
-        order = Order(len(data), count, self.run.seed) if own is None else own(count, self.run.seed)
-        if self.run.group_by_length:
-            order = GroupedOrder(order, self._lengths(data), self.run.batch_size, self.run.seed)
+        run = self.run
+        count, grouped = run.steps * run.batch_size, run.group_by_length
+        order = training_order(data, count=count, batch=run.batch_size, seed=run.seed, grouped=grouped)
         if self.context is None:
             return order
         return Repeated(order, self.args.per_device_train_batch_size, self.context.size)
-
-    def _lengths(self, data: Dataset[Any]) -> NDArray[np.int64]:
-        lengths = sample_lengths(data)
-        if lengths is None:
-            raise ValueError(
-                f"group_by_length needs samples of different lengths, got task {self.run.task!r}, whose samples do not "
-                f"tell theirs; leave it out."
-            )
-        return lengths
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The trainer's, with groups of their own for what the kernels learn and for tables of positions."""

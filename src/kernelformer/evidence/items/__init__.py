@@ -30,13 +30,13 @@ ITEMS: dict[str, Item] = {
         REDRAWING,
         TRANSFER,
         CIFAR,
-        NORMALIZED,
         IMAGE,
+        RETRIEVAL,
+        NORMALIZED,
         PROTEINS,
         PATHFINDER,
         TEXT,
         TRANSLATION,
-        RETRIEVAL,
     )
 }
 

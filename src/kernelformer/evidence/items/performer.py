@@ -95,9 +95,9 @@ TRANSFER = Item(
             "accuracy 0.07 before fine-tuning",
             SmallerCost(
                 SEEDS,
-                moved_at_once("softmax"),
+                moved_at_once("softmax", plus=NEAR),
                 moved_at_once(FAVOR),
-                ("softmax as it was trained", "`favor+` with its weights"),
+                (f"softmax as it was trained plus {NEAR}", "`favor+` with its weights"),
                 "bits per byte",
             ),
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernelformer.evidence.base import Claim, Item, Training
-from kernelformer.evidence.rules import Above, All, AtLeast, Level
+from kernelformer.evidence.rules import Above, All, AtLeast, Level, Where
 
 PAPER = "Skyformer"
 SKYFORMER, NYSTROM = "skyformer:num_landmarks=64", "skyformer:num_landmarks=64:kernel=softmax"
@@ -23,7 +23,8 @@ STABILITY = Item(
     "Sec. 1, 5, Fig. 2",
     "Accuracy, largest gradient norms and divergences at four learning rates, from a good one to 64 times that, "
     "without gradient clipping, landmarks new every 10 steps",
-    "ListOps of 11 to 127 tokens instead of 500 to 2000, 300 steps instead of 50,000",
+    "ListOps of 11 to 127 tokens instead of 500 to 2000, 300 steps instead of 50,000; 32 landmarks of the queries and "
+    "32 of the keys, so that samples of up to 32 tokens, 63% of them, are exact",
     tuple(
         Training(
             _rate(rate),
@@ -84,6 +85,7 @@ def _arena(
     hours: float,
     settings: dict[str, Any],
     *,
+    guessing: float,
     landmarks: int = 64,
     more: tuple[str, ...] = (),
 ) -> Item:
@@ -97,11 +99,13 @@ def _arena(
         size: how far this is from the paper's.
         hours: of one core.
         settings: what differs from the recipe.
+        guessing: accuracy without learning anything.
         landmarks: of Skyformer and Nystromformer, fewer than the tokens of most samples: with as many they are exact.
         more: further attentions.
     """
     skyformer = f"skyformer:num_landmarks={landmarks}"
     attentions = ("softmax", "gaussian", skyformer, PERFORMER, f"nystromformer:num_landmarks={landmarks}")
+    learned = Level("softmax", ACCURACY, level=guessing + 0.05, name="test accuracy", above=True, scale=100)
     return Item(
         name,
         PAPER,
@@ -110,16 +114,18 @@ def _arena(
         size,
         (Training("main", recipe, (*attentions, *LEARNED, *more), {**BEST, **settings}),),
         (
-            Claim("Skyformer is comparable to softmax or better", printed, _at_least(skyformer, "softmax")),
+            Claim(
+                "Skyformer is comparable to softmax or better", printed, Where(learned, _at_least(skyformer, "softmax"))
+            ),
             Claim(
                 "Gaussian kernelized attention is comparable to softmax or better",
                 printed,
-                _at_least("gaussian", "softmax"),
+                Where(learned, _at_least("gaussian", "softmax")),
             ),
             Claim(
                 "Skyformer is better than Performer",
                 printed,
-                Above(skyformer, PERFORMER, path=ACCURACY, name="test accuracy", scale=100),
+                Where(learned, Above(skyformer, PERFORMER, path=ACCURACY, name="test accuracy", scale=100)),
             ),
         ),
         hours,
@@ -137,6 +143,7 @@ LISTOPS = _arena(
     "steps instead of 50,000",
     0.6,
     {"steps": 1500, "group_by_length": True, "task.validation_samples": 2000, "eval_every": 500},
+    guessing=0.12,
     landmarks=16,
     more=SPARSE,
 )
@@ -156,6 +163,7 @@ TEXT = _arena(
         "learning_rate": 2e-3,
         "eval_every": 300,
     },
+    guessing=0.5,
 )
 IMAGE = _arena(
     "image",
@@ -174,6 +182,7 @@ IMAGE = _arena(
         "warmup_steps": 60,
         "eval_every": 300,
     },
+    guessing=0.1,
 )
 RETRIEVAL = Item(
     "retrieval",
@@ -206,7 +215,7 @@ RETRIEVAL = Item(
             "softmax 80.7, Gaussian 81.8, Skyformer 82.1, Performer 80.0%",
             All(
                 [
-                    Level(x, ACCURACY, level=0.55, name="test accuracy", above=True, scale=100)
+                    Level(x, ACCURACY, level=0.55, name="test accuracy", above=True, scale=100, against=False)
                     for x in ("softmax", PERFORMER)
                 ]
             ),
@@ -233,4 +242,5 @@ PATHFINDER = _arena(
         "steps": 2500,
         "eval_every": 500,
     },
+    guessing=0.5,
 )
