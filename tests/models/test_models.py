@@ -640,3 +640,19 @@ def test_sparse_prediction_has_the_loss_and_gradients_of_all_predictions(given):
     assert outs[1].logits.shape == (int((labels != -100).sum()), 50)
     assert sparse.eval()(ids, labels=labels).logits.shape == (3, 20, 50)
     assert sparse.train()(ids).logits.shape == (3, 20, 50)
+
+
+@pytest.mark.parametrize("kind", ["causal-lm", "image"])
+def test_learned_positions_start_where_they_are_told_to(kind):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "positions": "learned"}
+    shape = {"image_size": (64, 64), "patch_size": 2, "num_labels": 3} if kind == "image" else {"vocab_size": 1024}
+    found = {}
+    for given in (None, 0.02):
+        model = MODELS[kind](KernelformerConfig(**sizes, **shape, position_range=given))
+        tables = {x: p.std().item() for x, p in model.named_parameters() if "places" in x}
+        found[given] = [*tables.values()]
+        assert tables
+    assert found[0.02] == pytest.approx([0.02] * len(found[0.02]), rel=0.05)
+    assert found[None] == pytest.approx([0.125] * len(found[None]), rel=0.05)
+    with pytest.raises(ValueError, match="position_range must be"):
+        KernelformerConfig(position_range=0.0)

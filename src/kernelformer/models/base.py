@@ -62,6 +62,8 @@ class KernelformerPreTrainedModel(PreTrainedModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
+            if getattr(module, "of_positions", False) and self.config.position_range is not None:
+                std = self.config.position_range
             init.normal_(module.weight, std=module.embedding_dim**-0.5 if std is None else std)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)

@@ -62,6 +62,8 @@ class KernelformerConfig(PreTrainedConfig):
         num_channels: of images and pixels.
         initializer_range: standard deviation of weights; None means 1 / sqrt(inputs), and less on the residual stream
             the deeper the model.
+        position_range: standard deviation of learned positions; None means that of tokens. Language is learned sooner
+            with a smaller one, such as 0.02 (results/twins).
         seed: of the random features; every attention of the model draws others.
         use_cache: whether `generate` keeps states.
         sparse_prediction: in training a masked language model predicts hidden tokens alone, instead of all: the same
@@ -94,6 +96,7 @@ class KernelformerConfig(PreTrainedConfig):
     patch_size: int = 4
     num_channels: int = 3
     initializer_range: float | None = None
+    position_range: float | None = None
     seed: int = 0
     use_cache: bool = True
     sparse_prediction: bool = False
@@ -128,8 +131,9 @@ class KernelformerConfig(PreTrainedConfig):
         choice("hidden_act", self.hidden_act, ACT2FN)
         choice("classifier_act", self.classifier_act, ACT2FN)
         number("layer_norm_eps", self.layer_norm_eps, above=0)
-        if self.initializer_range is not None:
-            number("initializer_range", self.initializer_range, above=0)
+        for name in ("initializer_range", "position_range"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), above=0)
         if self.problem_type not in (None, "single_label_classification", "regression"):
             raise ValueError(
                 f"the models classify by one label, or tell a number, got problem_type={self.problem_type!r}; leave it "

@@ -18,6 +18,13 @@ def sinusoids(position: Tensor, width: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], -1)[..., :width]
 
 
+def position_table(count: int, config: KernelformerConfig) -> nn.Embedding:
+    """A table of so many learned positions, whose first values are those of ``config.position_range``."""
+    table = nn.Embedding(count, config.hidden_size)
+    table.of_positions = True  # type: ignore[assignment]  # for the first weights
+    return table
+
+
 class Embeddings(nn.Module):
     """Token vectors plus position vectors.
 
@@ -42,7 +49,7 @@ class Embeddings(nn.Module):
                 raise ValueError("positions='image' needs image_size=(rows, columns), got None.")
             self.sizes = [*config.image_size, config.num_channels]
         if positions in ("learned", "image"):
-            self.places.extend(nn.Embedding(n, config.hidden_size) for n in self.sizes)
+            self.places.extend(position_table(n, config) for n in self.sizes)
         self.dropout = nn.Dropout(config.dropout)
 
     @property

@@ -13,6 +13,7 @@ from kernelformer.errors import shape
 from kernelformer.models.base import FirstToken, KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.blocks import Stack
 from kernelformer.models.config import KernelformerConfig
+from kernelformer.models.embeddings import position_table
 from kernelformer.models.encoder import Head, Pooler, choose_positions
 from kernelformer.modules.context import needs_whole
 
@@ -42,7 +43,7 @@ class KernelformerForImageClassification(KernelformerPreTrainedModel):
         if positions not in ("learned", "none"):
             raise ValueError(f"an image model has learned positions or none, got positions={positions!r}.")
         self.patches = nn.Conv2d(config.num_channels, config.hidden_size, size, stride=size)
-        self.places = nn.Embedding(grid[0] * grid[1], config.hidden_size) if positions == "learned" else None
+        self.places = position_table(grid[0] * grid[1], config) if positions == "learned" else None
         first = config.pooling == "cls"
         self.tokens_per_image = grid[0] * grid[1] + int(first)
         self.first = FirstToken(config.hidden_size) if first else None

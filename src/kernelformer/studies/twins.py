@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from kernelformer.data.batching import Sample, spread_evenly
 from kernelformer.models import MODELS, KernelformerConfig
+from kernelformer.models.embeddings import Embeddings
 from kernelformer.settings import plain
 from kernelformer.studies.base import Log, Progress, read_record, write_record
 from kernelformer.studies.settings import TwinsSettings as Settings
@@ -29,11 +30,14 @@ from kernelformer.tasks import Task, make_task
 
 PLAIN = "plain PyTorch"
 OURS = "ours"
+WEIGHTS = ("PyTorch's first weights", "first weights 0.02")
+SMALL, UNSCALED = "positions from 0.02", "tokens not scaled"
+EMBEDDINGS = (SMALL, UNSCALED, f"{SMALL}, {UNSCALED}")  # ours are sqrt(d) (token + position), of equal size
 # What of our model is made as the plain one has it, or as others have it.
 VARIANTS = {
-    "image": (PLAIN, OURS, "PyTorch's first weights", "first weights 0.02", "one-layer head", "first token"),
-    "classifier": (PLAIN, OURS, "PyTorch's first weights", "first weights 0.02", "one-layer head", "first token"),
-    "causal-lm": (PLAIN, OURS, "PyTorch's first weights", "first weights 0.02"),
+    "image": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token"),
+    "classifier": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token", *EMBEDDINGS),
+    "causal-lm": (PLAIN, OURS, *WEIGHTS, *EMBEDDINGS),
 }
 WARMUP = 0.05  # of the steps
 EVALUATED = 2000  # samples of the validation split, at most
@@ -89,6 +93,8 @@ def build(task: Task, variant: str, settings: Settings) -> nn.Module:
         changes["initializer_range"] = 0.02
     if variant == "first token":
         changes["pooling"] = "cls"
+    if SMALL in variant:
+        changes["position_range"] = 0.02
     config = KernelformerConfig(
         hidden_size=settings.width,
         num_hidden_layers=settings.layers,
@@ -103,6 +109,9 @@ def build(task: Task, variant: str, settings: Settings) -> nn.Module:
     model = MODELS[task.model](config)
     if variant == "PyTorch's first weights":
         torch_weights(model)
+    if UNSCALED in variant:
+        embeddings = next(x for x in model.modules() if isinstance(x, Embeddings))
+        embeddings.scale = 1.0
     if variant == "one-layer head":
         model.head = nn.Linear(config.hidden_size, int(config.num_labels or 0))
     return model
