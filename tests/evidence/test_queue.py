@@ -243,3 +243,16 @@ def test_the_ledger_in_the_results_is_made_from_the_records_beside_it():
     records = Path(__file__).parents[2] / "results" / "evidence"
     made = summary_text([judge(each, records) for each in ITEMS.values()])
     assert (records / "README.md").read_text() == made, "kernelformer reproduce --page writes it again"
+
+
+def test_pictures_name_attentions_by_what_tells_them_apart():
+    from kernelformer.evidence.ledger_page import _labels
+
+    names = ("softmax", "softmax:relative=1d", "nprf:num_features=8:relative=1d", "elu > softmax:rotary=True")
+    assert list(_labels(names).values()) == ["softmax", "softmax:relative=1d", "nprf:relative=1d", names[3]]
+    same = ("nprf:num_features=8:relative=1d", "nprf:num_features=16:relative=1d")
+    assert list(_labels(same).values()) == ["nprf:num_features=8", "nprf:num_features=16"]
+    for each in ITEMS.values():
+        for part in each.parts:
+            if isinstance(part, Training):
+                assert len(set(_labels(part.attentions).values())) == len(part.attentions)

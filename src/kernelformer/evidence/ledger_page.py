@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernelformer.analysis.differences import Mean, mean_over_seeds
 from kernelformer.evidence.base import MAIN, PAPERS, TRAINING, Item
-from kernelformer.evidence.rules import mean_of, runs_of, shown, value_of
+from kernelformer.evidence.rules import ALWAYS, mean_of, runs_of, shown, value_of
 from kernelformer.formatting import short_names
 from kernelformer.reports.figures import COLOURS
 from kernelformer.reports.page import figure, safe, section, table, whole_page
@@ -133,8 +133,26 @@ def _pictures(item: Item, rows: Sequence[_Row]) -> list[str]:
     return [f'<div class="figures">{"".join(panels)}</div>'] if panels else []
 
 
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """Names with the options alone that tell them apart, or that make another method of one; the table has all."""
+    parts = {name: name.split(":") for name in names if ">" not in name}
+
+    def common(head: str | None) -> set[str]:
+        """The options that all have, of one method or of any."""
+        mine = [set(x) for x in parts.values() if head in (None, x[0])]
+        return set.intersection(*mine) if len(mine) > 1 or head is not None else set()
+
+    everywhere, told = common(None), {name: name for name in names}
+    for name, (head, *options) in parts.items():
+        own = common(head)
+        kept = [x for x in options if (x not in own or x.split("=")[0] in ALWAYS) and x not in everywhere]
+        told[name] = ":".join([head, *kept])
+    short = short_names(told.values(), 26)
+    return {name: short[label] for name, label in told.items()}
+
+
 def _panel(item: Item, part: str, rows: Sequence[_Row], anchor: str) -> str:
-    short = short_names([x.name for x in rows], 26)
+    short = _labels([x.name for x in rows])
 
     def draw(axis: Any) -> None:
         for place, row in enumerate(rows):
