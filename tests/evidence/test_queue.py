@@ -256,3 +256,12 @@ def test_pictures_name_attentions_by_what_tells_them_apart():
         for part in each.parts:
             if isinstance(part, Training):
                 assert len(set(_labels(part.attentions).values())) == len(part.attentions)
+
+
+def test_whatever_reads_the_clock_in_a_study_or_a_benchmark_says_so_to_the_queue():
+    source = Path(queue.__file__).parents[1]
+    files = [x for folder in ("studies", "measure") for x in (source / folder).glob("*.py")]
+    clocks = [x for x in files if "perf_counter" in x.read_text()]
+    assert len(clocks) >= 4
+    for path in clocks:
+        assert "taking_timings()" in path.read_text(), path

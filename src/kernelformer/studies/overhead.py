@@ -18,6 +18,7 @@ from kernelformer.formatting import human_time, short_names
 from kernelformer.recipes.catalogue import find_recipe
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import OverheadSettings as Settings
+from kernelformer.timing import taking_timings
 from kernelformer.training.config import Run
 from kernelformer.training.session import train
 
@@ -87,6 +88,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+@taking_timings()
 def measure(base: Run, attention: str) -> Step:
     """Train one attention for some steps, timed and then profiled.
 

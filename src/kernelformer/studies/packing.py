@@ -20,6 +20,7 @@ from kernelformer.formatting import short_names
 from kernelformer.models import KernelformerConfig, KernelformerForCausalLM
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import PackingSettings as Settings
+from kernelformer.timing import taking_timings
 
 SPREAD = 0.65  # of the logarithm of lengths, about that of proteins
 VOCABULARY = 64
@@ -70,6 +71,7 @@ def batches(settings: Settings) -> dict[str, list[Batch]]:
     return result
 
 
+@taking_timings()
 def measure(settings: Settings, attention: str) -> Rate:
     """Time passes over all sequences, both ways in turn, so that what else the machine does meets both."""
     config = KernelformerConfig(

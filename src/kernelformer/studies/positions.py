@@ -23,6 +23,7 @@ from kernelformer.measure.attention import Case, contender
 from kernelformer.modules import build_attention
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import PositionsSettings as Settings
+from kernelformer.timing import taking_timings
 
 NORMS = (0.5, 1.0, 2.0, 3.0, 4.0)
 FEATURES = (4, 16, 64, 256, 1024)
@@ -100,6 +101,7 @@ def row_error(
     return RowError(float(sample.mean()), float(sample.std() / math.sqrt(draws)))
 
 
+@taking_timings()
 def forward_seconds(length: int, *, repeats: int = 5, window: int = 128) -> dict[str, float]:
     """Medians over interleaved calls of each of `FORWARDS`: bidirectional, 1 head, D = 64 (NPRF with RPE, Fig. 1a)."""
     runners = {}
