@@ -3,52 +3,56 @@
 from __future__ import annotations
 
 from kernelformer.evidence.base import Claim, Item, StudyPart, Training
+from kernelformer.evidence.items.relative import BITS, BYTES
 from kernelformer.evidence.rules import Above, All, AtLeast
 from kernelformer.evidence.study_rules import SmallerCost, moved_at_once, moved_tuned, moved_values
 
 PAPER = "Performer"
 FAVOR, RELU = "favor+:num_features=64", "relu:num_features=64"
 SPHERE, TRIGONOMETRIC = "favor+regularized:num_features=64", "trigonometric:num_features=32"
-REVIEWS = {
-    "task.data": "data:imdb",
-    "task.length": 128,
-    "task.validation_samples": 256,
-    "steps": 600,
-    "warmup_steps": 60,
-    "batch_size": 16,
-    "eval_every": 200,
-    "model.sparse_prediction": True,
-}
 NAME = "perplexity"
+
+
+def _rotary(attention: str) -> str:
+    return f"{attention}:rotary=True"
+
+
 REDRAWING = Item(
     "redrawing",
     PAPER,
     "Fig. 5 right, Fig. 15",
-    "Hidden words of reviews: softmax, FAVOR+ with and without redrawing, regularized, trigonometric and ReLU features",
-    "IMDb by 4,000 tokens in windows of 128 instead of PG-19, 3 layers of 96 instead of 6 of 512, 600 steps",
+    "Language models of Wikipedia by bytes: softmax, FAVOR+ with and without redrawing, regularized, trigonometric and "
+    "ReLU features",
+    "bytes of enwik8 with rotary positions instead of hidden words of PG-19, 2 layers of 96 instead of 6 of 512, 800 "
+    "steps of 8 x 256 bytes; hidden words of IMDb were tried, and all models stayed at one perplexity",
     (
-        Training("redrawn", "performer-pg19", ("softmax", FAVOR, SPHERE, TRIGONOMETRIC, RELU), REVIEWS),
-        Training("one draw", "performer-pg19", (FAVOR, TRIGONOMETRIC), {**REVIEWS, "redraw": None}),
+        Training("redrawn", "rotary", tuple(map(_rotary, ("softmax", FAVOR, SPHERE, TRIGONOMETRIC, RELU))), BYTES),
+        Training("one draw", "rotary", tuple(map(_rotary, (FAVOR, TRIGONOMETRIC))), {**BYTES, "redraw": None}),
     ),
     (
         Claim(
             "Trigonometric features are worse than positive ones",
             "Fig. 5 right: unstable, far above",
-            Above(FAVOR, TRIGONOMETRIC, "redrawn", name=NAME, below=True),
+            Above(_rotary(FAVOR), _rotary(TRIGONOMETRIC), "redrawn", name=BITS, below=True),
         ),
         Claim(
             "Redrawing makes FAVOR+ better",
             "Fig. 5 right, Fig. 15",
-            Above(FAVOR, FAVOR, "redrawn", "one draw", name=NAME, below=True),
+            Above(_rotary(FAVOR), _rotary(FAVOR), "redrawn", "one draw", name=BITS, below=True),
         ),
         Claim(
             "FAVOR+ with redrawing or regularized comes to softmax",
             "Fig. 5 right: matches after 200,000 steps",
-            All([AtLeast(x, "softmax", "redrawn", name=NAME, below=True, margin=30.0) for x in (FAVOR, SPHERE)]),
+            All(
+                [
+                    AtLeast(_rotary(x), _rotary("softmax"), "redrawn", name=BITS, below=True, margin=0.1)
+                    for x in (FAVOR, SPHERE)
+                ]
+            ),
         ),
     ),
-    0.5,
-    unit=NAME,
+    0.6,
+    unit=BITS,
 )
 
 SEEDS = tuple(f"seed {seed}" for seed in range(3))
