@@ -120,6 +120,7 @@ STUDIES = {
     "short": ([], "kernelformer.studies.short.run"),
     "twins": ([], "kernelformer.studies.twins.run"),
     "normalized": ([], "kernelformer.studies.normalized.run"),
+    "transfer": ([], "kernelformer.studies.transfer.run"),
     "features": ([], "kernelformer.studies.features.run"),
     "serving": ([], "kernelformer.studies.serving.run"),
     "lengths": (["x"], "kernelformer.studies.lengths.run"),

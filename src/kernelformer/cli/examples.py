@@ -53,6 +53,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("--tables", "the tables of README.md and docs from the records"),
     ),
     "study conversion": (("MODEL --distill train.jsonl --text test.jsonl", "all methods, before and after"),),
+    "study transfer": (("--data enwik8 --steps 800 --tuning 100", "a small model, moved to random features"),),
     "study normalized": (("--steps 600 --features 16,64,256", "four small models, made linear"),),
     "study lengths": (("MODEL --lengths 512,2048,8192", "time and memory of the original and the converted"),),
     "study serving": (("--model MODEL --lengths 1024,16384", "prefill, decoding and the cache"),),

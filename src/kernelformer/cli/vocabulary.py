@@ -20,7 +20,7 @@ _PARTS: dict[str, str] = {
     SIZE: "batch depths deep_lengths dims head_dim heads image_size length lengths median patch size sizes "
     "crowded_length chunk width time_length step_features step_heads use_length shard_tokens validation_share "
     "test_share ranks softmax",
-    TRAINING: "context_parallel learning_rate resume seeds set sets steps timeout",
+    TRAINING: "context_parallel learning_rate resume seeds set sets steps timeout tuning tuning_learning_rate",
     DISTILLATION: "distill lora lora_layers minutes repeats seconds tune window_dropout",
     MEASURING: "backward budget check compiled contexts errors generate gradients heap heaps max_seconds memory modes "
     "passes passkey_lengths passkeys probe resamples rounds sample_tokens tolerance",

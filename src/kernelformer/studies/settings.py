@@ -191,7 +191,7 @@ class TransferSettings(ByteModelSettings):
 
     attention: tuple[str, ...] = option(("favor+:num_features=64", "trigonometric:num_features=32"), SPECS)
     tuning: int = option(100, "steps of fine-tuning", least=1)
-    tuning_lr: float = option(1e-3, "the largest learning rate of fine-tuning")
+    tuning_lr: float = option(1e-3, "the largest one of fine-tuning", name="tuning_learning_rate")
     draws: int = option(3, "of the features, without fine-tuning", least=1)
 
 
