@@ -80,5 +80,5 @@ def test_a_fine_tuning_that_diverges_is_on_record_as_such(settings, tmp_path, mo
     assert math.isnan(result.moved[1].tuned[-1][1])
     assert not math.isnan(result.moved[1].fresh[-1][1])
     record = json.loads(json.dumps(portable(transfer.record(result))))
-    assert math.isnan(moved_values(record)["favor+:num_features=8, tuned"])
-    assert moved_values(record)["favor+:num_features=8, fresh"] > 0
+    assert math.isnan(moved_values(record)["favor+, tuned"])
+    assert moved_values(record)["favor+, fresh"] > 0

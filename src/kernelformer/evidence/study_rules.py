@@ -83,10 +83,12 @@ def conversion_costs(record: Record) -> dict[str, float]:
 def moved_values(record: Record) -> dict[str, float]:
     """Bits per byte of the study ``transfer``, by attention: at once, fine-tuned, from a fresh start."""
     values = {}
-    for row in record["moved"]:
-        name = row["attention"]
-        values[f"{name}, at once"] = moved_at_once(name)(record)
-        values[f"{name}, tuned"] = moved_tuned(name)(record)
+    whole = [row["attention"] for row in record["moved"]]
+    methods = [x.split(":")[0] for x in whole]
+    names = methods if len(set(methods)) == len(methods) else whole  # a picture has little room
+    for name, row in zip(names, record["moved"], strict=True):
+        values[f"{name}, at once"] = moved_at_once(row["attention"])(record)
+        values[f"{name}, tuned"] = moved_tuned(row["attention"])(record)
         values[f"{name}, fresh"] = _number(row["fresh"][-1][1])
     return values
 
