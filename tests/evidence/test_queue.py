@@ -17,6 +17,7 @@ from kernelformer.evidence import queue
 from kernelformer.evidence.base import Claim, Finding, Item, StudyPart, Training, located
 from kernelformer.evidence.items import ITEMS, find_items
 from kernelformer.evidence.ledger import judge, summary_text, write_ledger
+from kernelformer.evidence.probes import PROBES
 from kernelformer.evidence.queue import Place, missing_data, pending, run_here, run_queue
 from kernelformer.evidence.quick import make_data, shrunk
 from kernelformer.evidence.records import current, folder_name, left, read_jobs, record_path
@@ -265,3 +266,26 @@ def test_whatever_reads_the_clock_in_a_study_or_a_benchmark_says_so_to_the_queue
     assert len(clocks) >= 4
     for path in clocks:
         assert "taking_timings()" in path.read_text(), path
+
+
+@pytest.mark.parametrize("select", ["last", "best"])
+def test_samples_are_those_of_the_score_on_record(select, place):
+    part = item(select=select).parts[0]
+    one = replace(item(), parts=(replace(part, probes=("samples",)),))
+    run_here([one], place, lambda _: None, lambda: None)
+    for entry in read_jobs(place.records, one):
+        probe, result = entry["probes"]["samples"], entry["result"]
+        error = result["test_error"] if select == "best" else result["value_error"]
+        assert probe["path"] == ("result.test.accuracy" if select == "best" else "result.value")
+        assert len(probe["deviations"]) == 8
+        assert math.sqrt(sum(x * x for x in probe["deviations"])) == pytest.approx(error, rel=0.02)
+
+
+def test_a_model_that_is_not_that_of_its_result_is_not_compared(place):
+    one = item()
+    run_here([one], place, lambda _: None, lambda: None)
+    folder = next((place.out / one.name).glob("*/result.json")).parent
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "value": result["value"] + 0.1}))
+    with pytest.raises(ValueError, match=r"has accuracy .* its result .*; train it anew"):
+        PROBES["samples"](folder)

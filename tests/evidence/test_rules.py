@@ -223,3 +223,29 @@ def test_one_study_is_judged_by_its_own_rule():
     rule = OfStudy("main", "in words", lambda record: Finding(SUPPORTS, str(record["x"])))
     assert rule([{"kind": "study", "part": "main", "record": {"x": 7}}]) == Finding(SUPPORTS, "7")
     assert rule([]).verdict == MISSING_RESULT
+
+
+def with_samples(entries, deviations, path="result.value"):
+    """Entries whose runs know what their samples add to the error of the value."""
+    return [{**x, "probes": {"samples": {"path": path, "deviations": list(deviations)}}} for x in entries]
+
+
+def test_runs_on_the_same_samples_are_compared_sample_by_sample():
+    wide = [{**x, "result": {**x["result"], "value_error": 0.2}} for x in FAR]
+    assert Above("a:m=1", "b")(wide).verdict == OPEN
+    finding = Above("a:m=1", "b")(with_samples(wide, [0.1, -0.1, math.sqrt(0.02)]))
+    assert finding.verdict == SUPPORTS  # what both find hard is no difference between them
+    assert "± 0.0082, sample by sample" in finding.ours  # sqrt(2 / 3) of 0.01, over seeds alone
+    other = [*with_samples(wide[:3], [0.2, 0.0]), *with_samples(wide[3:], [0.0, 0.2])]
+    assert Above("a:m=1", "b")(other).verdict == OPEN  # each is wrong where the other is right
+
+
+def test_samples_of_another_value_or_of_some_runs_alone_are_not_compared():
+    wide = [{**x, "result": {**x["result"], "value_error": 0.2}} for x in FAR]
+    for entries in (
+        with_samples(wide, [0.2, 0.0], "result.test.accuracy"),
+        [*with_samples(wide[:5], [0.2, 0.0]), wide[5]],
+    ):
+        finding = Above("a:m=1", "b")(entries)
+        assert finding.verdict == OPEN
+        assert "sample by sample" not in finding.ours

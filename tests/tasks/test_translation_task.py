@@ -22,6 +22,7 @@ from kernelformer.models import KernelformerConfig, KernelformerForConditionalGe
 from kernelformer.pipelines.translate import load_translator, translate_texts
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
+from kernelformer.tasks.bleu import SentenceCounts
 from kernelformer.training import Run, train
 
 WORDS = {"the": "die", "cat": "Katze", "sees": "sieht", "a": "eine", "Mouse": "Maus", "and": "und", "sleeps": "schläft"}
@@ -394,7 +395,7 @@ def test_references_have_a_bleu_of_100_and_a_judge_says_how_it_was_made(folder):
     data = task.split("test")
     model = Reciter(data)
     found = task.judge(model, data, 5)
-    assert found == pytest.approx({"bleu": 100.0, "chrf": 100.0})
+    assert found == pytest.approx({"bleu": 100.0, "chrf": 100.0, "bleu_error": 0.0})
     assert model.training
     assert task.metric in found
     bleu = task.remarks()[0]
@@ -420,11 +421,29 @@ def test_bleu_is_that_of_all_texts_together_as_they_were_written(folder):
     assert all(x.requires_grad for x in model.parameters())
     assert found["bleu"] == pytest.approx(sacrebleu.corpus_bleu(written, [wanted]).score)
     assert found["chrf"] == pytest.approx(sacrebleu.corpus_chrf(written, [wanted]).score)
+    parts = task.judged_deviations(model.eval(), some, 4, 1000)
+    assert found["bleu_error"] == pytest.approx(np.sqrt((parts**2).sum()))
     mixed = task._compared(["Die Katze sieht eine Maus"], ["die Katze sieht eine Maus"])
     small = make_task("translation", lowercase=True)
     assert small._compared(["Die Katze sieht eine Maus"], ["die Katze sieht eine Maus"])["bleu"] == pytest.approx(100)
     assert mixed["bleu"] < 90
     assert "case:lc" in small.remarks()[0]
+
+
+def test_bleu_of_some_sentences_is_sacrebleus_of_them():
+    gen = np.random.default_rng(0)
+    words = np.array(["der", "die", "das", "Hund", "Katze", "sieht", "hat", ".", ",", "nicht"])
+    wanted = [" ".join(gen.choice(words, gen.integers(1, 15))) for _ in range(60)]
+    written = [" ".join(w if gen.random() < 0.7 else "Maus" for w in x.split()) for x in wanted]
+    for lowercase in (False, True):
+        counts = SentenceCounts(written, wanted, lowercase=lowercase)
+        for chosen in (np.arange(60), np.array([3, 4, 50]), np.array([7])):
+            some = [[side[i] for i in chosen] for side in (written, wanted)]
+            want = sacrebleu.corpus_bleu(some[0], [some[1]], lowercase=lowercase).score
+            assert counts.bleu(chosen) == pytest.approx(want, rel=1e-12)
+    parts = make_task("translation")._deviations(written, wanted, 1000)
+    assert parts.shape == (60,)
+    assert 0.5 < np.sqrt((parts**2).sum()) < 10  # of BLEU around 50, with 60 sentences
 
 
 def test_the_source_itself_is_a_baseline(folder):

@@ -66,19 +66,42 @@ class Difference:
         return self.needed * self.error
 
 
-def difference(first: Mean, second: Mean) -> Difference:
+def difference(first: Mean, second: Mean, of_samples: float | None = None) -> Difference:
     """First minus second, by Welch: nothing is assumed of equal spreads.
 
         error^2 = s_1^2 / n_1 + s_2^2 / n_2 + e_1^2 + e_2^2
         df      = error^4 / sum_i (s_i^2 / n_i)^2 / (n_i - 1)          (Satterthwaite)
 
-    The samples are the same for both, so that their errors partly cancel: what is said here is on the safe side.
+    Args:
+        first, second: means over seeds.
+        of_samples: squared standard error over samples of the difference itself (`paired`), in the place of e_1^2 +
+            e_2^2: of the same samples their errors partly cancel, so that without it the error is on the safe side.
     """
-    squared = first.of_seeds + first.of_samples + second.of_seeds + second.of_samples
+    of_samples = first.of_samples + second.of_samples if of_samples is None else of_samples
+    squared = first.of_seeds + second.of_seeds + of_samples
     if not math.isfinite(squared):
         return Difference(first.value - second.value, math.nan, math.inf)
     below = sum(x.of_seeds**2 / (x.count - 1) for x in (first, second))
     return Difference(first.value - second.value, math.sqrt(squared), quantile(squared**2 / below if below else 1e9))
+
+
+def paired(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float | None:
+    """Squared standard error over samples of a difference of two means over seeds, sample by sample.
+
+        sum_j (mean_s d_1sj - mean_s d_2sj)^2          d: `analysis.jackknife.deviations` of seed s
+
+    Args:
+        first, second: deviations of the runs of either side, all on the same samples.
+
+    Returns:
+        None where they are not of the same samples, or not known.
+    """
+    sizes = {len(x) for x in (*first, *second)}
+    if not first or not second or len(sizes) != 1 or sizes == {0}:
+        return None
+    means = ([fmean(x) for x in zip(*side, strict=True)] for side in (first, second))
+    squared = sum((a - b) ** 2 for a, b in zip(*means, strict=True))
+    return squared if math.isfinite(squared) else None
 
 
 def quantile(freedom: float) -> float:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kernelformer.evidence.rules import SAMPLES, TEST, VALUE
+from kernelformer.files import read_json
+from kernelformer.records import RESULT
 from kernelformer.studies.redraws_measure import eigenvalue_statistics, gradient_statistics, redraw_statistics
+from kernelformer.training.evaluation import evaluate_samples
+from kernelformer.training.inspection import saved_run
+
+GROUPS = 200  # of samples at most: their number makes an error uncertain by 5%
 
 
 def redraws(folder: Path) -> dict[str, Any]:
@@ -42,8 +50,27 @@ def gradients(folder: Path) -> dict[str, Any]:
     return {"rows": rows, **rows[-1]}
 
 
+def samples(folder: Path) -> dict[str, Any]:
+    """What groups of samples add to the standard error of the score, so that runs are compared on the same samples.
+
+    Of weights that were selected it is the score on the test split, else that of the validation split.
+    """
+    run, _ = saved_run(folder)
+    result = read_json(folder / RESULT)
+    metric = result["metric"]
+    selected = run.select == "best"
+    value, parts = evaluate_samples(folder, "test" if selected else "validation", GROUPS)
+    kept = result["test"][metric] if selected else result["value"]
+    if not math.isnan(value) and not math.isclose(value, kept, rel_tol=1e-3, abs_tol=1e-3):
+        raise ValueError(f"the model of {folder} has {metric} {value:.6g}, its result {kept:.6g}; train it anew.")
+    path = f"{TEST}.{metric}" if selected else VALUE
+    known = all(map(math.isfinite, parts))
+    return {"path": path, "deviations": [float(f"{x:.3g}") for x in parts] if known else []}
+
+
 PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "redraws": redraws,
     "eigenvalues": eigenvalues,
     "gradients": gradients,
+    SAMPLES: samples,
 }

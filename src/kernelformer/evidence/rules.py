@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kernelformer.analysis.differences import Difference, Mean, difference, mean_over_seeds
+from kernelformer.analysis.differences import Difference, Mean, difference, mean_over_seeds, paired
 from kernelformer.evidence.base import CONTRADICTS, MAIN, MISSING_RESULT, OPEN, SUPPORTS, TRAINING, Finding
 
 Entry = Mapping[str, Any]
 VALUE, TEST = "result.value", "result.test"
+SAMPLES = "samples"  # the probe that says what samples add to the error of a value
 REACH = "reach"
 ALWAYS = ("relative", "rotary", "window", "kernel", "start")  # options that make another method of one
 QUANTILE = "(or Student's quantile of them, if larger)"
@@ -78,6 +79,12 @@ def mean_of(entries: Sequence[Entry], part: str, attention: str, path: str = VAL
     """Mean over the seeds of an attention that have the value; None where none has."""
     mine = [x for x in runs_of(entries, part, attention) if math.isfinite(value_of(x, path))]
     return mean_over_seeds([value_of(x, path) for x in mine], [sample_error(x, path) for x in mine]) if mine else None
+
+
+def deviations_of(entries: Sequence[Entry], part: str, attention: str, path: str) -> list[list[float]]:
+    """What samples add to the error of a value, run by run; empty for a run where nobody has measured it."""
+    measured = (run["probes"].get(SAMPLES, {}) for run in runs_of(entries, part, attention))
+    return [x["deviations"] if x.get("path") == path else [] for x in measured]
 
 
 def without(entries: Sequence[Entry], part: str, attention: str, path: str) -> int:
@@ -162,14 +169,14 @@ class Above:
         lost = [without(entries, *side, self.path) for side in sides]
         if first is None or second is None:
             return Finding(OPEN, f"runs of {self._first}, {self._second} without a value: {lost[0]}, {lost[1]}")
-        gap = difference(first, second)
+        gap = difference(first, second, of_samples := paired(*(deviations_of(entries, *x, self.path) for x in sides)))
         ours = (
             f"{self._first} {shown(first, self.scale)}, {self._second} {shown(second, self.scale)}; "
             f"difference {self.scale * gap.value:+.2g}"
         )
         if not math.isfinite(gap.error):
             return Finding(OPEN, f"{ours}, one seed")
-        ours += f" ± {self.scale * gap.error:.2g}"
+        ours += f" ± {self.scale * gap.error:.2g}{'' if of_samples is None else ', sample by sample'}"
         if any(lost):
             return Finding(OPEN, f"{ours}; runs without a value: {lost[0]}, {lost[1]}")
         return Finding(self.verdict(gap), ours)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -71,7 +72,8 @@ class Task(ABC):
     def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
         """Scores that need more than the loss and one answer per sample: what the model writes by `generate`.
 
-        They are made at the end of a run and by `evaluate`, not by each evaluation in between.
+        They are made at the end of a run and by `evaluate`, not by each evaluation in between. The standard error of a
+        score may stand beside it, as ``<score>_error``.
 
         Args:
             model: in evaluation mode.
@@ -79,6 +81,20 @@ class Task(ABC):
             batch_size: samples at once.
         """
         return {}
+
+    def judged_deviations(self, model: Any, data: Dataset[Sample], batch_size: int, most: int) -> NDArray[Any]:
+        """What each of at most so many groups of samples adds to the standard error of the metric of `judge`.
+
+        Args:
+            model: in evaluation mode.
+            data: samples of a split.
+            batch_size: samples at once.
+            most: groups.
+
+        Returns:
+            (G), see `analysis.jackknife.deviations`; none where nobody knows them.
+        """
+        return np.empty(0)
 
     @abstractmethod
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from kernelformer.analysis.jackknife import Numbers, jackknife, standard_error
 from kernelformer.data.batching import IGNORED, Sample, padded, spread_evenly
 from kernelformer.data.sentence_pairs import Pairs, Parallel, Tokens
 from kernelformer.data.sources import Rows
@@ -24,6 +26,7 @@ from kernelformer.tasks.corpus import perplexity
 from kernelformer.tasks.options import RowOptions
 from kernelformer.tasks.vocabulary_task import VocabularyTask
 
+GROUPS = 1000  # of sentences at most, whose shares in BLEU give its standard error
 _ROUND = 8  # batches have a multiple of this length, so that there are few different shapes
 
 
@@ -177,10 +180,14 @@ class Translation(VocabularyTask, RowOptions):
         return {"perplexity": perplexity(outcome.loss), "accuracy": outcome.right}
 
     def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
-        """BLEU and chrF of what beam search writes, both from 0 to 100."""
-        samples: list[Sample] = [data[i] for i in self._judged(data)]  # type: ignore[arg-type]
-        written = self.write(model, [x["input_ids"] for x in samples], batch_size)
-        return self._compared(written, [x["reference"] for x in samples])
+        """BLEU and chrF of what beam search writes, from 0 to 100, and the standard error of BLEU over sentences."""
+        written, wanted = self._translated(model, data, batch_size)
+        error = standard_error(self._deviations(written, wanted, GROUPS))
+        return {**self._compared(written, wanted), **({} if math.isnan(error) else {"bleu_error": error})}
+
+    def judged_deviations(self, model: Any, data: Dataset[Sample], batch_size: int, most: int) -> Numbers:
+        """What groups of sentences add to the standard error of BLEU."""
+        return self._deviations(*self._translated(model, data, batch_size), most)
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
         """Scores of the source as if it were its translation: names and numbers are often right."""
@@ -188,6 +195,17 @@ class Translation(VocabularyTask, RowOptions):
         chosen = self._judged(rows[self.source])
         texts, wanted = ([rows[side][i] for i in chosen] for side in (self.source, self.target))
         return {"the source itself": self._compared(texts, wanted)}
+
+    def _translated(self, model: Any, data: Dataset[Sample], batch_size: int) -> tuple[list[str], list[str]]:
+        """Translations and references of the samples that are judged."""
+        samples: list[Sample] = [data[i] for i in self._judged(data)]  # type: ignore[arg-type]
+        return self.write(model, [x["input_ids"] for x in samples], batch_size), [x["reference"] for x in samples]
+
+    def _deviations(self, written: list[str], wanted: list[str], most: int) -> Numbers:
+        from kernelformer.tasks.bleu import SentenceCounts
+
+        counts = SentenceCounts(written, wanted, lowercase=bool(self.lowercase))
+        return jackknife(counts.bleu, len(counts), most) if len(counts) > 1 else np.array([math.nan])
 
     def encode(self, texts: Sequence[str]) -> tuple[list[Tensor], list[int]]:
         """Sources for `write`, and the numbers of those that had to be cut."""

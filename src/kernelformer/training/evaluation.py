@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ from kernelformer.training.config import Run, TrainingError
 from kernelformer.training.inspection import DAMAGE, check_run_folder, saved_run
 from kernelformer.training.meter import Log, scores
 from kernelformer.training.order import LongestFirst, sample_lengths
-from kernelformer.training.standard_errors import ERROR, Contributions, standard_errors
+from kernelformer.training.standard_errors import ERROR, Contributions, sample_deviations, standard_errors
 from kernelformer.weight_headers import SizeError, check_shapes, saved_shapes, weight_files
 
 IGNORED = -100
@@ -73,6 +74,7 @@ class TaskTrainer(Trainer):
     """
 
     split_name = "validation"  # what is evaluated, which tasks may want to know
+    samples: Contributions  # of the last evaluation
 
     def __init__(self, task: Task, model: PreTrainedModel, args: TrainingArguments, **rest: Any) -> None:
         cached = model.config.use_cache
@@ -112,7 +114,7 @@ class TaskTrainer(Trainer):
         sums, counts, hits, *single = parts
         answers, top5 = (*single, None, None)[:2]
         labels = np.asarray(outputs.label_ids) if single else None
-        samples = Contributions(sums, counts, hits, answers, labels, top5, self.split_name)
+        self.samples = samples = Contributions(sums, counts, hits, answers, labels, top5, self.split_name)
         outcome, errors = samples.outcome(), standard_errors(self.task, samples)
         told = {f"{name}{ERROR}": errors[name] for name in ("loss", self.task.metric) if name in errors}
         return {**self.task.score(outcome), "exact_loss": outcome.loss, **told}
@@ -222,7 +224,7 @@ def evaluate(
 
     Returns:
         ``{"loss": ..., metric: ...}``, other scores, and the standard errors over the samples of the first two as
-        ``loss_error`` and ``<metric>_error`` (`standard_errors`); a metric of what the model writes has none.
+        ``loss_error`` and ``<metric>_error`` (`standard_errors`); of what the model writes BLEU alone has one.
     """
     choice("split", split, SPLITS)
     positive_int("batch_size", batch_size)
@@ -233,22 +235,10 @@ def evaluate(
             model, task = _open(Path(model), task, log)
         if task is None:
             raise ValueError("a model alone does not say what to evaluate it on, got task=None; give one.")
-        args = TrainingArguments(
-            output_dir=nowhere,
-            per_device_eval_batch_size=batch_size,
-            report_to="none",
-            disable_tqdm=True,
-            log_level="error",
-            use_cpu=not torch.accelerator.is_available(),
-            dataloader_pin_memory=torch.accelerator.is_available(),
-            remove_unused_columns=False,
-        )
         training = model.training
         try:
             data = _some(task.split(split), samples)
-            counter = [] if progress is None else [_Batches(progress)]
-            trainer = TaskTrainer(task, model, args, callbacks=counter)  # type: ignore[arg-type]
-            trainer.split_name = split
+            trainer = _evaluator(task, model, split, batch_size, nowhere, progress)
             values = trainer.evaluate(data)
             values |= judged(task, model, data, batch_size)
         finally:
@@ -257,6 +247,52 @@ def evaluate(
         for remark in task.remarks():
             log(remark)
     return {name.removeprefix("eval_"): value for name, value in scores(values).items()}
+
+
+def evaluate_samples(folder: str | Path, split: str, most: int, batch_size: int = 32) -> tuple[float, list[float]]:
+    """The metric of a finished run's model, and what each of at most so many groups of samples adds to its error.
+
+    Models that were evaluated on the same samples can be compared by it sample by sample (`analysis.jackknife`).
+
+    Returns:
+        The metric, and G numbers; NaN and none where a task does not know them.
+    """
+    choice("split", split, SPLITS)
+    with silent_libraries(), tempfile.TemporaryDirectory() as nowhere, torch.no_grad():
+        model, task = _open(Path(folder), None)
+        data = task.split(split)
+        if task.metric_from_judge:
+            made = task.judged_deviations(model.eval(), data, batch_size, most)
+            return math.nan, made.tolist()
+        trainer = _evaluator(task, model, split, batch_size, nowhere)
+        values = trainer.evaluate(data)
+        made = sample_deviations(task, trainer.samples, most)[task.metric]
+    return values[f"eval_{task.metric}"], made.tolist()
+
+
+def _evaluator(
+    task: Task,
+    model: nn.Module,
+    split: str,
+    batch_size: int,
+    nowhere: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> TaskTrainer:
+    """A trainer that only evaluates, and leaves nothing behind but in a folder that is thrown away."""
+    args = TrainingArguments(
+        output_dir=nowhere,
+        per_device_eval_batch_size=batch_size,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        use_cpu=not torch.accelerator.is_available(),
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        remove_unused_columns=False,
+    )
+    counter = [] if progress is None else [_Batches(progress)]
+    trainer = TaskTrainer(task, model, args, callbacks=counter)  # type: ignore[arg-type]
+    trainer.split_name = split
+    return trainer
 
 
 class _Batches(TrainerCallback):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernelformer.analysis.jackknife import Numbers, deviations, sample_groups, standard_error
 from kernelformer.tasks import Task
 from kernelformer.tasks.base import Outcome
 
@@ -72,40 +73,34 @@ class Contributions:
 def standard_errors(task: Task, samples: Contributions) -> dict[str, float]:
     """Standard errors of the loss and of all scores of a task, as if its samples were independent.
 
-    With theta of all N samples, and theta_j without the m_j of group j, of G groups (Busing et al. 1999):
-
-        error^2 = 1/G sum_j (tau_j - mean tau)^2 / (h_j - 1),   tau_j = h_j theta - (h_j - 1) theta_j,   h_j = N / m_j
-
-    with the mean weighted by m_j. Up to `GROUPS` samples each is a group; then the error of an accuracy p is
-    sqrt(p (1 - p) / (N - 1)) exactly, that of a mean the sample's deviation / sqrt(N). More are put into groups by
-    chance, the same ones each time: neighbours in a file are often alike.
+    They are those of the jackknife (`analysis.jackknife.deviations`). Up to `GROUPS` samples each is a group; then the
+    error of an accuracy p is sqrt(p (1 - p) / (N - 1)) exactly, that of a mean the sample's deviation / sqrt(N).
 
     Returns:
         Errors by the names of the scores, and "loss"; NaN where there are fewer than two samples with labels.
 
     Cost: G times that of the task's `score`.
     """
+    return {name: standard_error(x) for name, x in sample_deviations(task, samples, GROUPS).items()}
+
+
+def sample_deviations(task: Task, samples: Contributions, most: int) -> dict[str, Numbers]:
+    """What each of at most so many groups of samples adds to the standard errors of the loss and of all scores.
+
+    Returns:
+        (G) by the names of the scores, and "loss"; (1) NaN where there are fewer than two samples with labels.
+    """
     size = len(samples.losses)
-    order = np.random.default_rng(0).permutation(size)
-    groups = [order[start::GROUPS] for start in range(min(size, GROUPS))]
     whole = _values(task, samples.outcome())
     if size < 2 or np.count_nonzero(samples.counts) < 2:
-        return dict.fromkeys(whole, math.nan)
+        return dict.fromkeys(whole, np.array([math.nan]))
+    groups = sample_groups(size, most)
     without = [_values(task, outcome) for outcome in samples.outcomes_without(groups)]
-    sizes = np.array([len(group) for group in groups])
-    return {name: _jackknife(value, np.array([x[name] for x in without]), sizes) for name, value in whole.items()}
+    return {name: deviations(value, [x[name] for x in without], groups) for name, value in whole.items()}
 
 
 def _values(task: Task, outcome: Outcome) -> dict[str, float]:
     return {**task.score(outcome), "loss": outcome.loss}
-
-
-def _jackknife(whole: float, without: NDArray[Any], sizes: NDArray[Any]) -> float:
-    shares = sizes.sum() / sizes  # h
-    with np.errstate(invalid="ignore", over="ignore"):
-        pseudo = shares * whole - (shares - 1) * without
-        mean = (pseudo / shares).sum()
-        return float(np.sqrt(((pseudo - mean) ** 2 / (shares - 1)).mean()))
 
 
 def split_errors(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:

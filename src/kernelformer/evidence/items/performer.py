@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernelformer.evidence.base import Claim, Item, StudyPart, Training
 from kernelformer.evidence.items.relative import BITS, BYTES
-from kernelformer.evidence.rules import Above, All, AtLeast
+from kernelformer.evidence.rules import SAMPLES, Above, All, AtLeast
 from kernelformer.evidence.study_rules import SmallerCost, moved_at_once, moved_tuned, moved_values
 
 PAPER = "Performer"
@@ -138,8 +138,8 @@ PROTEINS = Item(
     "Next (UNI) and hidden (BID) amino acids of proteins: softmax, ReLU and FAVOR+",
     "20,000 UniProt sequences of up to 256 instead of TrEMBL, 3 layers of 96 instead of 36 of 512, 2,000 steps of 8",
     (
-        Training("next", "performer-protein-uni", ("softmax", RELU, FAVOR), PROTEINS_SETTINGS),
-        Training("hidden", "performer-protein-bid", ("softmax", RELU, FAVOR), PROTEINS_SETTINGS),
+        Training("next", "performer-protein-uni", ("softmax", RELU, FAVOR), PROTEINS_SETTINGS, probes=(SAMPLES,)),
+        Training("hidden", "performer-protein-bid", ("softmax", RELU, FAVOR), PROTEINS_SETTINGS, probes=(SAMPLES,)),
     ),
     (
         Claim(

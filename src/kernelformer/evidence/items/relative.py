@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernelformer.evidence.base import Claim, Item, StudyPart, Training
-from kernelformer.evidence.rules import Above, Alike, All
+from kernelformer.evidence.rules import SAMPLES, Above, Alike, All
 from kernelformer.evidence.study_rules import SmallerCost, conversion_cost, conversion_costs
 
 PAPER = "NPRF with RPE"
@@ -184,6 +184,7 @@ TRANSLATION = Item(
                 "learning_rate": 2e-3,
                 "eval_every": 1000,
             },
+            probes=(SAMPLES,),
         ),
     ),
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernelformer.evidence.base import Claim, Item, Training
-from kernelformer.evidence.rules import Above, All, AtLeast, Level, Where
+from kernelformer.evidence.rules import SAMPLES, Above, All, AtLeast, Level, Where
 
 PAPER = "Skyformer"
 SKYFORMER, NYSTROM = "skyformer:num_landmarks=64", "skyformer:num_landmarks=64:kernel=softmax"
@@ -88,6 +88,7 @@ def _arena(
     guessing: float,
     landmarks: int = 64,
     more: tuple[str, ...] = (),
+    probes: tuple[str, ...] = (SAMPLES,),
 ) -> Item:
     """A column of Table 1.
 
@@ -102,6 +103,7 @@ def _arena(
         guessing: accuracy without learning anything.
         landmarks: of Skyformer and Nystromformer, fewer than the tokens of most samples: with as many they are exact.
         more: further attentions.
+        probes: measured on every model.
     """
     skyformer = f"skyformer:num_landmarks={landmarks}"
     attentions = ("softmax", "gaussian", skyformer, PERFORMER, f"nystromformer:num_landmarks={landmarks}")
@@ -112,7 +114,7 @@ def _arena(
         f"Table 1, {column}",
         f"Test accuracy on {column} of Long Range Arena, of the weights that are best on the validation split",
         size,
-        (Training("main", recipe, (*attentions, *LEARNED, *more), {**BEST, **settings}),),
+        (Training("main", recipe, (*attentions, *LEARNED, *more), {**BEST, **settings}, probes=probes),),
         (
             Claim(
                 "Skyformer is comparable to softmax or better", printed, Where(learned, _at_least(skyformer, "softmax"))
@@ -146,6 +148,7 @@ LISTOPS = _arena(
     guessing=0.12,
     landmarks=16,
     more=SPARSE,
+    probes=(),
 )
 TEXT = _arena(
     "text",
