@@ -46,7 +46,7 @@ class Result:
         diverged: whether a loss was not finite; the run ended there.
         scores: whatever else the task says of the validation split, by name.
         value_error: standard error of ``value`` over the samples of the split, by the jackknife; NaN where it is not
-            known: of what a model writes (BLEU), of one sample, in older records.
+            known: of most that a model writes (BLEU has one), of one sample, in older records.
         loss_error: that of ``loss``.
         best_step: after which step the weights were those of the result, where the best ones were selected; None: the
             last ones are the result, or the run diverged.

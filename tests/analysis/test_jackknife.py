@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kernelformer.analysis.differences import difference, mean_over_seeds, paired
+from kernelformer.analysis.differences import FEWEST, difference, mean_over_seeds, paired
 from kernelformer.analysis.jackknife import deviations, jackknife, sample_groups, standard_error
 
 
@@ -53,13 +53,28 @@ def test_what_is_hard_for_both_does_not_hide_a_difference():
     assert math.sqrt(paired(*parts)) == pytest.approx(wanted, rel=5 / math.sqrt(2 * 100))
 
 
+def test_true_equals_are_told_apart_in_at_most_five_of_a_hundred_cases():
+    gen = np.random.default_rng(4)
+    tries, wrong = 2000, 0
+    for _ in range(tries):
+        hard, own = gen.normal(size=(1, 1, 60)), gen.normal(size=(2, 3, 60))
+        runs = hard + own + 0.2 * gen.normal(size=(2, 3, 1))  # a seed shifts all samples of its run
+        means = [mean_over_seeds(side.mean(1).tolist()) for side in runs]
+        parts = [((side - side.mean(1, keepdims=True)) / math.sqrt(60 * 59)).tolist() for side in runs]
+        gap = difference(*means, paired(*parts))
+        wrong += abs(gap.value) > gap.bound
+    assert wrong / tries < 0.05 + 5 * math.sqrt(0.05 * 0.95 / tries)
+
+
 def test_other_samples_or_unknown_ones_are_not_paired():
-    assert paired([[1.0, 2.0]], [[1.0, 2.0, 3.0]]) is None
-    assert paired([[1.0, 2.0], []], [[1.0, 2.0]]) is None
+    one, two = [1.0] * FEWEST, [2.0] * FEWEST
+    assert paired([one], [[*one, 1.0]]) is None
+    assert paired([one, []], [one]) is None
     assert paired([[]], [[]]) is None
-    assert paired([], [[1.0]]) is None
-    assert paired([[math.nan]], [[1.0]]) is None
-    assert paired([[1.0, 2.0], [3.0, 0.0]], [[1.0, 1.0]]) == pytest.approx(1.0)
+    assert paired([], [one]) is None
+    assert paired([[math.nan, *one[1:]]], [one]) is None
+    assert paired([one[1:]], [two[1:]]) is None  # too few to know their error
+    assert paired([one, two], [one]) == pytest.approx(0.25 * FEWEST)
 
 
 def test_an_error_is_covered_as_often_as_it_says():

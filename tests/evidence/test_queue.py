@@ -289,3 +289,13 @@ def test_a_model_that_is_not_that_of_its_result_is_not_compared(place):
     (folder / "result.json").write_text(json.dumps({**result, "value": result["value"] + 0.1}))
     with pytest.raises(ValueError, match=r"has accuracy .* its result .*; train it anew"):
         PROBES["samples"](folder)
+
+
+def test_a_model_whose_data_has_changed_is_not_compared(place):
+    one = item()
+    run_here([one], place, lambda _: None, lambda: None)
+    folder = next((place.out / one.name).glob("*/result.json")).parent
+    head = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**head, "data": "another"}))
+    with pytest.raises(TrainingError, match="in training another; train it anew"):
+        PROBES["samples"](folder)

@@ -225,27 +225,54 @@ def test_one_study_is_judged_by_its_own_rule():
     assert rule([]).verdict == MISSING_RESULT
 
 
-def with_samples(entries, deviations, path="result.value"):
-    """Entries whose runs know what their samples add to the error of the value."""
-    return [{**x, "probes": {"samples": {"path": path, "deviations": list(deviations)}}} for x in entries]
+GROUPS = 40
+
+
+def with_samples(entries, first: float, rest: float, path="result.value"):
+    """Entries whose runs know what their samples add to the error: so much the first half, so much the second."""
+    parts = [first] * (GROUPS // 2) + [rest] * (GROUPS // 2)
+    return [{**x, "probes": {"samples": {"path": path, "deviations": parts}}} for x in entries]
+
+
+WIDE = [{**x, "result": {**x["result"], "value_error": 0.2}} for x in FAR]
 
 
 def test_runs_on_the_same_samples_are_compared_sample_by_sample():
-    wide = [{**x, "result": {**x["result"], "value_error": 0.2}} for x in FAR]
-    assert Above("a:m=1", "b")(wide).verdict == OPEN
-    finding = Above("a:m=1", "b")(with_samples(wide, [0.1, -0.1, math.sqrt(0.02)]))
+    assert Above("a:m=1", "b")(WIDE).verdict == OPEN
+    finding = Above("a:m=1", "b")(with_samples(WIDE, 0.04, -0.02))
     assert finding.verdict == SUPPORTS  # what both find hard is no difference between them
     assert "± 0.0082, sample by sample" in finding.ours  # sqrt(2 / 3) of 0.01, over seeds alone
-    other = [*with_samples(wide[:3], [0.2, 0.0]), *with_samples(wide[3:], [0.0, 0.2])]
+    other = [*with_samples(WIDE[:3], 0.04, 0.0), *with_samples(WIDE[3:], 0.0, 0.04)]
     assert Above("a:m=1", "b")(other).verdict == OPEN  # each is wrong where the other is right
 
 
-def test_samples_of_another_value_or_of_some_runs_alone_are_not_compared():
-    wide = [{**x, "result": {**x["result"], "value_error": 0.2}} for x in FAR]
+def test_the_score_on_the_test_split_is_compared_so_too():
+    tested = [{**x, "result": {**x["result"], "test": {"accuracy": x["result"]["value"]}}} for x in WIDE]
+    rule = Above("a:m=1", "b", path="result.test.accuracy")
+    assert "sample by sample" in rule(with_samples(tested, 0.04, 0.0, "result.test.accuracy")).ours
+    assert "sample by sample" not in rule(with_samples(tested, 0.04, 0.0)).ours
+
+
+def test_samples_of_another_value_of_other_data_or_of_some_runs_alone_are_not_compared():
+    same = with_samples(WIDE, 0.04, 0.0)
+    other_options = [{**x, "settings": {"task_options": {"length": i // 3}}} for i, x in enumerate(same)]
+    other_data = [{**x, "data": f"hash {i % 3}"} for i, x in enumerate(same)]
+    diverged = {**WIDE[5], "result": {**WIDE[5]["result"], "diverged": True}}
+    no_probes = {name: x for name, x in WIDE[5].items() if name != "probes"}
     for entries in (
-        with_samples(wide, [0.2, 0.0], "result.test.accuracy"),
-        [*with_samples(wide[:5], [0.2, 0.0]), wide[5]],
+        with_samples(WIDE, 0.04, 0.0, "result.test.accuracy"),
+        other_options,
+        other_data,
+        [*same[:5], WIDE[5]],
+        [*same[:5], diverged],
+        [*same[:5], no_probes],
     ):
         finding = Above("a:m=1", "b")(entries)
         assert finding.verdict == OPEN
         assert "sample by sample" not in finding.ours
+
+
+def test_parts_of_one_task_are_compared_sample_by_sample():
+    entries = [*with_samples(runs("a", [0.8, 0.81, 0.82], "one"), 0.04, 0.0)]
+    entries += with_samples(runs("a", [0.6, 0.61, 0.62], "two"), 0.04, 0.0)
+    assert "sample by sample" in Above("a", "a", "one", "two")(entries).ours

@@ -421,7 +421,8 @@ def test_bleu_is_that_of_all_texts_together_as_they_were_written(folder):
     assert all(x.requires_grad for x in model.parameters())
     assert found["bleu"] == pytest.approx(sacrebleu.corpus_bleu(written, [wanted]).score)
     assert found["chrf"] == pytest.approx(sacrebleu.corpus_chrf(written, [wanted]).score)
-    parts = task.judged_deviations(model.eval(), some, 4, 1000)
+    value, parts = task.judged_deviations(model.eval(), some, 4)
+    assert value == found["bleu"]
     assert found["bleu_error"] == pytest.approx(np.sqrt((parts**2).sum()))
     mixed = task._compared(["Die Katze sieht eine Maus"], ["die Katze sieht eine Maus"])
     small = make_task("translation", lowercase=True)
@@ -441,9 +442,20 @@ def test_bleu_of_some_sentences_is_sacrebleus_of_them():
             some = [[side[i] for i in chosen] for side in (written, wanted)]
             want = sacrebleu.corpus_bleu(some[0], [some[1]], lowercase=lowercase).score
             assert counts.bleu(chosen) == pytest.approx(want, rel=1e-12)
-    parts = make_task("translation")._deviations(written, wanted, 1000)
-    assert parts.shape == (60,)
-    assert 0.5 < np.sqrt((parts**2).sum()) < 10  # of BLEU around 50, with 60 sentences
+    parts = make_task("translation")._deviations(written, wanted)
+    without = [
+        sacrebleu.corpus_bleu(written[:i] + written[i + 1 :], [wanted[:i] + wanted[i + 1 :]]).score for i in range(60)
+    ]
+    want = math.sqrt(59 / 60 * ((np.array(without) - np.mean(without)) ** 2).sum())  # one sentence left out each time
+    assert np.sqrt((parts**2).sum()) == pytest.approx(want, rel=1e-6)
+
+
+def test_bleu_of_nothing_right_and_of_nothing_written_is_certain():
+    for written in (["x y z"] * 9, [""] * 9):
+        counts = SentenceCounts(written, ["der Hund"] * 9)
+        assert counts.bleu() == sacrebleu.corpus_bleu(written, [["der Hund"] * 9]).score
+        assert not make_task("translation")._deviations(written, ["der Hund"] * 9).any()
+    assert np.isnan(make_task("translation")._deviations(["der"], ["der"])).all()  # of one sentence nobody knows
 
 
 def test_the_source_itself_is_a_baseline(folder):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+GROUPS = 1000  # at most, so that a score is taken so many times; their number makes the error uncertain by 2%
 Numbers = NDArray[np.float64]
 Groups = Sequence[NDArray[Any]]
+UNKNOWN: Numbers = np.array([math.nan])  # deviations of what has too few samples for an error
 
 
 def sample_groups(size: int, most: int) -> Groups:
@@ -53,16 +56,21 @@ def standard_error(parts: NDArray[Any]) -> float:
         return float(np.sqrt((parts**2).sum()))
 
 
-def jackknife(score: Callable[[NDArray[Any]], float], size: int, most: int) -> Numbers:
+def jackknife(score: Callable[[NDArray[Any]], float], size: int, most: int = GROUPS) -> Numbers:
     """`deviations` of a score that can be taken of any of its samples.
 
     Args:
         score: from the numbers of some samples, in order.
-        size: of all samples, two or more.
+        size: of all samples.
         most: groups.
+
+    Returns:
+        (G); `UNKNOWN` of fewer than two samples.
 
     Cost: as many calls of ``score`` as there are groups, and one.
     """
+    if size < 2:
+        return UNKNOWN
     groups, numbers = sample_groups(size, most), np.arange(size)
     without = [score(np.delete(numbers, group)) for group in groups]
     return deviations(score(numbers), without, groups)

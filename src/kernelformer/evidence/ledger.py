@@ -71,7 +71,7 @@ def summary_text(judged: Sequence[Judged]) -> str:
     parts = [
         "# Ledger of the papers' claims",
         f"Made by `kernelformer reproduce` from the records beside this page; pictures and rules: [{PAGE}]({PAGE}). "
-        f"A verdict needs a difference of more than two standard errors, over seeds and over validation samples "
+        f"A verdict needs a difference of more than two standard errors, over seeds and over samples "
         f"together, or Student's quantile where that is larger; everything else is open. A difference taken sample by "
         f"sample leaves out what is hard for both models; in the others the errors of both are added. Sizes are those "
         f"of two CPU cores, far from the papers', so that a verdict is about the claim at this size. Claims: {told}.",

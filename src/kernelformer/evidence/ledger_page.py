@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 ABOUT = (
     "What the four papers claim, what this library gets at the size of two CPU cores, and whether that supports the "
     "claim, contradicts it or leaves it open. A verdict needs a difference of more than two standard errors over seeds "
-    "and validation samples together, or Student's quantile where that is larger. Rules are in the records."
+    "and samples together, or Student's quantile where that is larger. A difference taken sample by sample leaves out "
+    "what is hard for both models. Rules are in the records."
 )
 
 

@@ -61,7 +61,7 @@ def samples(folder: Path) -> dict[str, Any]:
     selected = run.select == "best"
     value, parts = evaluate_samples(folder, "test" if selected else "validation", GROUPS)
     kept = result["test"][metric] if selected else result["value"]
-    if not math.isnan(value) and not math.isclose(value, kept, rel_tol=1e-3, abs_tol=1e-3):
+    if math.isfinite(value) and not math.isclose(value, kept, rel_tol=1e-3, abs_tol=1e-3):
         raise ValueError(f"the model of {folder} has {metric} {value:.6g}, its result {kept:.6g}; train it anew.")
     path = f"{TEST}.{metric}" if selected else VALUE
     known = all(map(math.isfinite, parts))

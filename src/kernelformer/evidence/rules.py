@@ -81,10 +81,24 @@ def mean_of(entries: Sequence[Entry], part: str, attention: str, path: str = VAL
     return mean_over_seeds([value_of(x, path) for x in mine], [sample_error(x, path) for x in mine]) if mine else None
 
 
-def deviations_of(entries: Sequence[Entry], part: str, attention: str, path: str) -> list[list[float]]:
-    """What samples add to the error of a value, run by run; empty for a run where nobody has measured it."""
-    measured = (run["probes"].get(SAMPLES, {}) for run in runs_of(entries, part, attention))
-    return [x["deviations"] if x.get("path") == path else [] for x in measured]
+def paired_samples(sides: Sequence[Sequence[Entry]], path: str) -> float | None:
+    """Squared error over samples of the difference of two sides, sample by sample (`analysis.differences.paired`).
+
+    Returns:
+        None where runs were not all scored on the same samples, or the probe was not made.
+    """
+    runs = [run for side in sides for run in side]
+    if any(_scored_on(run) != _scored_on(runs[0]) for run in runs):
+        return None
+    probes = [[run.get("probes", {}).get(SAMPLES, {}) for run in side] for side in sides]
+    first, second = ([x["deviations"] if x.get("path") == path else [] for x in side] for side in probes)
+    return paired(first, second)
+
+
+def _scored_on(run: Entry) -> tuple[Any, ...]:
+    """What the samples of a run's score, and their order, depend on: the task, its options and its data."""
+    settings = run.get("settings", {})
+    return settings.get("task"), settings.get("task_options"), run.get("data")
 
 
 def without(entries: Sequence[Entry], part: str, attention: str, path: str) -> int:
@@ -169,7 +183,8 @@ class Above:
         lost = [without(entries, *side, self.path) for side in sides]
         if first is None or second is None:
             return Finding(OPEN, f"runs of {self._first}, {self._second} without a value: {lost[0]}, {lost[1]}")
-        gap = difference(first, second, of_samples := paired(*(deviations_of(entries, *x, self.path) for x in sides)))
+        of_samples = paired_samples([runs_of(entries, *side) for side in sides], self.path)
+        gap = difference(first, second, of_samples)
         ours = (
             f"{self._first} {shown(first, self.scale)}, {self._second} {shown(second, self.scale)}; "
             f"difference {self.scale * gap.value:+.2g}"

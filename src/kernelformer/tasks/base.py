@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from kernelformer.analysis.jackknife import GROUPS, UNKNOWN, Numbers
 from kernelformer.data.batching import Sample
 
 
@@ -82,8 +82,10 @@ class Task(ABC):
         """
         return {}
 
-    def judged_deviations(self, model: Any, data: Dataset[Sample], batch_size: int, most: int) -> NDArray[Any]:
-        """What each of at most so many groups of samples adds to the standard error of the metric of `judge`.
+    def judged_deviations(
+        self, model: Any, data: Dataset[Sample], batch_size: int, most: int = GROUPS
+    ) -> tuple[float, Numbers]:
+        """The metric of `judge`, and what each of at most so many groups of samples adds to its standard error.
 
         Args:
             model: in evaluation mode.
@@ -92,9 +94,9 @@ class Task(ABC):
             most: groups.
 
         Returns:
-            (G), see `analysis.jackknife.deviations`; none where nobody knows them.
+            The metric and (G), see `analysis.jackknife.deviations`; NaN and `UNKNOWN` where nobody knows them.
         """
-        return np.empty(0)
+        return math.nan, UNKNOWN
 
     @abstractmethod
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:

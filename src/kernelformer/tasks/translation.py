@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kernelformer.analysis.jackknife import Numbers, jackknife, standard_error
+from kernelformer.analysis.jackknife import GROUPS, Numbers, jackknife, standard_error
 from kernelformer.data.batching import IGNORED, Sample, padded, spread_evenly
 from kernelformer.data.sentence_pairs import Pairs, Parallel, Tokens
 from kernelformer.data.sources import Rows
@@ -26,7 +26,6 @@ from kernelformer.tasks.corpus import perplexity
 from kernelformer.tasks.options import RowOptions
 from kernelformer.tasks.vocabulary_task import VocabularyTask
 
-GROUPS = 1000  # of sentences at most, whose shares in BLEU give its standard error
 _ROUND = 8  # batches have a multiple of this length, so that there are few different shapes
 
 
@@ -182,12 +181,15 @@ class Translation(VocabularyTask, RowOptions):
     def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
         """BLEU and chrF of what beam search writes, from 0 to 100, and the standard error of BLEU over sentences."""
         written, wanted = self._translated(model, data, batch_size)
-        error = standard_error(self._deviations(written, wanted, GROUPS))
+        error = standard_error(self._deviations(written, wanted))
         return {**self._compared(written, wanted), **({} if math.isnan(error) else {"bleu_error": error})}
 
-    def judged_deviations(self, model: Any, data: Dataset[Sample], batch_size: int, most: int) -> Numbers:
-        """What groups of sentences add to the standard error of BLEU."""
-        return self._deviations(*self._translated(model, data, batch_size), most)
+    def judged_deviations(
+        self, model: Any, data: Dataset[Sample], batch_size: int, most: int = GROUPS
+    ) -> tuple[float, Numbers]:
+        """BLEU, and what groups of sentences add to its standard error."""
+        written, wanted = self._translated(model, data, batch_size)
+        return self._compared(written, wanted)[self.metric], self._deviations(written, wanted, most)
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
         """Scores of the source as if it were its translation: names and numbers are often right."""
@@ -201,11 +203,11 @@ class Translation(VocabularyTask, RowOptions):
         samples: list[Sample] = [data[i] for i in self._judged(data)]  # type: ignore[arg-type]
         return self.write(model, [x["input_ids"] for x in samples], batch_size), [x["reference"] for x in samples]
 
-    def _deviations(self, written: list[str], wanted: list[str], most: int) -> Numbers:
+    def _deviations(self, written: list[str], wanted: list[str], most: int = GROUPS) -> Numbers:
         from kernelformer.tasks.bleu import SentenceCounts
 
         counts = SentenceCounts(written, wanted, lowercase=bool(self.lowercase))
-        return jackknife(counts.bleu, len(counts), most) if len(counts) > 1 else np.array([math.nan])
+        return jackknife(counts.bleu, len(counts), most)
 
     def encode(self, texts: Sequence[str]) -> tuple[list[Tensor], list[int]]:
         """Sources for `write`, and the numbers of those that had to be cut."""

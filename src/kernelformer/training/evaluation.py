@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -255,15 +254,21 @@ def evaluate_samples(folder: str | Path, split: str, most: int, batch_size: int 
     Models that were evaluated on the same samples can be compared by it sample by sample (`analysis.jackknife`).
 
     Returns:
-        The metric, and G numbers; NaN and none where a task does not know them.
+        The metric, and G numbers; NaN where a task does not know them.
+
+    Raises:
+        TrainingError: the data is not that of training.
     """
     choice("split", split, SPLITS)
+    before = saved_run(Path(folder))[1].get("data")
     with silent_libraries(), tempfile.TemporaryDirectory() as nowhere, torch.no_grad():
         model, task = _open(Path(folder), None)
+        if before not in (None, task.fingerprint()):
+            raise TrainingError(f"the data of {folder} is {task.fingerprint()}, in training {before}; train it anew.")
         data = task.split(split)
         if task.metric_from_judge:
-            made = task.judged_deviations(model.eval(), data, batch_size, most)
-            return math.nan, made.tolist()
+            value, made = task.judged_deviations(model.eval(), data, batch_size, most)
+            return value, made.tolist()
         trainer = _evaluator(task, model, split, batch_size, nowhere)
         values = trainer.evaluate(data)
         made = sample_deviations(task, trainer.samples, most)[task.metric]

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernelformer.analysis.jackknife import Numbers, deviations, sample_groups, standard_error
+from kernelformer.analysis.jackknife import GROUPS, UNKNOWN, Numbers, deviations, sample_groups, standard_error
 from kernelformer.tasks import Task
 from kernelformer.tasks.base import Outcome
 
 ERROR = "_error"  # after the name of a score, the name of its standard error
-GROUPS = 1000  # at most, so that a score is taken so many times; their number makes the error uncertain by 2%
 
 
 @dataclass(frozen=True)
@@ -81,19 +80,19 @@ def standard_errors(task: Task, samples: Contributions) -> dict[str, float]:
 
     Cost: G times that of the task's `score`.
     """
-    return {name: standard_error(x) for name, x in sample_deviations(task, samples, GROUPS).items()}
+    return {name: standard_error(x) for name, x in sample_deviations(task, samples).items()}
 
 
-def sample_deviations(task: Task, samples: Contributions, most: int) -> dict[str, Numbers]:
+def sample_deviations(task: Task, samples: Contributions, most: int = GROUPS) -> dict[str, Numbers]:
     """What each of at most so many groups of samples adds to the standard errors of the loss and of all scores.
 
     Returns:
-        (G) by the names of the scores, and "loss"; (1) NaN where there are fewer than two samples with labels.
+        (G) by the names of the scores, and "loss"; `UNKNOWN` where there are fewer than two samples with labels.
     """
     size = len(samples.losses)
     whole = _values(task, samples.outcome())
     if size < 2 or np.count_nonzero(samples.counts) < 2:
-        return dict.fromkeys(whole, np.array([math.nan]))
+        return dict.fromkeys(whole, UNKNOWN)
     groups = sample_groups(size, most)
     without = [_values(task, outcome) for outcome in samples.outcomes_without(groups)]
     return {name: deviations(value, [x[name] for x in without], groups) for name, value in whole.items()}
