@@ -16,7 +16,7 @@ import pytest
 from kernelformer.evidence import queue
 from kernelformer.evidence.base import Claim, Finding, Item, StudyPart, Training, located
 from kernelformer.evidence.items import ITEMS, find_items
-from kernelformer.evidence.ledger import judge, summary_text, write_ledger
+from kernelformer.evidence.ledger import judge, page_text, summary_text, write_ledger
 from kernelformer.evidence.probes import PROBES
 from kernelformer.evidence.queue import Place, missing_data, pending, run_here, run_queue
 from kernelformer.evidence.quick import make_data, shrunk
@@ -222,6 +222,7 @@ def test_the_ledger_shows_every_claim_and_escapes_what_it_shows(place, monkeypat
     assert "a \\| b &lt;i&gt;" in markdown
     assert "<svg" in html
     assert "All figures" in html
+    assert "bars overlap" not in html  # nothing is compared sample by sample here
     for name in one.parts[0].attentions:
         assert html.count(f"<td><code>{name}</code></td>") == 1  # in the table of all figures
     assert "open" in markdown
@@ -279,6 +280,7 @@ def test_samples_are_those_of_the_score_on_record(select, place):
         assert probe["path"] == ("result.test.accuracy" if select == "best" else "result.value")
         assert len(probe["deviations"]) == 8
         assert math.sqrt(sum(x * x for x in probe["deviations"])) == pytest.approx(error, rel=0.02)
+    assert "also where bars overlap" in page_text([judge(one, place.records)], ())
 
 
 def test_a_model_that_is_not_that_of_its_result_is_not_compared(place):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernelformer.analysis.differences import Mean, mean_over_seeds
 from kernelformer.evidence.base import MAIN, PAPERS, TRAINING, Item
-from kernelformer.evidence.rules import ALWAYS, mean_of, runs_of, shown, value_of
+from kernelformer.evidence.rules import ALWAYS, SAMPLES, mean_of, runs_of, shown, value_of
 from kernelformer.formatting import short_names
 from kernelformer.reports.figures import COLOURS
 from kernelformer.reports.page import figure, safe, section, table, whole_page
@@ -24,6 +24,10 @@ ABOUT = (
     "claim, contradicts it or leaves it open. A verdict needs a difference of more than two standard errors over seeds "
     "and samples together, or Student's quantile where that is larger. A difference taken sample by sample leaves out "
     "what is hard for both models. Rules are in the records."
+)
+OVERLAP = (
+    "Bars are standard errors of each mean. Differences sample by sample have smaller ones, so that they can be told "
+    "also where bars overlap."
 )
 
 
@@ -77,9 +81,15 @@ def _item(each: Judged, paper: str) -> str:
         table(f"Claims of {item.name}", ["claim", "printed", "here", "verdict"], rows),
         f"<details><summary>Rules</summary><ul>{rules}</ul></details>",
         *_pictures(item, measured),
+        *([f'<p class="soft">{safe(OVERLAP)}</p>'] if _has_samples(each.entries) else []),
         *_figures(item, measured),
     ]
     return section(item.name, *parts, anchor=item.name)
+
+
+def _has_samples(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether runs on record can be compared sample by sample."""
+    return any(SAMPLES in entry.get("probes", {}) for entry in entries)
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,6 @@ PROTEINS = Item(
             All([AtLeast(UNPROJECTED, RELU, part, name=NAME, below=True, margin=0.5) for part in ("next", "hidden")]),
         ),
     ),
-    1.0,
+    1.4,
     unit=NAME,
 )

@@ -149,7 +149,7 @@ NORMALIZED = Item(
             ),
         ),
     ),
-    0.7,
+    0.3,
     unit="bits per byte that random features add",
     study_values=conversion_costs,
 )

@@ -156,7 +156,7 @@ TEXT = _arena(
     "Text",
     "softmax 62.0, Gaussian 60.2, Skyformer 64.7, Performer 64.2%",
     "the first 1024 bytes of 4000, 600 steps of 16 instead of 50,000",
-    2.0,
+    1.5,
     {
         "task.data": "data:imdb",
         "task.length": 1024,
@@ -236,7 +236,7 @@ PATHFINDER = _arena(
     "softmax 65.3, Gaussian 70.7, Skyformer 70.7, Performer 66.3%",
     "drawings of 12 x 12 pixels with paths of 3 dashes and no distractors instead of 32 x 32, 2,500 steps of 64 "
     "instead of 50,000 of 128; 32 landmarks for 144 pixels",
-    1.4,
+    1.6,
     {
         "task.size": 12,
         "task.dashes": 3,
