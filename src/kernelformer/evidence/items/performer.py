@@ -6,6 +6,7 @@ from kernelformer.evidence.base import Claim, Item, StudyPart, Training
 from kernelformer.evidence.items.relative import BITS, BYTES
 from kernelformer.evidence.rules import SAMPLES, Above, All, AtLeast
 from kernelformer.evidence.study_rules import SmallerCost, moved_at_once, moved_tuned, moved_values
+from kernelformer.recipes.papers.performer import UNPROJECTED
 
 PAPER = "Performer"
 FAVOR, RELU = "favor+:num_features=64", "relu:num_features=64"
@@ -123,7 +124,6 @@ TRANSFER = Item(
     study_values=moved_values,
 )
 
-UNPROJECTED = "relu:projection=False:eps=1e-3"  # as the authors' code has it
 PROTEINS_ATTENTIONS = ("softmax", RELU, FAVOR, UNPROJECTED)
 PROTEINS_SETTINGS = {
     "group_by_length": True,
