@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -25,6 +26,16 @@ def _limits(monkeypatch):
     for name in limits.LIMITS:
         variable = limits.environment_variable(name)
         monkeypatch.setenv(variable, os.environ.get(variable, ""))  # so that its value comes back at the end
+
+
+@pytest.fixture(autouse=True)
+def _tasks_of_tests():
+    """Tasks that a test, or a fixture of its module, adds to the catalogue end with it: others look at all of them."""
+    yield
+    catalogue = sys.modules.get("kernelformer.tasks.catalogue")
+    for name, task in list(catalogue.TASKS.items() if catalogue else ()):
+        if task.__module__.split(".")[0] != "kernelformer":
+            del catalogue.TASKS[name]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kernelformer.analysis.differences import Mean, difference, mean_over_seeds, quantile
+from kernelformer.analysis.differences import Mean, difference, mean_over_seeds, quantile, rank_test
 
 
 def test_error_has_seeds_and_samples_in_it():
@@ -51,3 +51,20 @@ def test_a_difference_is_seen_by_chance_in_at_most_five_of_a_hundred_cases():
         gap = difference(mean_over_seeds(one), mean_over_seeds(two))
         wrong += abs(gap.value) > gap.bound
     assert wrong / tries < 0.05 + 5 * math.sqrt(0.05 * 0.95 / tries)
+
+
+def test_ranks_of_separate_groups_are_as_unlikely_as_their_arrangement():
+    assert rank_test([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]) == pytest.approx(2 / 252)
+    assert rank_test([6, 7, math.inf], [1, 2, 3]) == pytest.approx(2 / 20)
+    assert rank_test([1, 1], [1, 1]) == 1
+    with pytest.raises(ValueError, match="got 0 and 1"):
+        rank_test([], [1.0])
+
+
+def test_ranks_tell_true_equals_apart_as_seldom_as_they_say():
+    draw = random.Random(0)
+    told = sum(
+        rank_test([draw.random() for _ in range(5)], [draw.random() for _ in range(5)]) < 0.05 for _ in range(2000)
+    )
+    exact = 2 * 4 / 252  # rank sums of 15 to 17, and as far above
+    assert abs(told / 2000 - exact) < 5 * math.sqrt(exact * (1 - exact) / 2000)

@@ -16,8 +16,8 @@ import pytest
 from kernelformer.evidence import queue
 from kernelformer.evidence.base import Claim, Finding, Item, StudyPart, Training, located
 from kernelformer.evidence.items import ITEMS, find_items
-from kernelformer.evidence.ledger import judge, page_text, summary_text, write_ledger
-from kernelformer.evidence.probes import PROBES
+from kernelformer.evidence.ledger import Judged, judge, page_text, summary_text, write_ledger
+from kernelformer.evidence.probes import PROBES, first_at_levels
 from kernelformer.evidence.queue import Place, missing_data, pending, run_here, run_queue
 from kernelformer.evidence.quick import make_data, shrunk
 from kernelformer.evidence.records import current, folder_name, left, read_jobs, record_path
@@ -213,13 +213,15 @@ def test_the_ledger_shows_every_claim_and_escapes_what_it_shows(place, monkeypat
 
     one = item()
     run_here([one], place, lambda _: None, lambda: None)
-    odd = replace(one, about="<script>alert(1)</script>", claims=(replace(one.claims[0], text="a | b <i>"),))
+    odd = replace(
+        one, about="<script>alert(1)</script>", claims=(replace(one.claims[0], text="a | b <i>", late="<b>"),)
+    )
     monkeypatch.setattr(ledger, "ITEMS", {odd.name: odd})
     page, summary = write_ledger(place.records)
     html, markdown = page.read_text(), summary.read_text()
     check_page(html, hostile="<script")
-    assert "a | b &lt;i&gt;" in html
-    assert "a \\| b &lt;i&gt;" in markdown
+    assert "a | b &lt;i&gt;<br><small>&lt;b&gt;</small>" in html
+    assert "a \\| b &lt;i&gt; (&lt;b&gt;)" in markdown
     assert "<svg" in html
     assert "All figures" in html
     assert "bars overlap" not in html  # nothing is compared sample by sample here
@@ -239,6 +241,18 @@ def test_the_ledger_shows_studies_by_the_values_of_their_record(place, monkeypat
     assert "<td>2.0 ± 1</td>" in html
     assert "<td>2, 2 without</td>" in html
     assert "<svg" in html
+
+
+def test_the_summary_begins_with_the_claims_by_their_verdict():
+    claims = tuple(replace(item().claims[0], text=f"claim <{i}>") for i in range(5))
+    verdicts = ("open", "supports", "contradicts", "open", "not run")
+    judged = Judged(replace(item(), claims=claims), [], [Finding(x, "") for x in verdicts])
+    short = summary_text([judged]).split("## ")[1]
+    assert "Supported at this size:\n\n- claim &lt;1&gt; (this library, recall-test).\n\n" in short
+    assert "Contradicted at this size:\n\n- claim &lt;2&gt; (this library, recall-test).\n\n" in short
+    assert "Open, claims of: recall-test (2).\n\nNot run, claims of: recall-test." in short
+    undecided = Judged(replace(item(), claims=claims[:1]), [], [Finding("open", "")])
+    assert "at this size:" not in summary_text([undecided])
 
 
 def test_the_ledger_in_the_results_is_made_from_the_records_beside_it():
@@ -283,6 +297,18 @@ def test_samples_are_those_of_the_score_on_record(select, place):
     assert "also where bars overlap" in page_text([judge(one, place.records)], ())
 
 
+def test_models_with_a_vocabulary_of_their_own_can_be_probed(place):
+    make_data(place.data)
+    tiny = {**SMALL, "task.data": "data:snli", "task.vocab_size": 300, "task.length": 32}
+    tiny = {name: x for name, x in tiny.items() if name not in ("task.train_samples", "task.test_samples")}
+    part = Training("main", "kl-glue-mnli", ("gmm-rks:num_features=4",), tiny, seeds=1, probes=("samples", "redraws"))
+    one = replace(item(), parts=(part,))
+    run_here([one], place, lambda _: None, lambda: None)
+    probes = read_jobs(place.records, one)[0]["probes"]
+    assert len(probes["samples"]["deviations"]) == 5  # a tenth of the rows
+    assert not probes["redraws"]["deterministic"]
+
+
 def test_a_model_that_is_not_that_of_its_result_is_not_compared(place):
     one = item()
     run_here([one], place, lambda _: None, lambda: None)
@@ -301,3 +327,20 @@ def test_a_model_whose_data_has_changed_is_not_compared(place):
     (folder / "run.json").write_text(json.dumps({**head, "data": "another"}))
     with pytest.raises(TrainingError, match="in training another; train it anew"):
         PROBES["samples"](folder)
+
+
+def test_gradients_are_those_of_the_first_checkpoint_at_each_level():
+    curve = (0.1, None, 0.45, 0.3, 0.6, 0.59)
+    rows = [{"step": 50 * i, "accuracy": x} for i, x in enumerate(curve, 1)]
+    assert {name: x["step"] for name, x in first_at_levels(rows).items()} == {"at_20": 150, "at_40": 150, "at_60": 250}
+
+
+def test_the_probe_of_gradients_has_the_checkpoints_at_the_levels_and_the_end(place):
+    tiny = {**SMALL, "save_every": 1, "keep": 3, "task.length": 6}
+    part = Training("main", "kl-sparsity", ("gmm-rks:num_features=4",), tiny, seeds=1, probes=("gradients",))
+    one = replace(item(), parts=(part,))
+    run_here([one], place, lambda _: None, lambda: None)
+    probe = read_jobs(place.records, one)[0]["probes"]["gradients"]
+    assert probe["rows"][-1]["step"] == 2
+    assert probe["absolute_mean"] == probe["rows"][-1]["absolute_mean"] > 0
+    assert {k: v for k, v in probe.items() if k.startswith("at_")} == first_at_levels(probe["rows"])

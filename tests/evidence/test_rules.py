@@ -9,6 +9,7 @@ import pytest
 
 from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPORTS, Finding
 from kernelformer.evidence.items import ITEMS
+from kernelformer.evidence.rank_rules import Later
 from kernelformer.evidence.rules import Above, Alike, All, AtLeast, Level, Where, look_up, mean_of, sample_error
 from kernelformer.evidence.study_rules import (
     OfStudy,
@@ -162,6 +163,22 @@ def test_a_level_that_is_never_reached_decides_nothing():
     quick = [{**x, "curve": [[50, 0.9], [100, 1.0]]} for x in runs("b", [1.0, 1.0, 1.0])]
     assert Alike("a", "a", path="reach.0.8", margin=200)(slow).verdict == OPEN
     assert Above("a", "b", path="reach.0.8")([*slow, *quick]).verdict == OPEN
+
+
+def test_a_level_that_is_never_reached_is_the_last_by_ranks():
+    def curves(name, steps):
+        return [
+            {**x, "curve": [[s, 0.9]] if s else [[50, 0.1]]} for x, s in zip(runs(name, [0.5] * 5), steps, strict=True)
+        ]
+
+    slow, quick = curves("a", [700, None, 500, None, 700]), curves("b", [150, 200, 200, 150, 300])
+    finding = Later("a", "b", path="reach.0.8")([*slow, *quick])
+    assert finding.verdict == SUPPORTS
+    assert "median 700 (2 of 5 never), `b` median 200; p = 0.0079 by ranks" in finding.ours
+    assert Later("a", "b", path="reach.0.8", below=True)([*slow, *quick]).verdict == CONTRADICTS
+    assert Later("b", "a", path="reach.0.8", below=True)([*slow, *quick]).verdict == SUPPORTS
+    assert Later("a", "b", path="reach.0.8")([*slow[:3], *quick[:3]]).verdict == OPEN  # three seeds
+    assert Later("a", "b", path="reach.0.8")(slow).verdict == MISSING_RESULT
 
 
 def all_rules(rule):

@@ -134,7 +134,8 @@ def test_figures_in_the_text_of_how_tos_are_those_of_the_records():
     near = conversion.wildcat_cosine(records, "wildcat:num_landmarks=64:window=32:sinks=1", 256)
     assert f"a cosine of {fmean(near):.3f} " in (howto / "convert-encoder.md").read_text()
     bits = [training.mean(records, "bytes-stdlib", x) for x in (training.BIASED, "favor+:num_features=64")]
-    assert f"{bits[0]} bits per byte instead of {bits[1]} " in (howto / "byte-language-model.md").read_text()
+    page = (howto / "byte-language-model.md").read_text()
+    assert f"`nprf` with them has {bits[0]} bits per byte, `favor+` without {bits[1]} " in page
     page = " ".join((howto / "convert-decoder.md").read_text().split())
     kept, name = conversion.perplexities(records, "smollm2-recall-heads"), "smollm2-recall-heads"
     stages = [kept[x] / kept["original"] for x in ("as converted", "after LoRA")]

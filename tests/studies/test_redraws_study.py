@@ -148,6 +148,9 @@ def test_gradients_over_training_are_those_of_every_checkpoint(runs):
     want = gradient_figures(torch.stack(seen))
     assert rows[-1]["absolute_mean"] == pytest.approx(want.absolute_mean, rel=1e-4)
     assert rows[-1]["redraw_deviation"] == pytest.approx(want.redraw_deviation, rel=1e-3)
+    first = rows[0]["accuracy"]
+    assert redraws.gradient_statistics(runs / "mixture", draws=3, samples=4, levels=[first]) == [rows[0], rows[-1]]
+    assert redraws.gradient_statistics(runs / "mixture", draws=3, samples=4, levels=[2]) == rows[-1:]
     exact = redraws.gradient_statistics(runs / "exact", draws=3, samples=4)
     assert [x["redraw_deviation"] for x in exact] == [0, 0, 0]
 

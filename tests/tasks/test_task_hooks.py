@@ -68,8 +68,6 @@ class Sums(Task):
 @pytest.fixture(autouse=True)
 def _task():
     TASKS["sums"] = Sums
-    yield
-    TASKS.pop("sums")
 
 
 def test_numbers_are_learned_by_their_squared_error_and_a_task_has_the_last_word(tmp_path):

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_training import OWN, TASKS, interrupted, losses, register, tiny
+from test_training import interrupted, losses, register, tiny
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
@@ -24,9 +24,6 @@ from kernelformer.training.inspection import newest_whole
 def _tasks(_threads):
     register()
     torch.set_num_threads(1)
-    yield
-    for name in OWN:
-        TASKS.pop(name, None)
 
 
 @pytest.fixture(scope="module")

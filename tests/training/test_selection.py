@@ -44,8 +44,6 @@ class Near(Ragged):
 def _task(_threads):
     TASKS["near"] = Near
     torch.set_num_threads(1)
-    yield
-    del TASKS["near"]
 
 
 def best(wanted=0.0, **settings):

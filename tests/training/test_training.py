@@ -130,9 +130,6 @@ def _frozen():
 def _tasks(_threads):
     register()
     torch.set_num_threads(1)
-    yield
-    for name in OWN:
-        TASKS.pop(name, None)
 
 
 def tiny(attention=FAVOR, task="ragged", **settings):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import fmean, variance
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom; beyond the last one 2 is on the safe side.
@@ -114,3 +115,22 @@ def quantile(freedom: float) -> float:
     """The larger of 2 and Student's two-sided 95% quantile; between the rows of its table the larger one."""
     known = [count for count in _T if count <= freedom]
     return max(2.0, _T[max(known)]) if known and freedom <= 30 else 2.0 if freedom > 30 else _T[1]
+
+
+def rank_test(first: Sequence[float], second: Sequence[float]) -> float:
+    """Two-sided p-value of Wilcoxon's rank sum, exactly, by all ways to divide the values into two such groups.
+
+    Only the order counts, so that a value may be infinite: a run that never came to a level is later than all others.
+    Equal values share the mean of their ranks.
+
+    Cost: binomial(n, n_1) sums; for the few seeds of a comparison.
+    """
+    if not first or not second:
+        raise ValueError(f"a rank test takes values of two groups, got {len(first)} and {len(second)}.")
+    values = sorted([*first, *second])
+    rank = {x: values.index(x) + (values.count(x) + 1) / 2 for x in set(values)}
+    ranks = [rank[x] for x in (*first, *second)]
+    middle = len(first) * (len(values) + 1) / 2
+    seen = abs(sum(ranks[: len(first)]) - middle)
+    sums = [abs(sum(x) - middle) for x in combinations(ranks, len(first))]
+    return sum(x >= seen for x in sums) / len(sums)

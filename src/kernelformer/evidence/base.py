@@ -168,11 +168,13 @@ class Claim:
         text: what the paper claims.
         printed: the paper's figures.
         rule: what decides.
+        late: what of it was decided when runs that it judges were on record, for the page; rules come before runs else.
     """
 
     text: str
     printed: str
     rule: Rule
+    late: str = ""
 
 
 @dataclass(frozen=True)

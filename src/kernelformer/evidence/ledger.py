@@ -75,6 +75,8 @@ def summary_text(judged: Sequence[Judged]) -> str:
         f"together, or Student's quantile where that is larger; everything else is open. A difference taken sample by "
         f"sample leaves out what is hard for both models; in the others the errors of both are added. Sizes are those "
         f"of two CPU cores, far from the papers', so that a verdict is about the claim at this size. Claims: {told}.",
+        "## In short",
+        *_in_short(judged),
     ]
     for paper, number in PAPERS.items():
         mine = [x for x in judged if x.item.paper == paper]
@@ -82,7 +84,7 @@ def summary_text(judged: Sequence[Judged]) -> str:
         rows = [
             [
                 f"[{x.item.name}]({x.item.name}.json), {plain(x.item.where)}" if x.entries else x.item.name,
-                plain(claim.text),
+                plain(f"{claim.text} ({claim.late})" if claim.late else claim.text),
                 plain(claim.printed),
                 finding.ours.replace("|", "\\|") or plain(f"not run: {x.item.hours:g} core hours"),
                 f"**{finding.verdict}**" if finding.verdict in (SUPPORTS, CONTRADICTS) else finding.verdict,
@@ -99,6 +101,25 @@ def summary_text(judged: Sequence[Judged]) -> str:
     rows = [[x.paper, plain(x.where), x.reason] for x in OUTSIDE]
     parts += ["## Other items of the papers", _left(table(["paper", "item", "where it stands"], rows))]
     return "\n\n".join(parts) + "\n"
+
+
+def _in_short(judged: Sequence[Judged]) -> list[str]:
+    """The claims by their verdict, decided ones in words, the others by the names of their items."""
+    parts, papers = [], list(PAPERS)
+    judged = sorted(judged, key=lambda x: papers.index(x.item.paper))
+    for verdict, title in ((SUPPORTS, "Supported at this size"), (CONTRADICTS, "Contradicted at this size")):
+        claims = [
+            f"- {plain(claim.text)} ({x.item.paper}, {x.item.name})."
+            for x in judged
+            for claim, finding in x.claims
+            if finding.verdict == verdict
+        ]
+        parts += [f"{title}:", "\n".join(claims)] if claims else []
+    for verdict, title in ((OPEN, "Open"), (MISSING_RESULT, "Not run")):
+        names = [x.item.name for x in judged for finding in x.findings if finding.verdict == verdict]
+        told = (f"{name} ({names.count(name)})" if names.count(name) > 1 else name for name in dict.fromkeys(names))
+        parts += [f"{title}, claims of: {', '.join(told)}."] if names else []
+    return parts
 
 
 def _left(text: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernelformer.analysis.differences import Mean, mean_over_seeds
-from kernelformer.evidence.base import MAIN, PAPERS, TRAINING, Item
+from kernelformer.evidence.base import MAIN, PAPERS, TRAINING, Claim, Item
 from kernelformer.evidence.rules import ALWAYS, SAMPLES, mean_of, runs_of, shown, value_of
 from kernelformer.formatting import short_names
 from kernelformer.reports.figures import COLOURS
@@ -65,10 +65,14 @@ def _overview(judged: Sequence[Judged]) -> str:
     return section("Items", table("Items", ["item", "stands for", "on record", "claims"], rows))
 
 
+def _claim(claim: Claim) -> str:
+    return _coded(claim.text) + (f"<br><small>{_coded(claim.late)}</small>" if claim.late else "")
+
+
 def _item(each: Judged, paper: str) -> str:
     item = each.item
     rows = [
-        [_coded(claim.text), safe(claim.printed), _coded(finding.ours) or "–", _verdict(finding.verdict)]  # noqa: RUF001
+        [_claim(claim), safe(claim.printed), _coded(finding.ours) or "–", _verdict(finding.verdict)]  # noqa: RUF001
         for claim, finding in each.claims
     ]
     measured = _rows(item, each.entries)

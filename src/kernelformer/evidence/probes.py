@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from kernelformer.training.evaluation import evaluate_samples
 from kernelformer.training.inspection import saved_run
 
 GROUPS = 200  # of samples at most: their number makes an error uncertain by 5%
+LEVELS = (20, 40, 60, 80)  # percent of the validation samples: the checkpoints of KL-Transformer, Table 14
 
 
 def redraws(folder: Path) -> dict[str, Any]:
@@ -45,9 +46,15 @@ def eigenvalues(folder: Path) -> dict[str, Any]:
 
 
 def gradients(folder: Path) -> dict[str, Any]:
-    """Gradients at the classifier over redraws, at the checkpoints that are left and at the end."""
-    rows = gradient_statistics(folder)
-    return {"rows": rows, **rows[-1]}
+    """Gradients at the classifier over redraws, at the first checkpoint that has each of `LEVELS`, and at the end."""
+    rows = gradient_statistics(folder, levels=[level / 100 for level in LEVELS])
+    return {"rows": rows, **rows[-1], **first_at_levels(rows)}
+
+
+def first_at_levels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The first row, by step, whose accuracy is at each of `LEVELS`: ``at_60`` has 60% or more; absent: none has."""
+    reached = {level: [x for x in rows if (x["accuracy"] or 0) >= level / 100] for level in LEVELS}
+    return {f"at_{level}": enough[0] for level, enough in reached.items() if enough}
 
 
 def samples(folder: Path) -> dict[str, Any]:

@@ -92,7 +92,10 @@ def write_record(folder: Path, item: Item, entries: Sequence[dict[str, Any]]) ->
         "about": item.about,
         "size": item.size,
         "command": f"kernelformer reproduce {item.name}",
-        "claims": [{"claim": x.text, "printed": x.printed, "rule": x.rule.text} for x in item.claims],
+        "claims": [
+            {"claim": x.text, "printed": x.printed, "rule": x.rule.text, **({"late": x.late} if x.late else {})}
+            for x in item.claims
+        ],
         "settings": shared,
         "jobs": jobs,
     }

@@ -277,14 +277,18 @@ def picture(result: Result, path: Path) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     panels = _panels(result)
     names = list(dict.fromkeys(row.attention for row in result.rows if row.attention not in BOUNDS))
-    style: dict[str, dict[str, Any]] = {name: {"color": f"C{index}"} for index, name in enumerate(names)}
+    style: dict[str, dict[str, Any]] = {
+        name: {"color": f"C{index % 10}", "linestyle": ("-", ":", "-.")[index // 10 % 3]}
+        for index, name in enumerate(names)
+    }
     style |= {"opt": {"color": "k", "linestyle": "--"}, "opt+qk": {"color": "grey", "linestyle": "--"}}
     shape = (len(panels), max(map(len, panels)))
     figure, axes = plt.subplots(
-        *shape, figsize=(4.2 * shape[1], 3.8 * shape[0]), squeeze=False, constrained_layout=True
+        *shape, figsize=(4.2 * shape[1] + 2.6, 3.8 * shape[0]), squeeze=False, constrained_layout=True
     )
     for line, row in zip(panels, axes, strict=True):
         for axis in row[len(line) :]:
@@ -299,7 +303,11 @@ def picture(result: Result, path: Path) -> None:
             axis.set_xticks(sorted({getattr(x, by) for x in rows}))
             axis.xaxis.set_major_formatter("{x:.0f}")
             axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter(NullFormatter())
             axis.grid(True, which="both", alpha=0.2)
-        row[0].legend(fontsize="small")
+    handles = {label: x for axis in axes.flat for x, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -116,7 +116,12 @@ def eigenvalue_statistics(folder: str | Path) -> dict[str, Any]:
 
 
 def gradient_statistics(
-    folder: str | Path, *, draws: int = 50, samples: int = 50, first_draw: int | None = None
+    folder: str | Path,
+    *,
+    draws: int = 50,
+    samples: int = 50,
+    first_draw: int | None = None,
+    levels: Sequence[float] | None = None,
 ) -> list[dict[str, Any]]:
     """Gradients at the classifier over redraws, at every checkpoint that is left and at the end (Table 14, App. E.3).
 
@@ -127,6 +132,8 @@ def gradient_statistics(
         draws: how many.
         samples: the first so many of the validation split.
         first_draw: number of the first draw; None: after the one that the last model has.
+        levels: of accuracy, as the paper has 0.2, 0.4, 0.6 and 0.8: only the first checkpoint at each, and the end;
+            None: every checkpoint.
 
     Returns:
         A row for each, by step: ``step``, ``accuracy`` (of the validation split, where it was measured at that step)
@@ -139,13 +146,13 @@ def gradient_statistics(
     first = own + 1 if first_draw is None else integer("first_draw", first_draw, at_least=0)
     numbers = range(first, first + positive_int("draws", draws))
     accuracy = {int(x["step"]): float(x[ACCURACY]) for x in read_metrics(home) if ACCURACY in x}
-    rows = []
-    for path, step in reversed(checkpoints_of(home)):
-        if step != run.steps:
-            rows.append((step, load_model(task.model, path).eval()))
-    rows.append((run.steps, last))
+    paths = {step: path for path, step in reversed(checkpoints_of(home)) if step != run.steps}
+    if levels is not None:
+        reached = [next((x for x in paths if accuracy.get(x, 0.0) >= level), None) for level in levels]
+        paths = {step: path for step, path in paths.items() if step in reached}
     out = []
-    for step, model in rows:
+    for step, path in [*paths.items(), (run.steps, None)]:
+        model = last if path is None else load_model(task.model, path).eval()
         logits = logits_over_draws(model, data, numbers if random_maps(model) else None)
         figures = _gradients(model, logits, data.labels)
         out.append({"step": step, "accuracy": accuracy.get(step), **(figures or {})})
@@ -160,10 +167,10 @@ def open_run(folder: Path) -> tuple[Run, PreTrainedModel, Task]:
     """
     run, model = load_run(folder)
     task = make_task(run.task, **run.task_options)
-    task.load_extra(folder / MODEL)
     now, before = task.fingerprint(), saved_run(folder)[1].get("data")  # older runs did not say
     if before not in (None, now):
         raise TrainingError(f"{folder} was trained on other data: {before}, now {now}; bring the data back.")
+    task.load_extra(folder / MODEL)  # a vocabulary too, with which the fingerprint would be another one
     return run, model.eval(), task
 
 

@@ -260,11 +260,13 @@ def evaluate_samples(folder: str | Path, split: str, most: int, batch_size: int 
         TrainingError: the data is not that of training.
     """
     choice("split", split, SPLITS)
-    before = saved_run(Path(folder))[1].get("data")
+    run, head = saved_run(Path(folder))
+    # Of the task as it was before training: with the vocabulary that was saved beside the model it has another one.
+    now, before = make_task(run.task, **run.task_options).fingerprint(), head.get("data")
+    if before not in (None, now):
+        raise TrainingError(f"the data of {folder} is {now}, in training {before}; train it anew.")
     with silent_libraries(), tempfile.TemporaryDirectory() as nowhere, torch.no_grad():
         model, task = _open(Path(folder), None)
-        if before not in (None, task.fingerprint()):
-            raise TrainingError(f"the data of {folder} is {task.fingerprint()}, in training {before}; train it anew.")
         data = task.split(split)
         if task.metric_from_judge:
             value, made = task.judged_deviations(model.eval(), data, batch_size, most)

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from kernelformer.errors import unknown
 from kernelformer.evidence.base import Item
 from kernelformer.evidence.items.beyond import RECALL
-from kernelformer.evidence.items.learned_kernels import EIGENVALUES, REVIEW_SENTENCES, SNLI, SPARSITY, VARIANCE
+from kernelformer.evidence.items.learned_kernels import (
+    EIGENVALUES,
+    GRADIENTS,
+    REVIEW_SENTENCES,
+    SNLI,
+    SPARSITY,
+    VARIANCE,
+)
 from kernelformer.evidence.items.performer import PROTEINS, REDRAWING, TRANSFER
 from kernelformer.evidence.items.relative import CIFAR, ENWIK8, FEATURES, MAPS_ITEM, NORMALIZED, TRANSLATION
 from kernelformer.evidence.items.skyformer import IMAGE, LISTOPS, PATHFINDER, RETRIEVAL, STABILITY, TEXT
@@ -21,6 +28,7 @@ ITEMS: dict[str, Item] = {
         STABILITY,
         ENWIK8,
         SPARSITY,
+        GRADIENTS,
         SNLI,
         REVIEW_SENTENCES,
         RECALL,

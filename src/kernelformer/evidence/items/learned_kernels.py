@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernelformer.evidence.base import Claim, Item, Training
-from kernelformer.evidence.rules import Above, Alike, All, AtLeast, Level
+from kernelformer.evidence.base import MAIN, Claim, Item, Training
+from kernelformer.evidence.rank_rules import Later
+from kernelformer.evidence.rules import SAMPLES, Above, Alike, All, AtLeast, Level
 
 PAPER = "KL-Transformer"
 # Each 64 features wide: two components of 16 frequencies with a cosine and a sine, 32 with both, and so on.
@@ -32,7 +33,7 @@ REVIEWS: dict[str, Any] = {
 }
 REVIEWS_SIZE = (
     "IMDb by the first 256 bytes of 4000, 2 layers of 64 instead of 4 of 256, 400 steps of 32 instead of 20,000, all "
-    "kernels 64 features wide; 200 reviews with 100 draws each"
+    "kernels 64 features wide, the mean of all positions instead of a first token; 200 reviews with 100 draws each"
 )
 
 
@@ -43,14 +44,14 @@ def _redraws(name: str) -> str:
 VARIANCE = Item(
     "variance",
     PAPER,
-    "Fig. 5, 9, 10",
+    "Fig. 5, Table 2 (Text)",
     "How much the output of a trained classifier depends on the draw: relative standard deviation (RSD), inconsistent "
     "predictions (PI) and what voting over the draws gains (AGV), six kernels",
     REVIEWS_SIZE,
     (Training("main", "kl-text", KERNELS, REVIEWS, probes=("redraws", "eigenvalues")),),
     (
         Claim(
-            "RKS kernels have lower variance than PRF kernels",
+            "RKS kernels have in general lower variance than PRF kernels",
             "Fig. 5, without figures in the text",
             All(
                 [
@@ -111,7 +112,7 @@ EIGENVALUES = Item(
         ),
         Claim(
             "The small eigenvalues are learned, not those of the authors' start",
-            "0.031 after training; the start of their code has 0.0295",
+            "0.031 (RKS) after training; the start of their code has 0.0295 at that width, 0.055 at that of these runs",
             All(
                 [Level(x, f"{_EIGEN}.change", part="xavier", level=0.8, name="end / start of the mean") for x in XAVIER]
             ),
@@ -135,6 +136,7 @@ TRIED = (
     "softmax",
 )
 REACHED = "reach.0.8"
+BY_RANKS = "by ranks since the runs are on record: two that never came to 80% had left it open by means"
 
 
 def _relevance(p: float) -> str:
@@ -146,7 +148,8 @@ SPARSITY = Item(
     PAPER,
     "Fig. 6, App. E",
     "After how many steps 80% of the sums of relevant values are right, for few, half and most positions relevant",
-    "48 pairs instead of 200, 16,000 samples instead of 160,000, 800 steps of 32 at a rate of 1e-3 instead of 5e-6",
+    "48 pairs instead of 200, 16,000 samples instead of 160,000, 800 steps of 32 instead of 400 samples at a rate of "
+    "1e-3 instead of 5e-6",
     tuple(
         Training(_relevance(p), "kl-sparsity", TRIED, {**SUMS, "task.relevance": p}, seeds=5, by_curve=True)
         for p in RELEVANCES
@@ -155,17 +158,19 @@ SPARSITY = Item(
         Claim(
             "GMM-PRF converges more slowly the more positions are relevant",
             "Fig. 6",
-            Above(TRIED[1], TRIED[1], _relevance(0.9), _relevance(0.1), REACHED, "the steps to 80%"),
+            Later(TRIED[1], TRIED[1], _relevance(0.9), _relevance(0.1), REACHED, "the steps to 80%"),
+            BY_RANKS,
         ),
         Claim(
-            "The convergence of GMM-RKS hardly depends on it",
+            "The convergence of GMM-RKS hardly depends on how many positions are relevant",
             "Fig. 6",
             Alike(TRIED[0], TRIED[0], _relevance(0.9), _relevance(0.1), REACHED, "the steps to 80%", margin=200),
         ),
         Claim(
             "With most positions relevant GMM-RKS is faster than GMM-PRF",
             "Fig. 6",
-            Above(TRIED[0], TRIED[1], _relevance(0.9), path=REACHED, name="the steps to 80%", below=True),
+            Later(TRIED[0], TRIED[1], _relevance(0.9), path=REACHED, name="the steps to 80%", below=True),
+            BY_RANKS,
         ),
     ),
     0.7,
@@ -173,7 +178,52 @@ SPARSITY = Item(
     unit="steps to 80%",
 )
 
-FASTFOOD = tuple(f"fastfood-prf:num_features=64:learn={x}" for x in ("none", "S", "SGB"))
+DEVIATION, MEAN_SIZE = "probes.gradients.at_60.absolute_deviation", "probes.gradients.at_60.absolute_mean"
+
+
+def _larger_for_prf(path: str, name: str) -> All:
+    return All([Above(TRIED[1], TRIED[0], _relevance(p), path=path, name=f"{name} at 60%") for p in RELEVANCES[1:]])
+
+
+GRADIENTS = Item(
+    "gradients",
+    PAPER,
+    "Table 14, App. E.3",
+    "Gradients at the classifier when 60% of the sums of relevant values are right, for half and most positions "
+    "relevant: 50 draws on 50 samples",
+    "the runs of the item sparsity with three seeds; the first of the checkpoints, one every 50 steps, that has 60%",
+    tuple(
+        Training(
+            _relevance(p),
+            "kl-sparsity",
+            TRIED[:2],
+            {**SUMS, "task.relevance": p, "save_every": SUMS["eval_every"], "keep": 16},
+            probes=("gradients",),
+            by_curve=True,
+        )
+        for p in RELEVANCES[1:]
+    ),
+    (
+        Claim(
+            "The gradients of GMM-PRF spread more than those of GMM-RKS",
+            "at 60%: 26 times (half relevant), 1.06 times (most)",
+            _larger_for_prf(DEVIATION, "the deviation of gradients"),
+        ),
+        Claim(
+            "The gradients of GMM-PRF are larger than those of GMM-RKS",
+            "at 60%: 24 times (half relevant), 1.05 times (most)",
+            _larger_for_prf(MEAN_SIZE, "the mean size of gradients"),
+        ),
+    ),
+    0.4,
+    value=DEVIATION,
+    unit="deviation of gradients at 60%",
+)
+
+VARIANTS = ("none", "S", "SGB")  # what FastFood learns
+FASTFOOD = tuple(f"fastfood-prf:num_features=64:learn={x}" for x in VARIANTS)
+FASTFOOD_RKS = tuple(f"fastfood-rks:num_features=32:learn={x}" for x in VARIANTS)
+RKS = "FastFood-RKS"
 SENTENCES = ("softmax", "gmm-rks:tied=True:draw=iid:num_features=32", *FASTFOOD, "generative-prf:num_features=64")
 SHORT = {
     "steps": 400,
@@ -184,18 +234,38 @@ SHORT = {
     "task.validation_samples": 2000,
     "eval_every": 200,
 }
-SENTENCE_CLAIMS = (
-    Claim(
-        "FastFood with all of S, G, B learned is at least as good as with S alone or nothing learned",
-        "Table 13: best or close to it on 6 of 8 tasks of GLUE",
-        All([AtLeast(FASTFOOD[2], x, name="accuracy", scale=100, margin=0.05) for x in FASTFOOD[:2]]),
-    ),
-    Claim(
-        "Learned kernels are competitive with softmax on short texts",
-        "Table 3: FastFood-PRF is 2.4 points below softmax in the mean of its columns",
-        AtLeast(FASTFOOD[2], "softmax", name="accuracy", scale=100, margin=0.05),
-    ),
-)
+
+
+def _sentence_parts(recipe: str, **data: str) -> tuple[Training, ...]:
+    settings = {**SHORT, **{f"task.{name}": x for name, x in data.items()}}
+    return (
+        Training(MAIN, recipe, SENTENCES, settings),
+        Training(RKS, recipe, FASTFOOD_RKS, settings, probes=(SAMPLES,)),
+    )
+
+
+def _sentence_claims(column: str) -> tuple[Claim, ...]:
+    """What is claimed of short texts; ``column`` has the paper's figures of the task that is like it."""
+    return (
+        Claim(
+            "FastFood-RKS with all of S, G, B learned is at least as good as with S alone or nothing learned",
+            "Table 13: best or close to it on 6 of 8 tasks of GLUE",
+            All([AtLeast(FASTFOOD_RKS[2], x, RKS, name="accuracy", scale=100, margin=0.04) for x in FASTFOOD_RKS[:2]]),
+        ),
+        Claim(
+            "FastFood-PRF with all of S, G, B learned is at least as good as with S alone or nothing learned",
+            "not in the paper",
+            All([AtLeast(FASTFOOD[2], x, name="accuracy", scale=100, margin=0.05) for x in FASTFOOD[:2]]),
+            "taken for Table 13 before the runs; that one is of FastFood-RKS",
+        ),
+        Claim(
+            "FastFood-PRF is competitive with softmax on short texts",
+            f"Table 3: 2.5 points below softmax in the mean of its columns; {column}",
+            AtLeast(FASTFOOD[2], "softmax", name="accuracy", scale=100, margin=0.05),
+        ),
+    )
+
+
 SNLI = Item(
     "snli",
     PAPER,
@@ -203,16 +273,9 @@ SNLI = Item(
     "Entailment of pairs of sentences, with softmax, learned kernels and three variants of FastFood, without "
     "pre-training",
     "SNLI (99,890 pairs) instead of eight tasks of GLUE, trained from scratch: 2 layers of 96, 400 steps of 32",
-    (
-        Training(
-            "main",
-            "kl-glue-mnli",
-            SENTENCES,
-            {**SHORT, "task.data": "data:snli"},
-        ),
-    ),
-    SENTENCE_CLAIMS,
-    0.6,
+    _sentence_parts("kl-glue-mnli", data="data:snli"),
+    _sentence_claims("MNLI 56 and 57 against 64%"),
+    0.3,
     unit="accuracy",
 )
 REVIEW_SENTENCES = Item(
@@ -221,15 +284,8 @@ REVIEW_SENTENCES = Item(
     "Table 3 and 13 in small",
     "Positive and negative sentences of film reviews, the same methods",
     "rotten-tomatoes (8,530 sentences), as SST-2 of GLUE, trained from scratch: 2 layers of 96, 400 steps of 32",
-    (
-        Training(
-            "main",
-            "kl-glue-sst2",
-            SENTENCES,
-            {**SHORT, "task.data": "data:rotten-tomatoes/train.jsonl", "task.text": "text"},
-        ),
-    ),
-    SENTENCE_CLAIMS,
-    0.5,
+    _sentence_parts("kl-glue-sst2", data="data:rotten-tomatoes/train.jsonl", text="text"),
+    _sentence_claims("SST-2 81 against 81%"),
+    0.3,
     unit="accuracy",
 )

@@ -48,6 +48,8 @@ NOTE = (
     "full: gamma is 0.1, as in its code, in the paper small; the inverse is exact, there six rounds of an iteration.",
     "Gradients are not cut, in its code each entry at 1; the first beta is 0.9, there it goes from 0.95 to 0.85 and "
     "back.",
+    "First weights are normal with 1 / sqrt(inputs), in its code uniform and 1.7 times smaller; tokens and positions "
+    "start at size 1, there at 0.02.",
     "Table 1's Informer, Reformer and Big Bird are not methods of this library.",
 )
 SHORTER = (

@@ -54,6 +54,13 @@ def mean(records: Records, name: str, label: str, digits: int = 2) -> str:
     return f"{fmean(some):.{digits}f}" if some else ABSENT
 
 
+def of_item(records: Records, item: str, attention: str, part: str = "main", scale: float = 1.0) -> str:
+    """The mean of an attention's runs in an item of the evidence."""
+    jobs = records.get(f"evidence/{item}.json").get("jobs", [])
+    some = [scale * x["result"]["value"] for x in jobs if (x["part"], x["name"]) == (part, attention)]
+    return f"{fmean(some):.1f}" if some else ABSENT
+
+
 def _score(record: dict[str, Any], result: dict[str, Any]) -> str:
     """A run's figure; accuracies with the standard error that so many validation samples have."""
     value, metric = result["value"], record["metric"]
