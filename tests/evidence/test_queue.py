@@ -13,17 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from kernelformer.evidence import queue
-from kernelformer.evidence.base import Claim, Finding, Item, StudyPart, Training, located
+from kernelformer.evidence import probes, queue
+from kernelformer.evidence.base import Claim, Finding, Item, StudyPart, Training
 from kernelformer.evidence.items import ITEMS, find_items
 from kernelformer.evidence.ledger import Judged, judge, page_text, summary_text, write_ledger
 from kernelformer.evidence.probes import PROBES, first_at_levels
-from kernelformer.evidence.queue import Place, missing_data, pending, run_here, run_queue
+from kernelformer.evidence.queue import run_here, run_queue
 from kernelformer.evidence.quick import make_data, shrunk
-from kernelformer.evidence.records import current, folder_name, left, read_jobs, record_path
+from kernelformer.evidence.records import (
+    claims_as_json,
+    current,
+    folder_name,
+    left,
+    read_jobs,
+    record_path,
+)
 from kernelformer.evidence.rules import Above
 from kernelformer.timing import taking_timings, timings_under_way
-from kernelformer.training.checkpoints import locked
 from kernelformer.training.config import TrainingError
 from page_checks import check_page
 
@@ -43,11 +49,6 @@ def item(**settings) -> Item:
     part = Training("main", "recall", ("softmax:rotary=True", "elu:rotary=True"), {**SMALL, **settings}, seeds=1)
     claim = Claim("softmax is better", "1 against 0", Above("softmax:rotary=True", "elu:rotary=True"))
     return Item("recall-test", "this library", "nowhere", "a test", "tiny", (part,), (claim,), 0.01)
-
-
-@pytest.fixture
-def place(tmp_path) -> Place:
-    return Place(tmp_path / "data", tmp_path / "out", tmp_path / "records")
 
 
 def test_jobs_are_done_once_and_recorded_with_all_that_they_depend_on(place, monkeypatch):
@@ -98,29 +99,6 @@ def test_what_changes_no_result_changes_no_key():
     assert len({x.key for x in jobs}) == len({folder_name(x) for x in jobs}) == 2
 
 
-def test_a_queue_whose_time_is_up_goes_on_where_it_was(place):
-    long = item(steps=100_000, eval_every=100_000)
-    told = []
-    assert run_queue([long], place, hours=6 / 3600, log=told.append) == []
-    assert [x for x in told if "stopped, to be gone on with" in x]
-    assert len(pending([long], place)) == 2
-
-
-def test_a_job_that_fails_is_named_and_the_others_go_on(place):
-    bad = item(**{"task.num_keys": 1})  # four pairs of one key
-    failed = run_queue([bad], place)
-    assert len(failed) == 2
-    assert "num_keys" in failed[0]
-    assert len(pending([bad], place)) == 2
-
-
-def test_a_job_whose_data_is_missing_is_not_started(place):
-    job = ITEMS["enwik8"].jobs()[0]
-    assert missing_data(job, place.data) == ["enwik8"]
-    assert pending([ITEMS["enwik8"]], place) == []
-    assert located(job.request, place.data)["task_options"]["data"] == str(place.data / "enwik8" / "enwik8")
-
-
 def test_timings_are_under_way_while_their_process_lives():
     assert not timings_under_way()
     with taking_timings():
@@ -132,31 +110,6 @@ def test_timings_are_under_way_while_their_process_lives():
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == -signal.SIGKILL
     assert not timings_under_way()  # whoever left the mark is dead
-
-
-@pytest.mark.parametrize("text", ['{"jobs": 3}', '{"jobs": [{"x": 1}]}', '{"jobs": [3]}', "{", "[]"])
-def test_a_damaged_record_is_named_and_other_items_go_on(text, place):
-    one = item()
-    place.records.mkdir(parents=True)
-    record_path(place.records, one).write_text(text)
-    with pytest.raises(ValueError, match=r"recall-test\.json is no(t JSON| record of evidence)"):
-        left(one, place.records)
-    other = replace(one, name="other", parts=(replace(one.parts[0], attentions=("softmax:rotary=True",)),))
-    assert run_here([other], place, lambda _: None, lambda: None) == 1
-
-
-def test_two_queues_do_not_write_the_same_records(place):
-    with locked(place.records), pytest.raises(TrainingError, match="another process runs the queue of"):
-        run_queue([item()], place)
-
-
-def test_data_that_cannot_be_made_fails_its_jobs_alone(place):
-    (place.data / "enwik8").mkdir(parents=True)
-    (place.data / "enwik8" / "enwik8").write_text("no articles")
-    small = shrunk(ITEMS["retrieval"])
-    failed = run_queue([small], place)
-    assert len(failed) == len(small.jobs())
-    assert "has no articles" in failed[0]
 
 
 def test_settings_on_record_name_data_and_no_folder_of_a_machine(place):
@@ -250,6 +203,11 @@ def test_the_summary_begins_with_the_claims_by_their_verdict():
     short = summary_text([judged]).split("## ")[1]
     assert "Supported at this size:\n\n- claim &lt;1&gt; (this library, recall-test).\n\n" in short
     assert "Contradicted at this size:\n\n- claim &lt;2&gt; (this library, recall-test).\n\n" in short
+    late = replace(claims[1], printed="not compared in the paper", late="margin narrowed")
+    own = Judged(replace(judged.item, paper="Skyformer", claims=(late,)), [], [Finding("supports", "")])
+    assert "(our question, recall-test; rule or wording decided with runs on record, see the table)" in summary_text(
+        [own]
+    )
     assert "Open, claims of: recall-test (2).\n\nNot run, claims of: recall-test." in short
     undecided = Judged(replace(item(), claims=claims[:1]), [], [Finding("open", "")])
     assert "at this size:" not in summary_text([undecided])
@@ -257,6 +215,10 @@ def test_the_summary_begins_with_the_claims_by_their_verdict():
 
 def test_the_ledger_in_the_results_is_made_from_the_records_beside_it():
     records = Path(__file__).parents[2] / "results" / "evidence"
+    for each in ITEMS.values():
+        head = json.loads(record_path(records, each).read_text())
+        told = (head["size"], head["about"], head["claims"])
+        assert told == (each.size, each.about, claims_as_json(each)), "kernelformer reproduce --page writes them again"
     made = summary_text([judge(each, records) for each in ITEMS.values()])
     assert (records / "README.md").read_text() == made, "kernelformer reproduce --page writes it again"
 
@@ -335,7 +297,8 @@ def test_gradients_are_those_of_the_first_checkpoint_at_each_level():
     assert {name: x["step"] for name, x in first_at_levels(rows).items()} == {"at_20": 150, "at_40": 150, "at_60": 250}
 
 
-def test_the_probe_of_gradients_has_the_checkpoints_at_the_levels_and_the_end(place):
+def test_the_probe_of_gradients_has_the_checkpoints_at_the_levels_and_the_end(place, monkeypatch):
+    monkeypatch.setattr(probes, "LEVELS", (0, 60))
     tiny = {**SMALL, "save_every": 1, "keep": 3, "task.length": 6}
     part = Training("main", "kl-sparsity", ("gmm-rks:num_features=4",), tiny, seeds=1, probes=("gradients",))
     one = replace(item(), parts=(part,))
@@ -343,4 +306,5 @@ def test_the_probe_of_gradients_has_the_checkpoints_at_the_levels_and_the_end(pl
     probe = read_jobs(place.records, one)[0]["probes"]["gradients"]
     assert probe["rows"][-1]["step"] == 2
     assert probe["absolute_mean"] == probe["rows"][-1]["absolute_mean"] > 0
+    assert probe["at_0"]["step"] == 1
     assert {k: v for k, v in probe.items() if k.startswith("at_")} == first_at_levels(probe["rows"])

@@ -55,6 +55,8 @@ def reproduce(
         if list_:
             rows = _listing(chosen, place)
             console.print(_table(rows))
+            for line in _remarks(rows):
+                console.print(line)
             if as_json:
                 show_json(rows)
             return
@@ -72,7 +74,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table("item", "paper", "stands for", "jobs left", "core hours", "data that is missing")
     table.columns[0].no_wrap = True
     for x in rows:
-        left = f"{x['jobs_left']} of {x['jobs']}"
+        left = "?" if x["damage"] else f"{x['jobs_left']} of {x['jobs']}"
         table.add_row(
             x["item"], x["paper"], x["stands_for"], left, f"{x['core_hours']:g}", ", ".join(x["missing_data"])
         )
@@ -80,30 +82,56 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _listing(items: list[Item], place: Place) -> list[dict[str, Any]]:
-    """How far each item is, as plain values."""
+    """What each item claims and how far it is, as plain values."""
     from kernelformer.evidence.queue import missing_data
-    from kernelformer.evidence.records import left
+    from kernelformer.evidence.records import claims_as_json, damage, left, superseded
 
     rows = []
     for item in items:
-        jobs = left(item, place.records)
+        wrong = damage(item, place.records)
+        jobs = item.jobs() if wrong else left(item, place.records)
         missing = dict.fromkeys(name for job in jobs for name in missing_data(job, place.data))
-        row = {"item": item.name, "paper": item.paper, "stands_for": item.where, "core_hours": item.hours}
-        rows.append({**row, "jobs": len(item.jobs()), "jobs_left": len(jobs), "missing_data": list(missing)})
+        rows.append(
+            {
+                "item": item.name,
+                "paper": item.paper,
+                "stands_for": item.where,
+                "about": item.about,
+                "size": item.size,
+                "claims": claims_as_json(item),
+                "core_hours": item.hours,
+                "jobs": len(item.jobs()),
+                "jobs_left": len(jobs),
+                "missing_data": list(missing),
+                "superseded": 0 if wrong else superseded(item, place.records),
+                "damage": wrong,
+            }
+        )
     return rows
 
 
-def _run(items: list[Item], place: Place, hours: float | None) -> None:
-    from kernelformer.evidence.queue import missing_data, pending, run_queue
-    from kernelformer.evidence.records import left
+def _remarks(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each item that has a damaged record, or jobs of settings that it no longer has."""
+    lines = [f"{x['item']} is left out: {x['damage']}" for x in rows if x["damage"]]
+    old = [f"{x['item']} ({x['superseded']})" for x in rows if x["superseded"]]
+    kept = "jobs on record of settings that their items no longer have; they stay there, and are not judged"
+    return [*lines, *([f"{kept}: {', '.join(old)}"] if old else [])]
 
-    for item in items:
-        missing = dict.fromkeys(name for job in left(item, place.records) for name in missing_data(job, place.data))
-        if missing:
+
+def _run(items: list[Item], place: Place, hours: float | None) -> None:
+    from kernelformer.evidence.queue import pending, run_queue
+
+    rows = _listing(items, place)
+    for x in rows:
+        if x["missing_data"] and not x["damage"]:
             console.print(
-                f"{item.name} is left out: {place.data} has no {', '.join(missing)} (docs/measured/evidence.md)"
+                f"{x['item']} is left out: {place.data} has no {', '.join(x['missing_data'])} "
+                "(docs/measured/evidence.md)"
             )
-    with following(len(pending(items, place))) as job:
+    for line in _remarks(rows):
+        console.print(line)
+    whole = [item for item, x in zip(items, rows, strict=True) if not x["damage"]]
+    with following(len(pending(whole, place))) as job:
         failed = run_queue(
             items,
             place,
@@ -111,9 +139,9 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
             log=job.log,
             progress=job.advance,
         )
-    _write_page(place.records)
     for line in failed:
         console.print(f"failed: {line}")
+    _write_page(place.records)
     if failed:
         raise typer.Exit(1)
 

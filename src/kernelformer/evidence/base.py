@@ -22,12 +22,13 @@ from kernelformer.training.config import FREE, Run
 DATA = "data:"  # before a path below the folder of all data, in settings
 TRAINING, STUDY = "training", "study"
 MAIN = "main"  # the part of an item that has one
+OWN = "this library"
 PAPERS = {
     "Performer": "2009.14794",
     "KL-Transformer": "2110.08323",
     "Skyformer": "2111.00035",
     "NPRF with RPE": "2106.12566",
-    "this library": "",
+    OWN: "",
 }
 
 
@@ -166,7 +167,7 @@ class Claim:
 
     Args:
         text: what the paper claims.
-        printed: the paper's figures.
+        printed: the paper's figures; "not in the paper", "not compared ..." where the claim is not one of it.
         rule: what decides.
         late: what of it was decided when runs that it judges were on record, for the page; rules come before runs else.
     """
@@ -175,6 +176,11 @@ class Claim:
     printed: str
     rule: Rule
     late: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """Whether no paper claims it."""
+        return self.printed.startswith("not ")
 
 
 @dataclass(frozen=True)

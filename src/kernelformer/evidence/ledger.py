@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, PAPERS, SUPPORTS, Claim, Finding, Item
+from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, OWN, PAPERS, SUPPORTS, Claim, Finding, Item
 from kernelformer.evidence.items import ITEMS
 from kernelformer.evidence.ledger_page import page_text
 from kernelformer.evidence.outside import OUTSIDE
-from kernelformer.evidence.records import current, read_jobs
+from kernelformer.evidence.records import current, read_jobs, refresh
 from kernelformer.files import write_text
 from kernelformer.reports.markdown import plain, table
 
@@ -51,7 +51,12 @@ def judge(item: Item, records: Path) -> Judged:
 
 
 def write_ledger(records: Path) -> list[Path]:
-    """Write ``ledger.html``, with pictures, and ``README.md``, in short, into the folder of the records."""
+    """Write ``ledger.html``, with pictures, and ``README.md``, in short, into the folder of the records.
+
+    Claims and rules in the records are brought up to date with the items.
+    """
+    for item in ITEMS.values():
+        refresh(records, item)
     judged = [judge(item, records) for item in ITEMS.values()]
     records.mkdir(parents=True, exist_ok=True)
     write_text(records / PAGE, page_text(judged, OUTSIDE))
@@ -109,7 +114,7 @@ def _in_short(judged: Sequence[Judged]) -> list[str]:
     judged = sorted(judged, key=lambda x: papers.index(x.item.paper))
     for verdict, title in ((SUPPORTS, "Supported at this size"), (CONTRADICTS, "Contradicted at this size")):
         claims = [
-            f"- {plain(claim.text)} ({x.item.paper}, {x.item.name})."
+            f"- {plain(claim.text)} ({_source(x.item, claim)})."
             for x in judged
             for claim, finding in x.claims
             if finding.verdict == verdict
@@ -120,6 +125,13 @@ def _in_short(judged: Sequence[Judged]) -> list[str]:
         told = (f"{name} ({names.count(name)})" if names.count(name) > 1 else name for name in dict.fromkeys(names))
         parts += [f"{title}, claims of: {', '.join(told)}."] if names else []
     return parts
+
+
+def _source(item: Item, claim: Claim) -> str:
+    """Whose claim it is, its item, and whether something of it was decided late."""
+    whose = "our question" if claim.ours and item.paper != OWN else item.paper
+    late = "; rule or wording decided with runs on record, see the table" if claim.late else ""
+    return f"{whose}, {item.name}{late}"
 
 
 def _left(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from kernelformer.evidence.base import Item, Job, located
 from kernelformer.evidence.derived import is_there, make_missing
-from kernelformer.evidence.records import add_job, folder_name, left, probed, read_entries
+from kernelformer.evidence.records import add_job, damage, folder_name, left, probed, read_entries
 from kernelformer.evidence.worker import ERROR, JOB, STOPPED, do_job
 from kernelformer.files import read_json
 from kernelformer.subprocesses import PARENT
@@ -86,7 +86,7 @@ def run_queue(
         progress: called after each job.
 
     Returns:
-        A line for each job that failed; the others went on.
+        A line for each job that failed, and for each item whose record is damaged; the others went on.
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call goes on from there.
@@ -104,10 +104,11 @@ def _run(
     log: Log,
     progress: Callable[[], None],
 ) -> list[str]:
-    waiting = pending(items, place)
+    damaged = {item.name: damage(item, place.records) for item in items}
+    waiting = pending([item for item in items if not damaged[item.name]], place)
     end = time.monotonic() + 3600 * hours if hours is not None else None
     running: list[_Running] = []
-    failed: list[str] = []
+    failed = [f"{name}: {problem}" for name, problem in damaged.items() if problem]
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while running or (waiting and not _over(end)):

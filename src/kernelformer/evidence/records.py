@@ -12,6 +12,7 @@ from kernelformer.files import read_json, write_text
 from kernelformer.reports.portable import as_text, portable
 
 NEEDED = {"key", "part", "kind", "name", "seed"}  # of every job on record
+SUPERSEDED = "superseded"  # set on jobs of settings that their item no longer has
 
 
 def record_path(folder: Path, item: Item) -> Path:
@@ -59,6 +60,21 @@ def left(item: Item, folder: Path) -> list[Job]:
     return [job for job in item.jobs() if job.key not in done or not probed(job, done[job.key])]
 
 
+def superseded(item: Item, folder: Path) -> int:
+    """How many jobs on record are of settings that the item no longer has; they stay, and are not judged."""
+    known = {job.key for job in item.jobs()}
+    return sum(entry["key"] not in known for entry in read_jobs(folder, item))
+
+
+def damage(item: Item, folder: Path) -> str:
+    """What is wrong with the record of an item; empty where nothing is."""
+    try:
+        read_jobs(folder, item)
+    except ValueError as problem:
+        return str(problem)
+    return ""
+
+
 def probed(job: Job, entry: Mapping[str, Any]) -> bool:
     """Whether an entry has all that is to be measured on its model; one that diverged has left none."""
     return not job.probes or entry["result"]["diverged"] or set(job.probes) <= entry["probes"].keys()
@@ -73,10 +89,24 @@ def add_job(folder: Path, item: Item, job: Job, outcome: Mapping[str, Any]) -> N
     write_record(folder, item, [*entries, {**outcome, **head}])
 
 
+def claims_as_json(item: Item) -> list[dict[str, str]]:
+    """What an item claims, what the paper has, and how it is judged."""
+    return [
+        {"claim": x.text, "printed": x.printed, "rule": x.rule.text, **({"late": x.late} if x.late else {})}
+        for x in item.claims
+    ]
+
+
+def refresh(folder: Path, item: Item) -> None:
+    """Write a record again where the item was worded or defined anew: its claims and rules are those of now."""
+    if record_path(folder, item).exists():
+        write_record(folder, item, read_jobs(folder, item))
+
+
 def write_record(folder: Path, item: Item, entries: Sequence[dict[str, Any]]) -> None:
     """Write the record of an item: what it claims, how it is judged, and all its jobs."""
     order = {job.key: index for index, job in enumerate(item.jobs())}
-    ordered = sorted(entries, key=lambda x: order.get(x["key"], len(order)))
+    ordered = [_marked(x, x["key"] in order) for x in sorted(entries, key=lambda x: order.get(x["key"], len(order)))]
     shared = _shared_settings(ordered)
     jobs = [
         {**x, "settings": {k: v for k, v in x["settings"].items() if k not in shared[x["part"]]}}
@@ -92,15 +122,18 @@ def write_record(folder: Path, item: Item, entries: Sequence[dict[str, Any]]) ->
         "about": item.about,
         "size": item.size,
         "command": f"kernelformer reproduce {item.name}",
-        "claims": [
-            {"claim": x.text, "printed": x.printed, "rule": x.rule.text, **({"late": x.late} if x.late else {})}
-            for x in item.claims
-        ],
+        "claims": claims_as_json(item),
         "settings": shared,
         "jobs": jobs,
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(record_path(folder, item), as_text(portable(record)) + "\n")
+
+
+def _marked(entry: dict[str, Any], is_current: bool) -> dict[str, Any]:
+    """An entry that says whether its item still has its settings."""
+    plain = {name: x for name, x in entry.items() if name != SUPERSEDED}
+    return plain if is_current else {**plain, SUPERSEDED: True}
 
 
 def _shared_settings(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -192,6 +192,8 @@ class Above:
         if not math.isfinite(gap.error):
             return Finding(OPEN, f"{ours}, one seed")
         ours += f" ± {self.scale * gap.error:.2g}{'' if of_samples is None else ', sample by sample'}"
+        if gap.error == 0:
+            return Finding(OPEN, f"{ours}: no spread at all, so that nothing says how sure it is")
         if any(lost):
             return Finding(OPEN, f"{ours}; runs without a value: {lost[0]}, {lost[1]}")
         return Finding(self.verdict(gap), ours)

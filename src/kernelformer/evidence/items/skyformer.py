@@ -11,6 +11,7 @@ PAPER = "Skyformer"
 SKYFORMER, NYSTROM = "skyformer:num_landmarks=64", "skyformer:num_landmarks=64:kernel=softmax"
 RATES = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
 LARGEST = "result.grad_norm.max"
+WORDED_ANEW = "worded anew after the runs, as the rule is, which has not changed"
 
 
 def _rate(rate: float) -> str:
@@ -54,11 +55,13 @@ STABILITY = Item(
             "Gaussian kernelized attention has smaller gradients at that rate",
             "not claimed; Sec. 4.1 has a more reasonable condition number",
             Above("gaussian", "softmax", _rate(RATES[2]), path=LARGEST, name="the largest gradient norm", below=True),
+            WORDED_ANEW,
         ),
         Claim(
             "At that rate Skyformer is more accurate than the Nystrom method on softmax itself",
             "Sec. 5: numerical instability of the latter observed",
             Above(SKYFORMER, NYSTROM, _rate(RATES[2]), name="accuracy", scale=100),
+            WORDED_ANEW,
         ),
         Claim(
             "The Nystrom method on softmax has larger gradients than softmax",
@@ -147,14 +150,14 @@ LISTOPS = _arena(
     "sky-listops",
     "ListOps",
     "softmax 38.4, Gaussian 38.8, Skyformer 38.7, Performer 38.0%",
-    "expressions of 11 to 127 tokens (31 in the mean) instead of 500 to 2000, with 16 landmarks instead of 128, 1,500 "
-    "steps instead of 50,000",
-    0.6,
-    {"steps": 1500, "group_by_length": True, "task.validation_samples": 2000, "eval_every": 500},
+    "expressions of 11 to 127 tokens (31 in the mean) instead of 500 to 2000, with 16 landmarks instead of 128, 4,000 "
+    "steps instead of 50,000; runs of 1,500 steps, kept in the record, had left two of the three claims open, with the "
+    "errors of both sides added",
+    1.7,
+    {"steps": 4000, "group_by_length": True, "task.validation_samples": 2000, "eval_every": 500},
     guessing=0.12,
     landmarks=16,
     more=SPARSE,
-    probes=(),
 )
 TEXT = _arena(
     "text",

@@ -55,8 +55,8 @@ def mean(records: Records, name: str, label: str, digits: int = 2) -> str:
 
 
 def of_item(records: Records, item: str, attention: str, part: str = "main", scale: float = 1.0) -> str:
-    """The mean of an attention's runs in an item of the evidence."""
-    jobs = records.get(f"evidence/{item}.json").get("jobs", [])
+    """The mean of an attention's runs in an item of the evidence, with the settings that the item has now."""
+    jobs = [x for x in records.get(f"evidence/{item}.json").get("jobs", []) if not x.get("superseded")]
     some = [scale * x["result"]["value"] for x in jobs if (x["part"], x["name"]) == (part, attention)]
     return f"{fmean(some):.1f}" if some else ABSENT
 
