@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from kernelformer.cli.app import app
 from kernelformer.cli.common import console
 from kernelformer.studies import STUDIES
 
+RECORDS = Path(__file__).parents[2] / "results" / "evidence"
 # Those that write a text, or a run whose folder has all figures.
 WITHOUT = {"train", "generate", "translate", "continue"}
 
@@ -54,6 +57,20 @@ def test_items_are_told_with_their_jobs(tmp_path):
     value, beside = invoke("reproduce", "--list", "--records", tmp_path)
     assert {"item", "jobs", "jobs_left", "missing_data"} <= value[0].keys()
     assert value[0]["item"] in beside
+    assert value[0]["claims"][0]["rule"].startswith("for: ")
+    assert value[0]["claims"][0]["claim"] not in beside
+
+
+def test_claims_of_an_item_damage_of_its_record_and_former_jobs_are_told(tmp_path):
+    records = shutil.copytree(RECORDS, tmp_path / "records", ignore=shutil.ignore_patterns("*.html"))
+    (records / "sparsity.json").write_text("{")
+    value, beside = invoke("reproduce", "enwik8", "sparsity", "--list", "--records", records)
+    told = " ".join(beside.split())
+    assert [x["superseded"] for x in value] == [27, 0]
+    assert "sparsity is left out: " in told
+    assert "sparsity.json is not JSON" in value[1]["damage"]
+    assert "they stay there, and are not judged: enwik8 (27)" in told
+    assert value[0]["claims"][0]["claim"] in told
 
 
 @pytest.mark.parametrize("name", STUDIES)

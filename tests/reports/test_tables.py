@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
+from kernelformer.evidence.outside import OUTSIDE
 from kernelformer.reports.results import read_results
 from kernelformer.reports.results_page import results_page
 from kernelformer.reports.tables import TABLES, choice, conversion, speed, training
@@ -23,6 +24,7 @@ from kernelformer.settings import split_names
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 COMPARISONS = RESULTS / "comparisons"
+ACIDS = "performer/amino-acids.json"
 
 on_file = pytest.mark.skipif(not RESULTS.is_dir(), reason="an installed package has no records beside its tests")
 
@@ -126,6 +128,34 @@ def test_figures_in_the_text_of_pages_are_those_of_the_records():
     quoted = [f"{errors[1.0, 'noise', 512]:.3f} against {errors[1.0, '1.0', 512]:.3f}"]
     quoted.append(f"{errors[2.5, 'noise', 512]:.2f} against {errors[2.5, '1.0', 512]:.2f}")
     assert all(x in (ROOT / "docs" / "reference" / "learned-kernels.md").read_text() for x in quoted)
+
+
+@on_file
+def test_figures_in_the_text_on_performer_are_those_of_the_records():
+    records, pages = Records(RESULTS), [RESULTS / "performer" / "README.md", ROOT / "docs" / "measured" / "figures.md"]
+    first, second = (" ".join(page.read_text().split()) for page in pages)
+    rows = records.get("performer/estimators.json")["output"]
+    by = {(x["estimator"], x["norm"], x["draw"], x["num_features"]): x["median"] for x in rows}
+
+    def ratios(name, norm, draws, over="positive"):
+        return [
+            x / by[over, norm, draw, m] for (n, y, draw, m), x in by.items() if (n, y) == (name, norm) and draw in draws
+        ]
+
+    both, trigonometric = ("iid", "orthogonal"), "trigonometric"
+    plain, clamped = ratios(trigonometric, 2, both), ratios(f"{trigonometric}, clamped", 2, both)
+    assert f"{round(min(plain), -1):.0f} to {round(max(plain), -3):,.0f} times larger" in first
+    assert f"clamped, {max(clamped):.0f} times with 16 features, falling to {min(clamped):.0f} times with 256" in first
+    short = [sorted(ratios("positive", norm, both[1:], trigonometric)) for norm in (0.5, 1)]
+    assert f"{short[0][0]:.0f} to {short[0][-1]:.0f} times larger at norm 0.5, {short[1][0]:.1f} to " in first
+    assert f"to {short[1][-1]:.0f} times at norm 1" in first
+    acids = {x["model"]: (x["pearson"], x["standard_error"]) for x in records.get(ACIDS)["rows"]}
+    for page in (first, second, " ".join(x.reason for x in OUTSIDE)):
+        assert "{:.3f} ± {:.3f}".format(*acids["original"]) in page
+        assert "{:.3f} ± {:.3f}".format(*acids["random weights"]) in page
+    depth = records.get("performer/depth.json")["rows"]
+    wide = [x["hidden"] for x in depth if x["method"] == "favor+:num_features=256"]
+    assert "{:.2f}, {:.2f} and {:.2f} ± ".format(*(fmean(x[i] for x in wide) for i in (1, 3, 6))) in second
 
 
 @on_file

@@ -95,7 +95,7 @@ def test_files_of_the_ucr_archive_are_read(tmp_path, separator):
 def test_a_regression_is_scored_in_the_unit_of_its_numbers(tmp_path):
     series = RNG.standard_normal((30, 12))
     targets = 1000 + 20 * series.mean(1)
-    np.savez(tmp_path / "all.npz", series=series, labels=targets)
+    np.savez(tmp_path / "all.npz", series=series, targets=targets)
     task = task_of(tmp_path / "all.npz", channels=1, classes=1, test_share=0.4)
     assert task.metric == "pearson"
     assert task.settings()["num_labels"] == 1
@@ -151,6 +151,11 @@ def write(path, **arrays):
     [
         ({"labels": np.arange(3)}, {}, r"labels numbers \(N\), got float64 \(4, 5, 2\) and int64 \(3,\)"),
         ({"labels": np.array(["a"] * 4)}, {}, r"labels numbers \(N\)"),
+        (
+            {"targets": np.arange(4)},
+            {},
+            r"series and labels \(or targets, but not both\), found series, labels, targets",
+        ),
         ({"series": np.zeros((4, 5, 3))}, {}, "sequence 0: has 3 channels, and task.channels is 2"),
         (
             {"series": np.zeros((4, 99, 2))},

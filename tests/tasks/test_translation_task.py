@@ -24,6 +24,8 @@ from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
 from kernelformer.tasks.bleu import SentenceCounts
 from kernelformer.training import Run, train
+from kernelformer.training.checkpoints import metrics
+from kernelformer.training.evaluation import evaluate
 
 WORDS = {"the": "die", "cat": "Katze", "sees": "sieht", "a": "eine", "Mouse": "Maus", "and": "und", "sleeps": "schläft"}
 TINY = {"vocab_size": 330, "length": 64}
@@ -479,6 +481,20 @@ def finished(folder, tmp_path):
     shutil.rmtree(folder)
     shutil.rmtree(tmp_path / "xdg")
     return tmp_path / "run", want
+
+
+def test_the_best_weights_are_those_of_the_smallest_loss_and_have_their_bleu(folder, tmp_path):
+    options = {**TINY, "data": str(folder), "beams": 1}
+    settings = {"steps": 4, "batch_size": 4, "learning_rate": 1.0, "eval_every": 1, "select": "best"}
+    result = train(
+        Run("translation", "elu", task_options=options, model=MODEL, **settings), tmp_path / "run", quiet=True
+    )
+    curve = {x["step"]: x["eval_loss"] for x in metrics(tmp_path / "run") if "eval_loss" in x}
+    assert result.best_step == min(curve, key=curve.get) < 4
+    assert result.loss == curve[result.best_step]
+    assert result.value == pytest.approx(evaluate(tmp_path / "run")["bleu"])
+    assert result.test["bleu"] == pytest.approx(evaluate(tmp_path / "run", split="test")["bleu"])
+    assert math.isfinite(result.test_error)
 
 
 def test_a_run_translates_without_its_data_and_without_the_cache(finished, tmp_path):

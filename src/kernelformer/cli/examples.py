@@ -45,7 +45,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("--modes causal --passes forward --peers none --json", "a part of it, for a script"),
     ),
     "reproduce": (
-        ("--list", "the claims, and how far each is"),
+        ("--list", "the items, and how far each is"),
+        ("variance --list", "its claims, and what decides on them"),
         ("variance --data data --hours 2", "one of them, for at most two hours"),
     ),
     "results": (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from kernelformer.cli.common import Json, console, plain_errors, show_json
@@ -26,7 +27,9 @@ def reproduce(
             metavar="[ITEM]...", help="names of --list; default: all, in their order", autocompletion=item_names
         ),
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="show the items, how far they are, and stop")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="show the items and how far they are, the claims of those named, and stop")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="every item in seconds, on made-up data: does all of it run?")
     ] = False,
@@ -55,7 +58,7 @@ def reproduce(
         if list_:
             rows = _listing(chosen, place)
             console.print(_table(rows))
-            for line in _remarks(rows):
+            for line in [*(_claims(rows) if items else []), *_remarks(rows)]:
                 console.print(line)
             if as_json:
                 show_json(rows)
@@ -108,6 +111,22 @@ def _listing(items: list[Item], place: Place) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _claims(rows: list[dict[str, Any]]) -> list[str]:
+    """What items claim and how that is judged, in lines."""
+    return [
+        escape(line)
+        for x in rows
+        for line in (
+            f"\n{x['item']}: {x['about']}.",
+            f"Size: {x['size']}.",
+            *(
+                f"- {claim['claim']} (paper: {claim['printed']})\n  {claim['rule'].replace('`', '')}"
+                for claim in x["claims"]
+            ),
+        )
+    ]
 
 
 def _remarks(rows: list[dict[str, Any]]) -> list[str]:

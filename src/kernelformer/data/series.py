@@ -216,19 +216,21 @@ def _without_end(row: NDArray[Any]) -> NDArray[Any]:
 
 
 def _arrays(path: Path) -> tuple[list[NDArray[Any]], NDArray[Any], str]:
-    """Sequences and labels of an npz file."""
+    """Sequences and labels of an npz file; ``targets`` is another name of the labels."""
     heads = npz.heads(path)
-    if not {"series", "labels"} <= heads.keys():
-        raise ValueError(f"{path} must have arrays series and labels, found {', '.join(heads) or 'none'}.")
-    shape, count = heads["series"].shape, heads["labels"].shape
-    kinds = {name: heads[name].dtype.kind for name in heads.keys() & {"series", "labels", "lengths"}}
+    if len(heads.keys() & {"labels", "targets"}) != 1 or "series" not in heads:
+        found = ", ".join(heads) or "none"
+        raise ValueError(f"{path} must have arrays series and labels (or targets, but not both), found {found}.")
+    (wanted,) = heads.keys() & {"labels", "targets"}
+    shape, count = heads["series"].shape, heads[wanted].shape
+    kinds = {name: heads[name].dtype.kind for name in heads.keys() & {"series", wanted, "lengths"}}
     wrong = [name for name, kind in kinds.items() if kind not in "fiub"]
     if len(shape) not in (2, 3) or count != shape[:1] or wrong:
         raise ValueError(
-            f"series of {path} must be numbers (N, L) or (N, L, C) and labels numbers (N), got {heads['series']} and "
-            f"{heads['labels']}."
+            f"series of {path} must be numbers (N, L) or (N, L, C) and {wanted} numbers (N), got {heads['series']} and "
+            f"{heads[wanted]}."
         )
-    series, labels = npz.array(path, "series"), npz.array(path, "labels")
+    series, labels = npz.array(path, "series"), npz.array(path, wanted)
     series = series[..., None] if series.ndim == 2 else series
     if "lengths" not in heads:
         rows = [_without_end(x) if x.dtype.kind == "f" else x for x in series]

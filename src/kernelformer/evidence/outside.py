@@ -64,7 +64,7 @@ OUTSIDE: tuple[Outside, ...] = (
     Outside(
         P,
         "Fig. 16, 17 (eight kernels)",
-        "Not attempted: 16 models at a size where they would differ; all are there as `relu:activation=...`.",
+        "Not attempted: 16 models at a size where they would differ; a recipe has them (`performer-protein-kernels`).",
     ),
     Outside(
         P,

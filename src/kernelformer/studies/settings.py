@@ -114,6 +114,7 @@ class TwinsSettings(Settings):
     images: Path | None = option(
         None, "folder with train.npz and test.npz, as the task images reads; default: no images"
     )
+    tasks: tuple[str, ...] = option(("images", "listops", "bytes"), "what the models are trained on")
     image_size: int = option(8, "rows and columns that images are made", least=2)
     patch: int = option(2, "rows and columns of a patch", least=1)
     width: int = option(64, "of the models", least=1)

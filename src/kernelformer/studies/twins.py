@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from kernelformer.data.batching import Sample, spread_evenly
+from kernelformer.errors import choice
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.settings import plain
@@ -35,7 +36,7 @@ SMALL, UNSCALED = "positions from 0.02", "tokens not scaled"
 EMBEDDINGS = (SMALL, UNSCALED, f"{SMALL}, {UNSCALED}")  # ours are sqrt(d) (token + position), of equal size
 # What of our model is made as the plain one has it, or as others have it.
 VARIANTS = {
-    "image": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token"),
+    "image": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token", SMALL, f"{WEIGHTS[0]}, {SMALL}"),
     "classifier": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token", *EMBEDDINGS),
     "causal-lm": (PLAIN, OURS, *WEIGHTS, *EMBEDDINGS),
 }
@@ -76,14 +77,13 @@ class Trained:
 
 def tasks(settings: Settings) -> list[Task]:
     """The tasks of the study; images only where there are some."""
-    found = [
-        make_task("listops", min_length=8, max_length=64, max_depth=4, max_args=4, train_samples=20_000),
-        make_task("bytes", length=128),
-    ]
-    if settings.images is None:
-        return found
-    shape: dict[str, Any] = {"channels": 1, "size": settings.image_size, "resize": True}
-    return [make_task("images", data=str(settings.images), **shape), *found]
+    options: dict[str, dict[str, Any]] = {
+        "images": {"data": str(settings.images), "channels": 1, "size": settings.image_size, "resize": True},
+        "listops": {"min_length": 8, "max_length": 64, "max_depth": 4, "max_args": 4, "train_samples": 20_000},
+        "bytes": {"length": 128},
+    }
+    names = [choice("task of the study", name, options) for name in settings.tasks]
+    return [make_task(name, **options[name]) for name in names if name != "images" or settings.images is not None]
 
 
 def build(task: Task, variant: str, settings: Settings) -> nn.Module:
@@ -107,7 +107,7 @@ def build(task: Task, variant: str, settings: Settings) -> nn.Module:
     if variant == PLAIN:
         return PlainTwin(config, task.model)
     model = MODELS[task.model](config)
-    if variant == "PyTorch's first weights":
+    if WEIGHTS[0] in variant:
         torch_weights(model)
     if UNSCALED in variant:
         embeddings = next(x for x in model.modules() if isinstance(x, Embeddings))
@@ -173,7 +173,8 @@ def steps(settings: Settings) -> int:
 def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> list[Trained]:
     """Train all that ``folder`` does not have yet."""
     old = read_record(folder, "twins") or {}
-    same = old.get("settings") == plain(settings)
+    earlier = {**plain(Settings()), **old.get("settings", {})}  # of a record that is older than an option: its default
+    same = earlier == plain(settings)
     result = [Trained(**x) for x in old.get("trained", [])] if same else []
     for task in tasks(settings):
         for seed in range(settings.seeds):

@@ -81,8 +81,9 @@ class Run:
         gradient_checkpointing: recompute activations instead of keeping them.
         seed: of the first weights, of the draws, of dropout and of the order of the samples.
         select: which weights are the result: "last", or "best", those of the evaluation with the best value of the
-            task's metric on the validation split (the earliest of equals), which are then scored on the test split
-            (Skyformer's protocol). With ``eval_every=None`` there is one evaluation, of the last weights.
+            task's metric on the validation split (the earliest of equals; of translation the smallest loss, since BLEU
+            is measured at the end), which are then scored on the test split (Skyformer's protocol). With
+            ``eval_every=None`` there is one evaluation, of the last weights.
         eval_every: updates between evaluations; None: only at the end.
         eval_batch_size: samples per forward in evaluation, over all processes; None: as many as in training.
         save_every: updates between checkpoints; None: only at the end.
@@ -204,8 +205,6 @@ class Run:
                 f"decoder_attention is for encoder-decoders, got {self.decoder_attention!r} and task {self.task!r}; "
                 f"leave it out."
             )
-        if self.select == "best" and TASKS[self.task].metric_from_judge:
-            raise no_metric(self.task, TASKS[self.task].metric)
         for spec in self.specs:
             parse_attention(spec)
         if self.start is not None and not isinstance(self.start, str):
@@ -261,14 +260,6 @@ class Run:
             for name in mine
             if name not in free and mine[name] != theirs[name]
         ]
-
-
-def no_metric(task: str, metric: str) -> ValueError:
-    """The error for a task whose metric cannot select the best weights."""
-    return ValueError(
-        f"select='best' needs a metric that every evaluation measures, got task {task!r}, whose {metric!r} is measured "
-        f"at the end alone; leave select at 'last'."
-    )
 
 
 def extension(run: Run, before: Run) -> str | None:

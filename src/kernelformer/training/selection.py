@@ -17,7 +17,6 @@ from kernelformer.files import read_json
 from kernelformer.hashes import check_hash, read_hashes, write_hashes
 from kernelformer.tasks import Task
 from kernelformer.training.checkpoints import STAGE, checkpoints_of, publish, reason
-from kernelformer.training.config import no_metric
 
 FOLDER = "best-"  # and the step, in the folder of a run
 
@@ -26,7 +25,7 @@ class Best(TrainerCallback, ExportableState):
     """Which evaluation of a run was the best so far; saved with every checkpoint.
 
     Args:
-        task: whose metric decides.
+        task: whose metric decides, or whose loss where the metric is known at the end alone, as BLEU is.
     """
 
     def __init__(self, task: Task) -> None:
@@ -47,11 +46,12 @@ class Best(TrainerCallback, ExportableState):
 
     def take(self, step: int, scores: dict[str, float]) -> bool:
         """Remember an evaluation if it is better than all before it; NaN is worse than any number."""
-        name = f"eval_{self.task.metric}"
+        by_loss = self.task.metric_from_judge
+        name = "eval_loss" if by_loss else f"eval_{self.task.metric}"
         if name not in scores:
-            raise no_metric(self.task.name, self.task.metric)
+            raise _no_metric(self.task)
         new, old = scores[name], self.scores.get(name, math.nan)
-        better = new > old if self.task.higher_is_better else new < old
+        better = new > old if self.task.higher_is_better and not by_loss else new < old
         if self.step and not better and not (math.isnan(old) and not math.isnan(new)):
             return False
         self.step, self.scores = step, scores
@@ -68,6 +68,13 @@ def held_out_split(task: Task) -> Dataset[Any]:
     if not size:
         raise _no_test(task, "it has no samples")
     return data
+
+
+def _no_metric(task: Task) -> ValueError:
+    return ValueError(
+        f"select='best' needs a metric that every evaluation measures, got task {task.name!r}, whose {task.metric!r} "
+        f"is not among them; say metric_from_judge=True in the task, and the loss decides, or leave select at 'last'."
+    )
 
 
 def _no_test(task: Task, why: str) -> ValueError:

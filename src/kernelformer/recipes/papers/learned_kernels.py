@@ -67,7 +67,10 @@ BASELINES = (
 )
 SMOOTHING = "full: smoothing of GMM-RKS is half of K(x, x), as in its code; the paper has none."
 DROPPED = "full: softmax drops 0.1 of its weights, as in its code."
-CUT = "draws are orthogonal, the last before the rate falls to a quarter, gradients are cut to norm 1, no dropout."
+CUT = (
+    "a cosine of rates for a short run; draws are orthogonal, the last before the rate falls to a quarter, gradients "
+    "are cut to norm 1, no dropout."
+)
 
 
 def kernels(task: str, dropout: float = 0.1) -> list[str]:

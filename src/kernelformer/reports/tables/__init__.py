@@ -53,6 +53,7 @@ TABLES: dict[str, Table] = {
     "dimensions": studies.dimensions,
     "position-errors": studies.position_errors,
     "smoothing": studies.smoothing,
+    "estimators": studies.estimators,
     "packing": studies.packing,
     "twins": studies.twins,
     "ranks-efficiency": scale.efficiency,

@@ -125,7 +125,8 @@ def smoothing(records: Records) -> str:
 
 def twins(records: Records) -> str:
     """Our models beside plain PyTorch ones: the mean over seeds, with its standard error."""
-    rows = records.get("twins/twins.json").get("summary", [])
+    rows = [x | {"task": "digits"} for x in records.get("twins/digits/twins.json").get("summary", [])]
+    rows += records.get("twins/twins.json").get("summary", [])
     by = {(x["task"], x["variant"]): x for x in rows}
     tasks = list(dict.fromkeys(x["task"] for x in rows))
     metrics = {x["task"]: x["metric"] for x in rows}
@@ -135,6 +136,31 @@ def twins(records: Records) -> str:
         cells.append([variant, *("" if x is None else f"{x['mean']:.2f} ± {x['error']:.2f}" for x in found)])
     head = ["model", *(f"{task}, {metrics[task]}" for task in tasks)]
     return grid(head, cells) if cells else grid(["model"], [[ABSENT]])
+
+
+ESTIMATORS = {
+    "positive": "positive",
+    "trigonometric, as printed": "trigonometric",
+    "trigonometric, denominators clamped as in this library": "trigonometric, clamped",
+}
+
+
+def _with_deviation(row: dict[str, float]) -> str:
+    mean, deviation = row["mean"], row["deviation"]
+    return f"{mean:.0f} ± {deviation:.0f}" if mean >= 10 else f"{mean:.2g} ± {deviation:.1g}"
+
+
+def estimators(records: Records) -> str:
+    """Mean squared error of attention's output by orthogonal features, over the norm of queries and keys."""
+    some = records.get("performer/estimators.json").get("output", [])
+    by = {(x["estimator"], x["norm"]): x for x in some if (x["draw"], x["num_features"]) == ("orthogonal", 64)}
+    norms = sorted({norm for _, norm in by})
+    rows = [
+        [shown, *(_with_deviation(by[name, norm]) for norm in norms)] for shown, name in ESTIMATORS.items() if norms
+    ]
+    rows += [["the mean of all values, no attention at all", *(f"{by['positive', x]['uniform']:.2g}" for x in norms)]]
+    head = ["mean squared error of the output, orthogonal draws, m = 64", *(f"norm {x:g}" for x in norms)]
+    return grid(head, rows if norms else [[ABSENT]])
 
 
 def packing(records: Records) -> str:
