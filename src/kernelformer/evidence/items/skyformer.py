@@ -212,7 +212,8 @@ RETRIEVAL = Item(
     "attentions says anything",
     "articles of enwik8 of which one links to the other or not, the first 256 bytes of each, instead of papers of "
     "which one cites the other by 4000; 500 steps of 32 instead of 50,000 of 16, softmax and Performer alone; "
-    "the comparison of all attentions was given up after a pilot of Performer that had learned nothing",
+    "the comparison of all attentions was given up after a pilot of Performer that had learned nothing; one of softmax "
+    "with positions that begin small, 800 steps at a rate of 4e-3 and gradients of a norm up to 1 had not either",
     (
         Training(
             "main",
