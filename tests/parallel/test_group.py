@@ -49,5 +49,6 @@ def test_every_start_of_torchrun_has_a_store_of_its_own(monkeypatch):
         assert not store().check(["address"])
         before = agent.num_keys()
         store().set("address", start)
+        assert store().get("address") == start.encode()  # which waits for it: set alone does not
         assert agent.num_keys() == before + 1
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ OUTPUT = "Output"
 
 _PARTS: dict[str, str] = {
     INPUT: "allow_pickle baselines column data date encoder held_out images list_ model original pattern peers prompt "
-    "quick random recipe relevances samples sequence sequences skip_bad split task text texts tokenizer add",
+    "quick random recipe relevances samples sequence sequences skip_bad split task tasks text texts tokenizer add",
     ATTENTION: "attention bias features gamma heads_exact keep keep_heads layers max_distance norms recall_heads "
     "scale sinks window draw draws first_draw",
     SIZE: "batch depths deep_lengths dims head_dim heads image_size length lengths median patch size sizes "

@@ -155,12 +155,14 @@ def evaluate(model: nn.Module, task: Task, data: Dataset[Sample], settings: Sett
     return loss / labels, right / labels
 
 
-def measure(task: Task, variant: str, seed: int, settings: Settings) -> Trained:
-    """Train and score one model."""
+def measure(
+    task: Task, splits: tuple[Dataset[Sample], Dataset[Sample]], variant: str, seed: int, settings: Settings
+) -> Trained:
+    """Train one model on the first of two splits, and score it on the second."""
     torch.manual_seed(seed)
     model = build(task, variant, settings)
-    fit(model, task, task.split("train"), settings, seed)
-    loss, accuracy = evaluate(model, task, task.split("validation"), settings)
+    fit(model, task, splits[0], settings, seed)
+    loss, accuracy = evaluate(model, task, splits[1], settings)
     parameters = sum(x.numel() for x in model.parameters())
     return Trained(task.name, variant, seed, parameters, loss, accuracy)
 
@@ -177,11 +179,13 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> list[
     same = earlier == plain(settings)
     result = [Trained(**x) for x in old.get("trained", [])] if same else []
     for task in tasks(settings):
+        splits = None  # read once for all models, and only where there is one to train
         for seed in range(settings.seeds):
             for variant in VARIANTS[task.model]:
                 if (task.name, variant, seed) not in {x.key for x in result}:
                     log(f"{task.name}: {variant}, seed {seed}")
-                    result.append(measure(task, variant, seed, settings))
+                    splits = splits or (task.split("train"), task.split("validation"))
+                    result.append(measure(task, splits, variant, seed, settings))
                     write_record(folder, "twins", settings, record(result))
                 progress()
     return result
