@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 from dataclasses import replace
 
 import pytest
 from test_queue import item
 
-from kernelformer.evidence import queue
+from kernelformer.evidence import ledger, queue
 from kernelformer.evidence.base import located
 from kernelformer.evidence.items import ITEMS
-from kernelformer.evidence.ledger import judge
+from kernelformer.evidence.ledger import judge, write_ledger
 from kernelformer.evidence.queue import missing_data, pending, run_here, run_queue
 from kernelformer.evidence.quick import shrunk
 from kernelformer.evidence.records import damage, left, read_jobs, record_path, refresh, superseded
@@ -102,6 +103,19 @@ def test_jobs_of_settings_that_an_item_no_longer_has_stay_and_are_marked(place):
     assert ["superseded" in x for x in read_jobs(place.records, new)] == [False, False, True, True]
     refresh(place.records, one)  # back to the settings of before
     assert [x["result"]["steps"] for x in read_jobs(place.records, one) if "superseded" in x] == [3, 3]
+
+
+def test_the_ledger_leaves_records_alone_that_a_queue_works_on(place, monkeypatch):
+    one = item()
+    run_here([one], place, lambda _: None, lambda: None)
+    monkeypatch.setattr(ledger, "ITEMS", {one.name: replace(one, size="another")})
+    before = record_path(place.records, one).read_text()
+    with locked(place.records):
+        page, _ = write_ledger(place.records)
+    assert "another" in page.read_text()
+    assert record_path(place.records, one).read_text() == before
+    write_ledger(place.records)
+    assert json.loads(record_path(place.records, one).read_text())["size"] == "another"
 
 
 def test_two_queues_do_not_write_the_same_records(place):

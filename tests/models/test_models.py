@@ -656,3 +656,17 @@ def test_learned_positions_start_where_they_are_told_to(kind):
     assert found[None] == pytest.approx([0.125] * len(found[None]), rel=0.05)
     with pytest.raises(ValueError, match="position_range must be"):
         KernelformerConfig(position_range=0.0)
+
+
+def test_embeddings_are_multiplied_by_what_they_are_told(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "positions": "learned"}
+    models = {x: MODELS["causal-lm"](KernelformerConfig(**sizes, embedding_scale=x)).eval() for x in (None, 1.0)}
+    models[1.0].load_state_dict(models[None].state_dict())
+    position = torch.arange(9).view(1, -1)
+    whole, plain = (model.embeddings(position, position) for model in models.values())
+    torch.testing.assert_close(whole, 8 * plain)
+    models[1.0].save_pretrained(tmp_path)
+    saved = type(models[1.0]).from_pretrained(tmp_path)
+    assert torch.equal(saved.embeddings(position, position), plain)
+    with pytest.raises(ValueError, match="embedding_scale must be"):
+        KernelformerConfig(embedding_scale=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from kernelformer.evidence.outside import OUTSIDE
 from kernelformer.evidence.records import current, read_jobs, refresh
 from kernelformer.files import write_text
 from kernelformer.reports.markdown import plain, table
+from kernelformer.training.checkpoints import locked
+from kernelformer.training.config import TrainingError
 
 PAGE, SUMMARY = "ledger.html", "README.md"
 VERDICTS = (SUPPORTS, CONTRADICTS, OPEN, MISSING_RESULT)
@@ -53,10 +56,12 @@ def judge(item: Item, records: Path) -> Judged:
 def write_ledger(records: Path) -> list[Path]:
     """Write ``ledger.html``, with pictures, and ``README.md``, in short, into the folder of the records.
 
-    Claims and rules in the records are brought up to date with the items.
+    Claims and rules in the records are brought up to date with the items, but while a queue works on them: it does so
+    itself, and what it adds meanwhile must not be lost.
     """
-    for item in ITEMS.values():
-        refresh(records, item)
+    with suppress(TrainingError), locked(records):
+        for item in ITEMS.values():
+            refresh(records, item)
     judged = [judge(item, records) for item in ITEMS.values()]
     records.mkdir(parents=True, exist_ok=True)
     write_text(records / PAGE, page_text(judged, OUTSIDE))

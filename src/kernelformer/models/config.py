@@ -64,6 +64,8 @@ class KernelformerConfig(PreTrainedConfig):
             the deeper the model.
         position_range: standard deviation of learned positions; None means that of tokens. Language is learned sooner
             with a smaller one, such as 0.02 (results/twins).
+        embedding_scale: factor of tokens and learned positions; None means sqrt(d). Language is learned sooner with 1
+            (results/twins).
         seed: of the random features; every attention of the model draws others.
         use_cache: whether `generate` keeps states.
         sparse_prediction: in training a masked language model predicts hidden tokens alone, instead of all: the same
@@ -97,6 +99,7 @@ class KernelformerConfig(PreTrainedConfig):
     num_channels: int = 3
     initializer_range: float | None = None
     position_range: float | None = None
+    embedding_scale: float | None = None
     seed: int = 0
     use_cache: bool = True
     sparse_prediction: bool = False
@@ -131,7 +134,7 @@ class KernelformerConfig(PreTrainedConfig):
         choice("hidden_act", self.hidden_act, ACT2FN)
         choice("classifier_act", self.classifier_act, ACT2FN)
         number("layer_norm_eps", self.layer_norm_eps, above=0)
-        for name in ("initializer_range", "position_range"):
+        for name in ("initializer_range", "position_range", "embedding_scale"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), above=0)
         if self.problem_type not in (None, "single_label_classification", "regression"):

@@ -109,7 +109,7 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
             attention_mask: (B, past + L), 1 = real; padding stands on the left where tokens are generated.
             position_ids: (B, L); default: counted over the real tokens, from 0 in each segment.
             past_key_values: states of the tokens before, see `new_cache`; it is changed.
-            inputs_embeds: (B, L, d), in place of embeddings of tokens, and multiplied by sqrt(d) as those are.
+            inputs_embeds: (B, L, d), in place of embeddings of tokens, and multiplied by ``embedding_scale`` too.
             labels: (B, L), the tokens themselves, -100 = not counted: token i + 1 is what is wanted after token i.
             use_cache: whether to return states; default: if a cache is given.
             logits_to_keep: how many of the last positions to predict at, or which; 0 = all.

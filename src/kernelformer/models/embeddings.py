@@ -25,11 +25,18 @@ def position_table(count: int, config: KernelformerConfig) -> nn.Embedding:
     return table
 
 
+def embedding_scale(config: KernelformerConfig) -> float:
+    """What embeddings are multiplied by."""
+    return config.hidden_size**0.5 if config.embedding_scale is None else config.embedding_scale
+
+
 class Embeddings(nn.Module):
     """Token vectors plus position vectors.
 
-        x_i = sqrt(d) (token_i + position_i)       learned
-        x_i = sqrt(d) token_i + sinusoid_i         sinusoidal
+        x_i = s (token_i + position_i)       learned
+        x_i = s token_i + sinusoid_i         sinusoidal
+
+    with s = sqrt(d), or ``config.embedding_scale``.
 
     Args:
         config: of the model.
@@ -41,7 +48,7 @@ class Embeddings(nn.Module):
         super().__init__()
         self.positions = positions
         self.tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size) if tokens else nn.Identity()
-        self.scale = config.hidden_size**0.5
+        self.scale = embedding_scale(config)
         self.places = nn.ModuleList()
         self.sizes = [config.max_position_embeddings]
         if positions == "image":

@@ -88,7 +88,7 @@ class KernelformerModel(KernelformerPreTrainedModel):
         Args:
             input_ids: (B, L) tokens.
             attention_mask: (B, L), 1 = real.
-            inputs_embeds: (B, L, d), in place of embeddings of tokens, and multiplied by sqrt(d) as those are.
+            inputs_embeds: (B, L, d), in place of embeddings of tokens, and multiplied by ``embedding_scale`` too.
             position_ids: (B, L); default 0 to L - 1, or from 0 in each segment.
             segment_ids: (B, L) integers that do not decrease along a row: packed sequences, each of which is alone.
             kwargs: of other Hugging Face models, None or False.

@@ -11,6 +11,7 @@ from transformers.utils.generic import can_return_tuple
 from kernelformer.errors import shape
 from kernelformer.models.base import KernelformerPreTrainedModel, mean_loss, refuse_unknown
 from kernelformer.models.config import KernelformerConfig
+from kernelformer.models.embeddings import embedding_scale
 from kernelformer.models.encoder import Head, KernelformerModel, Pooler
 
 
@@ -29,7 +30,7 @@ class KernelformerForSeries(KernelformerPreTrainedModel):
     def __init__(self, config: KernelformerConfig) -> None:
         super().__init__(config)
         self.project = nn.Linear(config.num_channels, config.hidden_size)
-        self.scale = config.hidden_size**-0.5  # embeddings are multiplied by its inverse
+        self.scale = 1 / embedding_scale(config)  # embeddings are multiplied by it
         self.model = KernelformerModel(config, first_token=config.pooling == "cls", tokens=False)
         self.pooler = Pooler(config.pooling)
         self.head = Head(config.hidden_size, config)

@@ -22,7 +22,6 @@ from torch.utils.data import Dataset
 from kernelformer.data.batching import Sample, spread_evenly
 from kernelformer.errors import choice
 from kernelformer.models import MODELS, KernelformerConfig
-from kernelformer.models.embeddings import Embeddings
 from kernelformer.settings import plain
 from kernelformer.studies.base import Log, Progress, read_record, write_record
 from kernelformer.studies.settings import TwinsSettings as Settings
@@ -33,12 +32,13 @@ PLAIN = "plain PyTorch"
 OURS = "ours"
 WEIGHTS = ("PyTorch's first weights", "first weights 0.02")
 SMALL, UNSCALED = "positions from 0.02", "tokens not scaled"
+SINUSOIDS = "sinusoidal positions"  # what texts have by default
 EMBEDDINGS = (SMALL, UNSCALED, f"{SMALL}, {UNSCALED}")  # ours are sqrt(d) (token + position), of equal size
 # What of our model is made as the plain one has it, or as others have it.
 VARIANTS = {
     "image": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token", SMALL, f"{WEIGHTS[0]}, {SMALL}"),
-    "classifier": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token", *EMBEDDINGS),
-    "causal-lm": (PLAIN, OURS, *WEIGHTS, *EMBEDDINGS),
+    "classifier": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token", *EMBEDDINGS, SINUSOIDS),
+    "causal-lm": (PLAIN, OURS, *WEIGHTS, *EMBEDDINGS, SINUSOIDS),
 }
 WARMUP = 0.05  # of the steps
 EVALUATED = 2000  # samples of the validation split, at most
@@ -95,12 +95,14 @@ def build(task: Task, variant: str, settings: Settings) -> nn.Module:
         changes["pooling"] = "cls"
     if SMALL in variant:
         changes["position_range"] = 0.02
+    if UNSCALED in variant:
+        changes["embedding_scale"] = 1.0
     config = KernelformerConfig(
         hidden_size=settings.width,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,
         attention="softmax",
-        positions="learned",
+        positions="sinusoidal" if variant == SINUSOIDS else "learned",
         patch_size=settings.patch,
         **{**{"num_labels": 10}, **task.settings(), **changes},
     )
@@ -109,9 +111,6 @@ def build(task: Task, variant: str, settings: Settings) -> nn.Module:
     model = MODELS[task.model](config)
     if WEIGHTS[0] in variant:
         torch_weights(model)
-    if UNSCALED in variant:
-        embeddings = next(x for x in model.modules() if isinstance(x, Embeddings))
-        embeddings.scale = 1.0
     if variant == "one-layer head":
         model.head = nn.Linear(config.hidden_size, int(config.num_labels or 0))
     return model
