@@ -62,12 +62,13 @@ def test_items_are_told_with_their_jobs(tmp_path):
 
 
 def test_claims_of_an_item_damage_of_its_record_and_former_jobs_are_told(tmp_path):
-    records = shutil.copytree(RECORDS, tmp_path / "records", ignore=shutil.ignore_patterns("*.html"))
+    records = shutil.copytree(RECORDS, tmp_path / "[red]records", ignore=shutil.ignore_patterns("*.html"))
     (records / "sparsity.json").write_text("{")
     value, beside = invoke("reproduce", "enwik8", "sparsity", "--list", "--records", records)
     told = " ".join(beside.split())
     assert [x["superseded"] for x in value] == [27, 0]
     assert "sparsity is left out: " in told
+    assert "[red]records/sparsity.json" in "".join(beside.split())
     assert "sparsity.json is not JSON" in value[1]["damage"]
     assert "they stay there, and are not judged: enwik8 (27)" in told
     assert value[0]["claims"][0]["claim"] in told

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from kernelformer.cli.common import Json, console, plain_errors, show_json
@@ -59,7 +58,7 @@ def reproduce(
             rows = _listing(chosen, place)
             console.print(_table(rows))
             for line in [*(_claims(rows) if items else []), *_remarks(rows)]:
-                console.print(line)
+                _say(line)
             if as_json:
                 show_json(rows)
             return
@@ -71,6 +70,11 @@ def reproduce(
             _run(chosen, place, hours)
         if as_json and not quick:
             show_json(_listing(chosen, place))
+
+
+def _say(line: str) -> None:
+    """Print a line as it is: names and paths in brackets are no markup."""
+    console.print(line, highlight=False, markup=False)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -116,7 +120,7 @@ def _listing(items: list[Item], place: Place) -> list[dict[str, Any]]:
 def _claims(rows: list[dict[str, Any]]) -> list[str]:
     """What items claim and how that is judged, in lines."""
     return [
-        escape(line)
+        line
         for x in rows
         for line in (
             f"\n{x['item']}: {x['about']}.",
@@ -143,12 +147,12 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
     rows = _listing(items, place)
     for x in rows:
         if x["missing_data"] and not x["damage"]:
-            console.print(
+            _say(
                 f"{x['item']} is left out: {place.data} has no {', '.join(x['missing_data'])} "
                 "(docs/measured/evidence.md)"
             )
     for line in _remarks(rows):
-        console.print(line)
+        _say(line)
     whole = [item for item, x in zip(items, rows, strict=True) if not x["damage"]]
     with following(len(pending(whole, place))) as job:
         failed = run_queue(
@@ -159,7 +163,7 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
             progress=job.advance,
         )
     for line in failed:
-        console.print(f"failed: {line}")
+        _say(f"failed: {line}")
     _write_page(place.records)
     if failed:
         raise typer.Exit(1)
@@ -184,4 +188,4 @@ def _write_page(records: Path, shown: bool = True) -> None:
 
     for path in write_ledger(records):
         if shown:
-            console.print(f"written: {path}")
+            _say(f"written: {path}")
