@@ -19,6 +19,7 @@ from kernelformer.training.checkpoints import locked
 from kernelformer.training.config import TrainingError
 
 PAGE, SUMMARY = "ledger.html", "README.md"
+LATE = r"\*"  # an asterisk, in Markdown
 VERDICTS = (SUPPORTS, CONTRADICTS, OPEN, MISSING_RESULT)
 
 
@@ -86,6 +87,8 @@ def summary_text(judged: Sequence[Judged]) -> str:
         f"sample leaves out what is hard for both models; in the others the errors of both are added. Sizes are those "
         f"of two CPU cores, far from the papers', so that a verdict is about the claim at this size. Claims: {told}.",
         "## In short",
+        f"What of a claim with a mark ({LATE}) was decided when runs were on record, its rule, its margin or its words, "
+        "stands in the table.",
         *_in_short(judged),
     ]
     for paper, number in PAPERS.items():
@@ -135,8 +138,7 @@ def _in_short(judged: Sequence[Judged]) -> list[str]:
 def _source(item: Item, claim: Claim) -> str:
     """Whose claim it is, its item, and whether something of it was decided late."""
     whose = "our question" if claim.ours and item.paper != OWN else item.paper
-    late = "; rule or wording decided with runs on record, see the table" if claim.late else ""
-    return f"{whose}, {item.name}{late}"
+    return f"{whose}, {item.name}{LATE if claim.late else ''}"
 
 
 def _left(text: str) -> str:
