@@ -87,8 +87,8 @@ def summary_text(judged: Sequence[Judged]) -> str:
         f"sample leaves out what is hard for both models; in the others the errors of both are added. Sizes are those "
         f"of two CPU cores, far from the papers', so that a verdict is about the claim at this size. Claims: {told}.",
         "## In short",
-        f"What of a claim with a mark ({LATE}) was decided when runs were on record, its rule, its margin or its words, "
-        "stands in the table.",
+        f"What of a claim with a mark ({LATE}) was decided when runs were on record, its rule, its margin or its "
+        "words, stands in the table.",
         *_in_short(judged),
     ]
     for paper, number in PAPERS.items():
