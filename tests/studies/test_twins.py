@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,6 +26,12 @@ def test_twins_have_the_size_of_our_models_but_for_the_head_and_see_the_same_tok
         ours, plain = (twins.build(task, x, settings) for x in (twins.OURS, twins.PLAIN))
         counts = [sum(x.numel() for x in model.stack.parameters()) for model in (getattr(ours, "model", ours), plain)]
         assert counts[0] == counts[1]
+
+
+def test_images_alone_need_a_folder_of_them(settings):
+    assert [x.name for x in twins.tasks(replace(settings, images=None))] == ["listops", "bytes"]
+    with pytest.raises(ValueError, match="needs a folder of images"):
+        twins.tasks(replace(settings, images=None, tasks=("images",)))
 
 
 def test_a_plain_language_model_does_not_see_later_tokens_nor_a_classifier_padding(settings):

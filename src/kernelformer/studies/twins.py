@@ -83,6 +83,10 @@ def tasks(settings: Settings) -> list[Task]:
         "bytes": {"length": 128},
     }
     names = [choice("task of the study", name, options) for name in settings.tasks]
+    if names == ["images"] and settings.images is None:
+        raise ValueError(
+            "the task images needs a folder of images, got tasks=('images',) and images=None; give images."
+        )
     return [make_task(name, **options[name]) for name in names if name != "images" or settings.images is not None]
 
 
