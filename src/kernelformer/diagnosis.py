@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kernelformer.environment import processor_name
+from kernelformer.environment import SPIN_COUNT, SPIN_VARIABLES, processor_name, usable_cores
 
 EXTRAS = {
     "train": "the command line, training, models in Hugging Face's conventions, conversion, reports",
@@ -95,15 +95,19 @@ def threads() -> dict[str, Any]:
     """Threads that torch computes with, cores that this process may use, and what the environment says."""
     import torch
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *SPIN_VARIABLES)
     return {
         "torch": torch.get_num_threads(),
         "between_operators": torch.get_num_interop_threads(),
-        "cores_usable": usable,
+        "cores_usable": usable_cores(),
         "cores": os.cpu_count(),
         "processor": processor_name(),
         "environment": {name: os.environ[name] for name in names if name in os.environ},
+        "hint": (
+            f"commands set {SPIN_VARIABLES[0]}={SPIN_COUNT} unless {' or '.join(SPIN_VARIABLES)} is set; set it for your "
+            "own scripts too, before torch is imported, where other processes use the same cores: idle threads then "
+            "sleep sooner instead of spinning"
+        ),
     }
 
 
@@ -208,6 +212,7 @@ def as_lines(found: dict[str, Any]) -> list[str]:
     lines = [", ".join(f"{name} {x}" for name, x in found["versions"].items())]
     lines.append(f"threads: torch computes with {own['torch']} of {own['cores_usable']} usable cores")
     lines[-1] += (f" ({own['processor']})" if own["processor"] else "") + (f"; {said}" if said else "")
+    lines.append(f"hint: {own['hint']}")
     lines += [f"device: {x['device']} ({x['name']})" for x in found["devices"]]
     memory = found["allocator"]
     if memory["kept"] is not None:

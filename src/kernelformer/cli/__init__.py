@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 
+from kernelformer.environment import bound_spinning
 from kernelformer.lazy import MissingExtraError, require_extra
 
 
 def main() -> None:
     """Run ``kernelformer``, or say what it needs."""
+    bound_spinning()
     try:
         require_extra("the kernelformer command", "typer", "matplotlib")
     except MissingExtraError as problem:

@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from kernelformer.commands import typed
+from kernelformer.environment import free_cores, usable_cores
 from kernelformer.errors import WorkerError
 from kernelformer.files import finite
 from kernelformer.formatting import visible
@@ -33,7 +34,7 @@ def _redirect(wanted: bool) -> bool:
 
 
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="threads to compute with; default: OMP_NUM_THREADS, or all cores")
+    int | None, typer.Option(min=1, help="threads to compute with; default: OMP_NUM_THREADS, or all idle cores")
 ]
 Json = Annotated[bool, typer.Option("--json", callback=_redirect, help="print JSON on stdout, and all else on stderr")]
 
@@ -113,15 +114,17 @@ def target(path: Path) -> Path:
 
 
 def thread_count(threads: int | None) -> int:
-    """Number of threads: as asked for, else as OMP_NUM_THREADS says, else this process's share of its cores."""
+    """Number of threads: as asked for, else as OMP_NUM_THREADS says, else this process's share of its idle cores."""
     if threads is not None:
         return threads
     if os.environ.get("OMP_NUM_THREADS"):
         import torch
 
         return torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = usable_cores() // ranks
+    free = free_cores() if cores > 1 and ranks == 1 else None  # ranks start together, and would count each other
+    return max(1, cores if free is None else min(cores, round(free)))
 
 
 def use_threads(threads: int | None) -> None:

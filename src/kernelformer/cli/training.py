@@ -60,6 +60,7 @@ Sets = Annotated[
 ]
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 PROMPT = "def "  # of `generate`, and of the demo
+DEMO_SECONDS = 200.0  # of training in the demo, which takes half of it on two idle cores
 Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
 Timeout = Annotated[
     int | None, typer.Option(min=1, help="seconds that a process of several waits for the others; default: 1800")
@@ -317,18 +318,29 @@ def demo(
 ) -> None:
     """Compare kernels on real text, about four minutes: the Python standard library's own source, byte by byte."""
     from kernelformer.models import KernelformerForCausalLM
-    from kernelformer.pipelines.compare import REPORT, make_plan
+    from kernelformer.pipelines.compare import REPORT, fit_steps, make_plan, read_plan
+    from kernelformer.records import PLAN
     from kernelformer.training.evaluation import load_run
 
     with plain_errors(goes_on):
-        recipe = find_recipe("demo")
-        plan = make_plan(
-            "Attention by kernels on the Python standard library", recipe.run(), recipe.attentions(), 1, out
-        )
-        _compare(plan, True, thread_count(threads), typed(), as_json)
+        count = thread_count(threads)
+        use_threads(count)
+        if (out / PLAN).exists():
+            plan, saved = read_plan(out)
+            count = threads or saved
+        else:
+            recipe = find_recipe("demo")
+            attentions, usual = recipe.attentions(), recipe.run()
+            run = fit_steps(usual, attentions, DEMO_SECONDS)
+            about = {}
+            if run.steps < usual.steps:
+                about["note"] = f"{run.steps} steps instead of {usual.steps}, as this machine is slow or busy now."
+                console.print(f"a slow or busy machine: {run.steps} steps for each attention instead of {usual.steps}")
+            title = "Attention by kernels on the Python standard library"
+            plan = make_plan(title, run, attentions, 1, out, about)
+        _compare(plan, True, count, typed(), as_json)
         if as_json:
             return
-        use_threads(threads)
         _, model = load_run(plan.folder_of(plan.runs[-1]))
         assert isinstance(model, KernelformerForCausalLM)
         console.print(f"\nwritten by {plan.runs[-1].label}:\n", style="bold")

@@ -7,28 +7,73 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kernelformer.environment import environment
 from kernelformer.files import write_json
 from kernelformer.formatting import shortened
 from kernelformer.pipelines.compare_worker import ERROR, STOPPED
+from kernelformer.recipes.catalogue import change
 from kernelformer.records import RUN, SAMPLE, read_head
 from kernelformer.reports.comparison import Comparison, conditions_of, read_run
 from kernelformer.reports.comparison_page import write_report
 from kernelformer.subprocesses import started
-from kernelformer.tasks import make_task
-from kernelformer.training.config import Run, StoppedError, TrainingError
+from kernelformer.tasks import Task, make_task
+from kernelformer.training.config import Run, StoppedError, TrainingError, attention_settings
 from kernelformer.training.plan import AGAIN, Plan, check, make_plan, read_plan
+from kernelformer.training.session import build_model
 
-__all__ = ["Plan", "check", "make_plan", "read_plan", "report", "run_comparison"]
+__all__ = ["Plan", "check", "fit_steps", "make_plan", "read_plan", "report", "run_comparison"]
 
 REPORT = "report.html"
 FIGURES = "comparison.json"
 WORKER = ("-m", "kernelformer.pipelines.compare_worker")
+
+
+def fit_steps(run: Run, attentions: Sequence[str], seconds: float, least: int = 20) -> Run:
+    """Shorten runs that would take more than so many seconds on this machine, by timing their first steps.
+
+    Args:
+        run: the settings that all attentions share.
+        attentions: what is compared, one after the other.
+        seconds: that the runs may take together, evaluations included.
+        least: the fewest steps.
+
+    Returns:
+        ``run``, or a copy with fewer steps and fewer, smaller evaluations.
+    """
+    task = make_task(run.task, **run.task_options)
+    data = task.split("train")
+    batch = task.collate([data[i] for i in range(run.batch_size)])
+    round_seconds = sum(_step_seconds(replace(run, **attention_settings(x)), task, batch) for x in attentions)
+    # An evaluation has no backward pass, a third of a step's time.
+    evaluations = run.steps // (run.eval_every or run.steps) * len(task.split("validation")) / run.batch_size / 3
+    if round_seconds * (run.steps + evaluations) <= seconds:
+        return run
+    steps = max(least, int(seconds / round_seconds * run.steps / (run.steps + evaluations)))
+    if steps >= run.steps:
+        return run
+    samples = max(8, len(task.split("validation")) * steps // run.steps)
+    settings = {"steps": steps, "warmup_steps": steps // 10, "task.validation_samples": samples}
+    return change(run, {**settings, "eval_every": -(-steps // 4), "save_every": -(-steps // 4)})
+
+
+def _step_seconds(run: Run, task: Task, batch: dict[str, Any], repeats: int = 3) -> float:
+    """Time a training step, the shortest of a few after one that warms up."""
+    model, times = build_model(run, task), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        model(**batch).loss.backward()
+        optimizer.step()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
 def run_comparison(
