@@ -23,7 +23,7 @@ import typer
 from typer.testing import CliRunner
 
 import kernelformer as kf
-from definition import VARIANTS, build
+from definition import VARIANTS, build, inputs, mode
 from kernelformer.cli.app import app
 from kernelformer.models import MODELS, KernelformerConfig
 
@@ -128,15 +128,18 @@ def names() -> dict:
     return {**found, "documented elsewhere": {x: described(others[x]) for x in others}}
 
 
-def contents(module: torch.nn.Module) -> dict[str, str]:
-    """Keys of a state dict with shape and type, and what a map's settings say."""
-    found = {}
-    for name, x in module.state_dict().items():
-        size = "x".join(map(str, x.shape)) or "number"
-        found[name] = f"{size} {str(x.dtype).removeprefix('torch.')}"
-        if name.endswith("settings"):
-            found[name] = bytes(x.tolist()).decode()
-    return found
+def contents(module: torch.nn.Module) -> list[str]:
+    """Keys of a state dict with shape and type, and what a map's settings say.
+
+    Parameters are in their order, by which the states of optimizers are saved.
+    """
+    tensors, learned = module.state_dict(), dict(module.named_parameters())
+    lines = []
+    for name in [*(x for x in learned if x in tensors), *sorted(tensors.keys() - learned.keys())]:
+        x = tensors[name]
+        size = f"{'x'.join(map(str, x.shape)) or 'number'} {str(x.dtype).removeprefix('torch.')}"
+        lines.append(f"{name}: {bytes(x.tolist()).decode() if name.endswith('settings') else size}")
+    return lines
 
 
 def layer(**options: object) -> torch.nn.Module:
@@ -229,7 +232,16 @@ def records() -> dict:
     return {x["item"]: {y: x[y] for y in ("jobs", "jobs_left", "damage")} for x in rows}
 
 
+def numbers() -> dict[str, list[float]]:
+    """Outputs of every variant, each weighted by four random vectors: draws, first values and arithmetic."""
+    q, k, v = inputs(9, B=1)
+    probes = torch.randn(4, 4 * 9 * 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        return {x: (probes @ build(x)(q, k, v, **mode(x)).flatten()).tolist() for x in VARIANTS}
+
+
 FROZEN = {
+    "numbers": numbers,
     "names": names,
     "state-keys": state_keys,
     "operators": operators,
@@ -243,7 +255,14 @@ def as_text(value: dict) -> str:
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-@pytest.mark.parametrize("name", FROZEN)
+def test_the_same_seed_gives_the_numbers_on_file():
+    before, now = json.loads((FILES / "numbers.json").read_text()), numbers()
+    assert before.keys() == now.keys()
+    wrong = [x for x in now if now[x] != pytest.approx(before[x], rel=1e-6, abs=1e-6)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", [x for x in FROZEN if x != "numbers"])
 def test_what_users_have_is_what_is_on_file(name):
     file = FILES / f"{name}.json"
     before, now = file.read_text().splitlines(), as_text(FROZEN[name]()).splitlines()
