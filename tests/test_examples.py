@@ -25,8 +25,6 @@ LONG = {
     "stream_bytes": ["--steps", "60"],
 }
 
-pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="an installed package has no examples beside its tests")
-
 
 def run(name, arguments, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)

@@ -18,8 +18,6 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "READ
 RESULTS = sorted((ROOT / "results").rglob("*.md"))
 SCREEN = 45  # lines of a section of the README
 
-pytestmark = pytest.mark.skipif(not PAGES, reason="an installed package has no documents beside its tests")
-
 
 def shown(page: Path) -> str:
     """A page's path in the repository."""
@@ -96,6 +94,15 @@ def test_every_target_extra_and_file_of_a_command_exists():
             assert line.split()[1] in made, line
         assert set(re.findall(r"\.\[([a-z]+)\]", line)) <= extras, line
         assert all((ROOT / x).is_file() for x in re.findall(r"\bexamples/\S+", line)), line
+
+
+def test_files_that_a_contributor_is_sent_to_are_there():
+    folders = [ROOT, ROOT / "src", *(ROOT / "src").iterdir()]
+    for page in (ROOT / "CONTRIBUTING.md", DOCS / "howto" / "feature-map.md", DOCS / "howto" / "task.md"):
+        for path in re.findall(r"`((?:[\w.]+/)+(?:\w+\.py)?)`", page.read_text()):
+            assert any((x / path).exists() for x in folders), f"{shown(page)}: {path}"
+    record = re.search(r"The record in `(\S+)`", " ".join((ROOT / "CONTRIBUTING.md").read_text().split()))[1]
+    assert '"favor#": Method(' in next(x / record for x in folders if (x / record).is_file()).read_text()
 
 
 @pytest.mark.parametrize("page", [*TEXTS, *RESULTS], ids=shown)

@@ -13,8 +13,6 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="an installed package has no examples beside its tests")
-
 PROGRAM = """
 import json, sys
 from accelerate.state import PartialState

@@ -26,22 +26,18 @@ RESULTS = ROOT / "results"
 COMPARISONS = RESULTS / "comparisons"
 ACIDS = "performer/amino-acids.json"
 
-on_file = pytest.mark.skipif(not RESULTS.is_dir(), reason="an installed package has no records beside its tests")
-
 
 def bench_row(name, seconds, *, task="bidirectional", length=1024, backward=False, peak=None, note=""):
     case = {"task": task, "length": length, "backward": backward}
     return {"name": name, "case": case, "seconds": {"default": seconds}, "peak": peak, "results": 2**20, "note": note}
 
 
-@on_file
 def test_every_table_of_the_pages_is_the_one_that_the_records_give():
     texts = fill_pages(RESULTS, TABLES)
     stale = [str(page.relative_to(ROOT)) for page, text in texts.items() if page.read_text(encoding="utf-8") != text]
     assert not stale, "write them by `kernelformer results --tables`"
 
 
-@on_file
 def test_every_table_stands_on_a_page():
     shown = {name for page in fill_pages(RESULTS, TABLES) for name in BEGIN.findall(page.read_text(encoding="utf-8"))}
     assert shown == TABLES.keys()
@@ -113,7 +109,6 @@ def test_the_command_writes_tables_and_takes_nothing_else_with_them(tmp_path):
     assert "--tables goes with --records alone" in " ".join(refused.output.split())
 
 
-@on_file
 def test_figures_in_the_text_of_pages_are_those_of_the_records():
     records = Records(RESULTS)
     page = (RESULTS / "conversion" / "README.md").read_text()
@@ -130,7 +125,6 @@ def test_figures_in_the_text_of_pages_are_those_of_the_records():
     assert all(x in (ROOT / "docs" / "reference" / "learned-kernels.md").read_text() for x in quoted)
 
 
-@on_file
 def test_figures_in_the_text_on_performer_are_those_of_the_records():
     records, pages = Records(RESULTS), [RESULTS / "performer" / "README.md", ROOT / "docs" / "measured" / "figures.md"]
     first, second = (" ".join(page.read_text().split()) for page in pages)
@@ -158,7 +152,6 @@ def test_figures_in_the_text_on_performer_are_those_of_the_records():
     assert "{:.2f}, {:.2f} and {:.2f} ± ".format(*(fmean(x[i] for x in wide) for i in (1, 3, 6))) in second
 
 
-@on_file
 def test_figures_in_the_text_of_how_tos_are_those_of_the_records():
     records, howto = Records(RESULTS), ROOT / "docs" / "howto"
     near = conversion.wildcat_cosine(records, "wildcat:num_landmarks=64:window=32:sinks=1", 256)
@@ -179,13 +172,11 @@ def test_figures_in_the_text_of_how_tos_are_those_of_the_records():
     assert f"{cache[True, 16384] / 2**20:.0f} MiB at 16384 tokens" in page
 
 
-@on_file
 @pytest.mark.slow
 def test_the_page_of_comparisons_is_that_of_its_records():
     assert (COMPARISONS / "index.html").read_text(encoding="utf-8") == results_page(read_results(COMPARISONS))
 
 
-@on_file
 def test_every_record_says_how_it_was_made():
     without = []
     for path in RESULTS.rglob("*.json"):
@@ -196,7 +187,6 @@ def test_every_record_says_how_it_was_made():
     assert without == ["conversion/smollm2.json"]
 
 
-@on_file
 @pytest.mark.parametrize("path", sorted(COMPARISONS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_command_of_a_comparison_lists_what_was_run(path):
     record = json.loads(path.read_text())
