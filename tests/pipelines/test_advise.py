@@ -320,7 +320,9 @@ def test_the_command_writes_a_page_and_a_record(tmp_path, monkeypatch):
     monkeypatch.setattr(advise_pipeline, "CHECKED", 1)
     times = []
     load = advise_pipeline.load_source
-    monkeypatch.setattr(advise_pipeline, "load_source", lambda *x, **y: (times.append(time.monotonic()), load(*x, **y))[1])
+    monkeypatch.setattr(
+        advise_pipeline, "load_source", lambda *x, **y: (times.append(time.monotonic()), load(*x, **y))[1]
+    )
     monkeypatch.setattr(advise_pipeline, "advise", lambda *x, **y: (times.append(y["since"]), advise(*x, **y))[1])
     gen = torch.Generator().manual_seed(0)
     rows = [" ".join(WORDS[i] for i in torch.randint(30, (70,), generator=gen)) for _ in range(6)]
