@@ -171,7 +171,9 @@ def test_a_conversion_that_is_stopped_while_it_is_judged_leaves_a_whole_model_th
 
     with monkeypatch.context() as patch:
         patch.setattr(converting, "judge", stop)
-        with pytest.raises(StoppedError, match=r"d is complete, and `.* judge \S+/d --original \S+` judges it"):
+        with pytest.raises(
+            StoppedError, match=r"d is complete, and `.* judge \S+/d --original \S+ --text \S+` judges it"
+        ):
             run(decoder, target, text, attention="elu")
     assert [x.name for x in tmp_path.iterdir()] == ["d"]
     assert load(target)(**{"input_ids": tokens(1, 9)}).logits.isfinite().all()

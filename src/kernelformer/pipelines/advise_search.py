@@ -66,7 +66,8 @@ class Clock:
         """Yield items while another one fits in; name the others."""
         for place, item in enumerate(items):
             if self.left(share) < self.longest.get(kind, 0.0):
-                left_out.append(f"{kind} of {few(list(map(str, items[place:])))}")
+                missed = f"{kind} of {few(list(map(str, items[place:])))}"
+                left_out += [] if missed in left_out else [missed]
                 return
             with self.step(kind):
                 yield item

@@ -121,7 +121,8 @@ def run(
         try:
             result.judged = judge(origin, student, texts, evaluation, result.length, JudgeSettings.of(setting), log)
         except KeyboardInterrupt:
-            later = f"{program()} judge {shlex.quote(str(target))} --original {shlex.quote(str(source))}"
+            words = ["judge", target, "--original", source, *(["--text", setting.text] if setting.text else [])]
+            later = " ".join([program(), *(shlex.quote(str(x)) for x in words)])
             raise StoppedError(f"stopped while judging; {target} is complete, and `{later}` judges it.") from None
         _describe(result, target, target.name)
     return result
