@@ -119,8 +119,8 @@ def advise(
     search.time()
     search.run()
     search.choose()
-    search.curve()
     search.keep()
+    search.curve()
     advice.minutes = clock.spent / 60
     return advice
 

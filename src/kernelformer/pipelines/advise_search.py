@@ -22,7 +22,7 @@ Log = Callable[[str], None]
 T = TypeVar("T", int, tuple[int, int])
 Item = TypeVar("Item", Candidate, str)
 # Shares of the time of the search by which each part has to end; what is left over goes to the parts after it.
-ERRORS, FITS, TIMES, RUNS, CURVE = 0.25, 0.42, 0.55, 0.85, 0.93
+ERRORS, FITS, TIMES, RUNS, KEPT = 0.25, 0.42, 0.55, 0.85, 0.93
 BEST = 3  # methods whose neighbours are tried
 RUN = 12  # models at most
 FITTED = 64  # features of maps that are fitted
@@ -250,7 +250,7 @@ class Search:
         candidate = self.advice.trial(self.advice.chosen).candidate
         core = timed_core(candidate.name, candidate.options, self.shape)
         self.log(f"timing {self.advice.chosen} from {LENGTHS[0]} to {LENGTHS[-1]} tokens")
-        rows, missed = time_curve(core, self.shape, LENGTHS, self.clock.left(CURVE))
+        rows, missed = time_curve(core, self.shape, LENGTHS, self.clock.left(1.0))
         self.advice.curve = rows
         if missed:
             self.advice.left_out.append(f"times at {', '.join(map(str, missed))} tokens")
@@ -263,7 +263,7 @@ class Search:
         """
         advice, trial = self.advice, self.advice.trial(self.advice.chosen)
         for layers, heads in self._choices(trial):
-            if self.clock.left(1.0) < self.clock.longest["runs"]:
+            if self.clock.left(KEPT) < self.clock.longest["runs"]:
                 advice.left_out.append("runs with some attentions or heads kept exact")
                 break
             self.log(f"running the model with {sum(map(len, heads.values())) or len(layers)} kept exact")
