@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from kernelformer.analysis.attention_profile import attention_profile, attention
 from kernelformer.analysis.crossover import Timing, crossover  # noqa: E402
 from kernelformer.cli.app import app  # noqa: E402
 from kernelformer.distill import candidates  # noqa: E402
+from kernelformer.distill import trials as trials_module  # noqa: E402
 from kernelformer.distill.candidates import Candidate, coarse_grid, neighbours  # noqa: E402
 from kernelformer.distill.expected import LossFit  # noqa: E402
 from kernelformer.distill.figures import Figure, value_of_loss  # noqa: E402
@@ -25,9 +27,9 @@ from kernelformer.measure import attention_times  # noqa: E402
 from kernelformer.pipelines import advise as advise_pipeline  # noqa: E402
 from kernelformer.pipelines import advise_search, convert_keep  # noqa: E402
 from kernelformer.pipelines.advise import advise, check  # noqa: E402
-from kernelformer.reports.advice import paste_lines, record, tables, verdict  # noqa: E402
+from kernelformer.reports.advice import paste_lines, record, tables, trial_rows, verdict  # noqa: E402
 from kernelformer.reports.advice_page import page  # noqa: E402
-from kernelformer.reports.advice_result import number_ranges  # noqa: E402
+from kernelformer.reports.advice_result import Kept, number_ranges  # noqa: E402
 from kernelformer.reports.portable import as_text  # noqa: E402
 from page_checks import check_page  # noqa: E402
 from tiny_models import VOCAB, tiny  # noqa: E402
@@ -70,7 +72,7 @@ def test_an_advice_has_a_verdict_tables_a_page_and_a_line_that_convert_takes(adv
     assert ({"wildcat", "skyformer"} <= methods) == (kind == "BertModel")
     assert all(x.timing is not None for x in advice.trials)
     assert advice.trial(advice.chosen).figure is not None
-    assert advice.trial(advice.distilled).fitted == 2
+    assert advice.trial(advice.distilled).steps == 2
     assert len(verdict(advice)) == 3
     for line in paste_lines(advice):
         assert line.startswith("kernelformer convert SRC DST --attention ")
@@ -80,6 +82,68 @@ def test_an_advice_has_a_verdict_tables_a_page_and_a_line_that_convert_takes(adv
     read = json.loads(as_text(record(advice)))
     assert read["verdict"] == verdict(advice)
     assert len(read["profiles"]) == len(advice.attentions) == 2
+
+
+FIRST = {"BertModel": "wildcat:window=32:sinks=1 (32)", "LlamaForCausalLM": "loglinear:window=32:sinks=4 (32)"}
+EXACT = {"BertModel": 0.9999999, "LlamaForCausalLM": 1.0}
+
+
+@pytest.mark.parametrize("kind", list(FIRST))
+def test_with_little_time_the_most_promising_candidate_is_run_timed_and_not_advised_where_it_is_not_near_enough(
+    kind, advices, monkeypatch
+):
+    assert advices[kind][1].trials[0].label == FIRST[kind]
+    monkeypatch.setattr(advise_search.Clock, "left", lambda clock, _: -1.0 if clock.before else 60.0)
+    advice = advise(tiny(kind, torch.float32), batches(4), use_length=64, tolerance=EXACT[kind])
+    assert [x.label for x in advice.trials] == [FIRST[kind]]
+    assert advice.chosen == FIRST[kind]
+    chosen = advice.trial(advice.chosen)
+    assert chosen.timing is not None
+    assert advice.left_out
+    worse = replace(chosen.figure, value=1.73 if kind == "LlamaForCausalLM" else 0.5)
+    advice.trials[0].figure = worse
+    assert paste_lines(advice) == []
+    assert verdict(advice)[0].endswith("asked for; more --minutes may find one.")
+    advice.trials[0].figure = replace(worse, value=1.0)
+    assert len(paste_lines(advice)) == 1
+
+
+def test_reading_the_model_is_a_part_of_the_budget():
+    with pytest.raises(ValueError, match="a budget of 1 minutes was over before one candidate was measured"):
+        advise(tiny("BertModel", torch.float32), batches(2), minutes=1, since=time.monotonic() - 61)
+
+
+@pytest.mark.parametrize("kind", list(FIRST))
+def test_a_verdict_counts_the_rows_that_were_measured_and_offers_to_keep_what_improves_alone(kind, advices):
+    advice = replace(advices[kind][1], trials=[replace(x) for x in advices[kind][1].trials], exact=None)
+    chosen = advice.trial(advice.chosen)
+    chosen.figure = replace(chosen.figure, value=1.1 if kind == "LlamaForCausalLM" else 0.9886)
+    measured = [x[0] for x in trial_rows(advice) if x[-1] == "measured"]
+    fitted = [x for x in measured if x.endswith("fitted")]
+    assert f"of {len(measured) - len(fitted)} run untrained and {len(fitted)} fitted: " in verdict(advice)[0]
+    for better, value in ((False, chosen.figure.value), (True, 1.0)):
+        kept = Kept((), {0: (0, 1)}, replace(chosen.figure, value=value), chosen.label)
+        advice.kept = [kept]
+        assert ("2 heads of largest error exact would give" in verdict(advice)[1]) == better
+
+
+def test_the_line_that_distills_does_not_learn_from_the_texts_to_measure_on(advices):
+    advice = replace(advices["LlamaForCausalLM"][1], command={"--text": "test.jsonl"})
+    line = advice.convert_line(advice.distilled, distill=True)
+    assert "--distill TEXTS" in line
+    assert line.endswith("--text test.jsonl")
+    assert "(TEXTS)" in verdict(advice)[2]
+
+
+def test_maps_beside_exact_heads_start_at_the_keys_too(monkeypatch):
+    trials = Trials(tiny("LlamaForCausalLM", torch.float32), batches(1), batches(2, seed=1), True)
+    candidate, started = Candidate("loglinear", 16, 32, 4), []
+    plain = trials_module.start_maps
+    monkeypatch.setattr(trials_module, "start_maps", lambda *x: started.append(plain(*x)))
+    trials.errors(candidate)
+    trials.figure(candidate)  # as it was started
+    trials.figure(candidate, exact_heads={0: (0,)})
+    assert [len(x) for x in started] == [2, 2]
 
 
 def test_heads_that_find_what_is_far_are_named_for_decoders(advices):
@@ -215,7 +279,7 @@ def test_the_crossover_is_where_the_ratio_is_one():
 
 
 def test_the_grid_has_what_streams_for_decoders_and_neighbours_are_new():
-    decoders = coarse_grid(causal=True, length=512)
+    decoders = coarse_grid(causal=True, length=512, first="loglinear:window=64:sinks=4")
     assert not {"wildcat", "skyformer"} & {x.name for x in decoders}
     assert {x.sinks for x in decoders if x.window} == {4}
     best = Candidate("favor+", 128, 64, 4)
@@ -254,6 +318,12 @@ def test_the_command_writes_a_page_and_a_record(tmp_path, monkeypatch):
         monkeypatch.setattr(advise_search, name, value)
     monkeypatch.setattr(candidates, "UNTRAINED", ("favor+",))
     monkeypatch.setattr(advise_pipeline, "CHECKED", 1)
+    times = []
+    load = advise_pipeline.load_source
+    monkeypatch.setattr(
+        advise_pipeline, "load_source", lambda *x, **y: (times.append(time.monotonic()), load(*x, **y))[1]
+    )
+    monkeypatch.setattr(advise_pipeline, "advise", lambda *x, **y: (times.append(y["since"]), advise(*x, **y))[1])
     gen = torch.Generator().manual_seed(0)
     rows = [" ".join(WORDS[i] for i in torch.randint(30, (70,), generator=gen)) for _ in range(6)]
     text = tmp_path / "some.txt"
@@ -261,6 +331,7 @@ def test_the_command_writes_a_page_and_a_record(tmp_path, monkeypatch):
     call = ["advise", source, "--length", 64, "--threads", 1, "--use-length", 64, "--steps", 2, "--samples", 2]
     done = CliRunner().invoke(app, [*map(str, call), "--text", str(text), "--out", str(tmp_path / "out"), "--check"])
     assert done.exit_code == 0, done.output
+    assert times[1] <= times[0]  # the budget begins before the model is read
     said = " ".join(done.output.split())
     assert "Without training: " in said
     assert "kernelformer convert " in said

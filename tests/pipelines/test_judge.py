@@ -13,20 +13,24 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
+from kernelformer.cli.progress import part_done  # noqa: E402
 from kernelformer.data.passkey import QUESTION, passkeys, tells_numbers  # noqa: E402
 from kernelformer.distill.measure import Report  # noqa: E402
 from kernelformer.distill.parts import CONVERTED, KERNEL, NEAR, ORIGINAL  # noqa: E402
 from kernelformer.distill.passkey import answer_log_probs  # noqa: E402
 from kernelformer.distill.probe import compare_probes  # noqa: E402
-from kernelformer.hf import convert  # noqa: E402
+from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.hf.licence import licence_of  # noqa: E402
 from kernelformer.pipelines import convert as converting  # noqa: E402
 from kernelformer.pipelines import convert_keep  # noqa: E402
 from kernelformer.pipelines import judge as judge_pipeline  # noqa: E402
 from kernelformer.pipelines.convert_settings import ConvertSettings as Setting  # noqa: E402
+from kernelformer.pipelines.judge_settings import JudgeSettings  # noqa: E402
+from kernelformer.pipelines.steps import Steps  # noqa: E402
 from kernelformer.reports import conversion as conversion_report  # noqa: E402
-from kernelformer.reports.judgement import Recall  # noqa: E402
+from kernelformer.reports.judgement import HEADING, NOT_JUDGED, Recall  # noqa: E402
 from kernelformer.reports.markdown import put_section  # noqa: E402
+from kernelformer.training.config import StoppedError  # noqa: E402
 from tiny_models import tiny, tokens  # noqa: E402
 
 WORDS = ["the", "pass", "key", "is", ".", *map(str, range(10)), *(f"##{i}" for i in range(10)), "one", "two", "three"]
@@ -154,6 +158,70 @@ def test_a_converted_decoder_is_judged_in_report_card_and_terminal(decoder, text
     assert "the kernel adds, log p" in card
     assert "exact within each replaced attention: tokens less than 4 away and the first token" in card
     assert "licence of the source: not stated by the source\\: ask there" in card
+
+
+def test_a_conversion_that_is_stopped_while_it_is_judged_leaves_a_whole_model_that_says_so(
+    decoder, text, tmp_path, monkeypatch
+):
+    target = tmp_path / "d"
+
+    def stop(*_):
+        assert target.is_dir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(converting, "judge", stop)
+        with pytest.raises(
+            StoppedError, match=r"d is complete, and `.* judge \S+/d --original \S+ --text \S+` judges it"
+        ):
+            run(decoder, target, text, attention="elu")
+    assert [x.name for x in tmp_path.iterdir()] == ["d"]
+    assert load(target)(**{"input_ids": tokens(1, 9)}).logits.isfinite().all()
+    assert json.loads((target / "report.json").read_text())["judged"] is None
+    assert f"{HEADING}\n\n{NOT_JUDGED}\n" in (target / "README.md").read_text()
+    quiet = {"passkeys": 0, "sample_tokens": 0, "samples": 2, "length": 16}
+    judge_pipeline.judge_folder(target, decoder, JudgeSettings(text=text, **quiet))
+    assert json.loads((target / "report.json").read_text())["judged"]["figures"]
+    card = (target / "README.md").read_text()
+    assert card.count(HEADING) == 1
+    assert NOT_JUDGED not in card
+
+
+def test_no_judge_writes_the_model_alone(decoder, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(converting, "judge", None)
+    call = ["convert", decoder, tmp_path / "d", "--text", text, "--length", 16, "--samples", 2, "--attention", "elu"]
+    done = CliRunner().invoke(app, [*map(str, call), "--no-judge", "--threads", "1"])
+    assert done.exit_code == 0, done.output
+    assert NOT_JUDGED in " ".join(done.output.split())
+    assert NOT_JUDGED in (tmp_path / "d" / "README.md").read_text()
+    with pytest.raises(ValueError, match="no_judge and probe=4 contradict each other"):
+        Setting(no_judge=True, probe=4)
+
+
+def test_judging_that_has_no_time_measures_the_first_batch_and_names_the_rest(decoder, text, tmp_path):
+    options = {"passkey_lengths": (32,), "passkeys": 2, "sample_tokens": 3, "batch": 1, "judge_minutes": 0.0}
+    judged = run(decoder, tmp_path / "d", text, attention="favor+:window=4", features=4, **options).judged
+    assert list(judged.figures) == [ORIGINAL, CONVERTED, NEAR, KERNEL]
+    assert (judged.recall, judged.samples) == ([], [])
+    assert judged.remarks == [
+        "left out for time: figures of 1 of 2 batches of them",
+        "left out for time: numbers hidden in 32 tokens",
+        "left out for time: samples from number 1 on",
+    ]
+
+
+def test_steps_say_the_minutes_that_they_expect_and_end_in_time(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr(Steps, "spent", property(lambda _: now[0]))
+    steps = Steps("judging", 4, said.append, seconds=200)
+    for what in ("a", "b"):
+        assert steps.fits(100) == (what == "a")  # after nothing nobody knows
+        with steps.step(what, 1):
+            now[0] += 60
+    assert said == ["judging: a", "judging: 1.0 of 3.3 min, b"]  # four minutes, of which there are 200 seconds
+    assert part_done(said[1]) == pytest.approx(1 / 3.3)
+    assert steps.fits(1.3)
+    assert not steps.fits(1.4)
 
 
 QUIET = {"features": 4, "passkeys": 0, "sample_tokens": 0, "samples": 2, "length": 48}

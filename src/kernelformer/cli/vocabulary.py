@@ -22,8 +22,8 @@ _PARTS: dict[str, str] = {
     "test_share ranks softmax",
     TRAINING: "context_parallel learning_rate resume seeds set sets steps timeout tuning tuning_learning_rate",
     DISTILLATION: "distill lora lora_layers minutes repeats seconds tune window_dropout",
-    MEASURING: "backward budget check compiled contexts errors generate gradients heap heaps max_seconds memory modes "
-    "passes passkey_lengths passkeys probe resamples rounds sample_tokens tolerance",
+    MEASURING: "backward budget check compiled contexts errors generate gradients heap heaps judge_minutes max_seconds "
+    "memory modes no_judge passes passkey_lengths passkeys probe resamples rounds sample_tokens tolerance",
     WRITING: "beams length_penalty temperature tokens top_k",
     RUNNING: "device follow_links hours limits seed threads",
     OUTPUT: "as_json force growing logits pictures prompt_only help out page records save tables version",

@@ -11,7 +11,7 @@ from kernelformer.modules import METHODS, parse_method
 FEATURES = (32, 64, 128, 256, 512)
 WINDOWS = (32, 64, 128)
 LOCAL, LEARNED = "local", "loglinear"
-# Methods that need no training, the likeliest first; `loglinear` is fitted, see `fit_maps`.
+# Methods without maps that learn, the likeliest first.
 UNTRAINED = ("wildcat", "favor+", "favor#", "skyformer:kernel=softmax", "favor+hyperbolic")
 START = (64, 128)  # of the coarse grid: window and features
 
@@ -25,12 +25,14 @@ class Candidate:
         size: number of features or landmarks; None where the method has none.
         window: 0 for none.
         sinks: with a window alone.
+        fitted: maps are fitted, see `fit_maps`; else they are where `start_maps` puts them.
     """
 
     method: str
     size: int | None
     window: int = 0
     sinks: int = 0
+    fitted: bool = False
 
     @property
     def name(self) -> str:
@@ -39,13 +41,13 @@ class Candidate:
 
     @property
     def learned(self) -> bool:
-        """Whether it has maps to fit."""
+        """Whether it has maps that learn."""
         return self.name == LEARNED
 
     @property
     def group(self) -> str:
         """Kind of its error: of a window alone, of random features, of landmarks, of a fit; see `LossFit`."""
-        return "fitted" if self.learned else METHODS[self.name].family
+        return LEARNED + ", fitted" * self.fitted if self.learned else METHODS[self.name].family
 
     @property
     def spec(self) -> str:
@@ -65,19 +67,23 @@ class Candidate:
         return self.spec if self.size is None else f"{self.spec} ({self.size})"
 
 
-def coarse_grid(*, causal: bool, length: int) -> list[Candidate]:
-    """One size of each method, with and without a window, and windows alone.
+def coarse_grid(*, causal: bool, length: int, first: str) -> list[Candidate]:
+    """One size of each method, with and without a window, and windows alone, the widest first.
 
     Args:
         causal: only methods that attend token by token then, and 4 sinks instead of 1.
         length: tokens of the texts; see `windows_for`.
+        first: the attention that comes before all others, see `propose`; its window is at most the widest.
     """
     windows, sinks = windows_for(length), 4 if causal else 1
     methods = [x for x in UNTRAINED if not causal or _streams(x)]
-    local = [Candidate(LOCAL, None, w, sinks) for w in windows]
+    local = [Candidate(LOCAL, None, w, sinks) for w in reversed(windows)]
     near = [w for w in windows if w <= START[0]][-1:]
     size = max(x for x in FEATURES if x <= max(FEATURES[0], min(START[1], length // 2)))
-    return [*local, *(Candidate(x, size, w, sinks if w else 0) for w in (*near, 0) for x in methods)]
+    name, options = parse_method(first)
+    best = Candidate(name, size, min(options.get("window", 0), windows[-1]), options.get("sinks", 0))
+    rest = [Candidate(x, size, w, sinks if w else 0) for w in (*near, 0) for x in methods]
+    return list(dict.fromkeys([best, *local, *rest]))
 
 
 def windows_for(length: int) -> list[int]:

@@ -108,6 +108,8 @@ class Trials:
                 for calls in self.other_calls:
                     for call in (x for x in calls if x.name == name):
                         core.calibrate(call.query, call.key, call.visible()[0])
+        if candidate.learned and not (candidate in self.states and whole):
+            start_maps(cores(self.copy), self.other_calls)
 
     @torch.no_grad()
     def errors(self, candidate: Candidate) -> Errors:
@@ -123,7 +125,8 @@ class Trials:
                 for call in calls:
                     new, key = _errors(call, inside[call.name]), (call.name, call.call)
                     sums[key] = [a + b for a, b in zip(sums[key], new, strict=True)] if key in sums else new
-            if any(x.calibrates for x in inside.values()) and candidate not in self.states:
+            prepared = candidate.learned or any(x.calibrates for x in inside.values())
+            if prepared and candidate not in self.states:
                 self.states[candidate] = {name: x.state_dict() for name, x in inside.items()}
         return _gathered(sums)
 
@@ -158,17 +161,16 @@ def fit_maps(
     steps: int,
     seconds: float = math.inf,
 ) -> int:
-    """Start maps at recorded keys and fit them to recorded attention by Adam; returns the steps done.
+    """Fit maps to recorded attention by Adam; returns the steps done.
 
     A step is one pass of the records.
 
     Args:
-        inside: cores by the names of their attentions.
+        inside: cores by the names of their attentions, started by `start_maps`.
         calls: of some passes of the original.
         steps: at most.
         seconds: at most.
     """
-    start_maps(inside, calls)
     parameters = [x for core in inside.values() for x in core.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=RATE)
     start = time.monotonic()

@@ -23,7 +23,7 @@ from kernelformer.hf.capture import AttentionCall
 from kernelformer.hf.find import Attention, find_attentions
 from kernelformer.hf.load import Source, load_source
 from kernelformer.measure.attention_times import Shape
-from kernelformer.pipelines.advise_search import Clock, Log, Search
+from kernelformer.pipelines.advise_search import ERRORS, Clock, Log, Search
 from kernelformer.pipelines.advise_settings import AdviseSettings
 from kernelformer.pipelines.convert_keep import scores_on, whole_rows
 from kernelformer.reports.advice import record
@@ -32,7 +32,8 @@ from kernelformer.reports.advice_result import Advice, Check, Trial
 from kernelformer.reports.portable import as_text, rounded
 
 Batch = Mapping[str, Tensor]
-RUN_SHARE = 0.02  # of the budget that one run of the original over the measured texts may take
+RUN_SHARE = 0.02  # of the time left that one run of the original over the measured texts may take
+FIT_SHARE = 0.05  # of the time left that recording the attention on the other texts may take
 SIFTED = 1000  # texts among which those that fill the length are looked for
 LOOKED = 2  # of the measured batches have their attentions looked at one by one
 FAR = 0.5  # of the longest text, below which one is left out
@@ -51,30 +52,33 @@ def advise(
     minutes: float = 10.0,
     steps: int = 60,
     log: Log = lambda _: None,
+    since: float | None = None,
 ) -> Advice:
     """Look at a pretrained model on some inputs and say what its attention can be converted to.
 
         advice = advise(model, [tokenizer(text, return_tensors="pt") for text in texts])
         print("\\n".join(verdict(advice)))
 
-    The first half of the batches is measured on; maps are fitted and calibrated on the others. Candidates are measured
-    in each attention at the original's queries, keys and values, timed, and the most promising ones really put into a
-    copy of the model; figures of the others are expected by a fit, see `LossFit`. The model is left as it is.
+    The first half of the batches is measured on; maps are fitted and calibrated on the others. The candidate that is
+    the most promising for this kind of model comes first, see `propose`. Candidates are measured in each attention at
+    the original's queries, keys and values, timed, and the most promising ones really put into a copy of the model;
+    figures of the others are expected by a fit, see `LossFit`. The model is left as it is.
 
     Args:
         model: of transformers, an encoder or a decoder, not converted.
         batches: inputs, at least two; one text each is best.
         tolerance: a figure that is near enough, see `Figure`; None: a perplexity ratio of 1.25, or a cosine of 0.98.
         use_length: tokens at which times are compared.
-        minutes: in all.
+        minutes: in all; a step that has begun is finished.
         steps: of the quick fit of `loglinear`.
         log: called with what happens.
+        since: when the minutes began, by `time.monotonic`; None: now.
 
     Raises:
         ValueError: a model of two sequences, too few or too short inputs, token ids beyond its vocabulary, a tolerance
             that is none, or a budget that is over before one candidate was measured.
     """
-    clock = Clock(60 * number("minutes", minutes, above=0))
+    clock = Clock(60 * number("minutes", minutes, above=0), time.monotonic() if since is None else since)
     attentions = _attentions(model)
     length = _check_batches(model, batches)
     first = next(x for x in attentions if not x.reason)
@@ -102,23 +106,23 @@ def advise(
         rows=sum(len(next(iter(x.values()))) for x in measured),
         calls=[(x.name, x.call) for x in calls],
         profiles=[_profile(x) for x in calls],
-        recall=_recalling(model, attentions, measured) if predicts else [],
         remarks=remarks,
         environment=environment(torch.get_num_threads()),
     )
-    _search(Search(trials, advice, clock, _shape(first, advice), steps, log))
-    advice.minutes = clock.spent / 60
-    return advice
-
-
-def _search(search: Search) -> None:
+    search = Search(trials, advice, clock, _shape(first, advice), steps, log)
+    search.start()
+    if predicts:
+        for _ in clock.steps("measurement", ERRORS, ["heads that find again what is far"], advice.left_out):
+            advice.recall = _recalling(model, attentions, measured)
     search.measure_errors()
     search.fit()
     search.time()
     search.run()
     search.choose()
-    search.curve()
     search.keep()
+    search.curve()
+    advice.minutes = clock.spent / 60
+    return advice
 
 
 def check(
@@ -166,6 +170,7 @@ def run(source: str | Path, settings: AdviseSettings, out: Path | None = None, l
     Raises:
         ValueError: no texts, or texts that the model cannot read; and see `advise`.
     """
+    begin = time.monotonic()
     if settings.text is None:
         raise ValueError(
             "there are no texts to look at; give some of the kind that the model is for by --text: what attention does "
@@ -186,6 +191,7 @@ def run(source: str | Path, settings: AdviseSettings, out: Path | None = None, l
         minutes=settings.budget,
         steps=settings.steps,
         log=log,
+        since=begin,
     )
     advice.source = str(source)
     advice.command = {"--text": str(settings.text), "--length": str(length)}
@@ -275,13 +281,13 @@ def _check_batches(model: Any, batches: Sequence[Batch]) -> int:
 def _divide(model: Any, batches: Sequence[Batch], clock: Clock) -> tuple[list[Batch], list[Batch], list[str]]:
     """Halves of the batches, to measure on and to fit on; fewer where a pass takes long."""
     half = len(batches) // 2
-    begin = time.monotonic()
-    with torch.no_grad():
+    with torch.no_grad(), clock.step("measurement"):
         model(**batches[0])
-    fits = int(RUN_SHARE * clock.seconds / (time.monotonic() - begin))
-    count = max(1, min(half, max(2, fits)))
+    passes = clock.left(1.0) / clock.longest["measurement"]
+    count = max(1, min(half, max(2, int(RUN_SHARE * passes))))
+    others = max(2, min(MOST_OTHERS, int(FIT_SHARE * passes)))
     remark = f"measured on {count} of {half} texts: a pass of the model takes long for the budget"
-    return list(batches[:count]), list(batches[half : half + MOST_OTHERS]), [remark] if count < half else []
+    return list(batches[:count]), list(batches[half : half + others]), [remark] if count < half else []
 
 
 def _tolerance(kind: str, given: float | None) -> float:

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -13,14 +14,15 @@ from kernelformer.distill.candidates import LEARNED, Candidate, coarse_grid, nei
 from kernelformer.distill.expected import LossFit
 from kernelformer.distill.figures import Figure
 from kernelformer.distill.trials import Trials
+from kernelformer.hf.propose import propose
 from kernelformer.measure.attention_times import Shape, time_attentions, time_curve, timed_core
 from kernelformer.reports.advice_result import Advice, Kept, Trial
 
 Log = Callable[[str], None]
 T = TypeVar("T", int, tuple[int, int])
 Item = TypeVar("Item", Candidate, str)
-# Shares of the time by which each part has to end; what is left over goes to the parts after it.
-ERRORS, FITS, TIMES, RUNS, CURVE = 0.25, 0.42, 0.55, 0.85, 0.93
+# Shares of the time of the search by which each part has to end; what is left over goes to the parts after it.
+ERRORS, FITS, TIMES, RUNS, KEPT = 0.25, 0.42, 0.55, 0.85, 0.93
 BEST = 3  # methods whose neighbours are tried
 RUN = 12  # models at most
 FITTED = 64  # features of maps that are fitted
@@ -36,11 +38,13 @@ class Clock:
         seconds: in all.
         start: when it began.
         longest: seconds that one step of a kind has taken so far.
+        before: seconds until the shares began.
     """
 
     seconds: float
     start: float = field(default_factory=time.monotonic)
     longest: dict[str, float] = field(default_factory=dict)
+    before: float = 0.0
 
     @property
     def spent(self) -> float:
@@ -49,17 +53,24 @@ class Clock:
 
     def left(self, share: float) -> float:
         """Seconds until a share of the time is over."""
-        return share * self.seconds - self.spent
+        return self.before + share * (self.seconds - self.before) - self.spent
+
+    @contextmanager
+    def step(self, kind: str) -> Iterator[None]:
+        """Measure one step of a kind."""
+        before = self.spent
+        yield
+        self.longest[kind] = max(self.longest.get(kind, 0.0), self.spent - before)
 
     def steps(self, kind: str, share: float, items: Sequence[Item], left_out: list[str]) -> Iterator[Item]:
         """Yield items while another one fits in; name the others."""
         for place, item in enumerate(items):
             if self.left(share) < self.longest.get(kind, 0.0):
-                left_out.append(f"{kind} of {few(list(map(str, items[place:])))}")
+                missed = f"{kind} of {few(list(map(str, items[place:])))}"
+                left_out += [] if missed in left_out else [missed]
                 return
-            before = self.spent
-            yield item
-            self.longest[kind] = max(self.longest.get(kind, 0.0), self.spent - before)
+            with self.step(kind):
+                yield item
 
 
 @dataclass
@@ -81,26 +92,36 @@ class Search:
     shape: Shape
     steps: int
     log: Log
+    grid: list[Candidate] = field(default_factory=list)  # that is to be measured
 
-    def measure_errors(self) -> None:
-        """Measure a coarse grid, and the neighbours of the best.
+    def start(self) -> None:
+        """Measure and run the candidate that is the most promising by the kind of model, see `propose`.
 
         Raises:
-            ValueError: the budget was over before there was one.
+            ValueError: the budget is over, or the model can have none of the candidates.
         """
-        length = self.advice.length
-        grid = coarse_grid(causal=self.advice.causal, length=length)
+        advice = self.advice
+        first = propose(self.trials.model, distilled=advice.causal)
+        self.grid = coarse_grid(causal=advice.causal, length=advice.length, first=first)
         if self.clock.left(1.0) <= 0:
             raise ValueError(
                 f"a budget of {self.clock.seconds / 60:g} minutes was over before one candidate was measured, after "
                 f"{self.clock.spent:.0f} seconds; give more --minutes, a smaller --length or fewer --samples."
             )
-        while grid and not self.advice.trials:  # one is always measured, of those that the model can have
-            self._measure(grid.pop(0))
-        if not self.advice.trials:
-            name, reason = next(iter(self.advice.refused.items()))
+        while self.grid and not advice.trials:
+            candidate = self.grid.pop(0)
+            with self.clock.step("fits" if candidate.learned else "errors"):  # maps are started as for a fit
+                self._measure(candidate)
+        if not advice.trials:
+            name, reason = next(iter(advice.refused.items()))
             raise ValueError(f"the model can have none of the candidates; {name}: {reason}")
-        for candidate in self.clock.steps("errors", ERRORS, grid, self.advice.left_out):
+        self._run(advice.trials[0])
+        self.clock.before = self.clock.spent
+
+    def measure_errors(self) -> None:
+        """Measure a coarse grid, and the neighbours of the best."""
+        length = self.advice.length
+        for candidate in self.clock.steps("errors", ERRORS, self.grid, self.advice.left_out):
             self._measure(candidate)
         for _ in range(2):
             known = [x.candidate for x in self.advice.trials]
@@ -116,21 +137,21 @@ class Search:
             best.setdefault(x.candidate.method, x.candidate)
         return list(best.values())[:BEST]
 
-    def _measure(self, candidate: Candidate, fitted: int = 0) -> None:
+    def _measure(self, candidate: Candidate, steps: int = 0) -> None:
         self.log(f"error of {candidate}")
         try:
             errors = self.trials.errors(candidate)
         except ValueError as reason:
             self.advice.refused[str(candidate)] = str(reason)
             return
-        self.advice.trials.append(Trial(candidate, errors, fitted=fitted))
+        self.advice.trials.append(Trial(candidate, errors, steps=steps))
 
     def fit(self) -> None:
         """Fit maps with each window, and without, on other texts than those that are measured."""
         windows = windows_for(self.advice.length)
         order = sorted(windows, key=lambda w: abs(w - 64))
         sinks = 4 if self.advice.causal else 1
-        items = [Candidate(LEARNED, FITTED, w, sinks if w else 0) for w in (*order, 0)]
+        items = [Candidate(LEARNED, FITTED, w, sinks if w else 0, fitted=True) for w in (*order, 0)]
         for candidate in self.clock.steps("fits", FITS, items, self.advice.left_out):
             self.log(f"fitting {candidate}")
             try:
@@ -144,36 +165,43 @@ class Search:
         """Time all candidates at the length of use, a method at a time, each beside exact attention."""
         groups: dict[str, list[Trial]] = {}
         for x in sorted(self.advice.trials, key=lambda x: (x.candidate.size is not None, x.errors.mean)):
-            groups.setdefault(x.candidate.method, []).append(x)
+            if x.timing is None:
+                groups.setdefault(x.candidate.method, []).append(x)
         for method in self.clock.steps("times", TIMES, list(groups), self.advice.left_out):
             self.log(f"timing {method}")
-            mine = {x.label: x for x in groups[method]}
-            shape = self.shape.smaller()
-            cores = {label: timed_core(x.candidate.name, x.candidate.options, shape) for label, x in mine.items()}
-            for label, timing in time_attentions(cores, shape, self.advice.use_length).items():
-                mine[label].timing = timing
+            self._time(groups[method])
+
+    def _time(self, trials: Sequence[Trial]) -> None:
+        mine, shape = {x.label: x for x in trials}, self.shape.smaller()
+        cores = {label: timed_core(x.candidate.name, x.candidate.options, shape) for label, x in mine.items()}
+        for label, timing in time_attentions(cores, shape, self.advice.use_length).items():
+            mine[label].timing = timing
 
     def run(self) -> None:
         """Run the model with those that may be the cheapest within the tolerance, and with others to learn from."""
-        for _ in range(RUN):
+        for _ in range(RUN - 1):
             trial = self._next()
             if trial is None:
                 break
-            late = self.clock.left(RUNS) < self.clock.longest.get("runs", 0.0)
-            if late and any(x.figure is not None for x in self.advice.trials):  # one is always run
+            if self.clock.left(RUNS) < self.clock.longest["runs"]:
                 names = [x.label for x in self.advice.trials if x.figure is None]
                 self.advice.left_out.append(f"runs of the model with {few(names)}")
                 break
-            before = self.clock.spent
-            self.log(f"running the model with {trial.label}")
+            self._run(trial)
+
+    def _run(self, trial: Trial) -> None:
+        """Run the model with a trial, which has a time then, too."""
+        self.log(f"running the model with {trial.label}")
+        with self.clock.step("runs"):
+            if trial.timing is None:
+                self._time([trial])
             trial.figure = self.trials.figure(trial.candidate)
-            self.clock.longest["runs"] = max(self.clock.longest.get("runs", 0.0), self.clock.spent - before)
-            self._expect()
+        self._expect()
 
     def _next(self) -> Trial | None:
         """The trial to run next; None: no other is of interest.
 
-        First the best of each group, which is the fitted maps' second; then the cheapest that may be within the
+        First the best of each group, of fitted maps before the others; then the cheapest that may be within the
         tolerance, while it is cheaper than what was run and is; then the best of each method.
         """
         left = sorted((x for x in self.advice.trials if x.figure is None), key=_error)
@@ -181,8 +209,7 @@ class Search:
         groups, methods = ({getattr(x.candidate, name) for x in done} for name in ("group", "method"))
         missing = [x for x in left if x.candidate.group not in groups]
         if missing:
-            first = [x for x in missing if not x.fitted] or missing  # one that takes no training is always run
-            return next((x for x in missing if x.fitted and done), first[0])
+            return next((x for x in missing if x.fitted), missing[0])
         limit = min((_cost(x) for x in done if self.advice.within(x) and not x.fitted), default=math.inf)
         hopeful = [x for x in left if not x.fitted and _cost(x) < limit and self._may_be_within(x)]
         if hopeful:
@@ -223,7 +250,7 @@ class Search:
         candidate = self.advice.trial(self.advice.chosen).candidate
         core = timed_core(candidate.name, candidate.options, self.shape)
         self.log(f"timing {self.advice.chosen} from {LENGTHS[0]} to {LENGTHS[-1]} tokens")
-        rows, missed = time_curve(core, self.shape, LENGTHS, self.clock.left(CURVE))
+        rows, missed = time_curve(core, self.shape, LENGTHS, self.clock.left(1.0))
         self.advice.curve = rows
         if missed:
             self.advice.left_out.append(f"times at {', '.join(map(str, missed))} tokens")
@@ -236,7 +263,7 @@ class Search:
         """
         advice, trial = self.advice, self.advice.trial(self.advice.chosen)
         for layers, heads in self._choices(trial):
-            if self.clock.left(1.0) < self.clock.longest.get("runs", 0.0):
+            if self.clock.left(KEPT) < self.clock.longest["runs"]:
                 advice.left_out.append("runs with some attentions or heads kept exact")
                 break
             self.log(f"running the model with {sum(map(len, heads.values())) or len(layers)} kept exact")

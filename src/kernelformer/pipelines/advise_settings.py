@@ -17,7 +17,7 @@ class AdviseSettings(Settings):
         length: tokens of a text; None: 256, or what the model has.
         use_length: tokens of a text in use, at which times are compared.
         tolerance: a figure that is near enough; None: a perplexity ratio of 1.25, or a cosine of 0.98.
-        budget: minutes in all, without reading the model; what there was no time for is named.
+        budget: minutes in all, with reading the model; what there was no time for is named.
         samples: texts to measure on, and as many others to fit and calibrate on; fewer where a pass takes long.
         steps: of the quick fit of `loglinear`.
         check: convert really afterwards and measure on other texts; takes longer than the budget.
@@ -30,7 +30,7 @@ class AdviseSettings(Settings):
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
     use_length: int = option(4096, "tokens of a text in use, at which times are compared", least=2)
     tolerance: float | None = option(None, "near enough; default: perplexity ratio 1.25, or cosine 0.98", least=0)
-    budget: float = option(10.0, "minutes in all, without reading the model", least=0, name="minutes", former="budget")
+    budget: float = option(10.0, "minutes in all", least=0, name="minutes", former="budget")
     samples: int = option(8, "texts to measure on, and as many others to fit on", least=1)
     steps: int = option(60, "of the quick fit of loglinear", least=1)
     check: bool = option(False, "convert afterwards and measure on other texts", switch=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernelformer.commands import program
 from kernelformer.data.readers import hash_files
 from kernelformer.data.texts import check_length
 from kernelformer.distill.checkpoint import Checkpoint, appearing, check_target
@@ -40,6 +42,7 @@ from kernelformer.pipelines.convert_texts import (
 from kernelformer.pipelines.judge import check_judging, judge
 from kernelformer.pipelines.judge_settings import JUDGED, JudgeSettings
 from kernelformer.reports.conversion_result import ConversionResult
+from kernelformer.training.config import StoppedError
 
 Log = Callable[[str], None]
 STARTED = "start at centres of the original's keys"
@@ -48,9 +51,10 @@ STARTED = "start at centres of the original's keys"
 def run(
     source: str | Path, target: Path, setting: ConvertSettings, *, force: bool = False, log: Log = lambda _: None
 ) -> ConversionResult:
-    """Convert a model and write it: all of it or nothing; the original is never changed.
+    """Convert a model and write it: all of it or nothing; then judge it. The original is never changed.
 
-    A distillation that is stopped leaves its state in ``target`` + ".partial", and the same call goes on with it.
+    What is judged goes into the report and the model card of the folder, which say until then that it was not. A
+    distillation that is stopped leaves its state in ``target`` + ".partial", and the same call goes on with it.
 
     Args:
         source: see `load_source`.
@@ -73,7 +77,7 @@ def run(
     check_repeats(setting, origin)
     remarks = list(origin.remarks)
     if not setting.attention:
-        setting, reason = with_default(setting, origin, texts)
+        setting, reason = with_default(setting, origin, texts, log)
         remarks.append(reason)
     method, options = setting.method()
     name = Path(source).resolve().name if Path(source).exists() else str(source)
@@ -110,10 +114,17 @@ def run(
         _measure(result, "distilled", origin, student, inputs, log)
     result.conversion = conversion(student).as_json()
     result.licence = licence_of(source)
-    result.judged = judge(origin, student, texts, evaluation, result.length, JudgeSettings.of(setting), log)
     log(f"writing {target}")
     _write(student, origin, target, result, inputs)
     checkpoint.remove()
+    if not setting.no_judge:
+        try:
+            result.judged = judge(origin, student, texts, evaluation, result.length, JudgeSettings.of(setting), log)
+        except KeyboardInterrupt:
+            words = ["judge", target, "--original", source, *(["--text", setting.text] if setting.text else [])]
+            later = " ".join([program(), *(shlex.quote(str(x)) for x in words)])
+            raise StoppedError(f"stopped while judging; {target} is complete, and `{later}` judges it.") from None
+        _describe(result, target, target.name)
     return result
 
 
@@ -176,17 +187,24 @@ def _identity(source: str | Path, setting: ConvertSettings, result: ConversionRe
 
 
 def _write(student: Any, origin: Source, target: Path, result: ConversionResult, inputs: Batches) -> None:
-    from kernelformer.reports.conversion import model_card, picture
+    from kernelformer.reports.conversion import picture
 
     with appearing(target) as part:
         student.save_pretrained(part)
         if origin.tokenizer is not None:
             origin.tokenizer.save_pretrained(part)
         result.remarks += copy_sentence_files(origin.path, part, allow_pickle=result.setting.allow_pickle)
-        write_json(part / "report.json", result.as_json())
-        write_text(part / "README.md", model_card(result, target.name))
+        _describe(result, part, target.name)
         picture(result, part / "report.png")
         _check(student, part, inputs[0])
+
+
+def _describe(result: ConversionResult, folder: Path, name: str) -> None:
+    """Write the report and the model card, each all or nothing."""
+    from kernelformer.reports.conversion import model_card
+
+    write_text(folder / "README.md", model_card(result, name))
+    write_json(folder / "report.json", result.as_json())
 
 
 @torch.no_grad()

@@ -11,19 +11,22 @@ from kernelformer.data.texts import check_length
 from kernelformer.hf.load import Source
 from kernelformer.pipelines.convert_settings import ConvertSettings
 from kernelformer.pipelines.convert_texts import Texts, choice_inputs, evaluation_inputs
+from kernelformer.pipelines.steps import Log, Steps
 
 S = TypeVar("S", bound=ConvertSettings)
 ROWS = 2  # that attentions of a decoder are compared on
+MAPPED = 6  # passes of the original that take as long as one of a model with features, and starting its maps
 STARTS = 4  # others that maps start by, as in the conversion itself
 
 
-def with_default(setting: S, origin: Source, texts: Texts) -> tuple[S, str]:
+def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: None) -> tuple[S, str]:
     """Settings with the attention that is proposed for a model, and why; see `proposal`.
 
     Args:
         setting: without an attention.
         origin: the model.
         texts: of the conversion; the comparison uses others than are measured on, where there are others.
+        log: called with what happens.
     """
     from kernelformer.hf.propose import DECODERS, Proposal, proposal
 
@@ -31,7 +34,7 @@ def with_default(setting: S, origin: Source, texts: Texts) -> tuple[S, str]:
 
     def compare(attentions: Sequence[str]) -> dict[str, float]:
         nonlocal by_others
-        losses, by_others = _losses(setting, origin, texts, attentions)
+        losses, by_others = _losses(setting, origin, texts, attentions, log)
         return losses
 
     found = proposal(
@@ -49,7 +52,7 @@ def with_default(setting: S, origin: Source, texts: Texts) -> tuple[S, str]:
 
 
 def _losses(
-    setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str]
+    setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str], log: Log
 ) -> tuple[dict[str, float], bool]:
     """Rise of the loss of the next token with each attention, as it would be converted; and whether by other texts."""
     from kernelformer.distill.figures import Reference
@@ -60,15 +63,19 @@ def _losses(
     length = check_length(origin, setting.length)
     evaluation = evaluation_inputs(origin, texts, length, setting.samples, 1, setting.seed)
     rows, used = choice_inputs(origin, texts, evaluation, length, ROWS + STARTS, 1, setting.seed)
-    reference = Reference(origin.model, rows[:ROWS], predicts=True)
+    work = {x: 1 if METHODS[parse_method(x)[0]].size is None else MAPPED for x in attentions}
+    if setting.features is not None:  # features were asked for: an attention without them is no choice
+        work = {x: cost for x, cost in work.items() if cost == MAPPED}
+    steps = Steps("choosing the attention", 1 + sum(work.values()), log)
+    with steps.step("the original", 1):
+        reference = Reference(origin.model, rows[:ROWS], predicts=True)
     student = copy.deepcopy(origin.model)
     losses = {}
-    for attention in attentions:
-        if METHODS[parse_method(attention)[0]].size is None and setting.features is not None:
-            continue  # features were asked for, and it has none
+    for attention, cost in work.items():
         method, options = replace(setting, attention=attention).method()
         convert(student, method, setting.chosen(), **options)
-        start_student(student, origin.model, rows[ROWS:] or rows)
-        losses[attention] = reference.figure(student).loss
+        with steps.step(attention, cost):
+            start_student(student, origin.model, rows[ROWS:] or rows)
+            losses[attention] = reference.figure(student).loss
         undo(student)
     return losses, used is not None

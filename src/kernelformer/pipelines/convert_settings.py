@@ -46,6 +46,8 @@ class ConvertSettings(Settings):
         passkey_lengths: tokens of those texts; empty: 512 and 1024, as far as the model has positions.
         sample_tokens: that original and converted decoder write after the same beginnings; 0: none; None: 64.
         probe: labelled texts of ``text``, half of them to fit a linear classifier of embeddings and half to try it on.
+        judge_minutes: of judging; what there was no time for is named; None: as long as it takes.
+        no_judge: write the model without judging it beside its original.
     """
 
     attention: str = option("", "method, or method:option=value; default: by the kind of model, and said why")
@@ -75,6 +77,8 @@ class ConvertSettings(Settings):
     passkey_lengths: tuple[int, ...] = option((), "tokens of these texts; default: 512,1024", least=1)
     sample_tokens: int | None = option(None, "tokens that both decoders write, side by side; default: 64", least=0)
     probe: int = option(0, "labelled texts of --text for a linear probe of an encoder", least=0)
+    judge_minutes: float | None = option(None, "of judging, at most; default: as long as it takes", least=0)
+    no_judge: bool = option(False, "do not judge the model beside its original", switch=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,6 +86,9 @@ class ConvertSettings(Settings):
             raise ValueError(
                 f"steps={self.steps or 0} and tune={self.tune or 0} need texts to learn from; give them by --distill."
             )
+        for name in ("passkey_lengths", "sample_tokens", "probe", "judge_minutes"):
+            if self.no_judge and getattr(self, name):
+                raise ValueError(f"no_judge and {name}={getattr(self, name)} contradict each other; leave one out.")
         if self.minutes is not None:
             self._check_minutes(self.minutes)
         if self.lora_layers and not self.lora:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernelformer.data.labelled_texts import read_labelled
 from kernelformer.data.passkey import DIGITS, knows_numbers, passkeys, start_tokens
@@ -20,14 +21,15 @@ from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import task_of
 from kernelformer.modules.evaluating import evaluating
 from kernelformer.pipelines.continue_text import continuation
-from kernelformer.pipelines.convert_texts import Evaluation, Texts, divide_texts, evaluation_inputs
+from kernelformer.pipelines.convert_texts import Batches, Evaluation, Texts, divide_texts, evaluation_inputs
 from kernelformer.pipelines.judge_settings import JudgeSettings
+from kernelformer.pipelines.steps import Log, Steps
 from kernelformer.reports.judgement import Judgement, Recall, Sample, card_section
 from kernelformer.reports.markdown import plain, put_section
 
 LENGTHS = (512, 1024)  # tokens of texts with a hidden number, where nobody says
 TOKENS, PROMPT, PROMPTS = 64, 32, 2  # tokens of a sample and of the beginning before it; beginnings
-Log = Callable[[str], None]
+WRITTEN = 8  # tokens of a pass that take as long as one that is written
 
 
 def judge(
@@ -52,31 +54,65 @@ def judge(
         texts: of the conversion; those to measure on are used.
         evaluation: inputs to measure on.
         length: tokens of a text.
-        setting: what to measure; see `check_judging`.
+        setting: what to measure; see `check_judging`. The first batch is always measured; what is expected to end after
+            ``judge_minutes`` is left out and named.
         log: called with what happens.
     """
-    start = time.monotonic()
+    from kernelformer.distill.parts import hybrids
+
+    writes = origin.task == "causal" and evaluation.used is not None
+    lengths = _lengths(origin, setting) if writes else ()
+    tokens = _sample_tokens(origin, setting) if writes else 0
+    rows, passes = evaluation.batches, 4 if hybrids(student) else 2
+    models = max(2, passes - 1)
+    work = passes * sum(map(_tokens, rows)) + models * setting.passkeys * sum(lengths)
+    work += PROMPTS * 2 * WRITTEN * tokens + 2 * length * setting.probe
+    seconds = math.inf if setting.judge_minutes is None else 60 * setting.judge_minutes
+    steps = Steps("judging", work, log, seconds)
     with evaluating(origin.model, student):
-        log("judging: the model and its parts")
-        result = Judgement(_figures(origin, student, texts, evaluation, length, setting))
+        used: Batches = []
+        result = Judgement(_figures(origin, student, texts, length, setting, _while_fits(rows, passes, steps, used)))
         result.measured_on = str(evaluation.used or f"{setting.samples} rows of random tokens")
-        if origin.task == "causal" and evaluation.used is not None:
-            lengths = _lengths(origin, setting)
+        if len(used) < len(rows):
+            result.remarks.append(
+                f"left out for time: figures of {len(rows) - len(used)} of {len(rows)} batches of them"
+            )
+        if writes:
             if setting.passkeys and not lengths:
                 result.remarks.append(
                     "no numbers were hidden: the model has too few positions, or tokens for no digits"
                 )
-            rows = max(PROMPTS, setting.passkeys)
-            reach = max(lengths, default=PROMPT)
-            chosen, _ = some_texts(texts.evaluation, origin.tokenizer, reach, rows, setting.seed, origin.task)
-            result.recall = _recall(origin, student, chosen, lengths, setting, log)
+            count, reach = max(PROMPTS, setting.passkeys), max(lengths, default=PROMPT)
+            chosen, _ = some_texts(texts.evaluation, origin.tokenizer, reach, count, setting.seed, origin.task)
+            for asked in lengths:
+                share = models * setting.passkeys * asked
+                if steps.fits(share):
+                    result.recall += _recall(origin, student, chosen, asked, setting, steps, share / models)
+                else:
+                    result.remarks.append(f"left out for time: numbers hidden in {asked} tokens")
             result.remarks += _lost(result.recall)
-            result.samples = _samples(origin, student, chosen, setting, log)
-        if setting.probe:
-            log("judging: probe")
-            result.probe = _probe(origin, student, length, setting)
-    result.seconds = time.monotonic() - start
+            _add_samples(result, origin, student, chosen, tokens, setting, steps)
+        if setting.probe and steps.fits(2 * length * setting.probe):
+            with steps.step("probe", 2 * length * setting.probe):
+                result.probe = _probe(origin, student, length, setting)
+        elif setting.probe:
+            result.remarks.append("left out for time: probe")
+    result.seconds = steps.spent
     return result
+
+
+def _tokens(batch: dict[str, Tensor]) -> int:
+    return next(iter(batch.values())).numel()
+
+
+def _while_fits(rows: Batches, passes: int, steps: Steps, used: Batches) -> Iterator[dict[str, Tensor]]:
+    """Yield batches, the first one in any case, and note them."""
+    for batch in rows:
+        if not steps.fits(passes * _tokens(batch)):
+            return
+        used.append(batch)
+        with steps.step("the model and its parts", passes * _tokens(batch)):
+            yield batch
 
 
 def check_judging(origin: Source, texts: Texts, setting: JudgeSettings) -> None:
@@ -131,16 +167,21 @@ def _check_positions(origin: Source, setting: JudgeSettings) -> None:
 
 
 def _figures(
-    origin: Source, student: Any, texts: Texts, evaluation: Evaluation, length: int, setting: JudgeSettings
+    origin: Source,
+    student: Any,
+    texts: Texts,
+    length: int,
+    setting: JudgeSettings,
+    batches: Iterable[dict[str, Tensor]],
 ) -> Any:
     from kernelformer.distill.parts import part_figures
 
     answers = None
-    if origin.task == "masked" and evaluation.used is not None:
+    if origin.task == "masked" and texts.evaluation:
         bare = replace(origin, task="encoder")  # the same rows in the same order, with nothing hidden
         same = evaluation_inputs(bare, texts, length, setting.samples, setting.batch, setting.seed)
         answers = [x["input_ids"] for x in same.batches]
-    return part_figures(origin.model, student, evaluation.batches, answers)
+    return part_figures(origin.model, student, batches, answers)
 
 
 def _lengths(origin: Source, setting: JudgeSettings) -> tuple[int, ...]:
@@ -153,25 +194,29 @@ def _lengths(origin: Source, setting: JudgeSettings) -> tuple[int, ...]:
 
 
 def _recall(
-    origin: Source, student: Any, texts: Sequence[str], lengths: Sequence[int], setting: JudgeSettings, log: Log
+    origin: Source,
+    student: Any,
+    texts: Sequence[str],
+    length: int,
+    setting: JudgeSettings,
+    steps: Steps,
+    work: float,
 ) -> list[Recall]:
-    """Ask each model for the same hidden numbers."""
+    """Ask each model for the same numbers hidden in texts of one length, as a step of so much work."""
     from kernelformer.distill.parts import CONVERTED, NEAR, ORIGINAL, hybrids, near_alone
     from kernelformer.distill.passkey import answer_log_probs
 
     models: dict[str, tuple[Any, AbstractContextManager[None]]]
+    models = {ORIGINAL: (origin.model, nullcontext()), CONVERTED: (student, nullcontext())}
+    if hybrids(student):
+        models[NEAR] = (student, near_alone(student))
+    rows = passkeys(texts, origin.tokenizer, length, setting.passkeys, setting.seed)
     result = []
-    for length in lengths:
-        models = {ORIGINAL: (origin.model, nullcontext()), CONVERTED: (student, nullcontext())}
-        if hybrids(student):
-            models[NEAR] = (student, near_alone(student))
-        rows = passkeys(texts, origin.tokenizer, length, setting.passkeys, setting.seed)
-        for name, (model, way) in models.items():
-            log(f"judging: numbers hidden in {length} tokens, {name}")
-            with way:
-                answers = [answer_log_probs(model, x.ids, x.answer) for x in rows]
-            scores = tuple(float(x.sum()) / DIGITS for x, _ in answers)
-            result.append(Recall(length, name, tuple(x.distance for x in rows), tuple(x for _, x in answers), scores))
+    for name, (model, way) in models.items():
+        with steps.step(f"numbers hidden in {length} tokens, {name}", work), way:
+            answers = [answer_log_probs(model, x.ids, x.answer) for x in rows]
+        scores = tuple(float(x.sum()) / DIGITS for x, _ in answers)
+        result.append(Recall(length, name, tuple(x.distance for x in rows), tuple(x for _, x in answers), scores))
     return result
 
 
@@ -189,28 +234,40 @@ def _lost(recall: Sequence[Recall]) -> list[str]:
     ]
 
 
-def _samples(origin: Source, student: Any, texts: Sequence[str], setting: JudgeSettings, log: Log) -> list[Sample]:
-    """Let both models go on with the beginnings of some texts."""
+def _sample_tokens(origin: Source, setting: JudgeSettings) -> int:
+    if setting.sample_tokens is not None:
+        return setting.sample_tokens
+    limit = longest(origin)
+    return TOKENS if limit is None else min(TOKENS, limit // 2)
+
+
+def _add_samples(
+    result: Judgement,
+    origin: Source,
+    student: Any,
+    texts: Sequence[str],
+    tokens: int,
+    setting: JudgeSettings,
+    steps: Steps,
+) -> None:
+    """Let both models go on with the beginnings of some texts, while there is time."""
     from kernelformer.distill.parts import CONVERTED, ORIGINAL
 
-    limit, tokens = longest(origin), setting.sample_tokens
-    if tokens is None:
-        tokens = TOKENS if limit is None else min(TOKENS, limit // 2)
     if tokens == 0:
-        return []
+        return
+    limit = longest(origin)
     room = PROMPT if limit is None else min(PROMPT, limit - tokens)
-    samples = []
     first = start_tokens(origin.tokenizer)
     begins = (x for ids in tokens_of(texts, origin.tokenizer) if (x := [*first, *ids][:room]))
     for number, ids in enumerate(islice(begins, PROMPTS)):  # of texts that have a token
-        log(f"judging: sample {number + 1}")
-        begin = torch.tensor([ids])
-        written = {
-            name: continuation(model, origin.tokenizer, begin, tokens=tokens, seed=setting.seed + number)
-            for name, model in ((ORIGINAL, origin.model), (CONVERTED, student))
-        }
-        samples.append(Sample(origin.tokenizer.decode(begin[0], skip_special_tokens=True), written))
-    return samples
+        if not steps.fits(2 * WRITTEN * tokens):
+            result.remarks.append(f"left out for time: samples from number {number + 1} on")
+            return
+        begin, written = torch.tensor([ids]), {}
+        for name, model in ((ORIGINAL, origin.model), (CONVERTED, student)):
+            with steps.step(f"sample {number + 1}, {name}", WRITTEN * tokens):
+                written[name] = continuation(model, origin.tokenizer, begin, tokens=tokens, seed=setting.seed + number)
+        result.samples.append(Sample(origin.tokenizer.decode(begin[0], skip_special_tokens=True), written))
 
 
 def _probe(origin: Source, student: Any, length: int, setting: JudgeSettings) -> Any:

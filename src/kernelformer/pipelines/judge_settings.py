@@ -8,7 +8,8 @@ from pathlib import Path
 from kernelformer.pipelines.convert_settings import ConvertSettings
 from kernelformer.settings import Settings, same_option
 
-JUDGED = ("passkeys", "passkey_lengths", "sample_tokens", "probe")  # settings of a conversion that change no weight
+# Settings of a conversion that change no weight.
+JUDGED = ("passkeys", "passkey_lengths", "sample_tokens", "probe", "judge_minutes", "no_judge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class JudgeSettings(Settings):
     passkey_lengths: tuple[int, ...] = same_option(ConvertSettings, "passkey_lengths")
     sample_tokens: int | None = same_option(ConvertSettings, "sample_tokens")
     probe: int = same_option(ConvertSettings, "probe")
+    judge_minutes: float | None = same_option(ConvertSettings, "judge_minutes")
 
     @classmethod
     def of(cls, setting: ConvertSettings) -> JudgeSettings:

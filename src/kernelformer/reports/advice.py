@@ -12,7 +12,7 @@ from rich.table import Table
 from kernelformer.analysis.attention_profile import AttentionProfile
 from kernelformer.distill.figures import RATIO
 from kernelformer.formatting import human_ratio, visible
-from kernelformer.reports.advice_result import Advice, Kept, Trial, number_ranges
+from kernelformer.reports.advice_result import TEXTS, Advice, Kept, Trial, number_ranges
 from kernelformer.reports.portable import portable
 
 CANNOT_TELL = "cannot tell"
@@ -44,14 +44,19 @@ def _first_line(advice: Advice) -> str:
     near = f"{trial.figure} at {advice.length} tokens, and {advice.tolerance:g} is asked for"
     if advice.within(trial):
         alone = "; it sees nothing beyond its window" if trial.candidate.name == "local" else ""
-        run = sum(x.figure is not None and not x.fitted for x in advice.trials)
-        return f"Without training: {trial.label} is the cheapest of {run} run that is near enough: {near}{alone}."
+        fitted = [x.fitted for x in advice.trials if x.figure is not None]
+        also = f" and {sum(fitted)} fitted" if any(fitted) else ""
+        return (
+            f"Without training: {trial.label} is the cheapest that is near enough, of {fitted.count(False)} run "
+            f"untrained{also}: {near}{alone}."
+        )
     if advice.exact is not None:
         return (
             f"Without training: {trial.label} is not near enough by itself ({near}), but with "
             f"{kept_words(advice.exact)} exact it is: {advice.exact.figure}."
         )
-    return f"Without training: nothing is near enough; the nearest is {trial.label}: {near}."
+    more = "; more --minutes may find one" if advice.left_out else ""
+    return f"Without training: nothing that was run is near enough; the nearest is {trial.label}: {near}{more}."
 
 
 def _second_line(advice: Advice) -> str:
@@ -64,7 +69,8 @@ def _second_line(advice: Advice) -> str:
     if advice.exact is not None:
         return f"{line}keep {kept_words(advice.exact)} exact."
     if advice.within(trial):
-        best = min(gains, key=lambda x: x.figure.loss, default=None)
+        better = [x for x in gains if trial.figure is not None and x.figure.loss < trial.figure.loss]
+        best = min(better, key=lambda x: x.figure.loss, default=None)
         more = "" if best is None else f", though {kept_words(best)} exact would give {best.figure}"
         return f"{line}nothing has to be kept exact{more}."
     if not gains:
@@ -88,8 +94,8 @@ def _third_line(advice: Advice) -> str:
     trial = advice.trial(advice.distilled)
     enough = "near enough" if advice.within(trial) else "not yet near enough"
     return (
-        f"After distillation: {trial.candidate} had {trial.figure} after {trial.fitted} steps of a quick fit, "
-        f"{enough}; a longer one should do better than that."
+        f"After distillation: {trial.candidate} had {trial.figure} after {trial.steps} steps of a quick fit, "
+        f"{enough}; a longer one should do better than that, on texts to learn from ({TEXTS}), others than those here."
     )
 
 
@@ -102,13 +108,12 @@ def kept_words(kept: Kept) -> str:
 
 
 def paste_lines(advice: Advice) -> list[str]:
-    """Commands to paste: the conversion that is advised first, then the other way, trained or not."""
-    plain = advice.convert_line(advice.chosen)
-    if advice.distilled is None:
-        return [plain]
-    learned = advice.convert_line(advice.distilled, distill=True)
+    """Commands to paste: without training where that is near enough, distilled where that is, or where nothing is."""
     good = advice.within(advice.trial(advice.chosen)) or advice.exact is not None
-    return [plain, learned] if good or not advice.within(advice.trial(advice.distilled)) else [learned, plain]
+    lines = [advice.convert_line(advice.chosen)] if good else []
+    if advice.distilled is not None and (not good or advice.within(advice.trial(advice.distilled))):
+        lines.append(advice.convert_line(advice.distilled, distill=True))
+    return lines
 
 
 def layer_rows(advice: Advice) -> list[list[str]]:

@@ -28,7 +28,7 @@ def page(advice: Advice) -> str:
         f"{advice.rows} texts of up to {advice.length} tokens; {advice.minutes:.1f} minutes"
     )
     parts = [
-        section("Verdict", "".join(f"<p>{safe(x)}</p>" for x in verdict(advice)), pre("\n".join(paste_lines(advice)))),
+        section("Verdict", *(f"<p>{safe(x)}</p>" for x in verdict(advice)), *map(pre, paste_lines(advice))),
         section("Pictures", f'<div class="figures">{"".join(_pictures(advice))}</div>'),
         section("Attentions", _table("attentions", layer_head(advice), layer_rows(advice)), _legend()),
         section("Candidates", _table("candidates", trial_head(advice), trial_rows(advice))),

@@ -25,7 +25,7 @@ class Trial:
         timing: at the length of use; None: not timed.
         figure: of the model with it, really run; None: not run.
         expected: where it was not run, by the others that were; None: nobody can tell.
-        fitted: steps of a quick fit; 0: untrained.
+        steps: of a quick fit, where the candidate is fitted.
     """
 
     candidate: Candidate
@@ -33,7 +33,12 @@ class Trial:
     timing: Timing | None = None
     figure: Figure | None = None
     expected: Expected | None = None
-    fitted: int = 0
+    steps: int = 0
+
+    @property
+    def fitted(self) -> bool:
+        """Whether its maps were fitted."""
+        return self.candidate.fitted
 
     @property
     def label(self) -> str:
@@ -45,7 +50,7 @@ class Trial:
         return {
             "attention": self.candidate.spec,
             "features": self.candidate.size,
-            "fitted": self.fitted,
+            "fitted": self.steps,
             "error": self.errors.mean,
             "layers": self.errors.layers,
             "heads": None if self.figure is None else self.errors.heads,  # of all trials they would be most of a record
@@ -94,6 +99,7 @@ class Check:
     got: Figure
 
 
+TEXTS = "TEXTS"  # to learn from, in the line that distills
 MINUTES, RANK = "30", "8"  # of the distillation that is advised; all weights of a decoder take long to tune
 
 
@@ -185,7 +191,7 @@ class Advice:
 
         Args:
             label: of the trial.
-            distill: learn from the texts too.
+            distill: learn too, from texts that are to be given: those of the advice are to measure on.
         """
         candidate = self.trial(label).candidate
         options = {"--attention": candidate.spec}
@@ -196,12 +202,9 @@ class Advice:
             options["--layers"] = number_ranges([i for i in self.convertible if i not in exact.layers])
         if exact is not None and exact.heads:
             options["--keep-heads"] = str(sum(map(len, exact.heads.values())))
-        more = dict(self.command)
         if distill:
-            more["--distill"] = more.pop("--text", "TEXTS")
-            more["--minutes"] = MINUTES
-            more |= {"--lora": RANK} if self.causal else {}
-        words = [x for name, value in {**options, **more}.items() for x in ((name, value) if value else (name,))]
+            options |= {"--distill": TEXTS, "--minutes": MINUTES} | ({"--lora": RANK} if self.causal else {})
+        words = [x for name, y in {**options, **self.command}.items() for x in ((name, y) if y else (name,))]
         return shlex.join(["kernelformer", "convert", self.source, "DST", *words])
 
 

@@ -196,7 +196,7 @@ def model_card(result: ConversionResult, name: str) -> str:
         "Relative errors against the original. Of a single attention it is that of its output at the original's "
         "queries, keys and values; hidden states are those of the model running by itself, where errors add up. All "
         "of them are in report.json.",
-        *([] if result.judged is None else [card_section(result.judged).rstrip()]),
+        card_section(result.judged).rstrip(),
         "## What it is not good for",
         _limits(result, linear=bool(replaced), quadratic=bool(grows or heads)),
         "## Versions",

@@ -16,6 +16,7 @@ from kernelformer.distill.probe import Probe
 from kernelformer.reports.markdown import plain, table
 
 HEADING = "## How it was judged"
+NOT_JUDGED = "It was not judged beside its original; `kernelformer judge` does that."
 GUESS = "-2.3"  # log of 1/10, what guessing a digit gives
 
 
@@ -151,8 +152,10 @@ def tables(judgement: Judgement) -> list[Table]:
     return shown
 
 
-def remarks(judgement: Judgement) -> list[str]:
+def remarks(judgement: Judgement | None) -> list[str]:
     """Sentences for the terminal, after the tables."""
+    if judgement is None:
+        return [f"note: {NOT_JUDGED}"]
     probed = [] if judgement.probe is None else [probe_sentence(judgement.probe)]
     return [*probed, *(f"note: {x}" for x in judgement.remarks)]
 
@@ -161,8 +164,10 @@ def _recall_note() -> str:
     return f"share right, and log-probability of a digit, where guessing gives {GUESS}; mean ± standard error"
 
 
-def card_section(judgement: Judgement) -> str:
-    """Section of a model card that says how the model was judged."""
+def card_section(judgement: Judgement | None) -> str:
+    """Section of a model card that says how the model was judged, or that it was not."""
+    if judgement is None:
+        return f"{HEADING}\n\n{NOT_JUDGED}\n"
     head, rows = figure_rows(judgement)
     parts = [HEADING, f"Measured on {plain(judgement.measured_on)}.", table(head, rows)]
     if NEAR in judgement.figures:
