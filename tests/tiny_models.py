@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import string
+
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB, WIDTH, HEADS = 61, 32, 4
 _COMMON = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
@@ -68,6 +71,19 @@ def tiny(kind, dtype=torch.float64, config=None, size=1.5, **settings):
 
 def tokens(count=2, length=11, seed=1):
     return torch.randint(3, VOCAB, (count, length), generator=torch.Generator().manual_seed(seed))
+
+
+def letters(size=VOCAB):
+    """A tokenizer with a character a token."""
+    ids = {x: i for i, x in enumerate((string.ascii_letters + string.digits)[:size])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="a"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def first_end(text, word, start):
+    """Place after the first of these words that ends behind a place."""
+    return next(i for i in range(start + 1, len(text) + 1) if text[:i].endswith(word))
 
 
 def padded(ids, keep, side="right"):

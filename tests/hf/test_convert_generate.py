@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from kernelformer.hf import StateCache, convert, new_cache
-from tiny_models import DECODERS, PAIRS, inputs, outputs, padded, tiny, tokens
+from tiny_models import DECODERS, PAIRS, first_end, inputs, letters, outputs, padded, tiny, tokens
 
 NEW = 7
 WAYS = {
@@ -65,6 +65,18 @@ def test_other_models_generate_from_states_too(kind, how):
         how = "greedy"
     want = generate(model, given, use_cache=False, **HOW[how])
     assert torch.equal(generate(model, given, **HOW[how]), want)
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM", *PAIRS])
+def test_generating_stops_at_a_string(kind):
+    model, tokenizer = converted(kind), letters()
+    given = inputs(model, tokens(1, 8))
+    whole = generate(model, given, do_sample=False)
+    word = tokenizer.decode(whole[0, -3:-1])
+    end = first_end(tokenizer.decode(whole[0]), word, 1 if model.config.is_encoder_decoder else 8)
+    assert end < whole.shape[1]
+    options = {"stop_strings": [word], "tokenizer": tokenizer, "do_sample": False}
+    assert torch.equal(generate(model, given, **options), whole[:, :end])
 
 
 @pytest.mark.parametrize("way", ["near by loglinear", "local"])

@@ -180,13 +180,18 @@ def call():
         ("cu_seq_lens_q", torch.tensor([0, 5]), "packed sequences"),
         ("cache", object(), "a paged cache"),
         ("head_mask", torch.ones(HEADS), "a mask of heads"),
-        ("novelty", 3, "gets novelty=3"),
+        ("novelty", torch.zeros(3), r"gets a tensor novelty \(3,\), which 'favor\+' does not know"),
     ],
 )
 def test_keywords_that_cannot_be_honoured_are_refused(call, keyword, value, words):
     with pytest.raises(ValueError, match=words):
         call(**{keyword: value})
     call(**{keyword: None})
+
+
+def test_keywords_that_are_no_tensors_and_no_switch_of_attention_pass(call):
+    want = call()[0]
+    assert torch.equal(call(tokenizer=object(), output_router_logits=True, position_embeddings=(want, want))[0], want)
 
 
 def test_packed_sequences_are_refused():

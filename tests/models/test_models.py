@@ -22,6 +22,7 @@ from kernelformer.hf import StateCache
 from kernelformer.models import MODELS, KernelformerConfig, register
 from kernelformer.models.blocks import Block
 from kernelformer.modules import RelativePositions
+from tiny_models import first_end, letters
 
 hf_logging.disable_progress_bar()
 SMALL = {
@@ -206,6 +207,16 @@ def test_the_cache_of_a_feature_map_does_not_grow_and_that_of_softmax_does():
             out = model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, return_dict_in_generate=True)
             sizes.append(out.past_key_values.nbytes)
         assert (sizes[1] > sizes[0]) == grows, attention
+
+
+def test_generating_stops_at_a_string():
+    model, ids = build("causal-lm", "favor+:num_features=8").eval(), batch("causal-lm")["input_ids"][:1]
+    tokenizer, settings = letters(SMALL["vocab_size"]), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    whole = model.generate(ids, **settings)
+    word = tokenizer.decode(whole[0, -3:-1])
+    end = first_end(tokenizer.decode(whole[0]), word, ids.shape[1])
+    assert end < whole.shape[1]
+    assert torch.equal(model.generate(ids, **settings, stop_strings=[word], tokenizer=tokenizer), whole[:, :end])
 
 
 def test_a_cache_resumes_where_it_was():
@@ -569,6 +580,8 @@ def test_wrong_inputs_say_what_to_change():
         model(ids, output_hidden_states=True)
     with raises("a prediction for each label"):
         model(ids, labels=ids, logits_to_keep=1)
+    with raises("by layers of its own, got attn_implementation='sdpa'; leave it out, .* by attention="):
+        build("causal-lm", "elu").set_attn_implementation("sdpa")
     with raises("must be a StateCache"):
         model.generate(ids, past_key_values=object(), max_new_tokens=2)
     with raises("leave it out"):

@@ -23,24 +23,14 @@ from kernelformer.modules.context import active_ranks, needs_whole
 CORE = "kernel"  # the name of the core among the children of an attention module
 CROSS = "is_cross_attention"  # attribute of cores whose keys are those of other tokens than their queries
 ARGUMENTS = ("dropout", "scaling", "is_causal", "position_bias")  # of an attention, which `attend` takes by name
-# What transformers passes along and what changes nothing for attention.
-_HARMLESS = frozenset(
-    {
-        "cache_position",
-        "deterministic",
-        "encoder_hidden_states",
-        "is_causal",
-        "layer_idx",
-        "logits_to_keep",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "token_type_ids",
-        "use_cache",
-    }
+# Tensors that transformers passes along and that change nothing for attention.
+_HARMLESS = (
+    "cache_position",
+    "encoder_hidden_states",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "position_ids",
+    "token_type_ids",
 )
 _REFUSED = {
     "softcap": "soft-capped logits",
@@ -178,18 +168,19 @@ def attend_exactly(
 
 
 def check_keywords(keywords: dict[str, Any], method: str, module: nn.Module) -> None:
-    """Raise for keywords that would have to change the weights, and for unknown ones that are set."""
+    """Raise for keywords that would have to change the weights: switches that transformers has, and unknown tensors.
+
+    All others pass: transformers hands on whatever a model was called with, `generate` its tokenizer for example.
+    """
     kind = type(module).__name__
     for name, value in keywords.items():
-        if value is None or name in _HARMLESS:
-            continue
-        if name in _REFUSED:
+        if value is not None and name in _REFUSED:
             raise ValueError(
                 f"{kind} asks for {_REFUSED[name]} ({name}={value!r:.40}), which {method!r} cannot honour. Use a model "
                 f"without, or kernelformer.hf.convert, which keeps such attentions as they are."
             )
-        if value is not False:
-            raise ValueError(f"{kind} gets {name}={value!r:.40}, which {method!r} does not know.")
+        if isinstance(value, Tensor) and name not in _HARMLESS:
+            raise ValueError(f"{kind} gets a tensor {name} {shape(value)}, which {method!r} does not know.")
 
 
 def bias_table(position_bias: Tensor | None) -> Tensor | None:

@@ -102,6 +102,15 @@ class KernelformerPreTrainedModel(PreTrainedModel):
                 module.take_numbers()
         return loaded
 
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Refuse an implementation of transformers: these models attend by layers of their own."""
+        if requested_attention not in (None, "eager"):
+            raise ValueError(
+                f"{type(self).__name__} attends by layers of its own, got attn_implementation={requested_attention!r}; "
+                f"leave it out, and choose a method by attention= of the KernelformerConfig."
+            )
+        return "eager"
+
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """Name tied weights: transformers' own, and tables that blocks share, which are always tied."""
         tied: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)
@@ -167,8 +176,11 @@ def _descendants(kind: type[KernelformerPreTrainedModel]) -> Iterator[type[Kerne
 
 
 def refuse_unknown(model: nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Raise for arguments that a model does not take; transformers passes None and False along, which are allowed."""
-    asked = [name for name, value in keywords.items() if value is not None and value is not False]
+    """Raise for arguments that a model does not take.
+
+    What transformers passes along is allowed: None, False, and the tokenizer that `generate` stops at strings by.
+    """
+    asked = [x for x, value in keywords.items() if value is not None and value is not False and x != "tokenizer"]
     if asked:
         known = [x for x in inspect.signature(model.forward).parameters if x != "kwargs"]
         raise unknown(f"argument of {type(model).__name__},", asked[0], known)
