@@ -11,11 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, pipeline
 
 from converted_folders import change, saved
-from kernelformer.hf import convert, load, register, save
-from tiny_models import KINDS, inputs, outputs, tiny, tokens
+from kernelformer.hf import convert, load, save
+from tiny_models import KINDS, inputs, letters, outputs, tiny, tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,31 +106,83 @@ def test_the_configuration_of_the_original_is_left_alone(tmp_path):
     assert found.config.to_dict() == {**original.config.to_dict(), "transformers_version": transformers.__version__}
 
 
-def test_transformers_finds_the_folder_once_it_is_registered(tmp_path):
-    register()
-    model = saved(tmp_path / "a")
-    found = AutoModelForMaskedLM.from_pretrained(tmp_path / "a", dtype="auto")
+# Those that are left out have a head, which AutoModel does not load.
+AUTO = {
+    "BertForMaskedLM": "AutoModelForMaskedLM",
+    "BertForSequenceClassification": "AutoModelForSequenceClassification",
+    "BertLMHeadModel": "AutoModelForCausalLM",
+    "GPT2LMHeadModel": "AutoModelForCausalLM",
+    "LlamaForCausalLM": "AutoModelForCausalLM",
+    "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "UMT5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "BartForConditionalGeneration": "AutoModelForSeq2SeqLM",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_classes_load_a_folder_as_it_was_converted(kind, tmp_path):
+    model = saved(tmp_path, kind)
+    name = AUTO.get(kind, "AutoModel")
+    found = getattr(transformers, name).from_pretrained(tmp_path, trust_remote_code=True, device_map="cpu")
+    assert found.conversion == model.conversion
+    assert torch.equal(outputs(found, **inputs(model)), outputs(model, **inputs(model)))
+    if name != "AutoModel":
+        with pytest.raises(ValueError, match=rf"converted {kind}, which AutoModel is not for; use .*{name}.* or kern"):
+            AutoModel.from_pretrained(tmp_path)
+
+
+def test_auto_classes_take_a_configuration_a_precision_and_a_device(tmp_path):
+    model = saved(tmp_path)
+    found = AutoModelForMaskedLM.from_pretrained(tmp_path, dtype="auto")
     assert torch.equal(outputs(found, input_ids=tokens()), outputs(model, input_ids=tokens()))
-    assert AutoModelForMaskedLM.from_pretrained(str(tmp_path / "a"), dtype="float32").dtype == torch.float32
-    config = AutoConfig.from_pretrained(tmp_path / "a")
+    for dtype in (torch.float32, "float32"):
+        assert AutoModelForMaskedLM.from_pretrained(str(tmp_path), dtype=dtype).dtype == torch.float32
+    for device_map in ("meta", {"": "meta"}, torch.device("meta")):
+        assert AutoModelForMaskedLM.from_pretrained(tmp_path, device_map=device_map).device.type == "meta"
+    config = AutoConfig.from_pretrained(tmp_path)
     assert config.architecture == "BertForMaskedLM"
     # As sentence-transformers asks for it.
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "a", config=config, subfolder="", token=None)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path, config=config, subfolder="", token=None)
     assert again.conversion == found.conversion
-    for auto in (AutoModel, AutoModelForCausalLM):
-        with pytest.raises(ValueError, match=rf"converted BertForMaskedLM, {auto.__name__} is for Bert\w+; use"):
-            auto.from_pretrained(tmp_path / "a")
-    with pytest.raises(ValueError, match="got device_map='auto'"):
-        AutoModelForMaskedLM.from_pretrained(tmp_path / "a", device_map="auto")
-    for kind, auto in {
-        "BertModel": "AutoModel",
-        "BertForSequenceClassification": "AutoModelForSequenceClassification",
-        "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-        "ViTModel": "AutoModel",
-    }.items():
-        model = saved(tmp_path / kind, kind)
-        other = getattr(transformers, auto).from_pretrained(tmp_path / kind)
-        assert torch.equal(outputs(other, **inputs(model)), outputs(model, **inputs(model)))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"attn_implementation": "sdpa"}, "as it was saved, its attention too, .* got attn_implementation='sdpa'"),
+        ({"output_attentions": True}, "got output_attentions=True; leave it out, or set it in model.config afterwards"),
+        ({"return_dict": False}, "got return_dict=False"),
+        ({"novelty": 3}, "got novelty=3"),
+        ({"device_map": "auto"}, "to one device, got device_map='auto'; name it"),
+        ({"device_map": {"bert": "cpu"}}, "to one device, got device_map={'bert'"),
+    ],
+)
+def test_auto_classes_refuse_what_would_be_ignored(option, words, tmp_path):
+    saved(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        AutoModelForMaskedLM.from_pretrained(tmp_path, **option)
+
+
+def test_an_attention_beside_a_configuration_is_refused(tmp_path):
+    saved(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="got attn_implementation='eager'"):  # as sentence-transformers hands it on
+        AutoModelForMaskedLM.from_pretrained(tmp_path, config=config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("BertModel", "feature-extraction"), ("BertForSequenceClassification", "text-classification"),
+     ("LlamaForCausalLM", "text-generation")],
+)  # fmt: skip
+def test_pipelines_use_a_folder_as_it_was_converted(kind, task, tmp_path):
+    model = saved(tmp_path, kind)
+    letters().save_pretrained(tmp_path)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0} if task == "text-generation" else {}
+    found = [
+        pipeline(task, model=x, tokenizer=letters(), device="cpu")("9abacus", **options) for x in (str(tmp_path), model)
+    ]
+    assert found[0] == found[1]
 
 
 def test_the_arguments_of_trainers_are_taken(tmp_path):

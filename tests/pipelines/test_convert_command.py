@@ -88,7 +88,9 @@ def hashes(folder):
     return {x.name: hashlib.sha256(x.read_bytes()).hexdigest() for x in sorted(folder.iterdir())}
 
 
-def test_the_command_writes_a_model_that_loads_and_leaves_the_source_alone(model, text, tmp_path, pictures):
+def test_the_command_writes_a_model_that_loads_and_leaves_the_source_alone(
+    model, text, tmp_path, pictures, monkeypatch
+):
     before, target = hashes(model), tmp_path / "new" / "linear"
     code, said = invoke(model, target, "--attention", "favor+:draw=hadamard", "--features", 16, "--text", text)
     assert code == 0, said
@@ -107,6 +109,10 @@ def test_the_command_writes_a_model_that_loads_and_leaves_the_source_alone(model
     assert "favor+, draw = hadamard, num\\_features = 16" in card
     assert "replaced: 2 of 2 attentions" in card
     assert 'kernelformer.hf.load("linear")' in card
+    monkeypatch.chdir(target.parent)
+    shown = {}
+    exec(card.split("```python\n")[1].split("```")[0], shown)  # as a reader of the card would
+    assert shown["model"].conversion == loaded.conversion
     assert str(tmp_path) not in card + json.dumps(report)
     assert (target / "report.png").stat().st_size > 10000
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
@@ -21,7 +22,6 @@ from kernelformer.hf.converted_folder import (
     load_generation_config,
     load_weights,
     read_record,
-    source_config,
 )
 from kernelformer.hf.gguf import gguf_file, load_gguf
 from kernelformer.hf.plan import Conversion
@@ -39,15 +39,18 @@ from kernelformer.hf.save import CONFIG, KIND, ConvertedConfig
 from kernelformer.hf.tokenizer import load_tokenizer
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-# Arguments of transformers' from_pretrained that mean something for the hub only.
-_HUB = (
+_AUTOS: list[Any] = [getattr(modeling_auto, x) for x in modeling_auto.__all__ if x.startswith("AutoModel")]
+# Arguments of transformers' from_pretrained that change nothing for a folder, in which there is no code.
+_IDLE = (
     "_commit_hash",
     "_from_auto",
     "cache_dir",
     "code_revision",
     "local_files_only",
+    "low_cpu_mem_usage",
     "revision",
     "token",
+    "trust_remote_code",
     "use_safetensors",
 )
 
@@ -57,7 +60,7 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str | 
 
         model = kernelformer.hf.load("minilm-linear")
 
-    Transformers' Auto classes know such folders afterwards, as after `kernelformer.hf.register`.
+    Transformers' Auto classes and pipelines know such folders, too, once kernelformer.hf was imported.
 
     Args:
         folder: written by `save`.
@@ -69,7 +72,6 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str | 
             weights that do not fit its configuration.
     """
     folder = Path(folder)
-    register_auto()
     record = read_record(folder)
     check_hashes(folder)
     check_record(record, folder)
@@ -198,31 +200,64 @@ class _Loader:
         """
         record = read_record(Path(folder))
         check_record(record, Path(folder))
-        fitting = cls.auto._model_mapping.get(type(source_config(record)), ())
-        names = [x.__name__ for x in (fitting if isinstance(fitting, tuple | list) else (fitting,))]
-        if record["architecture"] not in names:
+        autos = auto_classes(record["architecture"])
+        if cls.auto.__name__ not in autos:
             raise ValueError(
-                f"{folder} holds a converted {record['architecture']}, {cls.auto.__name__} is for "
-                f"{' or '.join(names) or 'other models'}; use kernelformer.hf.load."
+                f"{folder} holds a converted {record['architecture']}, which {cls.auto.__name__} is not for; use "
+                f"{' or '.join((*autos, 'kernelformer.hf.load'))}."
             )
         dtype = options.pop("dtype", options.pop("torch_dtype", None))
         if isinstance(dtype, str):
             dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
+        changed = set()
+        if config is not None:  # Auto classes move options there that a configuration has
+            saved = cls.config_class.from_pretrained(folder).to_dict()
+            changed = {x for x, y in config.to_dict().items() if y != saved.get(x)} - {"_name_or_path", "dtype"}
+            options |= {x: getattr(config, x) for x in changed}
+            options.setdefault("attn_implementation", config._attn_implementation)
+        device = _one_device(options.pop("device_map", None))
         # Where peft is installed, adapter_kwargs comes along with nothing in it.
         given = {x: any(y.values()) if isinstance(y, dict) else y not in (None, False, "") for x, y in options.items()}
-        asked = [name for name, said in given.items() if said and name not in _HUB]
+        asked = [name for name, said in given.items() if name in changed or (said and name not in _IDLE)]
         if asked:
             raise ValueError(
-                f"a converted model is loaded with dtype= alone, got {asked[0]}={options[asked[0]]!r}; use "
-                f"kernelformer.hf.load(folder, dtype=..., device=...)."
+                f"a converted model is loaded as it was saved, its attention too, with dtype= and device_map= alone, "
+                f"got {asked[0]}={options[asked[0]]!r}; leave it out, or set it in model.config afterwards."
             )
-        return load(folder, dtype=dtype)
+        return load(folder, dtype=dtype, device=device)
+
+
+def auto_classes(architecture: str) -> list[str]:
+    """List the Auto classes that load a converted model of a class of transformers, by their names.
+
+    An encoder without its decoder (T5) is one for AutoModel too, since its folder has no other.
+    """
+    kind, names = getattr(transformers, architecture, None), []
+    for auto in _AUTOS:
+        models = auto._model_mapping.get(getattr(kind, "config_class", None), ())
+        if kind in (models if isinstance(models, tuple | list) else (models,)):
+            names.append(auto.__name__)
+    return [*names, "AutoModel"] if names == ["AutoModelForTextEncoding"] else names
+
+
+def _one_device(device_map: Any) -> torch.device | None:
+    """Read the device that a ``device_map`` gives to a whole model.
+
+    Raises:
+        ValueError: it is for several, or leaves the choice.
+    """
+    place = device_map[""] if isinstance(device_map, dict) and [*device_map] == [""] else device_map
+    try:
+        return None if place is None else torch.device(place)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"a converted model is loaded to one device, got device_map={device_map!r}; name it: device_map='cpu' or "
+            f"'cuda:0'."
+        ) from None
 
 
 def register_auto() -> None:
     """Make transformers' Auto classes load converted folders; calling it again changes nothing."""
     AutoConfig.register(KIND, ConvertedConfig, exist_ok=True)
-    for name in modeling_auto.__all__:
-        if name.startswith("AutoModel"):
-            auto = getattr(modeling_auto, name)
-            auto.register(ConvertedConfig, type(f"Converted{name}", (_Loader,), {"auto": auto}), exist_ok=True)
+    for auto in _AUTOS:
+        auto.register(ConvertedConfig, type(f"Converted{auto.__name__}", (_Loader,), {"auto": auto}), exist_ok=True)

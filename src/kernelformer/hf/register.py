@@ -1,4 +1,4 @@
-"""Every method as an attention implementation of transformers, and converted folders in its Auto classes."""
+"""Every method as an attention implementation of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kernelformer.errors import unknown
 from kernelformer.hf.attend import CORE, CROSS, attend, causal_without_mask, make_mask, read_mask
-from kernelformer.hf.load import register_auto
 from kernelformer.modules import AttentionCore, list_methods, method_options
 from kernelformer.modules.build import build_core, move_to_inputs
 from kernelformer.modules.options import applicable_options, cross_options, near_settings
@@ -105,9 +104,8 @@ def register(**options: Any) -> list[str]:
 
         register()
         AutoModel.from_pretrained(name, attn_implementation="favor+")
-        AutoModel.from_pretrained("out/linear")       # folders of converted models, see `kernelformer.hf.load`
 
-    Importing kernelformer.hf registers nothing. Of each implementation both halves are registered: the attention, and
+    Of each implementation both halves are registered: the attention, and
     the mask function without which a model would get no mask at all and lose its causality. Padding leaves numerator
     and denominator; what cannot be honoured (soft-capping, sliding windows, sinks, packed sequences) raises. Attention
     dropout is left out, with a warning (see `attend`). Cross-attention is told from self-attention and has no window;
@@ -135,5 +133,4 @@ def register(**options: Any) -> list[str]:
     for name in names:
         AttentionInterface.register(name, Registered(name, options))
         AttentionMaskInterface.register(name, make_mask)
-    register_auto()
     return names

@@ -12,6 +12,7 @@ from rich.table import Table
 from kernelformer.distill.measure import Report, Row
 from kernelformer.formatting import human_time, visible
 from kernelformer.hf.licence import NOT_STATED
+from kernelformer.hf.load import auto_classes
 from kernelformer.reports.conversion_result import ConversionResult
 from kernelformer.reports.judgement import Judgement, card_section, probe_sentence
 from kernelformer.reports.judgement import tables as judgement_tables
@@ -162,6 +163,7 @@ def model_card(result: ConversionResult, name: str) -> str:
     options = replaced[0]["options"] if replaced else {}
     method = replaced[0]["method"] if replaced else "softmax"
     said = ", ".join(f"{x} = {y}" for x, y in options.items()) or "defaults"
+    auto = next(iter(auto_classes(result.model)), "AutoModel")
     sections = [
         _front_matter(result),
         f"# {plain(name)}",
@@ -171,8 +173,11 @@ def model_card(result: ConversionResult, name: str) -> str:
             if replaced
             else "its own softmax attention: a check."
         ),
-        "```python\nimport kernelformer.hf\n\n"
-        f"model = kernelformer.hf.load({code(name)})  # the path of this folder\n```",
+        "```python\nimport kernelformer.hf  # transformers knows this folder after it\n"
+        f"from transformers import {auto}\n\n"
+        f"model = {auto}.from_pretrained({code(name)})  # path of this folder; or kernelformer.hf.load({code(name)})\n"
+        "```",
+        "After that import pipelines and sentence-transformers open the folder, too; without it no program does.",
         "## What was done",
         "\n".join(
             f"- {x}"
