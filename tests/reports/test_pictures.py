@@ -42,6 +42,12 @@ def test_every_picture_is_on_file_is_shown_on_a_page_and_is_small():
         assert (IMAGES / f"{name}.svg").stat().st_size < 120_000
 
 
+def test_the_letters_of_the_overview_can_be_read_at_the_width_of_a_phone(tmp_path):
+    overview.picture(Records(tmp_path), tmp_path / "overview.svg")
+    width = float(ElementTree.parse(tmp_path / "overview.svg").getroot().attrib["viewBox"].split()[2])
+    assert 12.5 * 328 / width > 10  # pixels of a letter, on a screen of 360 with margins of 16
+
+
 def test_the_command_draws_all_of_them_twice_alike_and_with_a_description(tmp_path):
     folder = tmp_path / "results"
     (folder / speed.ATTENTION).parent.mkdir(parents=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from kernelformer.reports.pictures.drawing import EXACT, INK, LINEAR, THIRD, figure
@@ -74,8 +73,7 @@ def _share(records: Records, name: str) -> float | None:
 
 def _quality(records: Records) -> dict[str, float]:
     shares: dict[str, float | None] = {}
-    near = conversion.wildcat_cosine(records, "wildcat:num_landmarks=128:window=32:sinks=1", 512)
-    shares["MiniLM: cosine, untrained"] = fmean(near) if near else None
+    shares["MiniLM: cosine, untrained"] = conversion.untrained_cosine(records)
     window = records.get("conversion/minilm-window.json")
     shares["MiniLM: cosine, distilled"] = window["reports"]["distilled"]["cosine"] if window else None
     kept = conversion.perplexities(records, RECALL)
@@ -125,8 +123,10 @@ def _bars(axis: Any, shares: dict[str, float]) -> None:
 def picture(records: Records, path: Path) -> None:
     """Draw it."""
     shown = overview(records)
-    with figure(path, shown.words(), (11, 3.7)) as drawn:
-        time, memory, quality = drawn.subplots(1, 3, width_ratios=(1, 1, 0.9))
+    # Narrow, so that its letters can be read where a page shows it on a phone, at the width of the screen.
+    with figure(path, shown.words(), (5.4, 5.6)) as drawn:
+        above, below = drawn.subfigures(2, 1)
+        (time, memory), quality = above.subplots(1, 2), below.subplots()
         _curves(time, shown.seconds, 1)
         time.set_title("time of a training step\nof attention, seconds")
         _curves(memory, shown.cache, 2**20)

@@ -39,21 +39,25 @@ def _near(records: Records) -> str:
     )
 
 
+def _three(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.3f}"
+
+
 def _wildcat(records: Records) -> str:
     def mean(attention: str, length: int) -> str:
         some = conversion.wildcat_cosine(records, attention, length)
         return f"{fmean(some):.3f}" if some else ABSENT
 
-    near = ":window=32:sinks=1"
+    near, long = "wildcat:num_landmarks=64:window=32:sinks=1", conversion.untrained_cosine(records)
     others = {"skyformer": "skyformer:num_landmarks=128:kernel=softmax", "loglinear": "loglinear:num_features=128"}
     others["favor+"] = "favor+:num_features=128"
     cosines = {k: conversion.cosine(records, "minilm-methods", x) for k, x in others.items()}
     rest = ", ".join(f"`{k}` {ABSENT if x is None else f'{x:.2f}'}" for k, x in cosines.items())
     return (
-        f"MiniLM, every layer, three seeds: mean cosine {mean(f'wildcat:num_landmarks=64{near}', 256)} to the "
-        f"original's embeddings at 256 tokens (64 landmarks) and {mean(f'wildcat:num_landmarks=128{near}', 512)} at "
-        f"512 (128); without the window {mean('wildcat:num_landmarks=64', 256)} and "
-        f"{mean('wildcat:num_landmarks=128', 256)} at 256. With 128 features, one seed: {rest}"
+        f"MiniLM, every layer, three seeds: mean cosine {_three(long)} to the original's embeddings at 512 tokens "
+        f"(128 landmarks, the default); with 64 {mean(near, 512)}, and {mean(near, 256)} at 256 tokens; there without "
+        f"the window {mean('wildcat:num_landmarks=64', 256)} (64) and {mean('wildcat:num_landmarks=128', 256)} (128). "
+        f"With 128 features, one seed, 256 tokens: {rest}"
     )
 
 
@@ -65,9 +69,10 @@ def _encoder_distilled(records: Records) -> str:
     minutes = sum(x["seconds"] for x in record["spent"].values()) / 60
     gap = 100 * (probe["converted"] - probe["original"])
     return (
-        f"MiniLM, one seed: {reports['converted']['cosine']:.3f} as converted, {reports['distilled']['cosine']:.3f} "
-        f"after {minutes:.0f} minutes of one core; a classifier on the embeddings {100 * probe['converted']:.1f}%, "
-        f"with the original {100 * probe['original']:.1f}% (difference {gap:.1f} ± {100 * probe['error']:.1f})"
+        f"MiniLM, one seed, {record['length']} tokens: {reports['converted']['cosine']:.3f} as converted, "
+        f"{reports['distilled']['cosine']:.3f} after {minutes:.0f} minutes of one core; a classifier on the "
+        f"embeddings {100 * probe['converted']:.1f}%, with the original {100 * probe['original']:.1f}% "
+        f"(difference {gap:.1f} ± {100 * probe['error']:.1f})"
     )
 
 
@@ -197,13 +202,9 @@ def brief(records: Records) -> str:
     faster = bench.faster("favor+", "sdpa", "bidirectional", speed.LONG, backward=True)
     longest = records.bench(speed.DECODE).faster("favor+", "sdpa", "decode", 65536)
     bits = [training.mean(records, "bytes-stdlib", x) for x in (training.BIASED, "softmax")]
-    near = conversion.wildcat_cosine(records, "wildcat:num_landmarks=128:window=32:sinks=1", 512)
     fitted = records.get("conversion/minilm-window.json")
     kept = conversion.perplexities(records, "smollm2-recall-heads")
-    cosines = [
-        f"{fmean(near):.3f}" if near else ABSENT,
-        f"{fitted['reports']['distilled']['cosine']:.3f}" if fitted else ABSENT,
-    ]
+    distilled = fitted["reports"]["distilled"]["cosine"] if fitted else None
     ratio = f"{kept['after LoRA'] / kept['original']:.2f} times" if kept else ABSENT
     rows = [
         ["a long encoder, trained from scratch", "`favor+`", f"training step at 16384 tokens: {faster} as fast"],
@@ -216,12 +217,12 @@ def brief(records: Records) -> str:
         [
             "a pretrained encoder, without training",
             "`wildcat` with `window=32, sinks=1`",
-            f"MiniLM: cosine {cosines[0]} to its own embeddings",
+            f"MiniLM at 512 tokens: cosine {_three(conversion.untrained_cosine(records))} to its own embeddings",
         ],
         [
             "the same, with minutes of distillation",
             "`loglinear` with `window=64, sinks=1`",
-            f"MiniLM: cosine {cosines[1]}",
+            f"MiniLM at 256 tokens: cosine {_three(distilled)}",
         ],
         [
             "a pretrained decoder",
