@@ -88,6 +88,6 @@ def test_a_comparison_that_is_ended_leaves_a_checkpoint_and_no_worker(number, tm
             process.kill()  # else a failure would wait for all 20,000 steps
     if number == signal.SIGTERM:
         assert process.returncode == 130
-        assert f"\nerror: stopped in {folder}" in said
+        assert f"\nstopped in {folder}" in said
     wait_for(lambda: not runs(worker), 30)
     assert json.loads(next(folder.glob("checkpoint-*/trainer_state.json")).read_text())["global_step"] >= 3

@@ -159,12 +159,12 @@ def test_errors_of_a_study_are_said_without_a_traceback(problem, code, tmp_path,
     assert (result.exit_code, result.stderr) == (code, "error: why\n")
 
 
-@pytest.mark.parametrize(("problem", "code"), [(StoppedError("go on"), 130), (KeyboardInterrupt(), 130)])
-def test_what_was_stopped_ends_as_the_shell_expects(problem, code, capsys):
+@pytest.mark.parametrize("problem", [StoppedError("stopped after step 3."), KeyboardInterrupt()])
+def test_what_was_stopped_ends_as_the_shell_expects_and_is_no_error(problem, capsys):
     with pytest.raises(typer.Exit) as end, plain_errors():
         raise problem
-    assert end.value.exit_code == code
-    assert capsys.readouterr().err.startswith("error: ")
+    assert end.value.exit_code == 130
+    assert capsys.readouterr().err.startswith("stopped ")
 
 
 def test_an_error_is_said_whole_and_once_if_all_processes_have_it(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import defaultdict
 
@@ -48,6 +49,20 @@ def test_every_option_has_its_part_of_the_help_and_words():
         for command, option in users.items():
             assert option.name in PANELS, f"{name} of {command}: say in cli/vocabulary.py where it stands"
             assert option.help, f"{name} of {command} has no help"
+
+
+def test_help_names_options_of_its_own_command():
+    for name, command in COMMANDS.items():
+        own = {x for option in command.params for x in option.opts}
+        for option in options(command):
+            assert set(re.findall(r"--[a-z][a-z-]*", option.help)) <= own, f"{option.name} of {name}: {option.help}"
+
+
+@pytest.mark.parametrize("arguments", [["judge"], ["study"], []])
+def test_switches_are_shown_without_a_type(arguments):
+    shown = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": "120"}).output
+    assert re.search(r"--help\s+Show this message", shown)
+    assert "<bool>" not in shown
 
 
 def test_one_name_is_one_thing():

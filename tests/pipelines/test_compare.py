@@ -243,7 +243,7 @@ def test_ctrl_c_ends_a_comparison_with_a_checkpoint_and_it_goes_on_to_the_same_n
     assert process.returncode == 130
     assert "stopping after this step, with a checkpoint" in err
     assert out == ""
-    said = re.search(r"^error: stopped in (.*); go on with `(.*)`\.$", err, re.MULTILINE)
+    said = re.search(r"^stopped in (.*); go on with `(.*)`\.$", err, re.MULTILINE)
     assert said[1] == str(tmp_path / "out" / "elu-seed0")
     assert 5 <= int(next((tmp_path / "out" / "elu-seed0").glob("checkpoint-*")).name.split("-")[1]) < 120
     again = subprocess.run(said[2], shell=True, env=env, capture_output=True, text=True)  # as a user would copy it

@@ -45,11 +45,12 @@ def starts_anew() -> str:
 
 
 def fail(problem: Exception, code: int = 2) -> NoReturn:
-    """Print an error, once if all processes have it, and end the command."""
+    """Print an error, or that a stop was asked for, once if all processes have it, and end the command."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not getattr(problem, "everywhere", False):
-        where = "error" if rank == "0" else f"error on process {rank}"
-        errors.print(Text.assemble((f"{where}: ", "bold red"), visible(problem, keep="\n")))
+        where = "" if rank == "0" else f" on process {rank}"
+        label = ("", "") if isinstance(problem, StoppedError) else (f"error{where}: ", "bold red")
+        errors.print(Text.assemble(label, visible(problem, keep="\n")))
     raise typer.Exit(code)
 
 

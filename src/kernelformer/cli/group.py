@@ -25,7 +25,7 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """All parameters, those of one part of the help after another."""
-        params = super().get_params(ctx)
+        params = _switches_alone(super().get_params(ctx))
         for option in params:  # that for the help is there only now
             if isinstance(option, TyperOption) and option.rich_help_panel is None:
                 option.rich_help_panel = PANELS.get(str(option.name))
@@ -41,6 +41,10 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """A group of commands that names the nearest one, and says what is wrong with a call in one or two lines."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters."""
+        return _switches_alone(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is named, or an error with the nearest name, of the studies too."""
@@ -64,7 +68,7 @@ class Group(TyperGroup):
             _end(problem)
         except typer.Abort:
             errors.print("stopped")
-            sys.exit(1)
+            sys.exit(130)
         finally:
             console.stderr = False  # a command with --json has changed that, and there may be a next one
         sys.exit(code if isinstance(code, int) else 0)
@@ -85,6 +89,14 @@ def _path(ctx: Any) -> str:
         words.insert(0, ctx.info_name)
         ctx = ctx.parent
     return " ".join(words)
+
+
+def _switches_alone(params: list[Any]) -> list[Any]:
+    """Let the help show switches without a type: they take no value."""
+    for option in params:
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    return params
 
 
 def _place(panel: str | None) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kernelformer.pipelines.convert_settings import ConvertSettings
-from kernelformer.settings import Settings, same_option
+from kernelformer.settings import Settings, option, same_option
 
 # Settings of a conversion that change no weight.
 JUDGED = ("passkeys", "passkey_lengths", "sample_tokens", "probe", "judge_minutes", "no_judge")
@@ -16,8 +16,8 @@ JUDGED = ("passkeys", "passkey_lengths", "sample_tokens", "probe", "judge_minute
 class JudgeSettings(Settings):
     """How to judge a converted model; the settings of a conversion of the same names."""
 
-    text: Path | None = same_option(ConvertSettings, "text")
-    length: int | None = same_option(ConvertSettings, "length")
+    text: Path | None = option(None, "texts to measure on; default: random tokens")
+    length: int | None = option(None, "tokens of a text; default: as in the conversion", least=2)
     samples: int = same_option(ConvertSettings, "samples")
     batch: int = same_option(ConvertSettings, "batch")
     allow_pickle: bool = same_option(ConvertSettings, "allow_pickle")
