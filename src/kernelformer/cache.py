@@ -173,7 +173,10 @@ class StateCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Memory that all states, keys and values keep, in bytes, see `storage_bytes`."""
+        """Memory that all states, keys and values keep, in bytes, see `storage_bytes`.
+
+        Windows keep room for as many tokens again from the first single token on, so that it grows once after a prompt.
+        """
         return storage_bytes(tensor for layer in self.layers for tensor in _tensors(layer))
 
     @property

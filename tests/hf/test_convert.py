@@ -480,6 +480,12 @@ def test_what_is_proposed_can_be_done(kind):
         assert method == ("loglinear" if distilled or pair else "local" if kind in DECODERS else "wildcat")
 
 
+def test_a_reason_leaves_the_number_of_features_to_the_settings():
+    found = proposal(tiny("GPT2LMHeadModel"), distilled=True)
+    assert found.features == 64
+    assert "features" not in found.reason  # others may be asked for
+
+
 def test_a_decoder_without_training_takes_what_measures_better():
     found = proposal(tiny("GPT2LMHeadModel"), distilled=False, compare=lambda specs: {x: -len(x) for x in specs})
     assert found.attention == "loglinear:window=64:sinks=4"

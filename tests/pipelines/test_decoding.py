@@ -46,6 +46,16 @@ def test_a_model_writes_and_is_timed_as_far_as_it_has_positions(attention, setti
     assert room(tiny("elu"), "abc") is None
 
 
+def test_the_bytes_of_writing_are_those_of_a_cache_that_has_taken_single_tokens():
+    model = tiny("nprf:num_features=8:relative=1d:max_distance=8")
+    ids, cache = torch.zeros(1, 20, dtype=torch.long), model.new_cache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        prompt = cache.nbytes
+        model(ids[:, :1], past_key_values=cache)
+    assert sample_bytes(model, "a" * 20, tokens=12).state_bytes == cache.nbytes > prompt  # windows get room once
+
+
 def test_sampled_text_is_streamed_and_counted():
     parts = []
     made = sample_bytes(tiny("elu"), "a", tokens=12, write=parts.append)

@@ -19,6 +19,7 @@ from kernelformer import files
 from kernelformer.formatting import human_bytes, human_time, visible
 from kernelformer.reports.comparison import NONE, Comparison, cells, read_run, table
 from kernelformer.reports.comparison_page import words, write_report
+from kernelformer.reports.figures import draw_curves
 from page_checks import check_page
 
 HOSTILE = (
@@ -380,6 +381,22 @@ def test_diverged_and_unfinished_runs_stand_beside_the_others(tmp_path):
     ]
     states = [row[2] for row in page.tables[1][1:]]
     assert states == ["finished", "unfinished", "diverged", "unfinished", "unfinished"]
+
+
+def test_the_head_of_a_page_leaves_out_what_the_task_says_of_its_data(tmp_path):
+    about = "modelling of bytes; Python's own sources by default"
+    _, page = written(compare(make_run(tmp_path / "runs", "a", 0), about=about), tmp_path)
+    assert "modelling of bytes" in page.text
+    assert "own sources" not in page.text
+
+
+def test_steps_are_whole_on_their_axis(tmp_path):
+    from matplotlib.figure import Figure
+
+    comparison = compare(make_run(tmp_path / "runs", "a", 0))
+    axis = Figure(figsize=(4.6, 3)).subplots()
+    draw_curves(axis, comparison, {0: {18: (1.0, 3.0), 19: (2.0, 2.5), 20: (3.0, 2.0)}}, 0, True)
+    assert all(x.is_integer() for x in axis.get_xticks().tolist())
 
 
 @pytest.mark.parametrize("lines", [[], None])

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -249,6 +250,7 @@ def test_every_task_says_what_it_is():
         assert task.name == name
         assert all(isinstance(x, str) for x in (task.about, task.model, task.metric))
         assert isinstance(task.higher_is_better, bool)
+        assert not re.search("data|default", task.about.partition(";")[0]), "how it gets data comes after a semicolon"
         assert "seed" in task_options(name)
         needed = {"image_size", "num_labels"} if task.model == "image" else {"vocab_size", "max_position_embeddings"}
         assert needed <= set(make_task(name).settings())  # without data

@@ -92,7 +92,7 @@ def _learned(biased: bool, causal: bool, length: int | None) -> Proposal:
     attention = LEARNED + (DECODER_NEAR if causal else ENCODER_NEAR)
     reason = "it is distilled, and a learned map beside a window is nearest then"
     more = "" if causal else f"; without training {UNTRAINED}{NEAR} may be nearer still"
-    return Proposal(attention, f"{attention} with {FEATURES} features: {reason}{more}", FEATURES)
+    return Proposal(attention, f"{attention}: {reason}{more}", FEATURES)
 
 
 def _decoder(compare: Compare | None) -> Proposal:

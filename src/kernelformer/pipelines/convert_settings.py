@@ -19,8 +19,8 @@ class ConvertSettings(Settings):
         attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest. Empty:
             what `hf.propose` says: ``wildcat`` with a window for encoders that are not distilled, ``local`` or
             ``favor+`` with one for such decoders, ``loglinear`` with one where it is distilled.
-        features: number of features, landmarks or the rank, whichever the method has; None: 128, or 64 for a
-            ``loglinear`` that nobody named.
+        features: number of features, landmarks or the rank, whichever the method has; None: 128, or 64 for the
+            ``loglinear`` with a window that is the default of a distillation.
         layers: which attentions, ``0-3,5`` or patterns of names; empty: all.
         keep: so many attentions stay exact: those that the model's output needs most, see `choose_exact`.
         keep_heads: so many heads with the largest errors, of all other attentions, stay exact.
@@ -52,7 +52,7 @@ class ConvertSettings(Settings):
 
     attention: str = option("", "method, or method:option=value; default: by the kind of model, and said why")
     features: int | None = option(
-        None, "features, landmarks or rank; default: 128, of the default loglinear 64", least=1
+        None, "features, landmarks or rank; default: 128; 64 beside the window that --distill takes", least=1
     )
     layers: str = option("", "0-3,5 or patterns of names; default: all")
     keep: int = option(0, "attentions that stay exact: those that the output needs most", least=0)

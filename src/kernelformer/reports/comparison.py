@@ -218,6 +218,11 @@ class Comparison:
             seen[run.label, run.seed] = run.path
 
     @property
+    def subtitle(self) -> str:
+        """What the task is; behind a semicolon stands how it gets data, which a comparison has."""
+        return self.about.partition(";")[0]
+
+    @property
     def curve(self) -> str:
         """What is drawn over time: the metric, or the loss where the metric is known at the end alone."""
         known = any(self.metric in p.values for run in self.runs for p in run.evaluation)

@@ -238,4 +238,4 @@ def _page(comparison: Comparison, samples: Mapping[str, str]) -> str:
 {_learning(comparison)}{_cost(comparison)}{_decoding(comparison)}
 {section("Samples", texts) if texts else ""}
 {_details(comparison)}"""
-    return whole_page(comparison.title, comparison.about, main)
+    return whole_page(comparison.title, comparison.subtitle, main)

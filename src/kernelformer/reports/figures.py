@@ -122,6 +122,8 @@ def draw_curves(
     if frame:
         axis.set_ylim(low, high)  # neither the start nor a run that blows up may flatten the rest
     axis.set_xlabel("training time, s" if x else "step")
+    if not x:
+        axis.locator_params(axis="x", integer=True)
 
 
 def draw_points(axis: Any, rows: Sequence[tuple[int, float, float, float]], name: str) -> None:

@@ -211,7 +211,7 @@ def _task(anchor: str, records: Sequence[Recorded], places: Mapping[str, int]) -
     mine = {label: places[normalized(label)] for label in comparison.labels}
     said = " ".join(x for x in (_sentence(record.source), _sentence(record.note)) if x)
     body = [
-        f"<p>{safe(_sentence(comparison.about))}</p>" if comparison.about else "",
+        f"<p>{safe(_sentence(comparison.subtitle))}</p>" if comparison.about else "",
         f'<p class="soft">{safe(_settings(record))}</p>',
         f'<p class="distance"><strong>Against the paper:</strong> {safe(said)}</p>' if said else "",
         f"<p>{safe(' '.join(words(comparison)))}</p>",

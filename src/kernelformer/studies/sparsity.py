@@ -157,6 +157,7 @@ def picture(curves: Sequence[Curve], path: Path) -> None:
         axis.axhline(100 / CLASSES, color="grey", linestyle=":", linewidth=1)
         axis.set_title(f"relevance {p:g}")
         axis.set_xlabel("step")
+        axis.locator_params(axis="x", integer=True)
         axis.grid(True, alpha=0.2)
     axes[0, 0].set_ylabel("validation accuracy, %")
     axes[0, -1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))

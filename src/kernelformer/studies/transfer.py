@@ -153,6 +153,7 @@ def picture(result: Result, path: Path) -> None:
         fresh = zip(*x.fresh, strict=True)
         axis.plot(*fresh, ":", color=color, label=f"{x.attention}, fresh")
     axis.set_xlabel("steps")
+    axis.locator_params(axis="x", integer=True)
     axis.set_ylabel("bits per byte")
     axis.grid(True, alpha=0.2)
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")

@@ -97,7 +97,7 @@ class Translation(VocabularyTask, RowOptions):
     bleu_samples: int | None = None
 
     name = "translation"
-    about = "translate sentences of parallel text, given as --data; BLEU by beam search"
+    about = "translate sentences of parallel text, BLEU by beam search; needs data"
     model = "seq2seq"
     metric = "bleu"
     higher_is_better = True
