@@ -104,9 +104,9 @@ def threads() -> dict[str, Any]:
         "processor": processor_name(),
         "environment": {name: os.environ[name] for name in names if name in os.environ},
         "hint": (
-            f"commands set {SPIN_VARIABLES[0]}={SPIN_COUNT} unless {' or '.join(SPIN_VARIABLES)} is set; set it for your "
-            "own scripts too, before torch is imported, where other processes use the same cores: idle threads then "
-            "sleep sooner instead of spinning"
+            f"commands set {SPIN_VARIABLES[0]}={SPIN_COUNT} unless {' or '.join(SPIN_VARIABLES)} is set; where other "
+            "processes use the same cores, set it for scripts of your own too, before torch is imported: idle threads "
+            "then sleep sooner instead of spinning"
         ),
     }
 

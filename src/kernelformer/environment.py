@@ -1,4 +1,4 @@
-"""Cores and threads to compute with, the conditions that a figure was made under, and the peak memory of the process."""
+"""Cores to compute with, the conditions that a figure was made under, and the peak memory of the process."""
 
 from __future__ import annotations
 

@@ -86,3 +86,11 @@ def integer(what: str, value: object, at_least: int | None = None) -> int:
 def shape(x: Tensor) -> str:
     """A tensor's shape as people write it."""
     return str(tuple(x.shape))
+
+
+class TrainingError(RuntimeError):
+    """Error of a run for a reason outside the code: its folder, the disk, another run."""
+
+
+class StoppedError(TrainingError):
+    """A run was told to stop, and has saved its state."""

@@ -24,7 +24,6 @@ WAYS_OUT = {
     CHECKPOINT: "take another checkpoint",
     RESULT: "remove the file, and resuming the run makes it again",
 }
-Decode = tuple[tuple[int, float, int], ...]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Result:
     test: dict[str, float] = field(default_factory=dict)
     test_error: float = math.nan
     grad_norm: dict[str, float] = field(default_factory=dict)
-    decode: Decode | None = None
+    decode: tuple[tuple[int, float, int], ...] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as plain values for JSON."""
@@ -112,7 +111,7 @@ def _floats(record: Mapping[str, Any], key: str) -> dict[str, float]:
     return {str(name): _float(name, x) for name, x in part({key: {}, **record}, key, dict).items()}
 
 
-def _decode(rows: object) -> Decode | None:
+def _decode(rows: object) -> tuple[tuple[int, float, int], ...] | None:
     if rows is None:
         return None
     if not isinstance(rows, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 3 for x in rows):

@@ -11,15 +11,16 @@ import typer
 from typer.testing import CliRunner
 
 from kernelformer import formatting as units
-from kernelformer.cli import studies
+from kernelformer.cli import common, studies
 from kernelformer.cli.app import app
 from kernelformer.cli.common import fail, plain_errors, thread_count
+from kernelformer.errors import StoppedError, TrainingError
 from kernelformer.measure import show
 from kernelformer.measure.attention import Case, Kernelformer, contender
 from kernelformer.measure.benchmark import HEAPS, Row, WorkerError, check, job, run_case
 from kernelformer.studies import STUDIES as REGISTRY
 from kernelformer.studies.settings import NoSettings
-from kernelformer.training.config import StoppedError, TrainingError, everywhere
+from kernelformer.training.config import everywhere
 
 SMALL = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02"]
 
@@ -185,7 +186,9 @@ def test_threads_are_those_that_the_machine_the_launcher_or_the_user_gives(monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert thread_count(None) == 6
+    for idle, expected in ((None, 6), (5.9, 6), (3.6, 4), (0.2, 1)):
+        monkeypatch.setattr(common, "free_cores", lambda idle=idle: idle)
+        assert thread_count(None) == expected
     assert thread_count(3) == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert thread_count(None) == 1

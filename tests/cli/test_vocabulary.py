@@ -26,7 +26,7 @@ SAME = {
     "--seed": "random seed",
     "--seeds": "runs of each, with as many seeds",
     "--skip-bad": "leave bad rows of the data out, and say how many",
-    "--threads": "threads to compute with; default: OMP_NUM_THREADS, or all cores",
+    "--threads": "threads to compute with; default: OMP_NUM_THREADS, or all idle cores",
 }
 DEFAULTS = {"--seed": {0, None}, "--seeds": {1, None}, "--threads": {None}, "--json": {False}, "--task": {"auto"}}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kernelformer.errors import TrainingError
 from kernelformer.evidence import probes, queue
 from kernelformer.evidence.base import Claim, Finding, Item, StudyPart, Training
 from kernelformer.evidence.items import ITEMS, find_items
@@ -30,7 +31,6 @@ from kernelformer.evidence.records import (
 )
 from kernelformer.evidence.rules import Above
 from kernelformer.timing import taking_timings, timings_under_way
-from kernelformer.training.config import TrainingError
 from page_checks import check_page
 
 SMALL = {

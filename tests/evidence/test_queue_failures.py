@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from test_queue import item
 
+from kernelformer.errors import TrainingError
 from kernelformer.evidence import ledger, queue
 from kernelformer.evidence.base import located
 from kernelformer.evidence.items import ITEMS
@@ -18,7 +19,6 @@ from kernelformer.evidence.queue import missing_data, pending, run_here, run_que
 from kernelformer.evidence.quick import shrunk
 from kernelformer.evidence.records import damage, left, read_jobs, record_path, refresh, superseded
 from kernelformer.training.checkpoints import locked
-from kernelformer.training.config import TrainingError
 
 
 def test_a_queue_whose_time_is_up_goes_on_where_it_was(place):

@@ -11,8 +11,9 @@ from kernelformer.measure import devices
 from kernelformer.measure.attention import contender
 from kernelformer.measure.benchmark import heaps, run
 from kernelformer.measure.case import Case
-from kernelformer.measure.harness import Step, time_bursts
+from kernelformer.measure.harness import time_bursts
 from kernelformer.measure.settings import DEVICES, BenchSettings
+from kernelformer.timing import Step
 
 
 def test_an_unknown_device_and_an_absent_one_are_named_with_those_that_are_there():

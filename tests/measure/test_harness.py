@@ -13,20 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernelformer import timing
 from kernelformer.errors import WorkerError
 from kernelformer.measure import benchmark, harness
 from kernelformer.measure.case import Case
-from kernelformer.measure.harness import (
-    Step,
-    fill_rows,
-    over_limit,
-    run_in_process,
-    run_pass,
-    time_bursts,
-    time_rounds,
-    too_large,
-)
-from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, MOST_ROUNDS, BenchSettings
+from kernelformer.measure.harness import fill_rows, over_limit, run_in_process, run_pass, time_bursts, too_large
+from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, BenchSettings
+from kernelformer.timing import MOST_ROUNDS, Step, time_rounds
 
 
 class Fake(Step):
@@ -76,13 +69,15 @@ def test_bursts_are_interleaved_and_short_steps_are_repeated():
 
 def test_the_time_of_a_step_leaves_out_what_is_cleaned_up(monkeypatch):
     clock = iter([0.0, 2.0])
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     assert Step(int, lambda: None).seconds() == 2.0
 
 
 PEAKS = """
 import json, torch
-from kernelformer.measure.harness import Step, peak_memory
+from kernelformer import timing
+from kernelformer.timing import Step
+from kernelformer.measure.harness import peak_memory
 sizes = {"large": 2**24, "small": 2**22}  # 64 and 16 MiB in float32
 for size in sizes.values():
     torch.ones(size)

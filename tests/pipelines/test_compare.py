@@ -475,3 +475,20 @@ def test_places_of_runs_are_different_and_plain(tmp_path):
     assert len(set(places)) == 10
     assert all(re.fullmatch(r"[A-Za-z0-9+=.,_-]{1,110}", x) for x in places)
     assert names("elu,nprf:relative=2d:grid=(2,3), favor+") == ["elu", "nprf:relative=2d:grid=(2,3)", "favor+"]
+
+
+def test_runs_are_shortened_to_the_time_they_may_take(monkeypatch):
+    run = find_recipe("demo").run()
+    run = replace(run, task_options={"data": TEXT, "length": 32, "validation_samples": 16})
+    monkeypatch.setattr(compare, "_step_seconds", lambda *_: 1.0)
+    assert compare.fit_steps(run, ["favor+", "softmax"], 1e6) == run
+    short = compare.fit_steps(run, ["favor+", "softmax"], 200.0)
+    rounds = short.steps + short.steps // short.eval_every * short.task_options["validation_samples"] / 8 / 3
+    assert 150 < 2 * rounds <= 200
+    assert short.warmup_steps < short.steps
+    assert compare.fit_steps(run, ["favor+"], 0.0).steps == 20
+
+
+def test_the_time_of_a_step_is_measured():
+    run = replace(find_recipe("demo").run(), task_options={"data": TEXT, "length": 32, "validation_samples": 16})
+    assert compare.fit_steps(run, ["favor+:num_features=8"], 1e-3).steps == 20

@@ -19,6 +19,7 @@ from kernelformer.distill.measure import Report  # noqa: E402
 from kernelformer.distill.parts import CONVERTED, KERNEL, NEAR, ORIGINAL  # noqa: E402
 from kernelformer.distill.passkey import answer_log_probs  # noqa: E402
 from kernelformer.distill.probe import compare_probes  # noqa: E402
+from kernelformer.errors import StoppedError  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.hf.licence import licence_of  # noqa: E402
 from kernelformer.pipelines import convert as converting  # noqa: E402
@@ -30,7 +31,6 @@ from kernelformer.pipelines.steps import Steps  # noqa: E402
 from kernelformer.reports import conversion as conversion_report  # noqa: E402
 from kernelformer.reports.judgement import HEADING, NOT_JUDGED, Recall  # noqa: E402
 from kernelformer.reports.markdown import put_section  # noqa: E402
-from kernelformer.training.config import StoppedError  # noqa: E402
 from tiny_models import tiny, tokens  # noqa: E402
 
 WORDS = ["the", "pass", "key", "is", ".", *map(str, range(10)), *(f"##{i}" for i in range(10)), "one", "two", "three"]

@@ -23,12 +23,12 @@ from kernelformer.data.text_stream import TextStream
 from kernelformer.data.token_shards import TokenShards
 from kernelformer.data.tokenization import make_tokenizer
 from kernelformer.environment import peak, reset_peak
+from kernelformer.errors import TrainingError
 from kernelformer.pipelines import prepare as preparing
 from kernelformer.pipelines.prepare import UNFINISHED, prepare
 from kernelformer.pipelines.prepare_settings import PrepareSettings
 from kernelformer.tasks import make_task
 from kernelformer.training.checkpoints import locked
-from kernelformer.training.config import TrainingError
 from samples import sentence, write_text
 
 

@@ -19,7 +19,7 @@ from kernelformer import files
 from kernelformer.formatting import human_bytes, human_time, visible
 from kernelformer.reports.comparison import NONE, Comparison, cells, read_run, table
 from kernelformer.reports.comparison_page import words, write_report
-from kernelformer.reports.figures import draw_curves
+from kernelformer.reports.plots import draw_curves
 from page_checks import check_page
 
 HOSTILE = (

@@ -15,13 +15,12 @@ from rich.text import Text
 
 from kernelformer.commands import typed
 from kernelformer.environment import free_cores, usable_cores
-from kernelformer.errors import WorkerError
+from kernelformer.errors import StoppedError, TrainingError, WorkerError
 from kernelformer.files import finite
 from kernelformer.formatting import visible
 from kernelformer.lazy import MissingExtraError
 from kernelformer.records import unfinished
 from kernelformer.terminal import VisibleConsole
-from kernelformer.training.config import StoppedError, TrainingError
 
 console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
 errors = VisibleConsole(stderr=True, soft_wrap=True)  # a path stays in one piece

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernelformer.errors import TrainingError
 from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, OWN, PAPERS, SUPPORTS, Claim, Finding, Item
 from kernelformer.evidence.items import ITEMS
 from kernelformer.evidence.ledger_page import page_text
@@ -16,7 +17,6 @@ from kernelformer.evidence.records import current, read_jobs, refresh
 from kernelformer.files import write_text
 from kernelformer.reports.markdown import plain, table
 from kernelformer.training.checkpoints import locked
-from kernelformer.training.config import TrainingError
 
 PAGE, SUMMARY = "ledger.html", "README.md"
 LATE = r"\*"  # an asterisk, in Markdown

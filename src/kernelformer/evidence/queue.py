@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from kernelformer.errors import StoppedError
 from kernelformer.evidence.base import Item, Job, located
 from kernelformer.evidence.derived import is_there, make_missing
 from kernelformer.evidence.records import add_job, damage, folder_name, left, probed, read_entries
@@ -23,7 +24,6 @@ from kernelformer.files import read_json
 from kernelformer.subprocesses import PARENT
 from kernelformer.timing import BESIDE, timings_under_way
 from kernelformer.training.checkpoints import locked
-from kernelformer.training.config import StoppedError
 
 WORKER = ("-m", "kernelformer.evidence.worker")
 POLL = 0.2  # seconds between two looks at the processes

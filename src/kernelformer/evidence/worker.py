@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kernelformer.environment import environment
+from kernelformer.errors import StoppedError, TrainingError
 from kernelformer.evidence.base import TRAINING, study_settings
 from kernelformer.evidence.probes import PROBES
 from kernelformer.files import read_json, write_json
@@ -19,7 +20,7 @@ from kernelformer.reports.comparison import read_run
 from kernelformer.reports.portable import portable, rounded
 from kernelformer.studies import STUDIES
 from kernelformer.subprocesses import end_with_parent
-from kernelformer.training.config import Run, StoppedError, TrainingError
+from kernelformer.training.config import Run
 from kernelformer.training.session import train
 
 JOB = "job.json"

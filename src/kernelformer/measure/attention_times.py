@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.analysis.crossover import Timing
-from kernelformer.measure.harness import Step, time_rounds
 from kernelformer.modules import AttentionCore, build_attention
 from kernelformer.modules.evaluating import evaluating
 from kernelformer.modules.options import maps_by_head
+from kernelformer.timing import Step, time_rounds
 
 EXACT = "softmax"
 ROUNDS = 2

@@ -12,8 +12,9 @@ from kernelformer.errors import WorkerError
 from kernelformer.measure.attention import contender, yardsticks
 from kernelformer.measure.case import Case
 from kernelformer.measure.devices import check_device
-from kernelformer.measure.harness import Figures, Step, peak_memory, run_in_process, time_bursts
+from kernelformer.measure.harness import peak_memory, run_in_process, time_bursts
 from kernelformer.measure.settings import HEAPS, BenchSettings
+from kernelformer.timing import Figures, Step
 
 __all__ = ["HEAPS", "Row", "WorkerError", "cases", "check", "contenders", "job", "measure", "run", "run_case"]
 TINY = 128  # tokens of the call after which libraries, threads and their buffers are there

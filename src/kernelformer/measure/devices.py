@@ -41,11 +41,6 @@ def check_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was asked to do."""
-    torch.get_device_module(device).synchronize()
-
-
 def counts_memory(device: torch.device) -> bool:
     """Whether a device counts its peak by itself; the memory of the CPU is the process's, see `harness`."""
     return device.type in ("cuda", "xpu")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from kernelformer.measure import settings
-from kernelformer.measure.harness import Figures, Step, clean_model, peak_memory, run_pass, time_rounds
+from kernelformer.measure.harness import clean_model, peak_memory, run_pass
 from kernelformer.measure.settings import PASSES
+from kernelformer.timing import Figures, Step, time_rounds
 
 VOCABULARY = 256
 TINY = 64  # tokens of the step after which libraries, threads and their buffers are there

@@ -18,8 +18,9 @@ from torch.export import Dim
 from kernelformer.export.check import difference, run, session
 from kernelformer.export.graphs import Whole, trace_whole
 from kernelformer.export.onnx_files import quiet_exporter, save_onnx
-from kernelformer.measure.harness import Figures, Step, time_rounds, too_large
+from kernelformer.measure.harness import too_large
 from kernelformer.measure.lengths import Subject, contender
+from kernelformer.timing import Figures, Step, time_rounds
 
 ORIGINAL = "sdpa"  # the original's attention in torch, and what the exporter makes of it
 OWN = "MultiHeadAttention"  # the original with onnxruntime's own attention

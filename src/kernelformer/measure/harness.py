@@ -10,14 +10,11 @@ from __future__ import annotations
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,14 +24,12 @@ from kernelformer.environment import peak, reset_peak
 from kernelformer.errors import WorkerError
 from kernelformer.formatting import human_time
 from kernelformer.measure import devices
-from kernelformer.measure.devices import counts_memory, synchronize
-from kernelformer.measure.settings import HEAPS, MOST_ROUNDS, PASSES
+from kernelformer.measure.devices import counts_memory
+from kernelformer.measure.settings import HEAPS, PASSES
 from kernelformer.subprocesses import finished, started
-from kernelformer.timing import taking_timings
+from kernelformer.timing import Figures, Step, medians, no_collection, taking_timings
 
 COMMAND = [sys.executable, "-m", "kernelformer.measure.worker"]
-CPU = torch.device("cpu")
-Figures = dict[str, Any]  # of one contender: seconds and rounds, or peak, or the problem that it had
 
 
 def run_in_process(
@@ -118,26 +113,6 @@ def _figures(output: str) -> Figures:
     return result
 
 
-@dataclass(frozen=True)
-class Step:
-    """What is measured: a call, what is cleaned up after it, which no figure includes, and the device of the call."""
-
-    run: Callable[[], Any]
-    clean: Callable[[], Any] = lambda: None
-    device: torch.device = CPU
-
-    def seconds(self) -> float:
-        """Run once and return the time of it, from an idle device to an idle one."""
-        synchronize(self.device)
-        start = time.perf_counter()
-        try:
-            self.run()
-            synchronize(self.device)
-            return time.perf_counter() - start
-        finally:
-            self.clean()
-
-
 def run_pass(forward: Callable[[], Tensor], kind: str) -> None:
     """Run one of `PASSES` of a model, given the function that returns its last vectors.
 
@@ -154,47 +129,6 @@ def clean_model(model: Any) -> None:
     """Drop a model's gradients and what only cycles keep alive, which are not the next step's to carry."""
     model.zero_grad(set_to_none=True)
     gc.collect()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage only where a step's `clean` asks for it, and never look at what was there before: libraries."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
-def time_rounds(steps: Mapping[str, Step], rounds: int, budget: float) -> dict[str, Figures]:
-    """Time long steps: median seconds of each, in rounds of one run each after one that warms up.
-
-    Args:
-        steps: by name.
-        rounds: at least so many.
-        budget: seconds for all steps together; while they last there are more rounds, up to `MOST_ROUNDS`.
-
-    Returns:
-        ``seconds`` and ``rounds`` of each step, or the ``problem`` of one that fails: the others are still timed.
-    """
-    problems: dict[str, Figures] = {}
-    with taking_timings(), _no_collection():
-        for name, step in steps.items():
-            try:
-                step.seconds()
-            except (RuntimeError, MemoryError, ValueError) as problem:  # memory that is out, or what it cannot do
-                problems[name] = {"problem": str(problem).splitlines()[0]}
-        times: dict[str, list[float]] = {name: [] for name in steps if name not in problems}
-        begin = time.perf_counter()
-        for turn in range(max(rounds, MOST_ROUNDS) if times else 0):
-            if turn >= rounds and (time.perf_counter() - begin) * (turn + 1) / turn > budget:  # one more would not fit
-                break
-            for name, mine in times.items():
-                mine.append(steps[name].seconds())
-    return {**problems, **_medians(times)}
 
 
 def time_bursts(steps: Mapping[str, Step], budget: float) -> dict[str, Figures]:
@@ -229,11 +163,7 @@ def time_bursts(steps: Mapping[str, Step], budget: float) -> dict[str, Figures]:
             if bursts[name] > 1:
                 step.seconds()
             times[name] += [step.seconds() for _ in range(bursts[name])]
-    return {**problems, **_medians(times)}
-
-
-def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, Figures]:
-    return {name: {"seconds": statistics.median(x), "rounds": len(x)} for name, x in times.items()}
+    return {**problems, **medians(times)}
 
 
 def peak_memory(steps: Mapping[str, Step]) -> dict[str, int]:
@@ -243,7 +173,7 @@ def peak_memory(steps: Mapping[str, Step]) -> dict[str, int]:
     before, so that libraries, threads and their buffers are there.
     """
     peaks = {}
-    with taking_timings(), _no_collection():
+    with taking_timings(), no_collection():
         before = None
         for name, step in steps.items():
             start = devices.reset_peak(step.device) if counts_memory(step.device) else reset_peak()

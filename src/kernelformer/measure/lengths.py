@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernelformer.measure.harness import Figures, Step, clean_model, peak_memory, run_pass, time_rounds
+from kernelformer.measure.harness import clean_model, peak_memory, run_pass
+from kernelformer.timing import Figures, Step, time_rounds
 
 BASELINES = ("sdpa", "eager")  # implementations of the original
 TOKEN = "one token"

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from kernelformer.measure.harness import Figures, Step, peak_memory, run_together, time_rounds
+from kernelformer.measure.harness import peak_memory, run_together
 from kernelformer.measure.settings import HEAPS, MEMORY_HEAP
 from kernelformer.measure.split_case import SplitCase, sent_bytes, train, train_lonely, train_split
 from kernelformer.modules import AttentionCore
+from kernelformer.timing import Figures, Step, time_rounds
 
 FEW, MANY = 2, 64  # ranks between which the time and memory that each one more takes are measured
 TINY = 256  # tokens of such a run, and of one that warms up

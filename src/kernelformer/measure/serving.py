@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.measure.harness import Figures, Step, peak_memory, time_rounds
+from kernelformer.measure.harness import peak_memory
 from kernelformer.measure.lengths import BASELINES, SPARE, TINY, Subject, cache_bytes, contender
+from kernelformer.timing import Figures, Step, time_rounds
 
 PREFILL = "prefill"
 # The sizes of SmolLM2-135M.

@@ -14,7 +14,6 @@ BIASES = ("full", "window")
 PASSES = ("forward", "forward + backward")
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 BOUNDS = ("opt", "opt+qk")  # attention that returns V, without and with the gradients of Q and K
-MOST_ROUNDS = 100  # repeats of a step, however long the budget lasts
 
 # glibc gives large tensors back to the system at once, so every fresh one pays page faults. That is what users have by
 # default, but it flatters whoever allocates least; with these settings nothing is given back.

@@ -12,8 +12,9 @@ from torch import Tensor
 from kernelformer.attention import step
 from kernelformer.measure.attention import contender
 from kernelformer.measure.case import Case
-from kernelformer.measure.harness import Figures, Step, time_bursts
+from kernelformer.measure.harness import time_bursts
 from kernelformer.modules import KernelCore, build_attention
+from kernelformer.timing import Figures, Step
 
 OURS, LOOP, SDPA = "favor+", "favor+:algorithm=chunked", "sdpa"
 STEP, SLOW, COMPILED = "step", "step without its quick way", "its arithmetic compiled"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kernelformer.environment import environment
+from kernelformer.errors import StoppedError, TrainingError
 from kernelformer.files import write_json
 from kernelformer.formatting import shortened
 from kernelformer.pipelines.compare_worker import ERROR, STOPPED
@@ -25,7 +26,7 @@ from kernelformer.reports.comparison import Comparison, conditions_of, read_run
 from kernelformer.reports.comparison_page import write_report
 from kernelformer.subprocesses import started
 from kernelformer.tasks import Task, make_task
-from kernelformer.training.config import Run, StoppedError, TrainingError, attention_settings
+from kernelformer.training.config import Run, attention_settings
 from kernelformer.training.plan import AGAIN, Plan, check, make_plan, read_plan
 from kernelformer.training.session import build_model
 
@@ -49,17 +50,19 @@ def fit_steps(run: Run, attentions: Sequence[str], seconds: float, least: int = 
         ``run``, or a copy with fewer steps and fewer, smaller evaluations.
     """
     task = make_task(run.task, **run.task_options)
-    data = task.split("train")
+    data: Any = task.split("train")
+    validation: Any = task.split("validation")
     batch = task.collate([data[i] for i in range(run.batch_size)])
-    round_seconds = sum(_step_seconds(replace(run, **attention_settings(x)), task, batch) for x in attentions)
+    sides: list[dict[str, Any]] = [attention_settings(x) for x in attentions]
+    round_seconds = sum(_step_seconds(replace(run, **side), task, batch) for side in sides)
     # An evaluation has no backward pass, a third of a step's time.
-    evaluations = run.steps // (run.eval_every or run.steps) * len(task.split("validation")) / run.batch_size / 3
+    evaluations = run.steps // (run.eval_every or run.steps) * len(validation) / run.batch_size / 3
     if round_seconds * (run.steps + evaluations) <= seconds:
         return run
     steps = max(least, int(seconds / round_seconds * run.steps / (run.steps + evaluations)))
     if steps >= run.steps:
         return run
-    samples = max(8, len(task.split("validation")) * steps // run.steps)
+    samples = max(8, len(validation) * steps // run.steps)
     settings = {"steps": steps, "warmup_steps": steps // 10, "task.validation_samples": samples}
     return change(run, {**settings, "eval_every": -(-steps // 4), "save_every": -(-steps // 4)})
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
+from kernelformer.errors import StoppedError, TrainingError
 from kernelformer.files import write_json, write_text
 from kernelformer.models import MODELS, KernelformerForCausalLM
 from kernelformer.pipelines.generate import decode_costs, room, sample_bytes
 from kernelformer.records import RESULT, SAMPLE, Result, read_object
 from kernelformer.subprocesses import end_with_parent
 from kernelformer.tasks import TASKS
-from kernelformer.training.config import Run, StoppedError, TrainingError
+from kernelformer.training.config import Run
 from kernelformer.training.evaluation import load_run
 from kernelformer.training.session import train
 

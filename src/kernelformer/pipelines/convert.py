@@ -19,6 +19,7 @@ from kernelformer.distill.lora import lora_targets
 from kernelformer.distill.start import CENTRES, start_student
 from kernelformer.distill.train import quick_dtype
 from kernelformer.environment import environment
+from kernelformer.errors import StoppedError
 from kernelformer.feature_maps.loglinear import LogLinearMap
 from kernelformer.files import write_json, write_text
 from kernelformer.hf.licence import licence_of
@@ -42,7 +43,6 @@ from kernelformer.pipelines.convert_texts import (
 from kernelformer.pipelines.judge import check_judging, judge
 from kernelformer.pipelines.judge_settings import JUDGED, JudgeSettings
 from kernelformer.reports.conversion_result import ConversionResult
-from kernelformer.training.config import StoppedError
 
 Log = Callable[[str], None]
 STARTED = "start at centres of the original's keys"

@@ -16,8 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 from kernelformer.errors import integer, number, positive_int
 from kernelformer.models import KernelformerForCausalLM
 from kernelformer.quiet import silent_libraries
-from kernelformer.records import Decode
 
+Decode = tuple[tuple[int, float, int], ...]  # contexts with the seconds of a token and the bytes of the state
 CONTEXTS = (128, 512, 2048, 8192)
 CHUNK = 2048  # tokens of a prefill that go through the model at once
 

@@ -23,8 +23,9 @@ from kernelformer.reports.comparison import (
     score,
     smoothed,
 )
-from kernelformer.reports.figures import draw_bars, draw_curves, draw_decode, legend_key
+from kernelformer.reports.figures import legend_key
 from kernelformer.reports.page import figure, pre, safe, safe_label, section, table, whole_page
+from kernelformer.reports.plots import draw_bars, draw_curves, draw_decode
 
 
 def write_report(comparison: Comparison, path: Path | str, *, samples: Mapping[str, str] | None = None) -> None:

@@ -17,9 +17,10 @@ from kernelformer.files import write_text
 from kernelformer.formatting import human_bytes, human_time
 from kernelformer.reports.comparison import CAPTION, MARK, NONE, Comparison, Summary, cells, score, smoothed
 from kernelformer.reports.comparison_page import flat, records_table, results_table, words
-from kernelformer.reports.figures import COLOURS, STYLES, draw_curves, draw_points, draw_sizes, legend_key
+from kernelformer.reports.figures import COLOURS, STYLES, legend_key
 from kernelformer.reports.labels import exact, linear, normalized, parts, rank, series, sides
 from kernelformer.reports.page import figure, pre, safe, section, table, whole_page
+from kernelformer.reports.plots import draw_curves, draw_points, draw_sizes
 from kernelformer.reports.results import Recorded, add_results, in_order, parse, read_results
 
 PAGE = "index.html"

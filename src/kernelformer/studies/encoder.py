@@ -19,12 +19,13 @@ from kernelformer.errors import choice
 from kernelformer.formatting import human_bytes, human_ratio, human_time, short_names
 from kernelformer.measure import encoder as measured
 from kernelformer.measure.encoder import BOUNDS, Case, build
-from kernelformer.measure.harness import Figures, fill_rows, over_limit, run_in_process, too_large
+from kernelformer.measure.harness import fill_rows, over_limit, run_in_process, too_large
 from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer.modules.spec import parse_attention
 from kernelformer.settings import plain
 from kernelformer.studies.base import Log, Progress, read_record, write_record
 from kernelformer.studies.settings import EncoderSettings
+from kernelformer.timing import Figures
 
 NAME = "encoder"
 EXACT = "softmax"

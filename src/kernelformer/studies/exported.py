@@ -20,12 +20,13 @@ from kernelformer.errors import WorkerError
 from kernelformer.formatting import human_time
 from kernelformer.measure import exported as measured
 from kernelformer.measure.exported import ONNX, ORIGINAL, OWN, TORCH, Encoder, way
-from kernelformer.measure.harness import Figures, run_in_process
+from kernelformer.measure.harness import run_in_process
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
 from kernelformer.studies.base import Log, Progress, read_record, write_record
 from kernelformer.studies.lengths import describe
 from kernelformer.studies.settings import ExportedSettings
+from kernelformer.timing import Figures
 
 NAME = "exported"
 BASE = way(ORIGINAL, TORCH)  # what the others are compared with

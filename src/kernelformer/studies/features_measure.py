@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kernelformer.feature_maps import GeneralizedMap
-from kernelformer.measure.harness import Step, time_rounds
 from kernelformer.modules import METHODS, AttentionCore, build_attention, method_options, parse_method
 from kernelformer.studies.features_data import Case
 from kernelformer.studies.features_result import EXACT, UNIFORM, WINDOW_ALONE, Pass, Row
 from kernelformer.studies.settings import FeaturesSettings as Settings
+from kernelformer.timing import Step, time_rounds
 
 # Options that make another map of a method; one that is not here is measured with its defaults.
 VARIANTS: dict[str, tuple[str, ...]] = {

@@ -19,14 +19,15 @@ from kernelformer.environment import environment
 from kernelformer.errors import choice
 from kernelformer.hf.find import find_attentions
 from kernelformer.measure import lengths as measured
-from kernelformer.measure.harness import Figures, fill_rows, run_in_process
+from kernelformer.measure.harness import fill_rows, run_in_process
 from kernelformer.measure.lengths import BASELINES, TASKS, TOKEN, Subject, contender
-from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, MOST_ROUNDS, PASSES
+from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
 from kernelformer.studies.base import Log, Progress, write_record
 from kernelformer.studies.lengths_result import Result, Row, picture, read_rows, tables
 from kernelformer.studies.settings import LengthsSettings
+from kernelformer.timing import MOST_ROUNDS, Figures
 
 __all__ = ["check", "picture", "record", "run", "steps", "tables"]
 NAME = "lengths"

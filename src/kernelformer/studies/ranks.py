@@ -18,12 +18,12 @@ from rich.table import Table
 
 from kernelformer.analysis.scaling import Exchange
 from kernelformer.formatting import human_bytes, human_time, short_names
-from kernelformer.measure.harness import Figures
 from kernelformer.measure.ranks import FEW, MANY, run_memory, run_ranks
 from kernelformer.measure.split_case import SplitCase
 from kernelformer.modules.spec import parse_method
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import RanksSettings as Settings
+from kernelformer.timing import Figures
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kernelformer.errors import TrainingError
 from kernelformer.records import MODEL, RUN, standing
 from kernelformer.studies.base import Log, Progress, read_record, write_record
 from kernelformer.studies.redraws_measure import eigenvalue_statistics, gradient_statistics, redraw_statistics
@@ -21,7 +22,6 @@ from kernelformer.studies.redraws_picture import picture
 from kernelformer.studies.redraws_result import Measured, Result, record
 from kernelformer.studies.redraws_tables import eigenvalue_table, tables
 from kernelformer.studies.settings import RedrawsSettings as Settings
-from kernelformer.training.config import TrainingError
 from kernelformer.training.first_weights import weights_hash
 
 __all__ = [

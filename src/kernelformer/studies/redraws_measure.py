@@ -20,12 +20,12 @@ from kernelformer.analysis.redraws import (
 )
 from kernelformer.analysis.spectra import Spectrum, spectra, squared_log_variances
 from kernelformer.data.batching import Sample, spread_evenly
-from kernelformer.errors import integer, positive_int
+from kernelformer.errors import TrainingError, integer, positive_int
 from kernelformer.modules.redraw import random_maps
 from kernelformer.records import MODEL, read_metrics
 from kernelformer.tasks import Task, make_task
 from kernelformer.training.checkpoints import checkpoints_of
-from kernelformer.training.config import Run, TrainingError
+from kernelformer.training.config import Run
 from kernelformer.training.evaluation import load_model, load_run
 from kernelformer.training.first_weights import start_from
 from kernelformer.training.inspection import saved_run

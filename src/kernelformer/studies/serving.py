@@ -15,10 +15,10 @@ from rich.table import Table
 
 from kernelformer.formatting import human_bytes, human_time, short_names
 from kernelformer.measure import serving as measured
-from kernelformer.measure.harness import Figures, fill_rows, run_in_process
+from kernelformer.measure.harness import fill_rows, run_in_process
 from kernelformer.measure.lengths import SPARE, TOKEN, contender
 from kernelformer.measure.serving import PREFILL, Served
-from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, MOST_ROUNDS
+from kernelformer.measure.settings import HEAPS, MEMORY_HEAP
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
 from kernelformer.studies.base import Log, Progress, write_record
@@ -26,6 +26,7 @@ from kernelformer.studies.lengths import describe
 from kernelformer.studies.lengths_result import Result, Row, headline, picture, read_rows
 from kernelformer.studies.lengths_result import tables as curves
 from kernelformer.studies.settings import ServingSettings
+from kernelformer.timing import MOST_ROUNDS, Figures
 
 __all__ = ["check", "picture", "record", "run", "steps", "tables"]
 NAME = "serving"

@@ -18,11 +18,12 @@ from rich.table import Table
 from kernelformer.errors import WorkerError
 from kernelformer.formatting import human_time
 from kernelformer.measure.case import Case
-from kernelformer.measure.harness import Figures, run_in_process
+from kernelformer.measure.harness import run_in_process
 from kernelformer.measure.settings import PASSES
 from kernelformer.measure.short import LOOP, OURS, SDPA, measure_cases, measure_steps
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import ShortSettings as Settings
+from kernelformer.timing import Figures
 
 TASKS = ("bidirectional", "causal")
 

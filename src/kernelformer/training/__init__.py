@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernelformer.errors import StoppedError, TrainingError
 from kernelformer.lazy import lazy_names, require_extra
 from kernelformer.records import Result
-from kernelformer.training.config import Run, StoppedError, TrainingError
+from kernelformer.training.config import Run
 
 if TYPE_CHECKING:
     from kernelformer.training.evaluation import evaluate, load_run

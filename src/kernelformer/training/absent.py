@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import kernelformer
 from kernelformer.commands import resume_command
-from kernelformer.training.config import TrainingError
+from kernelformer.errors import TrainingError
 
 T = TypeVar("T")
 _GRACE = 1.0  # seconds in which others notice too

@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from kernelformer.commands import resume_command
+from kernelformer.errors import TrainingError
 from kernelformer.files import PART, sync, write_text
 from kernelformer.records import METRICS, read_metrics
-from kernelformer.training.config import TrainingError, everywhere
+from kernelformer.training.config import everywhere
 
 T = TypeVar("T")
 _locks: set[int] = set()  # handles of folders that this process has locked

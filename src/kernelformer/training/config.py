@@ -31,14 +31,6 @@ SPLIT_MODELS = ("causal-lm", "masked-lm", "classifier", "series", "pixel-lm")
 Problem = TypeVar("Problem", bound=Exception)
 
 
-class TrainingError(RuntimeError):
-    """A run that cannot start or go on for a reason outside the code: the folder, the disk, another run."""
-
-
-class StoppedError(TrainingError):
-    """A run that was told to stop, and has saved where it was."""
-
-
 def everywhere(problem: Problem) -> Problem:
     """Mark an error that all processes raise: one of them says it for all."""
     vars(problem)["everywhere"] = True

@@ -19,14 +19,14 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.commands import resume_command
 from kernelformer.data.batching import spread_evenly
-from kernelformer.errors import choice, positive_int
+from kernelformer.errors import TrainingError, choice, positive_int
 from kernelformer.hashes import HashError, check_hashes
 from kernelformer.models import MODELS, KernelformerConfig, KernelformerForCausalLM, KernelformerPreTrainedModel
 from kernelformer.quiet import silent_libraries
 from kernelformer.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer.training.checkpoints import reason
-from kernelformer.training.config import Run, TrainingError
+from kernelformer.training.config import Run
 from kernelformer.training.inspection import DAMAGE, check_run_folder, saved_run
 from kernelformer.training.meter import Log, scores
 from kernelformer.training.order import LongestFirst, sample_lengths

@@ -13,14 +13,13 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.data.readers import hash_files
 from kernelformer.data.tokenization import TOKENIZER, load_tokenizer
-from kernelformer.errors import shape
+from kernelformer.errors import TrainingError, shape
 from kernelformer.hashes import check_hashes
 from kernelformer.models import KernelformerConfig
 from kernelformer.modules import RelativePositions
 from kernelformer.records import MODEL, RUN
 from kernelformer.tasks import Task
 from kernelformer.training.checkpoints import reason
-from kernelformer.training.config import TrainingError
 from kernelformer.weight_headers import saved_shapes
 
 HEADS = ("head.", "lm_head.")

@@ -17,12 +17,13 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.commands import resume_command
+from kernelformer.errors import TrainingError
 from kernelformer.files import check_regular, read_json
 from kernelformer.hashes import HASHES, check_archive, check_hash, read_hashes
 from kernelformer.modules.spec import parse_attention
 from kernelformer.records import METRICS, RESULT, RUN, Result, read_head, read_result, reading
 from kernelformer.training.checkpoints import DAMAGED, checkpoint_of, checkpoints_of, metrics
-from kernelformer.training.config import Run, TrainingError
+from kernelformer.training.config import Run
 from kernelformer.training.meter import Meter
 from kernelformer.training.selection import check_best
 from kernelformer.weight_headers import check_sizes, weight_files

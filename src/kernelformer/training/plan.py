@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from kernelformer.errors import positive_int
+from kernelformer.errors import TrainingError, positive_int
 from kernelformer.files import write_json
 from kernelformer.records import PLAN, RUN, part, read_object, reading
 from kernelformer.tasks import make_task
-from kernelformer.training.config import Run, TrainingError, attention_settings
+from kernelformer.training.config import Run, attention_settings
 from kernelformer.training.inspection import check_same
 from kernelformer.training.order import check_grouping
 from kernelformer.training.selection import held_out_split

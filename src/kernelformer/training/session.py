@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME
 
 from kernelformer.commands import resume_command
 from kernelformer.environment import environment
-from kernelformer.errors import flag, positive_int
+from kernelformer.errors import StoppedError, flag, positive_int
 from kernelformer.files import write_json
 from kernelformer.formatting import shortened
 from kernelformer.models import MODELS, KernelformerConfig
@@ -31,7 +31,7 @@ from kernelformer.terminal import VisibleConsole
 from kernelformer.training.absent import presence
 from kernelformer.training.callbacks import Bar, Board, LastDraw, Stop
 from kernelformer.training.checkpoints import clear, cut_metrics, locked, main_does, set_aside, writing
-from kernelformer.training.config import Run, StoppedError, everywhere, extension
+from kernelformer.training.config import Run, everywhere, extension
 from kernelformer.training.finish import finish, take_best
 from kernelformer.training.first_weights import check_vocabulary, start_from, weights_hash
 from kernelformer.training.inspection import examine, saved_run
