@@ -108,14 +108,14 @@ class Parallel(Source):
                 f"{path} has {len(sides[0]):,} lines and {self._target_file(path)} has {len(sides[1]):,}; line i of "
                 f"one must be the translation of line i of the other."
             )
-        for number, pair in enumerate(zip(*sides, strict=True), 1):
+        for line, pair in enumerate(zip(*sides, strict=True), 1):
             try:
                 texts = [x.decode() for x in pair]
             except UnicodeDecodeError as problem:
-                yield f"line {number}", not_utf8(problem)
+                yield f"line {line}", not_utf8(problem)
                 continue
             if any(x.strip() for x in texts):
-                yield f"line {number}", {self.source: texts[0], self.target: texts[1]}
+                yield f"line {line}", {self.source: texts[0], self.target: texts[1]}
 
 
 def _lines(path: Path) -> list[bytes]:

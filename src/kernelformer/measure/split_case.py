@@ -12,8 +12,9 @@ from torch import Tensor
 from kernelformer.analysis.scaling import Exchange
 from kernelformer.attention.ranks import HEADER, Ranks
 from kernelformer.contract import compute_dtype
-from kernelformer.modules import AttentionCore, KernelCore, build_attention, parse_method
+from kernelformer.modules import AttentionCore, KernelCore, build_attention
 from kernelformer.modules.context import split_over
+from kernelformer.modules.spec import parse_method
 from kernelformer.parallel import context_parallel
 
 

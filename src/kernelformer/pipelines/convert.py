@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,9 @@ from kernelformer.pipelines.convert_texts import (
 )
 from kernelformer.pipelines.judge import check_judging, judge
 from kernelformer.pipelines.judge_settings import JUDGED, JudgeSettings
+from kernelformer.pipelines.steps import Log
 from kernelformer.reports.conversion_result import ConversionResult
 
-Log = Callable[[str], None]
 STARTED = "start at centres of the original's keys"
 
 
