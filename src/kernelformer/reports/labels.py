@@ -63,9 +63,8 @@ def sized(label: str) -> tuple[str, int] | None:
         for method in parts(side):
             numbers = [match for x in method.options if (match := _NUMBER.fullmatch(x)) and match[1] in SIZES]
             sizes |= {int(x[2]) for x in numbers}
-            specs.append(
-                str(replace(method, options=tuple(x for x in method.options if x not in {m[0] for m in numbers})))
-            )
+            others = tuple(x for x in method.options if x not in {m[0] for m in numbers})
+            specs.append(str(replace(method, options=others)))
         rest.append(", ".join(specs))
     return (normalized(join_sides(rest[0], rest[1])), sizes.pop()) if len(sizes) == 1 else None
 
