@@ -47,6 +47,7 @@ WITHIN = {
     ("contract", "errors"),
     ("kernels", "errors"),
     ("records", "errors"),
+    ("files", "limits"),
     ("hashes", "files"),
     ("limits", "errors"),
     ("records", "files"),

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from converted_folders import change, saved
@@ -19,12 +21,18 @@ from kernelformer.data import npz
 from kernelformer.hf import load
 from kernelformer.hf.load import load_source
 from kernelformer.limits import LIMITS, check_limit, limit, set_limit
-from kernelformer.models import KernelformerConfig, KernelformerForCausalLM, KernelformerForConditionalGeneration
+from kernelformer.models import (
+    KernelformerConfig,
+    KernelformerForCausalLM,
+    KernelformerForConditionalGeneration,
+    register,
+)
 from kernelformer.modules.spec import parse_attention
 from kernelformer.records import read_object
 from kernelformer.tasks import make_task
 from kernelformer.training import Run, TrainingError, train
 from kernelformer.training.evaluation import load_model
+from kernelformer.training.first_weights import start_from
 from test_saved_by_older_versions import OLD
 from tiny_models import tiny as original
 
@@ -122,6 +130,9 @@ def test_a_model_of_this_library_with_such_a_configuration_is_refused(values, me
 
 def test_brackets_without_end_are_not_json(own, tmp_path):
     deep = "[" * 100_000
+    for content, message in ((deep, "its brackets are nested too deeply"), ("[]", "it is not a JSON object but")):
+        (own / "config.json").write_text(content)
+        quickly(lambda: KernelformerForCausalLM.from_pretrained(own), f"config.json cannot be used: {message}")
     (own / "config.json").write_text(deep)
     quickly(lambda: load_model("causal-lm", own), "config.json cannot be used: ")
     quickly(lambda: load(own), "config.json is not JSON: its brackets are nested too deeply")
@@ -131,6 +142,128 @@ def test_brackets_without_end_are_not_json(own, tmp_path):
     result = CliRunner().invoke(app, ["evaluate", str(tmp_path)])
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
+
+
+OWN = {
+    "class": KernelformerForCausalLM.from_pretrained,
+    "auto class": AutoModelForCausalLM.from_pretrained,
+    "run": lambda folder: load_model("causal-lm", folder),
+    "start": lambda folder: start_from(KernelformerForCausalLM(KernelformerConfig(**SMALL)), folder),
+}
+WAYS = {**OWN, "converted": load, "original": load_source}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, tmp_path):
+    """A folder of weights without hashes, and a way to read it."""
+    register()
+    folder = tmp_path / "model"
+    if request.param == "converted":
+        saved(folder)
+    elif request.param == "original":
+        original("BertModel", torch.float32).save_pretrained(folder)
+    else:
+        KernelformerForCausalLM(KernelformerConfig(**SMALL, attention="elu")).save_pretrained(folder)
+    (folder / "hashes.json").unlink(missing_ok=True)
+    WAYS[request.param](folder)
+    return folder, WAYS[request.param]
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_an_index_that_names_files_elsewhere_is_refused(absolute, way):
+    folder, use = way
+    weights = folder / "model.safetensors"
+    names = list(load_file(weights))
+    index = folder / "model.safetensors.index.json"
+    outside = weights.rename(folder.parent / "outside.safetensors")
+    for name in (str(outside) if absolute else "../outside.safetensors", "inside.safetensors"):
+        index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
+        if name == "inside.safetensors":
+            shutil.copyfile(outside, folder / name)
+            use(folder)
+        else:
+            quickly(lambda: use(folder), f"index.json names '{name}', which is not the name of a file in its folder")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_link_out_of_a_folder_of_weights_is_not_followed_unless_that_is_allowed(name, way, monkeypatch):
+    folder, use = way
+    (folder / name).rename(folder.parent / name)
+    (folder / name).symlink_to(folder.parent / name)
+    quickly(lambda: use(folder), f"{name} leads out of .*/model, by a link to .*{name}; copy what is there, or if you")
+    monkeypatch.setenv("KERNELFORMER_FOLLOW_LINKS", "1")
+    use(folder)
+
+
+def test_links_of_the_hubs_cache_belong_to_the_model(way):
+    folder, use = way
+    blobs, snapshot = folder.parent / "blobs", folder.parent / "snapshots" / "0123abc"
+    folder.rename(blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    use(snapshot)
+    (folder.parent / "secret").write_text("{}")
+    (snapshot / "more.json").symlink_to("../../secret")
+    quickly(lambda: use(snapshot), "more.json leads out of .*0123abc, by a link to .*secret")
+
+
+def test_pickled_weights_of_a_model_of_this_library_are_refused(way):
+    folder, use = way
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    use(folder)  # of safetensors beside them
+    weights.unlink()
+    quickly(
+        lambda: use(folder), r"the weights in .*/model are pickled \(pytorch_model.bin\), and a pickle can run code"
+    )
+
+
+def test_an_adapter_does_not_lead_to_a_model_elsewhere(own, tmp_path):
+    record = {"base_model_name_or_path": str(own), "peft_type": "LORA"}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(record))
+    for use in (KernelformerForCausalLM.from_pretrained, load_source):
+        quickly(lambda use=use: use(tmp_path / "adapter"), "has an adapter .* and no model of its own; load the model")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"hidden_size": 10**6},
+            r"config.json cannot be used: it asks for .* of shape \(32, 1000000\), .* has \(32, 16",
+        ),
+        ({"hidden_size": 10**9}, "config.json cannot be used: its sizes are those of no model"),
+        ({"vocab_size": 10**12}, r"config.json cannot be used: it asks for .* of shape \(1000000000000, 16\), "),
+        (
+            {"positions": "learned", "max_position_embeddings": 10**12},
+            r"asks for .*places.0.weight of shape \(10+, 16\), and ",
+        ),
+        ({"attention": "linformer:max_length=1000000000000"}, "it asks for max_length=1000000000000, and its weights"),
+        ({"attention": "nprf:relative=1d:max_length=1000000000000"}, "asks for max_length=1000000000000, and its we"),
+        ({"attention": "nprf:relative=1d:max_distance=10000000000"}, "asks for max_distance=10000000000, and its"),
+        ({"attention": "nprf:relative=1d:scheme=t5:num_buckets=10000000000:max_distance=10000000000"}, "num_buckets="),
+        (
+            {"attention": "nprf:relative=2d:grid=(1000000, 1000000)"},
+            r"it asks for grid=\(1000000, 1000000\), and its we",
+        ),
+        ({"attention": "relu:eps=1.5"}, "config.json cannot be used: it asks for .*settings of shape"),
+        ({"attention": None}, "attention must be a string such as 'favor\\+', or a list of them, got None"),
+        (
+            {"num_labels": 10**9},
+            "asks for num_labels=1,000,000,000, the limit max_labels is 1,000,000; if you trust it",
+        ),
+        ({"dtype": "float7"}, "has a value of another kind than transformers takes: .*float7"),
+        ({"id2label": 5}, "has a value of another kind than transformers takes: "),
+        ({"architectures": 5}, "architectures must be names of classes, got 5"),
+    ],
+)
+@pytest.mark.parametrize("way", ["class", "auto class", "run"], indirect=True)
+def test_a_configuration_that_its_weights_have_no_room_for_is_refused_before_it_costs_anything(way, values, message):
+    folder, use = way
+    change_own(folder, **values)
+    quickly(lambda: use(folder), message)
 
 
 def test_a_header_of_very_many_tensors_is_refused(own, tmp_path):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from kernelformer.limits import environment_variable, limit
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -18,7 +22,28 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no room on the disk, or none in one's share of it
 PART = ".partial"  # how the names of unfinished files end
+
+
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Context in which a writer that finds no room raises an OSError that says so, and where, whatever it says itself.
+
+    safetensors has an error of its own, and of what torch says no one word is of the disk; so it counts only where
+    nothing is left there.
+    """
+    try:
+        yield
+    except Exception as problem:
+        said, place = str(problem), path
+        while not os.path.exists(place):
+            place = place.parent
+        by_torch = any(x in said for x in ("inline_container", "PytorchStreamWriter", "iostream error"))
+        by_system = getattr(problem, "errno", None) in FULL or any(f"(os error {x})" in said for x in FULL)
+        if by_system or (by_torch and shutil.disk_usage(place).free < 1 << 20):
+            raise OSError(errno.ENOSPC, "the disk is full", str(path)) from None
+        raise
 
 
 @contextmanager
@@ -29,8 +54,9 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PART}")
     try:
-        yield part
-        sync(part)
+        with naming_full_disk(path):
+            yield part
+            sync(part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -91,6 +117,34 @@ def check_regular(path: Path) -> Path:
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise ValueError(f"{path} is {kind}, and data is read from regular files; copy its content into one.")
     return path
+
+
+def check_inside(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise for the first file or folder that a link leads out of a folder, unless that was allowed.
+
+    The hub's cache keeps a model as links (``snapshots/*``) to files beside them (``blobs``): these belong to it.
+
+    Args:
+        folder: that was given; it may be a link itself.
+        paths: in it.
+    """
+    if limit("follow_links"):
+        return
+    root = os.path.realpath(folder)
+    cache = os.path.dirname(os.path.dirname(root))
+    roots = [root, os.path.join(cache, "blobs")] if root.startswith(os.path.join(cache, "snapshots", "")) else [root]
+    parents: dict[str, str] = {}
+    for path in paths:
+        above, name = os.path.split(path)
+        if above not in parents:
+            parents[above] = os.path.realpath(above)
+        real = os.path.realpath(path) if os.path.islink(path) else os.path.join(parents[above], name)
+        if all(os.path.commonpath([x, real]) != x for x in roots):
+            raise ValueError(
+                f"{path} leads out of {folder}, by a link to {real}; copy what is there, or if you trust the folder "
+                f"follow its links by kernelformer --follow-links COMMAND, or in the environment: "
+                f"{environment_variable('follow_links')}=1."
+            )
 
 
 def sync(path: Path) -> None:

@@ -98,7 +98,7 @@ def _way_out(folder: Path) -> str:
 
 def check_archive(path: Path) -> None:
     """Raise if a file of `torch.save`, which is a zip archive, is cut off, or a part of it has another checksum."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(check_regular(path)) as archive:
         broken = archive.testzip()
     if broken is not None:
         raise ValueError(f"{broken} in it has another checksum")

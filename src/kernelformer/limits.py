@@ -17,10 +17,11 @@ from kernelformer.errors import choice, integer
 
 LIMITS = {
     "max_layers": 1_000,  # blocks of a saved configuration
+    "max_labels": 1_000_000,  # classes of a saved configuration, each of which gets a name
     "max_tensors": 100_000,  # of saved weights
     "max_unpacked_bytes": 1 << 34,  # of an array in an archive
     "max_attention_characters": 2_000,  # of one attention
-    "follow_links": 0,  # 1: links may lead out of a folder of data
+    "follow_links": 0,  # 1: links may lead out of a folder of data or of a model
     "allow_hub": 0,  # 1: a local folder may name parts of a model that are on the hub
 }
 _given: dict[str, int] = {}  # bounds that were set in this process, not by whoever started it
@@ -63,11 +64,16 @@ def check_limit(name: str, value: int, what: str) -> None:
         raise ValueError(f"{what}, the limit {name} is {bound:,}; if you trust it, {raise_by(name, value)}.")
 
 
-def check_layers(where: object, settings: Mapping[str, Any]) -> None:
-    """Raise for a configuration, by its names and values, that asks for more blocks than the bound; parts of it too."""
+def check_counts(where: object, settings: Mapping[str, Any]) -> None:
+    """Raise for a configuration, by its names and values, with more blocks or classes than the bound; parts of it too.
+
+    Their cost is known before weights are looked at: a module for each block, a name for each class.
+    """
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            check_layers(where, value)
+            check_counts(where, value)
+        elif name == "num_labels" and isinstance(value, int):
+            check_limit("max_labels", value, f"{where} asks for num_labels={value:,}")
         elif _LAYERS.search(str(name)):
             for count in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
                 if isinstance(count, int):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-from kernelformer.files import check_regular, read_json
-from kernelformer.limits import check_layers, check_limit, limit, raise_by
+from kernelformer.files import check_inside, check_regular, read_json
+from kernelformer.limits import check_counts, check_limit, limit, raise_by
 
 Shapes = dict[str, tuple[int, ...]]
 _SIZES = ("num_features", "components", "width", "rank")  # options of which each unit is saved as a number at least
@@ -22,20 +25,49 @@ class SizeError(ValueError):
     """A configuration that asks for more than its weights have."""
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a model: those that the index names, or the one.
+def check_contained(folder: Path) -> None:
+    """Check that all that a folder of weights holds or names is in it, before a library reads any of it.
 
     Raises:
-        ValueError: an index that is not one.
+        ValueError: a link out of it, an index that is not one or names files elsewhere, or an adapter alone.
     """
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file():
-        return [folder / SAFE_WEIGHTS_NAME]
+    check_inside(folder, folder.iterdir())
+    for index in sorted(folder.glob("*.index.json")):
+        _shards(index)
+    if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / CONFIG_NAME).is_file():
+        raise ValueError(
+            f"{folder} has an adapter ({ADAPTER_CONFIG_NAME}) and no model of its own; load the model that it was "
+            f"made for, and then the adapter by model.load_adapter(folder)."
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a folder that is `check_contained`: the one, or those that its index names.
+
+    Raises:
+        ValueError: also pickled weights instead.
+    """
+    check_contained(folder)
+    one, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    pickled = [] if one.exists() else sorted(folder.glob("pytorch_model*.bin"))
+    if pickled:
+        raise ValueError(
+            f"the weights in {folder} are pickled ({pickled[0].name}), and a pickle can run code; models of this "
+            f"library are saved as {SAFE_WEIGHTS_NAME}, by save_pretrained."
+        )
+    return [folder / x for x in _shards(index)] if index.is_file() and not one.exists() else [one]
+
+
+def _shards(index: Path) -> list[str]:
+    """Names of the files that an index spreads tensors over, each in its own folder."""
     record = read_json(index)
     names = record.get("weight_map") if isinstance(record, dict) else None
     if not isinstance(names, dict) or not all(isinstance(x, str) for x in names.values()):
         raise ValueError(f"{index} has no weight_map, which names a file for each tensor")
-    return [folder / Path(name).name for name in sorted(set(names.values()))]
+    for name in names.values():
+        if Path(name).name != name:
+            raise ValueError(f"{index} names {name!r:.200}, which is not the name of a file in its folder")
+    return sorted(set(names.values()))
 
 
 def saved_shapes(files: Iterable[Path]) -> Shapes:
@@ -53,9 +85,22 @@ def saved_shapes(files: Iterable[Path]) -> Shapes:
     return shapes
 
 
-def check_shapes(model: nn.Module, saved: Shapes) -> None:
-    """Raise for the first parameter of a model without memory (device meta) that was saved in another shape."""
+def check_shapes(build: Callable[[], nn.Module], saved: Shapes) -> None:
+    """Build a model without memory (device meta) and raise for the first parameter that does not fit the saved ones.
+
+    It was saved in another shape, or it was not saved and has more numbers than all that were.
+    """
+    try:
+        with torch.device("meta"):
+            model = build()
+    except (RuntimeError, OverflowError) as reason:  # a tensor of more bytes than there are numbers for them
+        raise ValueError(f"its sizes are those of no model ({str(reason).splitlines()[0]})") from None
+    count = sum(math.prod(x) for x in saved.values())
     for name, x in model.state_dict().items():
+        if name not in saved and x.numel() > count:
+            raise ValueError(
+                f"it asks for {name} of shape {tuple(x.shape)}, and its weights have {count:,} numbers in all"
+            )
         if name in saved and tuple(x.shape) != saved[name]:
             raise ValueError(f"it asks for {name} of shape {tuple(x.shape)}, {SAFE_WEIGHTS_NAME} has {saved[name]}")
 
@@ -69,11 +114,26 @@ def check_sizes(options: Iterable[Mapping[str, Any]], files: Iterable[Path]) -> 
     """
     size, asked = sum(path.stat().st_size for path in files), dict.fromkeys(_SIZES, 0)
     for some in options:
-        check_layers("an attention", some)
+        check_counts("an attention", some)
         for name in _SIZES:
             asked[name] += some[name] if isinstance(some.get(name), int) else 0
-            if asked[name] * _BYTES > size:
-                raise SizeError(f"it asks for {name}={some[name]}, and its weights have {size:,} bytes in all")
+            _check_room(name, some.get(name), asked[name], size)
+        for name in _table_options(some):
+            numbers = some[name] if isinstance(some[name], list | tuple) else [some[name]]
+            _check_room(name, some[name], math.prod(x for x in numbers if isinstance(x, int)), size)
+
+
+def _check_room(name: str, value: object, count: int, size: int) -> None:
+    if count * _BYTES > size:
+        raise SizeError(f"it asks for {name}={value}, and its weights have {size:,} bytes in all")
+
+
+def _table_options(options: Mapping[str, Any]) -> list[str]:
+    """Options that set how many entries a table has; layers may share it, so that they do not add up."""
+    if options.get("max_distance") is not None:
+        options = {x: y for x, y in options.items() if x != "max_length"}  # which is no size then
+    names = {"table": ("max_distance", "max_length", "grid"), "t5": ("num_buckets",)}
+    return [x for x in names.get(str(options.get("scheme", "table")), ()) if x in options]
 
 
 def check_local(where: object, settings: Mapping[str, Any]) -> None:

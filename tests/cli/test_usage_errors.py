@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
 import sys
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from kernelformer.cli import _lacks_memory
 from kernelformer.cli.app import app
 from kernelformer.cli.common import plain_errors
 from kernelformer.lazy import MissingExtraError
@@ -73,3 +76,35 @@ def test_no_command_shows_the_help():
     assert result.exit_code == 2
     assert "Start here" in result.output
     assert "error" not in result.stderr
+
+
+def test_a_process_with_too_little_memory_to_import_says_so_in_one_line():
+    code = (
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (200 << 20, resource.RLIM_INFINITY))\n"
+        "from kernelformer.cli import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "list"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: there is not enough memory; this process may have 200 MiB, raise that by ulimit -v unlimited.\n"
+    )
+
+
+def test_an_error_is_one_of_memory_only_where_it_says_so():
+    for limited in (False, True):
+        assert _lacks_memory(MemoryError(), limited)
+        assert _lacks_memory(ImportError("libtorch_cpu.so: failed to map segment from shared object"), limited)
+        assert _lacks_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), limited)
+        assert not _lacks_memory(ImportError("no module named x"), limited)
+        assert _lacks_memory(SystemError("error return without exception set"), limited) == limited
+        problem = ImportError("a module could not be imported")
+        problem.__context__ = MemoryError()
+        assert _lacks_memory(problem, limited)
+
+
+def test_a_full_disk_is_named_by_every_command(capsys):
+    for problem, where in ((OSError(errno.ENOSPC, "x", "a/b"), "a/b"), (OSError(errno.EDQUOT, "x"), "standard output")):
+        with pytest.raises(typer.Exit) as end, plain_errors():
+            raise problem
+        assert end.value.exit_code == 2
+        assert f"error: the disk is full: {where}" in capsys.readouterr().err

@@ -258,7 +258,7 @@ def test_what_cannot_be_written_is_said_with_the_way_out(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
-        with pytest.raises(ValueError, match=r"shards cannot be written: No space left on device; make room"):
+        with pytest.raises(ValueError, match=r"shards cannot be written: the disk is full; make room"):
             prepare(settings(tmp_path, text))
     assert prepare(settings(tmp_path, text)).splits["train"].tokens
 

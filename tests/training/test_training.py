@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import json
 import math
@@ -32,7 +33,7 @@ from kernelformer.modules.redraw import random_maps
 from kernelformer.records import is_finished, standing, unfinished
 from kernelformer.tasks import TASKS, Task, make_task
 from kernelformer.training import Result, Run, StoppedError, TrainingError, build_model, evaluate, train
-from kernelformer.training.checkpoints import checkpoint_of, main_does, metrics
+from kernelformer.training.checkpoints import checkpoint_of, locked, main_does, metrics
 from kernelformer.training.evaluation import contributions
 from kernelformer.training.finish import speed
 from kernelformer.training.trainer import RunTrainer
@@ -403,7 +404,7 @@ def test_a_disk_that_fills_at_the_very_end_costs_no_training(tmp_path, whole):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernelformer.training.finish.publish", full)
-        with pytest.raises(TrainingError, match="No space left on device"):
+        with pytest.raises(TrainingError, match=f"cannot save the run in {tmp_path}: the disk is full"):
             train(tiny(), tmp_path, quiet=True)
     assert not (tmp_path / ".partial").exists()
     assert checkpoint_of(tmp_path)[1] == 12
@@ -418,8 +419,31 @@ def test_a_disk_that_fills_at_the_very_end_costs_no_training(tmp_path, whole):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=r"file/run: Not a directory"):
+    with pytest.raises(TrainingError, match=r"cannot write to .*file/run: Not a directory; nothing was saved") as found:
         train(tiny(), tmp_path / "file" / "run", quiet=True)
+    assert "resume" not in str(found.value)  # there is nothing to go on with
+
+
+def test_a_start_that_fails_leaves_no_lock_and_no_folder(tmp_path):
+    missing = tiny(task="bytes", task_options={"data": str(tmp_path / "missing"), "length": 8})
+    (tmp_path / "given").mkdir()
+    for folder in (tmp_path / "given", tmp_path / "a" / "b"):
+        with pytest.raises(ValueError, match="missing"):
+            train(missing, folder, quiet=True)
+    assert [x.name for x in tmp_path.rglob("*")] == ["given"]
+
+
+def test_a_lock_that_was_removed_is_none(tmp_path, monkeypatch):
+    """A process that has opened the file before another one removed it does not take it for its own."""
+    flock = fcntl.flock
+
+    def removed(handle, how):
+        flock(handle, how)
+        (tmp_path / ".lock").unlink()
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with pytest.raises(TrainingError, match="another process"), locked(tmp_path):
+        pass
 
 
 def test_nothing_is_overwritten(tmp_path, whole):
@@ -451,8 +475,6 @@ def test_an_error_of_the_main_process_is_known_to_be_that_of_all(tmp_path):
 
 
 def test_two_processes_do_not_write_to_one_folder(tmp_path):
-    from kernelformer.training.checkpoints import locked
-
     with locked(tmp_path), pytest.raises(TrainingError, match="another process"):
         train(tiny(), tmp_path, quiet=True)
 

@@ -70,7 +70,7 @@ def _options(
         typer.Option("--limit", help="raise a bound on what files may ask for, as the error says: max_layers=5000"),
     ] = None,
     follow_links: Annotated[
-        bool, typer.Option("--follow-links", help="let links lead out of a folder of data")
+        bool, typer.Option("--follow-links", help="let links lead out of a folder of data or of a model")
     ] = False,
 ) -> None:
     """Linear-time attention by kernels."""

@@ -16,7 +16,7 @@ from rich.text import Text
 from kernelformer.commands import typed
 from kernelformer.environment import free_cores, usable_cores
 from kernelformer.errors import StoppedError, TrainingError, WorkerError
-from kernelformer.files import finite
+from kernelformer.files import FULL, finite
 from kernelformer.formatting import visible
 from kernelformer.lazy import MissingExtraError
 from kernelformer.records import unfinished
@@ -80,6 +80,9 @@ def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(141) from None
     except OSError as problem:
+        if problem.errno in FULL:
+            where = problem.filename or "standard output cannot be written"
+            fail(ValueError(f"the disk is full: {where}; make room, or write elsewhere."))
         name = str(problem.filename or "")
         if len(name) > 300:  # the message has all of it
             fail(ValueError(f"{name[:100]}... of {len(name):,} characters cannot be used: {problem.strerror}."))
@@ -96,8 +99,8 @@ def show_json(value: Any) -> None:
 
 
 def write(text: str, keep: str = "\n\t") -> None:
-    """Write a model's text to stdout; on a terminal control characters are shown instead of obeyed."""
-    _write_out(visible(text, keep) if sys.stdout.isatty() else text)
+    """Write a model's text to stdout; control characters are shown, in a pipe too, which often ends on a terminal."""
+    _write_out(visible(text, keep))
 
 
 def _write_out(text: str) -> None:

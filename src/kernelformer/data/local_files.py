@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from kernelformer.files import check_inside as check_inside
 from kernelformer.files import check_regular as check_regular
-from kernelformer.limits import environment_variable, limit
 
 
 def existing(path: Path, layout: str, hint: str = "", option: str = "data") -> Path:
@@ -31,30 +31,6 @@ def existing(path: Path, layout: str, hint: str = "", option: str = "data") -> P
         named = text if len(text) <= 200 else f"{text[:100]}... of {len(text):,} characters"
         raise ValueError(f"there is no file or folder {named}{why}; {option} must be {layout}{hint}.") from None
     return path if stat.S_ISDIR(mode) else check_regular(path)
-
-
-def check_inside(folder: Path, paths: Iterable[Path]) -> None:
-    """Raise for the first file or folder that a link leads out of a folder of data, unless that was allowed.
-
-    Args:
-        folder: that was given; it may be a link itself.
-        paths: in it.
-    """
-    if limit("follow_links"):
-        return
-    root = os.path.realpath(folder)
-    parents: dict[str, str] = {}
-    for path in paths:
-        above, name = os.path.split(path)
-        if above not in parents:
-            parents[above] = os.path.realpath(above)
-        real = os.path.realpath(path) if os.path.islink(path) else os.path.join(parents[above], name)
-        if os.path.commonpath([root, real]) != root:
-            raise ValueError(
-                f"{path} leads out of {folder}, by a link to {real}; copy what is there, or if you trust the folder "
-                f"follow its links by kernelformer --follow-links COMMAND, or in the environment: "
-                f"{environment_variable('follow_links')}=1."
-            )
 
 
 def walk(folder: Path, root: Path) -> Iterator[tuple[Path, list[str]]]:

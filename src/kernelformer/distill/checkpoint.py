@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernelformer.files import PART, replacing, sync
+from kernelformer.files import PART, check_inside, naming_full_disk, replacing, sync
 from kernelformer.hashes import check_archive
 
 FILE = "progress.pt"
@@ -65,6 +65,7 @@ class Checkpoint:
         return checkpoint
 
     def _read(self) -> dict[str, Any]:
+        check_inside(self.folder, [self.folder / FILE])
         state: dict[str, Any] = torch.load(self.folder / FILE, weights_only=True, mmap=True)
         return state
 
@@ -159,7 +160,8 @@ def appearing(target: Path) -> Iterator[Path]:
     part.mkdir()
     old = part.with_name(part.name + ".old")
     try:
-        yield part
+        with naming_full_disk(target):
+            yield part
         if target.exists():
             target.rename(old)
         part.rename(target)

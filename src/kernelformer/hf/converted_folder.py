@@ -20,7 +20,7 @@ from kernelformer.files import read_json
 from kernelformer.hf.attend import CORE
 from kernelformer.hf.plan import Conversion
 from kernelformer.hf.save import CONFIG, FORMAT, KIND
-from kernelformer.limits import check_layers
+from kernelformer.limits import check_counts
 from kernelformer.weight_headers import check_local, check_shapes, check_sizes, saved_shapes, weight_files
 
 
@@ -73,7 +73,7 @@ def _problem(record: Mapping[str, Any]) -> str | None:
     except (AttributeError, TypeError, KeyError) as reason:
         return f"its list of converted attentions is of another version ({reason}); convert the original again."
     try:
-        check_layers("the original's configuration", record["source"])
+        check_counts("the original's configuration", record["source"])
         check_local("the original's configuration", record["source"])
     except ValueError as reason:
         return str(reason)
@@ -118,10 +118,8 @@ def check_fit(record: Mapping[str, Any], plan: Conversion, folder: Path) -> None
         saved = saved_shapes(files)
     except (OSError, SafetensorError) as reason:
         raise ValueError(f"the weights in {folder} cannot be read: {reason}.") from None
-    with torch.device("meta"):
-        skeleton = build_original(record, folder)
     try:
-        check_shapes(skeleton, saved)
+        check_shapes(lambda: build_original(record, folder), saved)
         check_sizes([x.options for x in plan.layers], files)
     except ValueError as reason:
         raise ValueError(

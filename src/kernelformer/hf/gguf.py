@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from kernelformer.files import check_inside
 from kernelformer.hf.pretrained import attempt, first_names, lacking_weights
 
 
@@ -21,6 +22,7 @@ def gguf_file(path: Path) -> Path | None:
         raise ValueError(
             f"{path} has {len(packed)} .gguf files ({packed[0].name}, {packed[1].name}, ...); give the path of one."
         )
+    check_inside(path, packed)
     return packed[0] if packed else None
 
 

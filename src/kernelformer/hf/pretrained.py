@@ -10,9 +10,9 @@ import transformers
 
 from kernelformer.files import read_json
 from kernelformer.hf.save import KIND
-from kernelformer.limits import check_layers
+from kernelformer.limits import check_counts
 from kernelformer.quiet import silent_libraries
-from kernelformer.weight_headers import check_local, saved_shapes
+from kernelformer.weight_headers import check_contained, check_local, saved_shapes
 
 TASKS = ("auto", "masked", "causal", "seq2seq", "encoder")
 SAFE, PICKLED = "*.safetensors", ("pytorch_model*.bin", "*.pt", "*.pth")
@@ -76,6 +76,7 @@ def check_folder(folder: Path) -> None:
     Raises:
         ValueError: it does not, or its configuration asks for more than the limits or for parts on the hub.
     """
+    check_contained(folder)
     path = folder / "config.json"
     if not path.is_file():
         names = ", ".join(sorted(x.name for x in folder.iterdir())[:6]) or "nothing"
@@ -92,7 +93,7 @@ def check_folder(folder: Path) -> None:
         raise ValueError(
             f"{folder} was converted already; kernelformer.hf.load loads it. To convert anew give the original."
         )
-    check_layers(path, record)
+    check_counts(path, record)
     check_local(path, record)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from kernelformer.files import PART, json_text, read_json, sync, write_json
+from kernelformer.files import PART, json_text, naming_full_disk, read_json, sync, write_json
 from kernelformer.hashes import write_hashes
 from kernelformer.hf.convert import conversion
 
@@ -115,7 +115,8 @@ def save(
     part = folder / f".{uuid.uuid4().hex}{PART}"
     part.mkdir()
     try:
-        save_torch_state_dict(weights, part, max_shard_size=max_shard_size)
+        with naming_full_disk(folder):
+            save_torch_state_dict(weights, part, max_shard_size=max_shard_size)
         if model.can_generate():
             model.generation_config.save_pretrained(part)
         for path in part.iterdir():

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.cache import StateCache
 from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
+from kernelformer.files import naming_full_disk, read_json
 from kernelformer.hashes import WEIGHTS, check_hashes, write_hashes
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.sparse_layers import reset_mask_values
@@ -25,7 +26,7 @@ from kernelformer.modules.context import active_ranks, share_of_mean, share_of_s
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.spec import parse_attention
 from kernelformer.parallel.context import IGNORED
-from kernelformer.weight_headers import check_sizes, weight_files
+from kernelformer.weight_headers import SizeError, check_shapes, check_sizes, saved_shapes, weight_files
 
 
 class KernelformerPreTrainedModel(PreTrainedModel):
@@ -75,7 +76,8 @@ class KernelformerPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:  # type: ignore[override]
         """Save as Hugging Face's does; beside the files come their hashes."""
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        with naming_full_disk(Path(save_directory)):
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
             write_hashes(Path(save_directory), WEIGHTS)
 
@@ -83,13 +85,28 @@ class KernelformerPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Load as Hugging Face's does; seeds and draws of feature maps go on from what was saved.
 
+        A folder is checked before anything of it is built, see `kernelformer.weight_headers`. Weights are safetensors;
+        pickled ones by a name on the hub need ``use_safetensors=False``.
+
         Raises:
             ValueError: weights of a model of another family, or of a map with other settings; files of a folder that
-                are not those that were saved.
+                are not those that were saved, are pickled or lie outside of it; a configuration that does not fit them.
         """
-        _check_files(*args, **kwargs)
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        _check_files(cls, *args, **kwargs)
+        kwargs = {"use_safetensors": True, **kwargs}
+        whole, any_shape = (kwargs.pop(x, False) for x in ("output_loading_info", "ignore_mismatched_sizes"))
+        loaded: Any = super().from_pretrained(*args, **kwargs, output_loading_info=True, ignore_mismatched_sizes=True)
+        model, loading = loaded
+        where = f"{Path(model.name_or_path) / CONFIG_NAME} cannot be used: it asks for"
+        for name, there, here in [] if any_shape else sorted(loading["mismatched_keys"]):
+            raise SizeError(
+                f"{where} {name} of shape {tuple(here)}, its weights have {tuple(there)}; put it right, or start these "
+                f"weights anew by ignore_mismatched_sizes=True."
+            )
+        for name in sorted(x for x in loading["missing_keys"] if x.endswith(".settings")):
+            raise SizeError(
+                f"{where} {name}, which {SAFE_WEIGHTS_NAME} has not; put it right."
+            )  # a map without its numbers
         for name in model.config.architectures or ():
             saved = next((x for x in _descendants(KernelformerPreTrainedModel) if x.__name__ == name), cls)
             if saved.family != cls.family:
@@ -100,7 +117,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
         for module in model.modules():
             if isinstance(module, FeatureMap):
                 module.take_numbers()
-        return loaded
+        return loaded if whole else model
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Refuse an implementation of transformers: these models attend by layers of their own."""
@@ -152,21 +169,32 @@ class KernelformerPreTrainedModel(PreTrainedModel):
         raise ValueError(f"{type(self).__name__} does not generate.")
 
 
-def _check_files(name: Any = None, *args: Any, subfolder: str = "", **kwargs: Any) -> None:
-    """Check a local folder before it costs anything: hashes, and features that its weights have no room for.
+def _check_files(
+    cls: type[KernelformerPreTrainedModel], name: Any = None, *args: Any, subfolder: str = "", **kwargs: Any
+) -> None:
+    """Check a local folder before it costs anything: where its files are, hashes, and sizes that its weights have not.
 
-    The arguments are those of `from_pretrained`; who gives an attention or a configuration wants other weights than
-    the saved ones.
+    The arguments are those of `from_pretrained`. The folder's own configuration is checked also where another is given:
+    transformers' Auto classes give what they have read from the folder.
     """
     name = kwargs.get("pretrained_model_name_or_path", name)
     if name is None or not (folder := Path(name) / (subfolder or "")).is_dir():
         return
+    files, path = weight_files(folder), folder / CONFIG_NAME
     check_hashes(folder)
-    own = kwargs.get("config") is None and kwargs.get("attention") is None
-    if own and (folder / CONFIG_NAME).is_file() and all(x.is_file() for x in weight_files(folder)):
-        config = KernelformerConfig.from_pretrained(folder)
+    if not (path.is_file() and all(x.is_file() for x in files)):
+        return
+    kind = next(x for x in cls.__mro__ if x.__module__.startswith("kernelformer."))  # not a user's, with an own call
+    try:
+        record = read_json(path)
+        if not isinstance(record, dict):
+            raise ValueError(f"it is not a JSON object but {record!r:.60}")
+        config = KernelformerConfig.from_dict(record)
+        check_shapes(lambda: kind(config.with_attention("softmax")), saved_shapes(files))  # cores would draw
         for specs in (config.encoder_specs, config.decoder_specs, config.cross_specs):
-            check_sizes([parse_attention(x)[1] for x in specs], weight_files(folder))
+            check_sizes([parse_attention(x)[1] for x in specs], files)
+    except ValueError as problem:
+        raise SizeError(f"{path} cannot be used: {str(problem).rstrip('.')}; put it right.") from None
 
 
 def _descendants(kind: type[KernelformerPreTrainedModel]) -> Iterator[type[KernelformerPreTrainedModel]]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from kernelformer.errors import choice, flag, fraction, integer, number, positive_int, unknown
-from kernelformer.limits import check_layers
+from kernelformer.limits import check_counts
 from kernelformer.modules.spec import default_cross_attention, for_cross_attention, parse_attention
 
 POSITIONS = ("auto", "sinusoidal", "learned", "image", "none")
@@ -120,7 +120,8 @@ class KernelformerConfig(PreTrainedConfig):
         for name in ("intermediate_size", "num_decoder_layers", "head_dim", "classifier_size"):
             if getattr(self, name) is not None:
                 positive_int(name, getattr(self, name))
-        check_layers("the configuration", {x: getattr(self, x) for x in ("num_hidden_layers", "num_decoder_layers")})
+        counts = {x: getattr(self, x) for x in ("num_hidden_layers", "num_decoder_layers")}
+        check_counts("the configuration", {**counts, "num_labels": kwargs.get("num_labels")})
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads, got {self.hidden_size} and "
@@ -148,8 +149,16 @@ class KernelformerConfig(PreTrainedConfig):
                 raise ValueError(f"image_size must be (rows, columns), got {self.image_size!r}.")
             self.image_size = [positive_int("image_size", x) for x in self.image_size]
         self.encoder_specs, self.decoder_specs, self.cross_specs  # noqa: B018  (wrong ones are found here)
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+        try:
+            super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+        except (AttributeError, TypeError) as problem:
+            raise ValueError(
+                f"the configuration has a value of another kind than transformers takes: {problem}."
+            ) from None
         positive_int("num_labels", self.num_labels)
+        names = self.architectures
+        if names is not None and not (isinstance(names, list) and all(isinstance(x, str) for x in names)):
+            raise ValueError(f"architectures must be names of classes, got {names!r:.60}.")
 
     def with_attention(self, spec: str) -> KernelformerConfig:
         """The same model with one attention everywhere, and absolute positions where it has some."""
@@ -200,6 +209,8 @@ OWN_SETTINGS = (*(x for x in KernelformerConfig.__annotations__ if x != "model_t
 
 
 def _per_layer(what: str, specs: str | list[str], layers: int) -> list[str]:
+    if not isinstance(specs, str | list | tuple):
+        raise ValueError(f"{what} must be a string such as 'favor+', or a list of them, got {specs!r:.60}.")
     each = [specs] * layers if isinstance(specs, str) else list(specs)
     if len(each) != layers:
         raise ValueError(f"{what} must be one spec or one for each of {layers} blocks, got {len(each)}: {each}.")

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from kernelformer.files import PART, json_text, read_json, sync, write_json
+from kernelformer.files import PART, check_inside, json_text, read_json, sync, write_json
 from kernelformer.hashes import HASHES, check_hashes, read_hashes, write_hashes
 from kernelformer.parallel.agreement import difference, first_problem
 from kernelformer.parallel.optimizer_state import PREFIX, blank_state, read_groups, read_state, write_state
@@ -210,6 +210,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / RECORD} is damaged: it needs {', '.join(kinds)}; take another checkpoint.")
     if record["format"] != FORMAT:
         raise ValueError(f"{folder} has format {record['format']}, this version reads {FORMAT}.")
+    check_inside(folder, folder.iterdir())
     hashes = read_hashes(folder)
     saved, here = (
         {x for x in names if Path(x).match(_FILES)} for names in (hashes, (y.name for y in folder.iterdir()))

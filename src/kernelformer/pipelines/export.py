@@ -25,7 +25,7 @@ from kernelformer.formatting import human_bytes
 from kernelformer.hf import load
 from kernelformer.hf.save import KIND
 from kernelformer.lazy import require_extra
-from kernelformer.models import MODELS
+from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.pipelines.export_settings import ExportSettings
 from kernelformer.records import MODEL
 from kernelformer.training.evaluation import load_model
@@ -165,7 +165,7 @@ def load_exportable(folder: Path) -> tuple[Path, Any]:
         model = load(home, dtype=torch.float32)
     elif kind == "kernelformer":
         names = {x.__name__: name for name, x in MODELS.items()}
-        made = next(iter(record.get("architectures") or ()), "")
+        made = next(iter(KernelformerConfig.from_dict(record).architectures or ()), "")
         if made not in names:
             raise ValueError(f"{home / CONFIG_NAME} names no class of ours in its architectures, got {made!r}.")
         model = load_model(names[made], home)

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from kernelformer.commands import resume_command
 from kernelformer.errors import TrainingError
-from kernelformer.files import PART, sync, write_text
-from kernelformer.records import METRICS, read_metrics
+from kernelformer.files import PART, naming_full_disk, sync, write_text
+from kernelformer.records import METRICS, RUN, read_metrics
 from kernelformer.training.config import everywhere
 
 T = TypeVar("T")
@@ -84,6 +84,8 @@ def reason(problem: BaseException) -> str:
 
 def cannot_write(folder: Path, why: str) -> TrainingError:
     """The error for a folder or disk that does not take the run."""
+    if not os.path.exists(folder / RUN):  # not Path.exists, which raises where it may not look
+        return TrainingError(f"cannot write to {folder}: {why}; nothing was saved. Make room, or take another folder.")
     return TrainingError(
         f"cannot save the run in {folder}: {why}. Earlier checkpoints are as they were; when there is room and "
         f"permission, go on with {resume_command(folder)}."
@@ -94,7 +96,8 @@ def cannot_write(folder: Path, why: str) -> TrainingError:
 def writing(folder: Path) -> Iterator[None]:
     """What the disk does not take in here is said as `cannot_write` does."""
     try:
-        yield
+        with naming_full_disk(folder):
+            yield
     except (OSError, SafetensorError) as problem:
         raise cannot_write(folder, reason(problem)) from None
 
@@ -117,23 +120,34 @@ def locked(folder: Path, doing: str = "is training in") -> Iterator[None]:
     Processes that are forked meanwhile, as those that get batches ready, have no part in the lock: they live on for
     seconds after this one was killed, and its successor is not to wait for them.
 
+    If nothing was written meanwhile, neither the lock nor a folder that was made for it stays.
+
     Args:
         folder: that is locked.
         doing: what the other process does there, for the error.
     """
+    new, lock = [x for x in (folder, *folder.parents) if not os.path.exists(x)], folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+        handle = os.open(lock, os.O_CREAT | os.O_RDWR)
     except OSError as problem:
         raise cannot_write(folder, reason(problem)) from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(handle), lock.stat())  # not one that another process has just removed
         except OSError:
-            raise TrainingError(f"another process {doing} {folder}; wait for it, or take another folder.") from None
+            ours = False
+        if not ours:
+            raise TrainingError(f"another process {doing} {folder}; wait for it, or take another folder.")
         _locks.add(handle)
         yield
     finally:
+        with suppress(OSError):
+            if handle in _locks and os.listdir(folder) == [lock.name]:
+                lock.unlink()
+                for path in new:
+                    path.rmdir()
         _locks.discard(handle)
         os.close(handle)
 
@@ -153,7 +167,8 @@ def main_does(main: bool, folder: Path, action: Callable[[], T]) -> T:
     outcome: list[Any] = [None, None]
     if main:
         try:
-            outcome[0] = action()
+            with naming_full_disk(folder):
+                outcome[0] = action()
         except (TrainingError, ValueError) as problem:
             outcome[1] = everywhere(problem)
         except (OSError, SafetensorError) as problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from kernelformer.commands import resume_command
 from kernelformer.data.batching import spread_evenly
 from kernelformer.errors import TrainingError, choice, positive_int
-from kernelformer.hashes import HashError, check_hashes
-from kernelformer.models import MODELS, KernelformerConfig, KernelformerForCausalLM, KernelformerPreTrainedModel
+from kernelformer.hashes import HashError
+from kernelformer.models import MODELS, KernelformerForCausalLM
 from kernelformer.quiet import silent_libraries
 from kernelformer.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
 from kernelformer.tasks import SPLITS, TASKS, Task, make_task
@@ -31,7 +31,7 @@ from kernelformer.training.inspection import DAMAGE, check_run_folder, saved_run
 from kernelformer.training.meter import Log, scores
 from kernelformer.training.order import LongestFirst, sample_lengths
 from kernelformer.training.standard_errors import ERROR, Contributions, sample_deviations, standard_errors
-from kernelformer.weight_headers import SizeError, check_shapes, saved_shapes, weight_files
+from kernelformer.weight_headers import SizeError, saved_shapes, weight_files
 
 IGNORED = -100
 TOP = 5  # likeliest classes, whose accuracy papers on images give beside that of the first
@@ -158,45 +158,23 @@ def load_model(kind: str, folder: Path) -> PreTrainedModel:
     """
     file = folder / SAFE_WEIGHTS_NAME
     try:
-        saved = saved_shapes(weight_files(folder))
-        check_hashes(folder)  # before sizes are compared: that of a changed file would be said of the other one
+        saved_shapes(weight_files(folder))
         file = folder / CONFIG_NAME
         with silent_libraries():
-            config = KernelformerConfig.from_pretrained(folder)
-            with torch.device("meta"):  # the rest of the model costs nothing there; cores would draw
-                check_shapes(MODELS[kind](config.with_attention("softmax")), saved)
-            return _load(MODELS[kind], folder)
+            model, loading = MODELS[kind].from_pretrained(folder, output_loading_info=True)
+        for name in sorted(loading["missing_keys"]):
+            raise ValueError(f"it asks for {name}, which {SAFE_WEIGHTS_NAME} has not")
+        for name in sorted(loading["unexpected_keys"]):
+            raise ValueError(f"it has no place for {name} of {SAFE_WEIGHTS_NAME}")
     except DAMAGE as problem:
         home, why = folder.parent, reason(problem).rstrip(".")
         again = f"remove {home / RESULT}, and {resume_command(home)} makes it again from the last checkpoint"
         way = again if (home / RUN).exists() else "save the model again"
-        if isinstance(problem, HashError):  # which names its file and a way out itself
+        if isinstance(problem, HashError | SizeError):  # which name the file and a way out themselves
             raise TrainingError(f"{why}; or {way}.") from None
         raise TrainingError(f"{file} cannot be used: {why}; {way}.") from None
-
-
-def _load(kind: Any, folder: Path) -> PreTrainedModel:
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    try:
-        model, loading = kind.from_pretrained(folder, **how)
-    except (HashError, SizeError):  # found before anything was loaded
-        raise
-    except ValueError:  # a map that has read numbers of another: which weights do not fit says more
-        _check_fit(super(KernelformerPreTrainedModel, kind).from_pretrained(folder, **how)[1])
-        raise
-    _check_fit(loading)
     loaded: PreTrainedModel = model
     return loaded
-
-
-def _check_fit(loading: Mapping[str, Iterable[Any]]) -> None:
-    """Raise for the first of the weights that the configuration and the file do not share, of what transformers saw."""
-    for name, there, here in sorted(loading["mismatched_keys"]):
-        raise ValueError(f"it asks for {name} of shape {tuple(here)}, {SAFE_WEIGHTS_NAME} has {tuple(there)}")
-    for name in sorted(loading["missing_keys"]):
-        raise ValueError(f"it asks for {name}, which {SAFE_WEIGHTS_NAME} has not")
-    for name in sorted(loading["unexpected_keys"]):
-        raise ValueError(f"it has no place for {name} of {SAFE_WEIGHTS_NAME}")
 
 
 def evaluate(

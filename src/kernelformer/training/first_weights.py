@@ -20,7 +20,7 @@ from kernelformer.modules import RelativePositions
 from kernelformer.records import MODEL, RUN
 from kernelformer.tasks import Task
 from kernelformer.training.checkpoints import reason
-from kernelformer.weight_headers import saved_shapes
+from kernelformer.weight_headers import saved_shapes, weight_files
 
 HEADS = ("head.", "lm_head.")
 CORE = ".core."  # what belongs to a method: draws and what a kernel has learned
@@ -40,9 +40,10 @@ def start_from(model: PreTrainedModel, folder: Path) -> str:
     source = _place(folder)
     try:
         check_hashes(source)
-        saved_shapes([source / SAFE_WEIGHTS_NAME])
+        files = weight_files(source)
+        saved_shapes(files)
         config = KernelformerConfig.from_pretrained(source)
-        weights = load_file(source / SAFE_WEIGHTS_NAME)
+        weights = {name: x for file in files for name, x in load_file(file).items()}
     except (OSError, ValueError, RuntimeError, SafetensorError) as problem:
         raise TrainingError(
             f"{source} cannot start a run: {reason(problem).rstrip('.')}; give the folder of a finished run, or one "
@@ -112,7 +113,7 @@ def check_vocabulary(task: Task, folder: Path) -> None:
 
 def weights_hash(folder: Path) -> str:
     """Name, size and hash of the weights of a saved model, or of a finished run."""
-    return hash_files([_place(folder) / SAFE_WEIGHTS_NAME])
+    return hash_files(weight_files(_place(folder)))
 
 
 def _place(folder: Path) -> Path:

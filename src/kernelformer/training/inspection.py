@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from kernelformer.commands import resume_command
 from kernelformer.errors import TrainingError
@@ -26,7 +26,7 @@ from kernelformer.training.checkpoints import DAMAGED, checkpoint_of, checkpoint
 from kernelformer.training.config import Run
 from kernelformer.training.meter import Meter
 from kernelformer.training.selection import check_best
-from kernelformer.weight_headers import check_sizes, weight_files
+from kernelformer.weight_headers import check_contained, check_sizes, weight_files
 
 # How files say that they are not what they should be: the system, JSON, zip archives, safetensors, torch.
 DAMAGE = (
@@ -202,9 +202,11 @@ def _why(problem: BaseException) -> str:
 
 def check_checkpoint(folder: Path, step: int) -> None:
     """Raise `DamagedError` if a file is missing, cut off, not what was saved, or would do more than give tensors."""
-    weights = SAFE_WEIGHTS_INDEX_NAME if (folder / SAFE_WEIGHTS_INDEX_NAME).exists() else SAFE_WEIGHTS_NAME
+    check_contained(folder)  # not a damage that a checkpoint is set aside for: links may be allowed
+    with whole(folder / SAFE_WEIGHTS_NAME):
+        weights = [x.name for x in weight_files(folder)]
     numbers = sorted(x.name for x in folder.glob("rng_state*.pth")) or ["rng_state.pth"]
-    for name in (TRAINER_STATE_NAME, weights, OPTIMIZER_NAME, SCHEDULER_NAME, *numbers):
+    for name in (TRAINER_STATE_NAME, *weights, OPTIMIZER_NAME, SCHEDULER_NAME, *numbers):
         with whole(folder / name):
             _check(check_regular(folder / name), step)
     with whole(folder / TRAINER_STATE_NAME):

@@ -15,6 +15,7 @@ from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_pt_utils import LabelSmoother, nested_gather
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from kernelformer.files import naming_full_disk
 from kernelformer.hashes import write_hashes
 from kernelformer.modules import RelativePositions, parameter_groups
 from kernelformer.modules.redraw import random_maps
@@ -322,7 +323,8 @@ class RunTrainer(ContextTrainer):
     def _try(self, action: Callable[[], None] | None) -> str:
         try:
             if action is not None:
-                action()
+                with naming_full_disk(self.folder):
+                    action()
         except WRITING as problem:
             return reason(problem)
         return ""
