@@ -10,7 +10,7 @@ from kernelformer.attention.relative.bias_view import Layout, Toeplitz, constant
 from kernelformer.contract import no_tangents
 from kernelformer.errors import integer, shape
 from kernelformer.modules.call import Bias, Call
-from kernelformer.modules.checks import assert_values, can_look
+from kernelformer.modules.checks import assert_values, can_look, can_read
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
 
@@ -193,7 +193,7 @@ def biased_sdpa(call: Call) -> Tensor:
     table = bias.table.to(query.dtype)
     if layout.S == 0 or query.numel() == 0 or value.numel() == 0:
         return empty_attention(query, key, value, table)
-    whole = bool(table.isneginf().any()) if not torch.compiler.is_compiling() else True
+    whole = not can_read(table) or bool(table.isneginf().any())
     if not layout.rows and key_mask is None and not whole:
         hidden = layout.hide_future(table) if call.is_causal else table
         size = (hidden.shape[0], layout.L, layout.S)

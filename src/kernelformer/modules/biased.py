@@ -237,7 +237,10 @@ def bias_not_parallel(spec: Spec, call: Call) -> str | None:
         return "a bias of which no max_distance is known"
     if not can_look(bias.table):
         return None
-    least, most = _level(bias, call.is_causal).aminmax()
+    level = _level(bias, call.is_causal)
+    if not level.numel():
+        return None
+    least, most = level.aminmax()
     wide = float(most - least) > SPREAD or not bool(least.isfinite())
     return f"a bias whose entries differ by more than {SPREAD:g}, or are -inf" if wide else None
 
