@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -285,6 +286,36 @@ def test_an_unclipped_table_at_zero_gets_every_gradient():
         (grad,), (full,) = (torch.autograd.grad(x, bias, retain_graph=True) for x in (out, want))
         close(grad / 1000, full / 1000, 1e-8)
         assert (grad.abs() > 1e-6).all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("variant", ["softmax", "favor+", "trigonometric", "favor+ near"])
+def test_gradients_beyond_max_distance_go_to_the_entries_at_it(variant, causal):
+    core = build(variant)
+    ways = [None] if variant == "softmax" else [None, "chunked"] if variant == "favor+ near" else [None, *ALGORITHMS]
+    for algorithm, (L, S) in itertools.product(ways, ((13, 13), (50, 40), (1, 9))):
+        leaves, (own, bias) = inputs(L, S), table(L, S, 3)
+        want = attend(variant, core, *leaves, is_causal=causal, bias=matrix(bias, L, S)).sin().sum()
+        (wanted,) = torch.autograd.grad(want, own)
+        raw = bias.detach().clone().requires_grad_()
+        out = core(*leaves, is_causal=causal, bias=raw, max_distance=3, algorithm=algorithm)
+        (found,) = torch.autograd.grad(out.sin().sum(), raw)
+        distance = torch.arange(-(L - 1), S)
+        assert not found[:, distance.abs() > 3].any()
+        near = distance[distance.abs() <= 3]
+        close(found[:, near + L - 1], wanted[:, near + 3], 1e-7)
+
+
+def test_gradients_beyond_the_window_of_a_state_go_to_the_entry_at_it():
+    core, (q, k, v) = build("favor+"), inputs(20)
+    zero = torch.zeros(H, 39, dtype=torch.float64)
+    before = [x[:, :, :12] for x in (q, k, v)]
+    _, state = core(*before, is_causal=True, bias=zero[:, :23], max_distance=3, return_state=True)
+    raw = zero[:, : 12 + 2 * 8 - 1].clone().requires_grad_()
+    out = core(*(x[:, :, 12:] for x in (q, k, v)), is_causal=True, bias=raw, state=state)
+    (found,) = torch.autograd.grad(out.sin().sum(), raw)
+    assert not found[:, : 19 - 3].any()
+    assert found[:, 19 - 3 : 20].all()
 
 
 def test_the_window_is_found_by_value_on_both_sides():

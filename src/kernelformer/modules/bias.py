@@ -64,7 +64,9 @@ def check_bias(
     check_slope(slope, table, heads)
     check_values(table)
     if window is not None and whole:
-        check_tail(table, layout.L - 1 + layout.offset, window, slope, call.is_causal)
+        middle = layout.L - 1 + layout.offset
+        check_tail(table, middle, window, slope, call.is_causal)
+        table = share_tail(table, middle, window, call.is_causal)
     return Bias(table, layout, algorithm, window, slope)
 
 
@@ -132,6 +134,19 @@ def check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is
         assert_values(falls, wrong)
         if can_look(table) and not bool(falls):
             raise ValueError(wrong)
+
+
+def share_tail(table: Tensor, middle: int, window: int, is_causal: bool) -> Tensor:
+    """A table that is constant beyond the window, whose tails have the gradients of the entries at that distance.
+
+    An algorithm may take the entries of some far pairs and not of others: here they are all the same ones.
+    """
+    first, last = max(0, middle - window), table.shape[1] if is_causal else min(table.shape[1], middle + window + 1)
+    if not table.requires_grad or not first < last:  # else no pair is near, as without queries or keys
+        return table
+    ends = table[:, first : first + 1], table[:, last - 1 : last]
+    tails = ends[0].expand(-1, first), ends[1].expand(-1, table.shape[1] - last)
+    return torch.cat([tails[0], table[:, first:last], tails[1]], 1)
 
 
 def _checks(x: Tensor) -> bool:
