@@ -142,6 +142,21 @@ def test_softmax_takes_a_bias(variant, causal, L, S):
             close(x, y, 1e-8)
 
 
+def test_softmax_does_not_round_a_bias_to_half_precision():
+    core = build("softmax", torch.float32)
+    bias = table(64, 64, size=20.0)[1].detach().float()
+    for mask, dtype in itertools.product((None, padding(2, 64)), (torch.float16, torch.bfloat16)):
+        low = [x.to(dtype) for x in inputs(64)]
+        wide = [x.double() for x in low]
+        want = attend("softmax", core, *wide, key_mask=mask, bias=matrix(bias.double(), 64, 64))
+        rounding = 1.01 * float((want.to(dtype).double() - want).abs().max())
+        with torch.autocast("cpu", dtype):
+            for q, k, v in (low, [x.float() for x in low]):
+                out = core(q, k, v, key_mask=mask, bias=bias)
+                assert out.dtype == dtype
+                assert float((out.double() - want).abs().max()) <= rounding
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("variant", ["favor+", "favor+ per head", "trigonometric"])
 def test_grouped_queries_and_half_precision(variant, algorithm):

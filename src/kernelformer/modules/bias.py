@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.relative.bias_view import Layout, Toeplitz, constant_beyond
-from kernelformer.contract import no_tangents
+from kernelformer.contract import compute_dtype, no_tangents
 from kernelformer.errors import integer, shape
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.checks import assert_values, can_look, can_read
@@ -198,14 +198,17 @@ def biased_sdpa(call: Call) -> Tensor:
         out_i = sum_j exp(scale q_i . k_j + b_{j-i}) v_j / sum_j exp(scale q_i . k_j + b_{j-i})
 
     A mask of L x S is made only where a view cannot say it (on a grid, or with a key mask), some queries at a time.
+    Torch adds masks in the dtype of the queries: where a bias in another one would be rounded to half precision, all
+    is done in float32.
 
     Returns:
         (B, H, L, E), zero where no key is visible.
     """
-    bias, query, key, value, key_mask = call.bias, call.query, call.key, call.value, call.key_mask
+    bias, key_mask = call.bias, call.key_mask
     assert bias is not None
-    layout = bias.layout
-    table = bias.table.to(query.dtype)
+    layout, dtype = bias.layout, call.query.dtype
+    dtype = dtype if bias.table.dtype == dtype else compute_dtype(dtype)
+    query, key, value, table = (x.to(dtype) for x in (call.query, call.key, call.value, bias.table))
     if layout.S == 0 or query.numel() == 0 or value.numel() == 0:
         return empty_attention(query, key, value, table)
     whole = not can_read(table) or bool(table.isneginf().any())
