@@ -287,6 +287,25 @@ def test_the_plain_transform_would_show_and_let_the_future_move_the_past():
     assert is_safe(replace(call, normalize_qk=True))
 
 
+@pytest.mark.parametrize("variant", ["favor+", "relu", "trigonometric"])
+def test_a_transform_that_cannot_be_right_is_refused(variant):
+    core, exact = build(variant, torch.float32), build(variant)
+    generator, problems = torch.Generator().manual_seed(0), []
+    for norm, reach in itertools.product((1.0, 4.0, 16.0), (0.0, 20.0)):
+        q, k, v = inputs(256, B=1, dtype=torch.float32)
+        q, k = (norm * 8**0.25 * torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+        bias = reach * torch.rand(H, 511, generator=generator)
+        want = exact(*(x.double() for x in (q, k, v)), bias=bias.double(), is_causal=True)
+        try:
+            error = float((core(q, k, v, bias=bias, is_causal=True, algorithm="fft") - want).abs().max())
+        except ValueError as problem:
+            problems.append(str(problem))
+        else:
+            assert error < 0.1
+    assert 0 < len(problems) < 6
+    assert all("algorithm='fft' may be off by more than 10% in some row" in x for x in problems)
+
+
 def test_an_unclipped_table_at_zero_gets_every_gradient():
     """It is constant by value, but it is trained: a window found by value would starve the far entries."""
     q, k, v = inputs(40)
