@@ -388,3 +388,17 @@ def no_tangents(**inputs: Tensor | Sequence[Tensor] | None) -> None:
                     f"{name.replace('_', ' ')} carries a forward-mode tangent, which is not supported; use reverse "
                     f"mode, backward() or torch.autograd.grad, instead of jvp, jacfwd or dual_level."
                 )
+
+
+def within_transforms(method: str, attend: Callable[[Any], tuple[Tensor, Any]], call: Any) -> tuple[Tensor, Any]:
+    """Attend; where the operators of a method have no rule for a transform of torch.func, say what to use instead."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return attend(call)
+    try:
+        return attend(call)
+    except RuntimeError as problem:
+        raise RuntimeError(
+            f"{method!r} does not support the transform of torch.func (grad, vjp, jacrev, vmap) that it is called in; "
+            f"use backward() or torch.autograd.grad, and a batch dimension instead of vmap, or algorithm='parallel', "
+            f"which feature maps without a gate have."
+        ) from problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -141,6 +142,21 @@ def test_softmax_takes_a_bias(variant, causal, L, S):
             close(x, y, 1e-8)
 
 
+def test_softmax_does_not_round_a_bias_to_half_precision():
+    core = build("softmax", torch.float32)
+    bias = table(64, 64, size=20.0)[1].detach().float()
+    for mask, dtype in itertools.product((None, padding(2, 64)), (torch.float16, torch.bfloat16)):
+        low = [x.to(dtype) for x in inputs(64)]
+        wide = [x.double() for x in low]
+        want = attend("softmax", core, *wide, key_mask=mask, bias=matrix(bias.double(), 64, 64))
+        rounding = 1.01 * float((want.to(dtype).double() - want).abs().max())
+        with torch.autocast("cpu", dtype):
+            for q, k, v in (low, [x.float() for x in low]):
+                out = core(q, k, v, key_mask=mask, bias=bias)
+                assert out.dtype == dtype
+                assert float((out.double() - want).abs().max()) <= rounding
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("variant", ["favor+", "favor+ per head", "trigonometric"])
 def test_grouped_queries_and_half_precision(variant, algorithm):
@@ -271,6 +287,25 @@ def test_the_plain_transform_would_show_and_let_the_future_move_the_past():
     assert is_safe(replace(call, normalize_qk=True))
 
 
+@pytest.mark.parametrize("variant", ["favor+", "relu", "trigonometric"])
+def test_a_transform_that_cannot_be_right_is_refused(variant):
+    core, exact = build(variant, torch.float32), build(variant)
+    generator, problems = torch.Generator().manual_seed(0), []
+    for norm, reach in itertools.product((1.0, 4.0, 16.0), (0.0, 20.0)):
+        q, k, v = inputs(256, B=1, dtype=torch.float32)
+        q, k = (norm * 8**0.25 * torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+        bias = reach * torch.rand(H, 511, generator=generator)
+        want = exact(*(x.double() for x in (q, k, v)), bias=bias.double(), is_causal=True)
+        try:
+            error = float((core(q, k, v, bias=bias, is_causal=True, algorithm="fft") - want).abs().max())
+        except ValueError as problem:
+            problems.append(str(problem))
+        else:
+            assert error < 0.1
+    assert 0 < len(problems) < 6
+    assert all("algorithm='fft' may be off by more than 10% in some row" in x for x in problems)
+
+
 def test_an_unclipped_table_at_zero_gets_every_gradient():
     """It is constant by value, but it is trained: a window found by value would starve the far entries."""
     q, k, v = inputs(40)
@@ -285,6 +320,36 @@ def test_an_unclipped_table_at_zero_gets_every_gradient():
         (grad,), (full,) = (torch.autograd.grad(x, bias, retain_graph=True) for x in (out, want))
         close(grad / 1000, full / 1000, 1e-8)
         assert (grad.abs() > 1e-6).all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("variant", ["softmax", "favor+", "trigonometric", "favor+ near"])
+def test_gradients_beyond_max_distance_go_to_the_entries_at_it(variant, causal):
+    core = build(variant)
+    ways = [None] if variant == "softmax" else [None, "chunked"] if variant == "favor+ near" else [None, *ALGORITHMS]
+    for algorithm, (L, S) in itertools.product(ways, ((13, 13), (50, 40), (1, 9))):
+        leaves, (own, bias) = inputs(L, S), table(L, S, 3)
+        want = attend(variant, core, *leaves, is_causal=causal, bias=matrix(bias, L, S)).sin().sum()
+        (wanted,) = torch.autograd.grad(want, own)
+        raw = bias.detach().clone().requires_grad_()
+        out = core(*leaves, is_causal=causal, bias=raw, max_distance=3, algorithm=algorithm)
+        (found,) = torch.autograd.grad(out.sin().sum(), raw)
+        distance = torch.arange(-(L - 1), S)
+        assert not found[:, distance.abs() > 3].any()
+        near = distance[distance.abs() <= 3]
+        close(found[:, near + L - 1], wanted[:, near + 3], 1e-7)
+
+
+def test_gradients_beyond_the_window_of_a_state_go_to_the_entry_at_it():
+    core, (q, k, v) = build("favor+"), inputs(20)
+    zero = torch.zeros(H, 39, dtype=torch.float64)
+    before = [x[:, :, :12] for x in (q, k, v)]
+    _, state = core(*before, is_causal=True, bias=zero[:, :23], max_distance=3, return_state=True)
+    raw = zero[:, : 12 + 2 * 8 - 1].clone().requires_grad_()
+    out = core(*(x[:, :, 12:] for x in (q, k, v)), is_causal=True, bias=raw, state=state)
+    (found,) = torch.autograd.grad(out.sin().sum(), raw)
+    assert not found[:, : 19 - 3].any()
+    assert found[:, 19 - 3 : 20].all()
 
 
 def test_the_window_is_found_by_value_on_both_sides():
@@ -398,6 +463,7 @@ def test_alibi_slopes_are_the_published_ones():
 
 @pytest.mark.parametrize("variant", ["favor+", "trigonometric"])
 def test_it_compiles_without_a_break(variant):
+    torch._dynamo.reset()  # the limit of recompilations is the process's
     core = build(variant, torch.float32)
     q, k, v = inputs(20, dtype=torch.float32)
     _, bias = table(20, 20, 5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -179,13 +181,23 @@ def test_a_second_derivative_is_right_or_refused(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_vmap_is_right_or_refused(method):
+def test_vmap_and_reverse_mode_of_torch_func_are_right_or_refused(method):
     core = build(method)
     causal = method == "rfa-gate"
-    q, k, v = inputs(5)
-    several = torch.stack([q, 2 * q])
-    got, error = result(lambda: torch.func.vmap(lambda x: core(x, k, v, is_causal=causal))(several))
-    if error:
-        assert "Batching rule not implemented" in error
-        return
-    torch.testing.assert_close(got, torch.stack([core(x, k, v, is_causal=causal) for x in several]))
+    q, k, v = inputs(5, grad=True)
+    several = torch.stack([q, 2 * q]).detach()
+
+    def attend(x, algorithm=None):
+        return core(x, k, v, is_causal=causal, algorithm=algorithm)
+
+    for algorithm in (None, "parallel") if core.takes_loops and not core.takes_gate else (None,):
+        one = partial(attend, algorithm=algorithm)
+        got, error = result(partial(torch.func.vmap(one), several))
+        if not error:
+            torch.testing.assert_close(got, torch.stack([attend(x) for x in several]))
+        slope, refused = result(partial(torch.func.grad(lambda x, one=one: one(x).sin().sum()), q))
+        if not refused:
+            torch.testing.assert_close(slope, torch.autograd.grad(attend(q).sin().sum(), q)[0])
+        for problem in (error, refused):
+            assert not problem or f"{method!r} does not support the transform of torch.func" in problem
+            assert not problem or algorithm is None, "what is named instead must work"

@@ -87,6 +87,16 @@ def test_a_bias_that_a_state_cannot_follow_is_refused():
         go_on(clipped(12, 5)[:, :17])
 
 
+def test_a_transform_that_cannot_be_right_is_refused():
+    core = build("favor+", torch.float32)
+    compiled = torch.compile(core, fullgraph=True, backend="aot_eager")
+    q, k, v = inputs(40, dtype=torch.float32)
+    how = {"bias": torch.zeros(H, 79), "is_causal": True, "algorithm": "fft"}
+    close(compiled(q, k, v, **how), core(q, k, v, **how))
+    with pytest.raises(RuntimeError, match="may be off by more than 10% in some row"):
+        compiled(20 * q, 20 * k, v, **how)
+
+
 def test_gates_out_of_range_are_refused():
     core = build("rfa-gate", torch.float32)
     compiled = torch.compile(core, fullgraph=True, backend="aot_eager")

@@ -85,6 +85,21 @@ def test_all_at_once_and_from_a_memory(cores, kind, B, L, S, E):
             assert core.attention_matrix(q, k).shape == (B, H, L, S)
 
 
+@pytest.mark.parametrize(("B", "L", "S", "E"), SIZES)
+@pytest.mark.parametrize("kind", ["favor+", "trigonometric", "hyperbolic sinks", "favor+ near", "local"])
+def test_all_chunks_at_once(kind, B, L, S, E):
+    core = build(kind, torch.float32)
+    leaves = inputs(L, S, B=B, E=E, dtype=torch.float32, grad=True)
+    table = torch.zeros(H, max(L + S - 1, 0), requires_grad=True)
+    ways = [{}, {"bias": table, "max_distance": 2}] if kind == "favor+" else [{}]
+    for causal, mask, way in itertools.product((False, True), (None, torch.ones(B, S, dtype=torch.bool)), ways):
+        options = {"is_causal": causal, "key_mask": mask, **way}
+        out = core(*leaves, algorithm="parallel", **options)
+        check(out, (B, H, L, E), leaves)
+        close(out, core(*leaves, algorithm="chunked", **options))
+        assert (out == 0).all() or S > 0
+
+
 @pytest.mark.parametrize("window", [None, 0, 2, "all"])  # None: no bias; "all": one without a window
 @pytest.mark.parametrize("kind", STREAMING)
 def test_streams_in_empty_pieces(cores, kind, window):

@@ -53,6 +53,18 @@ def test_a_mask_appears_in_the_state_only_when_something_is_hidden():
     assert again.tensors[2][:, -1].tolist() == [False, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_stream_of_gaussian_attention_rounds_once_in_half_precision(dtype):
+    core, low = kf.build_attention("gaussian", head_dim=8, num_heads=4), [x.to(dtype) for x in inputs(64)]
+    whole, state, parts = core(*low, is_causal=True), None, []
+    for at in range(0, 64, 8):
+        out, state = core(*(x[:, :, at : at + 8] for x in low), is_causal=True, state=state, return_state=True)
+        parts.append(out)
+    want = core(*(x.double() for x in low), is_causal=True)
+    error, once = (float((x.double() - want).abs().max()) for x in (torch.cat(parts, 2), whole))
+    assert error <= 1.01 * once
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_gaussian_attention_with_a_past_is_that_of_the_whole(normalize):
     core = kf.build_attention("gaussian", head_dim=8, num_heads=4, normalize=normalize)

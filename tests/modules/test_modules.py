@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import kernelformer as kf
-from definition import STREAMING, build, close, inputs
+from definition import SIZES, STREAMING, VARIANTS, build, close, inputs
 
 METHODS = list(kf.list_methods())
 NEEDS = {"linformer": {"max_length": 64}}
@@ -341,6 +341,29 @@ def test_a_core_built_in_inference_mode_works():
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("change", ["built", "resampled", "reset", "loaded"])
+def test_a_core_changed_in_inference_mode_trains(change):
+    fast = ("favor+", {"head_dim": 512, "num_heads": 1, "num_features": 512, "draw": "hadamard"})
+    some = ("favor+", "favor+ near", "favor#", "gmm-prf", "fastfood-rks", "loglinear", "rfa")
+    for method, options in (fast, *(VARIANTS[x] for x in some)):
+        settings = {**SIZES, **options}
+        core = kf.build_attention(method, **settings)
+        with torch.inference_mode():
+            if change == "built":
+                core = kf.build_attention(method, **settings)
+            elif change == "resampled":
+                core.resample()
+            elif change == "reset":
+                core.feature_map.reset_parameters()
+            else:
+                core.load_state_dict(core.state_dict())
+        D, H = core.head_dim, core.num_heads
+        leaves = inputs(5, D=D, H=H, G=H, dtype=torch.float32, grad=True)
+        core(*leaves).sum().backward()
+        core.resample()
+        core(*leaves).sum().backward()
+
+
 def test_long_streams_do_not_drift():
     """A running logarithm in float32 loses a digit every few ten thousand tokens."""
     core = kf.build_attention("favor+", head_dim=8, num_heads=1, num_features=16)
@@ -370,6 +393,22 @@ def test_the_model_can_be_built_on_the_meta_device_and_moved():
         assert core(*shapes, is_causal=is_causal).shape == (2, 4, 5, 6)
     out, state = core.step(*(x[:, :, :1] for x in shapes))
     assert core.step(*(x[:, :, :1] for x in shapes), state)[0].shape == out.shape == (2, 4, 1, 6)
+
+
+def test_calls_and_steps_on_the_meta_device_have_shapes():
+    shapes = [x.to("meta") for x in inputs(5, dtype=torch.float32)]
+    bias = torch.zeros(4, 9, device="meta")
+    for variant in ("softmax", "favor+", "favor+ near", "favor+ window", "local", "rfa-gate"):
+        core = build(variant, torch.float32)
+        assert core(*shapes, is_causal=True).shape == (2, 4, 5, 6)  # of a core on the CPU too
+        core.to("meta")
+        if core.takes_bias:
+            assert core(*shapes, is_causal=True, bias=bias, max_distance=2).shape == (2, 4, 5, 6)
+        state = None
+        with torch.no_grad():
+            for _ in range(3):
+                out, state = core.step(*(x[:, :, :1] for x in shapes), state)
+        assert out.shape == (2, 4, 1, 6)
 
 
 @pytest.mark.parametrize("variant", STREAMING)

@@ -118,8 +118,8 @@ def _cut(tensors: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
 
 
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether these are tensors that can be written into one another: not traced, wrapped or part of a graph."""
+    """Whether these are tensors that can be written into one another: with data, not wrapped or part of a graph."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return all(type(x) is Tensor and not wrapped(x) for x in tensors)
+    return all(type(x) is Tensor and not x.is_meta and not wrapped(x) for x in tensors)

@@ -139,6 +139,7 @@ class FeatureMap(nn.Module):
         """The buffers of draw number ``draw``, by name."""
         return {"omega": self._noise(draw)} if self.is_random else {}
 
+    @torch.inference_mode(False)  # a later call may need gradients
     def _derive(self) -> None:
         """What a fast transform takes for omega: it follows from (seed, draw), and so is not saved."""
         if not isinstance(getattr(self.spec, "transform", None), FastDraw):
@@ -299,10 +300,11 @@ class FeatureMap(nn.Module):
         self.draw_number = integer("draw", self.draw_number + 1 if draw is None else draw, at_least=0)
         self._redraw()
 
+    @torch.inference_mode(False)  # a later call may need gradients
     @torch.no_grad()
     def _redraw(self) -> None:
-        self.draw.fill_(self.draw_number)
-        self.age.zero_()
+        self._buffers["draw"] = torch.full_like(self.draw, self.draw_number)
+        self._buffers["age"] = torch.zeros_like(self.age)
         for name, x in self._draws(self.draw_number).items():
             self._buffers[name] = x.to(self.get_buffer(name))
         self._derive()

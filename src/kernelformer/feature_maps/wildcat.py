@@ -147,7 +147,8 @@ class WildcatMap(FeatureMap):
     clipped to the range of the values. Landmarks Z are keys that pivoted Cholesky chooses for every sample and
     head; M = kappa(Z, Z), gamma = 1e-6. Keys are centred and divided by tau, queries are multiplied by it,
     ``tau^2 = 3.946 max|k| / max|q|`` over the real tokens of a sample and head. The choice, tau and the range are
-    constants for the gradient. With as many landmarks as keys it is exact up to gamma.
+    constants for the gradient. With as many landmarks as keys it is exact up to gamma, which shows where keys crowd:
+    outputs for values of size 1 were off by 4e-6 for 128 keys at D = 64, by 0.02 for 60 keys at D = 2.
 
     Args:
         num_landmarks: r, the number of keys that stand for all.
@@ -231,8 +232,8 @@ class WildcatMap(FeatureMap):
         if self.num_landmarks > tokens > 0 and not self.has_said and not torch.compiler.is_compiling():
             self.has_said = True
             warnings.warn(
-                f"num_landmarks={self.num_landmarks} of {tokens} keys: all of them are landmarks, and attention is "
-                f"exact; 'softmax' is cheaper for sequences that short.",
+                f"num_landmarks={self.num_landmarks} of {tokens} keys: all of them are landmarks; 'softmax' is exact "
+                f"and cheaper for sequences that short.",
                 stacklevel=2,
             )
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.relative.bias_view import Layout, Toeplitz, constant_beyond
-from kernelformer.contract import no_tangents
+from kernelformer.contract import compute_dtype, no_tangents
 from kernelformer.errors import integer, shape
 from kernelformer.modules.call import Bias, Call
-from kernelformer.modules.checks import assert_values, can_look
+from kernelformer.modules.checks import assert_values, can_look, can_read
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
 
@@ -64,7 +64,9 @@ def check_bias(
     check_slope(slope, table, heads)
     check_values(table)
     if window is not None and whole:
-        check_tail(table, layout.L - 1 + layout.offset, window, slope, call.is_causal)
+        middle = layout.L - 1 + layout.offset
+        check_tail(table, middle, window, slope, call.is_causal)
+        table = share_tail(table, middle, window, call.is_causal)
     return Bias(table, layout, algorithm, window, slope)
 
 
@@ -134,6 +136,19 @@ def check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is
             raise ValueError(wrong)
 
 
+def share_tail(table: Tensor, middle: int, window: int, is_causal: bool) -> Tensor:
+    """A table that is constant beyond the window, whose tails have the gradients of the entries at that distance.
+
+    An algorithm may take the entries of some far pairs and not of others: here they are all the same ones.
+    """
+    first, last = max(0, middle - window), table.shape[1] if is_causal else min(table.shape[1], middle + window + 1)
+    if not table.requires_grad or not first < last:  # else no pair is near, as without queries or keys
+        return table
+    ends = table[:, first : first + 1], table[:, last - 1 : last]
+    tails = ends[0].expand(-1, first), ends[1].expand(-1, table.shape[1] - last)
+    return torch.cat([tails[0], table[:, first:last], tails[1]], 1)
+
+
 def _checks(x: Tensor) -> bool:
     """Whether the numbers of a bias are checked: here if that is free, and by the device if the graph is compiled."""
     return x.numel() > 0 and (can_look(x) or torch.compiler.is_compiling())
@@ -183,17 +198,20 @@ def biased_sdpa(call: Call) -> Tensor:
         out_i = sum_j exp(scale q_i . k_j + b_{j-i}) v_j / sum_j exp(scale q_i . k_j + b_{j-i})
 
     A mask of L x S is made only where a view cannot say it (on a grid, or with a key mask), some queries at a time.
+    Torch adds masks in the dtype of the queries: where a bias in another one would be rounded to half precision, all
+    is done in float32.
 
     Returns:
         (B, H, L, E), zero where no key is visible.
     """
-    bias, query, key, value, key_mask = call.bias, call.query, call.key, call.value, call.key_mask
+    bias, key_mask = call.bias, call.key_mask
     assert bias is not None
-    layout = bias.layout
-    table = bias.table.to(query.dtype)
+    layout, dtype = bias.layout, call.query.dtype
+    dtype = dtype if bias.table.dtype == dtype else compute_dtype(dtype)
+    query, key, value, table = (x.to(dtype) for x in (call.query, call.key, call.value, bias.table))
     if layout.S == 0 or query.numel() == 0 or value.numel() == 0:
         return empty_attention(query, key, value, table)
-    whole = bool(table.isneginf().any()) if not torch.compiler.is_compiling() else True
+    whole = not can_read(table) or bool(table.isneginf().any())
     if not layout.rows and key_mask is None and not whole:
         hidden = layout.hide_future(table) if call.is_causal else table
         size = (hidden.shape[0], layout.L, layout.S)

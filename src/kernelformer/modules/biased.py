@@ -21,7 +21,7 @@ from kernelformer.attention.state import MadeBy
 from kernelformer.contract import PositiveSpec, Role, Spec, compute_dtype
 from kernelformer.errors import shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.bias import assert_constant
+from kernelformer.modules.bias import assert_constant, share_tail
 from kernelformer.modules.call import Bias, Call
 from kernelformer.modules.checks import can_look
 
@@ -93,7 +93,7 @@ class BiasedAttention:
             if window is not None and bias.window is not None and bias.window != window:
                 raise ValueError(f"the state keeps {window} keys one by one, got max_distance={bias.window}.")
             if window is not None and bias.slope is None:
-                _check_constant(bias, window)
+                bias = _constant_beyond(bias, window)
         return self._stream(call, bias.table[:, past - near :], window, tensors, parallel=parallel)
 
     def step(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
@@ -237,7 +237,10 @@ def bias_not_parallel(spec: Spec, call: Call) -> str | None:
         return "a bias of which no max_distance is known"
     if not can_look(bias.table):
         return None
-    least, most = _level(bias, call.is_causal).aminmax()
+    level = _level(bias, call.is_causal)
+    if not level.numel():
+        return None
+    least, most = level.aminmax()
     wide = float(most - least) > SPREAD or not bool(least.isfinite())
     return f"a bias whose entries differ by more than {SPREAD:g}, or are -inf" if wide else None
 
@@ -256,11 +259,12 @@ def _near_keys(state: State) -> int:
     return state.tensors[-1].shape[1]
 
 
-def _check_constant(bias: Bias, window: int) -> None:
-    """Check that the bias is constant where the state has sums only."""
+def _constant_beyond(bias: Bias, window: int) -> Bias:
+    """The bias, checked to be constant where the state has sums only; see `share_tail`."""
     said = f"the state keeps {window} keys one by one, so the bias must be constant beyond that distance, and it is"
     middle = bias.layout.L - 1 + bias.layout.offset
     assert_constant(bias.table, middle, window, True, f"{said} not; start anew with a larger max_distance.")
     reach = constant_beyond(bias.table, middle, True) if can_look(bias.table) else 0
     if reach > window:
         raise ValueError(f"{said} beyond {reach} only; start anew with max_distance={reach}.")
+    return replace(bias, table=share_tail(bias.table, middle, window, True))

@@ -14,6 +14,7 @@ from kernelformer.modules.methods import find_method
 from kernelformer.modules.options import has_near, method_options, resolve_options
 
 
+@torch.inference_mode(False)  # its parameters may be trained later
 def build_attention(method: str, *, head_dim: int, num_heads: int, **options: Any) -> AttentionCore:
     """Build the core of an attention layer: an `nn.Module` over queries, keys and values.
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.contract import autocasts, compute_dtype
+from kernelformer.contract import autocasts, compute_dtype, within_transforms
 from kernelformer.errors import flag, positive_int, shape
 from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.bias import check_bias, check_step_bias
@@ -251,7 +251,7 @@ class AttentionCore(Remembering):
         check_packed(self, call)
         check_export(self, call)
         dtype = call.query.dtype
-        out, after = self._step(self._normalized(enter_segment(self, call)))
+        out, after = within_transforms(self.method, self._step, self._normalized(enter_segment(self, call)))
         return out.to(dtype), after if segment_ids is None else replace(after, last_id=last_id(call))
 
     def refusal(self, causal: bool) -> ValueError | None:
@@ -304,7 +304,8 @@ class AttentionCore(Remembering):
         bad = BadTokens.of(call) if call.is_causal and not self.delegates else None
         if bad is not None:  # before the norms, whose gradient at a bad token would be NaN whatever the loss
             call = bad.remove(call)
-        out, after = self._attend(call if self._normalizes_itself(call) else self._normalized(call))
+        given = call if self._normalizes_itself(call) else self._normalized(call)
+        out, after = within_transforms(self.method, self._attend, given)
         if bad is not None:
             out, after = bad.mark(out, call.bias), bad.mark_state(after)
         return out.to(call.query.dtype), after

@@ -37,7 +37,8 @@ class SoftmaxCore(GrowingCore):
             )
         repeat = call.query.shape[1] // call.key.shape[1]
         key, value = (x.repeat_interleave(repeat, 1) for x in (call.key, call.value))
-        return biased_sdpa(replace(call, key=key, value=value))
+        with no_autocast(call.query.device.type):
+            return biased_sdpa(replace(call, key=key, value=value))
 
 
 class GaussianCore(GrowingCore):
@@ -61,8 +62,9 @@ class GaussianCore(GrowingCore):
                 return self._by_softmax(call)
             if not call.past:
                 return self._sums(call, slice(None), call.is_causal)
-            # Without a division the past and the present just add up.
+            # Without a division the past and the present just add up; outputs are in the dtype of the queries.
             past, new = slice(0, call.past), slice(call.past, None)
+            call = replace(call, query=call.query.to(compute_dtype(call.query.dtype)))
             return self._sums(call, past, False) + self._sums(call, new, call.is_causal)
 
     @staticmethod

@@ -81,7 +81,7 @@ class GatedCore(KernelCore):
         if gate is None:
             if not self.own_gate:
                 raise ValueError(f"{self.method!r} was built with own_gate=False, so it needs gate= in every call.")
-            weight, bias = self.gate_weight.to(dtype), self.gate_bias.to(dtype)
+            weight, bias = self.gate_weight.to(key), self.gate_bias.to(key)
             gate = torch.sigmoid(torch.linalg.vecdot(key, weight.unsqueeze(1)) + bias.unsqueeze(1))
         else:
             gate = gate.to(dtype)

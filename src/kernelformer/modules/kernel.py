@@ -223,7 +223,7 @@ class KernelCore(AttentionCore):
 
     def _takes_parallel(self, call: Call) -> bool:
         """Whether a call goes by the algorithm for accelerators."""
-        return takes_parallel(call.algorithm, call.query.device, lambda: self._not_parallel(call))
+        return takes_parallel(call.algorithm, (call.query, call.key, call.value), lambda: self._not_parallel(call))
 
     def _not_parallel(self, call: Call) -> str | None:
         """What of a call that algorithm does not cover; None where it covers all."""

@@ -57,7 +57,7 @@ class LocalCore(AttentionCore):
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         with no_autocast(call.query.device.type):
             near = self.near
-            parallel = takes_parallel(call.algorithm, call.query.device, near.not_parallel)
+            parallel = takes_parallel(call.algorithm, (call.query, call.key, call.value), near.not_parallel)
             out, after = near.attend(call, None, parallel=parallel)
         return out, self._state(after, call) if call.streams and after is not None else None
 

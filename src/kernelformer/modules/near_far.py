@@ -25,6 +25,7 @@ from kernelformer.attention.state import MadeBy
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 from kernelformer.modules.bias import check_tail
 from kernelformer.modules.call import Bias, Call
+from kernelformer.modules.checks import can_read
 from kernelformer.modules.exported import attend_stream, step_stream
 from kernelformer.modules.near_stream import NO_SINK, Buffers, Stream, first_tokens, without_sinks
 
@@ -236,7 +237,7 @@ class NearFarAttention:
         if is_exporting() and call.state is not None:
             return *step_stream(self, call, far), None
         state, buffers = call.state, None if call.state is None else call.state.near
-        is_plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self.dropout)
+        is_plain = can_read(call.query) and not torch.is_grad_enabled() and not self.dropout
         before = None if state is None else Stream.of(state, self.sinks > 0)
         if before is None or not is_plain or not self.window or not before.has_sinks(buffers):
             out, after = self.attend(call, far)

@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.causal import causal_attention
-from kernelformer.attention.linear import linear_attention
 from kernelformer.attention.parallel.layout import (
     causal_chunk,
     hidden_keys,
@@ -47,10 +45,7 @@ def parallel_linear_attention(
     key_mask: Tensor | None = None,
     normalize: bool = True,
 ) -> Tensor:
-    """Attend to all keys; arguments and result as those of `linear.linear_attention`."""
-    if not has_numbers(query, key, value):
-        common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "normalize": normalize}
-        return linear_attention(query, key, value, key_mask=key_mask, **common)
+    """Attend to all keys, of which there are some; arguments and result as those of `linear.linear_attention`."""
     numbers = query.shape[1] * lookup(spec).feature_dim(tensors, query.shape[3])
     blocks = sample_blocks(query.shape[0], max(query.shape[2], key.shape[2]), numbers)
     if len(blocks) > 1:
@@ -91,9 +86,6 @@ def parallel_causal_attention(
 
     Where nothing ``streams``, there is no state after the last key.
     """
-    if not has_numbers(query, key, value):
-        common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "normalize": normalize}
-        return causal_attention(query, key, value, key_mask=key_mask, state=state, **common)
     numbers = query.shape[1] * lookup(spec).feature_dim(tensors, query.shape[3])
     blocks = sample_blocks(query.shape[0], query.shape[2], numbers)
     if len(blocks) > 1:
@@ -117,11 +109,6 @@ def parallel_causal_attention(
         outs.append(out)
     assert kept is not None
     return join_segments(outs), phi.store(kept, key.shape[1]) if streams else []
-
-
-def has_numbers(*tensors: Tensor) -> bool:
-    """Whether there is anything to compute; calls without tokens or samples are left to the loop over no chunks."""
-    return all(x.numel() > 0 for x in tensors)
 
 
 def _part(key_mask: Tensor | None, block: slice) -> Tensor | None:

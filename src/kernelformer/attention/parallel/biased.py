@@ -27,14 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.parallel.attend import has_numbers
 from kernelformer.attention.parallel.layout import CHUNK, in_chunks, of_samples, recomputed, spans
 from kernelformer.attention.parallel.positive import PositiveMap
 from kernelformer.attention.parallel.rows import CausalRows, KeySums
 from kernelformer.attention.parallel.tiles import by_distance
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.relative.call import RelativeCall
-from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 
 SPREAD = 60.0  # of a table: exp(-60) times a key that float32 can hold is a number
@@ -95,8 +93,6 @@ def parallel_biased_attention(call: RelativeCall, *, streams: bool = False) -> t
         (B, H, L, E) in the dtype of the query, zero where no key is visible; and shift, kv, ks and ns, as
         `RelativeCall` has them.
     """
-    if not has_numbers(call.query, call.key, call.value):
-        return relative_attention(call, keep=call.window if streams else None)
     batch, heads, length, width = call.query.shape
     numbers = heads * max(length, call.key.shape[2]) * lookup(call.spec).feature_dim(call.tensors, width)
     learned = [call.query, call.key, call.value, call.bias, *call.tensors, *call.state]

@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.near import NearBias
-from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall
-from kernelformer.attention.parallel.attend import by_head, has_numbers, join_segments
+from kernelformer.attention.parallel.attend import by_head, join_segments
 from kernelformer.attention.parallel.layout import (
     RowSums,
     causal_chunk,
@@ -80,8 +79,6 @@ def parallel_near_far_attention(
             ``far_mask``.
         streams: whether the sums after the last key are wanted.
     """
-    if not has_numbers(call.query, call.key, call.value):
-        return near_far_attention(call)
     batch, heads, length, _ = call.query.shape
     numbers = heads * max(call.features * (1 if call.is_causal else 2), near_numbers(call))
     blocks = sample_blocks(batch, length, numbers)

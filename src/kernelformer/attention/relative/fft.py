@@ -6,7 +6,8 @@ A Toeplitz product is a circular convolution of twice the length. Features are t
 the last axis; the backward pass does each group again, by transforms too. On a grid every row is followed by C - 1
 empty places: then distances on the grid are distances in the sequence, and one transform does for both axes.
 
-A transform's rounding is absolute: rows with small sums lose digits. `is_safe` says where that would show.
+A transform's rounding is absolute: rows with small sums lose digits. `is_safe` says beforehand where that cannot show;
+afterwards rows that may have lost all but one are an error.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kernelformer.contract import PositiveSpec, SignedSpec, compute_dtype, looku
 
 BLOCK = 1 << 22  # numbers in one transformed block
 LIMIT = 1e-4  # error of a row that is not accepted
+LOST = 0.1  # nor this one where a transform was asked for by name
 
 
 def _fast_size(least: int) -> int:
@@ -159,8 +161,39 @@ def fft_attention(call: RelativeCall) -> Tensor:
         seen = _counts(
             real.unsqueeze(1).expand(-1, query.shape[1], -1), (factors > 0).to(dtype), plain * 0 + 1, places, is_causal
         )
-    some = ~(den <= 0) & (seen > 0.5).unsqueeze(-1)
+        visible = seen > 0.5
+        _check_rounding(den.squeeze(-1), visible, phi_q, phi_k, factors, start)
+    some = ~(den <= 0) & visible.unsqueeze(-1)
     return torch.where(some, sums[..., :-1] / torch.where(some, den, 1.0), 0.0).to(query.dtype)
+
+
+def _check_rounding(den: Tensor, visible: Tensor, phi_q: Tensor, phi_k: Tensor, factors: Tensor, start: int) -> None:
+    """Raise where rounding may be `LOST` of what a row that sees something is divided by, after the prefix.
+
+    That of a feature's sums is about ``eps |factors| |phi_m|``, in Euclidean norms: measured, errors are 0.02 to 1 of
+    this.
+
+    Args:
+        den: (B, H, L).
+        visible: (B, H, L), rows that see something.
+        phi_q: (B, H, M, L).
+        phi_k: (B, H, M, S).
+        factors: (H, *layout.table).
+        start: the first row that transforms are for.
+    """
+    sizes = torch.linalg.vector_norm(phi_k, dim=3, keepdim=True) * torch.finfo(den.dtype).eps
+    noise = (phi_q.abs() * sizes).sum(2) * torch.linalg.vector_norm(factors.flatten(1), dim=1).unsqueeze(1)
+    lost = ((noise > LOST * den) & visible)[..., start:].any()
+    wrong = (
+        f"algorithm='fft' may be off by more than {LOST:.0%} in some row: a transform's rounding is absolute, and the "
+        f"log weights of this call differ by too much; use algorithm='direct', or None, which takes 'fft' only where "
+        f"it is safe."
+    )
+    if torch.compiler.is_compiling():
+        if lost.device.type in ("cpu", "cuda"):
+            torch._assert_async(~lost, wrong)
+    elif not lost.is_meta and bool(lost):
+        raise ValueError(wrong)
 
 
 def _counts(weights: Tensor, factors: Tensor, plain: Tensor, places: Places, is_causal: bool) -> Tensor:
