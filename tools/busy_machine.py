@@ -79,9 +79,9 @@ def write_table(out: Path, rows: dict[str, dict[str, float]]) -> None:
     table = "".join(f"| {name} | {row['alone']:.1f} | {row['busy']:.1f} |\n" for name, row in rows.items())
     (out / "README.md").write_text(
         "# Training steps a second, idle and busy\n\n"
-        "Causal `favor+` (B = 8, 4 heads, L = 256, D = 64, m = 64), forward and backward, on two cores; two threads unless the "
-        "row says otherwise. "
-        f"Medians of {ROUNDS} rounds in fresh processes that take turns. Commands set `GOMP_SPINCOUNT={SPIN_COUNT}`.\n\n"
+        "Causal `favor+` (B = 8, 4 heads, L = 256, D = 64, m = 64), forward and backward, on two cores; two threads "
+        f"unless the row says otherwise. Medians of {ROUNDS} rounds in fresh processes that take turns. Commands set "
+        f"`GOMP_SPINCOUNT={SPIN_COUNT}`.\n\n"
         f"{head}{table}\n`python tools/busy_machine.py results/speed/busy` measures it; `busy.json` has every round.\n"
     )
 

@@ -15,13 +15,12 @@ from kernelformer.data.local_files import check_inside, existing
 from kernelformer.data.readers import (
     EXTENSIONS,
     Row,
+    hash_files,
     read_file_rows,
     separator_hint,
     short_names,
     unreadable,
 )
-from kernelformer.data.readers import hash_files as hash_files
-from kernelformer.data.readers import read_texts as read_texts
 from kernelformer.data.splits import ALIASES, SPLITS, check_one_per_split, check_shares, divide
 from kernelformer.data.values import Check
 from kernelformer.errors import choice, flag, integer

@@ -28,7 +28,7 @@ from kernelformer.analysis.substitutions import (
     renamed_correlations,
     spearman,
 )
-from kernelformer.data.sources import hash_files
+from kernelformer.data.readers import hash_files
 from kernelformer.data.texts import order, read_texts
 from kernelformer.hf import convert
 from kernelformer.hf.load import Source, load_source

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kernelformer.analysis.matrices import condition_number, score_spectrum, statistical_dimension
-from kernelformer.data.sources import read_texts
+from kernelformer.data.readers import read_texts
 from kernelformer.hf.capture import attention_inputs
 from kernelformer.hf.load import load_source
 from kernelformer.modules import build_attention

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from kernelformer.data.sources import hash_files
+from kernelformer.data.readers import hash_files
 from kernelformer.data.texts import inputs_for, read_texts
 from kernelformer.distill.seen import Reuse
 from kernelformer.errors import positive_int

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from kernelformer.data.sources import hash_files
+from kernelformer.data.readers import hash_files
 from kernelformer.data.texts import check_length, inputs_for, read_texts
 from kernelformer.distill.hidden_states import HiddenStateErrors
 from kernelformer.distill.measure import Batch, measure

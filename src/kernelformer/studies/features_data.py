@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.data.sources import read_texts
+from kernelformer.data.readers import read_texts
 from kernelformer.hf.capture import attention_inputs
 from kernelformer.hf.find import find_attentions
 from kernelformer.hf.load import Source, load_source
