@@ -680,7 +680,7 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(data, tmp_path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("kernelformer.files.sync", full)
-    with pytest.raises(ValueError, match="No space left on device; give another folder as cache"):
+    with pytest.raises(ValueError, match="the disk is full; give another folder as cache"):
         make_task("images", data=data, classes=4, cache=tmp_path / "c", **SMALL).split("train")
     assert list((tmp_path / "c").iterdir()) == []
 

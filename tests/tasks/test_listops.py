@@ -253,7 +253,7 @@ def test_a_cache_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(ValueError, match="No space left on device; give another folder"):
+    with pytest.raises(ValueError, match="the disk is full; give another folder"):
         make_task("listops", **TINY, cache=tmp_path / "c").split("test")
     assert list((tmp_path / "c").iterdir()) == []
 

@@ -138,7 +138,7 @@ def test_a_vocabulary_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("kernelformer.files.sync", full)
-    with pytest.raises(ValueError, match="No space left on device; give another folder as cache"):
+    with pytest.raises(ValueError, match="the disk is full; give another folder as cache"):
         made(tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
 
