@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kernelformer.distill.start import start_student
-from kernelformer.distill.train import transfer
+from kernelformer.conversion.transfer import start_student
+from kernelformer.conversion.tune import transfer
 from kernelformer.hf import StateCache, convert, new_cache
 
 WAYS = {

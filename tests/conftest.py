@@ -20,7 +20,7 @@ def _threads():
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch):
     """Bounds that a test sets, by `set_limit` or an option of the command, end with it."""
-    from kernelformer import limits
+    from kernelformer import files as limits
 
     monkeypatch.setattr(limits, "_given", {})
     for name in limits.LIMITS:
@@ -41,7 +41,8 @@ def _tasks_of_tests():
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Chunks of a few rows, so that short sequences cross all seams; and no matrix of weights instead of them."""
-    from kernelformer.attention import blocks, direct
+    from kernelformer.attention import blocks
+    from kernelformer.attention import short as direct
 
     monkeypatch.setattr(blocks, "CAUSAL_CHUNK", 8)
     monkeypatch.setattr(blocks, "BUFFER", 3000)
@@ -51,7 +52,7 @@ def small_blocks(monkeypatch):
 @pytest.fixture
 def no_matrices(monkeypatch):
     """Short sequences go by chunks too."""
-    from kernelformer.attention import direct
+    from kernelformer.attention import short as direct
 
     monkeypatch.setattr(direct, "RATES", (0.0, 0.0))
 

@@ -54,8 +54,8 @@ def write_text(path: Path, sentences: int = 400) -> Path:
 
 
 def write_shards(folder: Path, text: Path, tokenizer: str = "bytes", **more: Any) -> Path:
-    from kernelformer.pipelines.prepare import prepare
-    from kernelformer.pipelines.prepare_settings import PrepareSettings
+    from kernelformer.conversion.settings import PrepareSettings
+    from kernelformer.preparation import prepare
 
     prepare(PrepareSettings(texts=(str(text),), tokenizer=tokenizer, out=folder, **more))
     return folder

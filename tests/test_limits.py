@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from converted_folders import change, saved
 from kernelformer.cli.app import app
-from kernelformer.data import npz
+from kernelformer.data import images as npz
+from kernelformer.files import LIMITS, check_limit, limit, set_limit
 from kernelformer.hf import load
 from kernelformer.hf.load import load_source
-from kernelformer.limits import LIMITS, check_limit, limit, set_limit
 from kernelformer.models import (
     KernelformerConfig,
     KernelformerForCausalLM,
@@ -32,7 +32,7 @@ from kernelformer.records import read_object
 from kernelformer.tasks import make_task
 from kernelformer.training import Run, TrainingError, train
 from kernelformer.training.evaluation import load_model
-from kernelformer.training.first_weights import start_from
+from kernelformer.training.session import start_from
 from test_saved_by_older_versions import OLD
 from tiny_models import tiny as original
 

@@ -145,7 +145,7 @@ def test_every_option_of_every_method_is_explained():
 def test_every_task_recipe_command_study_and_limit_is_named():
     typer = pytest.importorskip("typer")
     from kernelformer.cli.app import app
-    from kernelformer.limits import LIMITS
+    from kernelformer.files import LIMITS
     from kernelformer.recipes.catalogue import RECIPES
 
     all_commands = typer.main.get_command(app).commands

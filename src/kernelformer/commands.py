@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from kernelformer.limits import given_options
+from kernelformer.files import given_options
 
 NAME = "kernelformer"
 

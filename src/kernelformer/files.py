@@ -1,20 +1,93 @@
-"""Files that are whole or not there: a process may be killed at any moment, and a disk may be full."""
+"""Read and write files safely: checks before reading, bounds, hashes, complete files only."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import uuid
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kernelformer.limits import environment_variable, limit
+from kernelformer.errors import choice, integer
+
+LIMITS = {
+    "max_layers": 1_000,  # blocks of a saved configuration
+    "max_labels": 1_000_000,  # classes of a saved configuration, each of which gets a name
+    "max_tensors": 100_000,  # of saved weights
+    "max_unpacked_bytes": 1 << 34,  # of an array in an archive
+    "max_attention_characters": 2_000,  # of one attention
+    "follow_links": 0,  # 1: links may lead out of a folder of data or of a model
+    "allow_hub": 0,  # 1: a local folder may name parts of a model that are on the hub
+}
+_given: dict[str, int] = {}  # bounds that were set in this process, not by whoever started it
+_LAYERS = re.compile(r"(^|_)(layers?|depths?|blocks?)$")
+
+
+def limit(name: str) -> int:
+    """The bound of this name, as the environment has it, or its default."""
+    variable = environment_variable(name)
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        return LIMITS[name]
+    if not re.fullmatch(r"\d{1,18}", value):
+        raise ValueError(f"{variable} must be an integer of at least 0, got {value!r:.40}.")
+    return int(value)
+
+
+def set_limit(name: str, value: int) -> None:
+    """Raise or lower a bound, for this process and those that it starts."""
+    os.environ[environment_variable(name)] = str(integer(name, value, at_least=0))
+    _given[name] = value
+
+
+def given_options() -> list[str]:
+    """The options of the command that set bounds in this process: what is typed later needs them too."""
+    plain = {name: x for name, x in _given.items() if (name, x) != ("follow_links", 1)}
+    return [*(f"--limit {name}={x}" for name, x in plain.items()), *["--follow-links"] * (len(plain) < len(_given))]
+
+
+def raise_by(name: str, value: int) -> str:
+    """The command-line option that raises a bound, for messages."""
+    here = f"{environment_variable(name)}={value}"
+    return f"raise it by kernelformer --limit {name}={value} COMMAND, or in the environment: {here}"
+
+
+def check_limit(name: str, value: int, what: str) -> None:
+    """Raise if a value is above its bound; ``what`` says of what it is, such as ``a.json has 5000 layers``."""
+    bound = limit(name)
+    if value > bound:
+        raise ValueError(f"{what}, the limit {name} is {bound:,}; if you trust it, {raise_by(name, value)}.")
+
+
+def check_counts(where: object, settings: Mapping[str, Any]) -> None:
+    """Raise for a configuration, by its names and values, with more blocks or classes than the bound; parts of it too.
+
+    Their cost is known before weights are looked at: a module for each block, a name for each class.
+    """
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            check_counts(where, value)
+        elif name == "num_labels" and isinstance(value, int):
+            check_limit("max_labels", value, f"{where} asks for num_labels={value:,}")
+        elif _LAYERS.search(str(name)):
+            for count in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
+                if isinstance(count, int):
+                    check_limit("max_layers", count, f"{where} asks for {name}={count:,}")
+
+
+def environment_variable(name: str) -> str:
+    """The variable of the environment that sets a bound."""
+    return f"KERNELFORMER_{choice('limit', name, LIMITS).upper()}"
+
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -154,3 +227,137 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+HASHES = "hashes.json"
+NAME = "blake2b"
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json")
+
+
+class HashError(ValueError):
+    """A file that is not what was saved under its name."""
+
+
+def hash_bytes(content: bytes) -> str:
+    """Hash of bytes, as `hash_file` gives that of a file."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """Of all bytes of a file, which is read in blocks; 0.2 seconds for 100 million."""
+    digest = hashlib.blake2b(digest_size=16)
+    with check_regular(path).open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_hashes(folder: Path, patterns: Iterable[str] = ("*",), coming: Mapping[str, bytes] | None = None) -> None:
+    """Write the hashes of a folder's files into ``hashes.json`` in it.
+
+    Args:
+        folder: of files that are all written.
+        patterns: which files, as globs; hidden ones never.
+        coming: contents of files that will be written after this one, by name.
+    """
+    files = {path.name: path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    names = sorted(name for name in files if name != HASHES and not name.startswith("."))
+    hashes = {name: hash_file(files[name]) for name in names}
+    hashes |= {name: hash_bytes(content) for name, content in (coming or {}).items()}
+    write_json(folder / HASHES, {NAME: hashes})
+
+
+def read_hashes(folder: Path) -> dict[str, str]:
+    """Hashes of a folder by the names of its files; none where there is no ``hashes.json``.
+
+    Raises:
+        HashError: it cannot be read.
+    """
+    path = folder / HASHES
+    if not path.is_file():
+        return {}
+    try:
+        record: Any = read_json(path)
+        hashes = record[NAME] if isinstance(record, dict) else None
+        if not isinstance(hashes, dict) or not all(isinstance(x, str) and Path(x).name == x for x in hashes):
+            raise ValueError(f"it has no {NAME} hashes by the names of files")
+    except (KeyError, OSError, ValueError) as problem:
+        raise HashError(f"{path} cannot be read: {problem}; {_way_out(folder)}.") from None
+    return {name: str(x) for name, x in hashes.items()}
+
+
+def check_hash(path: Path, expected: str) -> None:
+    """Raise `HashError` if a file has another hash, without its name; one that is missing is an `OSError`."""
+    actual = hash_file(path)
+    if actual != expected:
+        raise HashError(f"its {NAME} hash is {actual}, it was saved with {expected}")
+
+
+def check_hashes(folder: Path) -> None:
+    """Raise `HashError` for the first file of a folder that is not what was saved; one that is gone is not looked at.
+
+    Whoever loads the folder says what is missing.
+    """
+    for name, expected in read_hashes(folder).items():
+        path = folder / name
+        if path.is_file():
+            try:
+                check_hash(path, expected)
+            except HashError as problem:
+                raise HashError(f"{path} has changed since it was saved: {problem}; {_way_out(folder)}.") from None
+
+
+def _way_out(folder: Path) -> str:
+    return f"bring the file back, or remove {folder / HASHES} if you changed it on purpose"
+
+
+def check_archive(path: Path) -> None:
+    """Raise if a file of `torch.save`, which is a zip archive, is cut off, or a part of it has another checksum."""
+    with zipfile.ZipFile(check_regular(path)) as archive:
+        broken = archive.testzip()
+    if broken is not None:
+        raise ValueError(f"{broken} in it has another checksum")
+
+
+def existing(path: Path, layout: str, hint: str = "", option: str = "data") -> Path:
+    """The path of a folder or of a regular file.
+
+    Args:
+        path: as it was given.
+        layout: what should be there, for the message.
+        hint: what else could be meant.
+        option: by which it was given.
+
+    Raises:
+        ValueError: nothing is there, or what is neither.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as problem:  # ValueError: a zero byte in the name
+        why = "" if isinstance(problem, FileNotFoundError) else f" ({getattr(problem, 'strerror', None) or problem})"
+        text = str(path)
+        named = text if len(text) <= 200 else f"{text[:100]}... of {len(text):,} characters"
+        raise ValueError(f"there is no file or folder {named}{why}; {option} must be {layout}{hint}.") from None
+    return path if stat.S_ISDIR(mode) else check_regular(path)
+
+
+def walk(folder: Path, root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Folders within a folder, itself first, with the names of their files; links that lead back up are not followed.
+
+    Args:
+        folder: where to begin; what is hidden is not seen.
+        root: of all data, which links may not leave; see `check_inside`.
+    """
+    above = {os.fspath(folder): frozenset([os.path.realpath(folder)])}
+    for where, folders, files in os.walk(folder, followlinks=True):
+        seen = above.pop(where)
+        inner = [x for x in folders if not x.startswith(".")]
+        check_inside(root, [Path(where, x) for x in inner])
+        folders.clear()
+        for name in inner:
+            path = os.path.join(where, name)
+            real = os.path.realpath(path)
+            if real not in seen:
+                above[path] = seen | {real}
+                folders.append(name)
+        yield Path(where), [x for x in files if not x.startswith(".")]

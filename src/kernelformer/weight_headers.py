@@ -13,8 +13,7 @@ from torch import nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-from kernelformer.files import check_inside, check_regular, read_json
-from kernelformer.limits import check_counts, check_limit, limit, raise_by
+from kernelformer.files import check_counts, check_inside, check_limit, check_regular, limit, raise_by, read_json
 
 Shapes = dict[str, tuple[int, ...]]
 _SIZES = ("num_features", "components", "width", "rank")  # options of which each unit is saved as a number at least

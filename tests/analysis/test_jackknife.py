@@ -7,8 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from kernelformer.analysis.differences import FEWEST, difference, mean_over_seeds, paired
-from kernelformer.analysis.jackknife import deviations, jackknife, sample_groups, standard_error
+from kernelformer.analysis.statistics import (
+    FEWEST,
+    deviations,
+    difference,
+    jackknife,
+    mean_over_seeds,
+    paired,
+    sample_groups,
+    standard_error,
+)
 
 
 @pytest.mark.parametrize(("size", "most"), [(2, 10), (7, 7), (7, 3), (100, 1000), (101, 20)])

@@ -10,7 +10,9 @@ from torch.autograd import gradcheck
 
 import kernelformer as kf
 from definition import NEARS, VARIANTS, WHOLE, attend, build, close, inputs, padding
-from kernelformer.attention import blocks, direct, direct_weights
+from kernelformer.attention import blocks
+from kernelformer.attention import short as direct
+from kernelformer.attention import short as direct_weights
 from kernelformer.attention.blocks import Shapes
 from kernelformer.contract import PositiveSpec
 from kernelformer.modules import loops

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kernelformer.measure.attention import Case
-from kernelformer.measure.benchmark import job
+from kernelformer.bench.attention import Case
+from kernelformer.bench.benchmark import job
 
 MIB = 2**20
 

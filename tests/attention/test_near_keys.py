@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from kernelformer.attention.near_keys import NearKeys, join
+from kernelformer.attention.near import NearKeys, join
 
 B, G, D, E = 2, 3, 4, 5
 

@@ -13,12 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernelformer as kf
 from definition import FORGETS, VARIANTS, WHOLE, attend, build, close, inputs, padding
 from kernelformer.attention import reference
-from kernelformer.attention.parallel import biased, choice, layout, positive, scan
-from kernelformer.measure.attention import Case
-from kernelformer.measure.benchmark import job
-from kernelformer.modules import bad_tokens, near_stream
+from kernelformer.attention.parallel import attend as choice
+from kernelformer.attention.parallel import biased, layout, positive
+from kernelformer.attention.parallel import positive as scan
+from kernelformer.bench.attention import Case
+from kernelformer.bench.benchmark import job
+from kernelformer.modules import bad_tokens
 from kernelformer.modules import bias as bias_checks
-from kernelformer.modules import biased as biased_core
+from kernelformer.modules import bias as biased_core
+from kernelformer.modules import window as near_stream
 from kernelformer.modules.reference import reference_attention
 from kernelformer.modules.spec import parse_attention
 

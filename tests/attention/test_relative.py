@@ -11,12 +11,11 @@ import torch
 
 import kernelformer as kf
 from definition import VARIANTS, attend, build, close, inputs, padding
-from kernelformer.attention.relative import bias_view as toeplitz
-from kernelformer.attention.relative import forward as relative_forward
+from kernelformer.attention.relative import call as toeplitz
+from kernelformer.attention.relative import direct as relative_forward
 from kernelformer.attention.relative import rescue
-from kernelformer.attention.relative import windows as bands
-from kernelformer.attention.relative.bias_view import Layout, constant_beyond
-from kernelformer.attention.relative.call import RelativeCall
+from kernelformer.attention.relative import tiles as bands
+from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
 from kernelformer.attention.relative.dispatch import find_window
 from kernelformer.attention.relative.fft import is_safe
 

@@ -12,15 +12,15 @@ from definition import build, close, inputs
 from kernelformer.attention.fading import fading
 from kernelformer.attention.families import make_engine
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.relative import banded, rescue, sums
-from kernelformer.attention.relative import bias_view as toeplitz
-from kernelformer.attention.relative import forward as relative_forward
-from kernelformer.attention.relative import windows as bands
-from kernelformer.attention.relative.bias_view import Layout
-from kernelformer.attention.relative.call import RelativeCall
+from kernelformer.attention.relative import banded, rescue
+from kernelformer.attention.relative import call as toeplitz
+from kernelformer.attention.relative import direct as relative_forward
+from kernelformer.attention.relative import tiles as bands
+from kernelformer.attention.relative.call import Layout, RelativeCall
 from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.attention.relative.dispatch import biased_attention
 from kernelformer.contract import PositiveSpec, Workspace, lookup
+from kernelformer.modules import split_cores as sums
 
 H, SCALE = 2, 0.5
 

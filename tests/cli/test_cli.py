@@ -11,13 +11,13 @@ import typer
 from typer.testing import CliRunner
 
 from kernelformer import formatting as units
+from kernelformer.bench import benchmark as show
+from kernelformer.bench.attention import Case, Kernelformer, contender
+from kernelformer.bench.benchmark import HEAPS, Row, WorkerError, check, job, run_case
 from kernelformer.cli import common, studies
 from kernelformer.cli.app import app
 from kernelformer.cli.common import fail, plain_errors, thread_count
 from kernelformer.errors import StoppedError, TrainingError
-from kernelformer.measure import show
-from kernelformer.measure.attention import Case, Kernelformer, contender
-from kernelformer.measure.benchmark import HEAPS, Row, WorkerError, check, job, run_case
 from kernelformer.studies import STUDIES as REGISTRY
 from kernelformer.studies.settings import NoSettings
 from kernelformer.training.config import everywhere
@@ -66,7 +66,7 @@ def test_a_contender_that_is_off_its_definition_is_not_timed(monkeypatch):
         assert kind == "check", "timed although it is wrong"
         return {"favor+": {"error": 0.5, "tolerance": 1e-4}}
 
-    monkeypatch.setattr("kernelformer.measure.benchmark.job", wrong)
+    monkeypatch.setattr("kernelformer.bench.benchmark.job", wrong)
     (row,) = run_case(case, ["favor+"], heaps=["default"], threads=1, budget=0.02, memory=True)
     assert "off its definition by 5.0e-01" in row.note
 
@@ -140,7 +140,7 @@ def test_every_study_is_looked_at():
 
 @pytest.mark.parametrize("name", [*STUDIES, "bench"])
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(name, tmp_path, monkeypatch):
-    options, work = STUDIES.get(name, ([], "kernelformer.measure.benchmark.run_case"))
+    options, work = STUDIES.get(name, ([], "kernelformer.bench.benchmark.run_case"))
     monkeypatch.setattr(work, lambda *_, **__: pytest.fail("measured first"))
     (tmp_path / "file").write_text("in the way")
     command = [name] if name == "bench" else ["study", name]

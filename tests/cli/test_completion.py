@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import kernelformer as kf
-from kernelformer.cli import completion
+from kernelformer.cli import options as completion
 from kernelformer.evidence.items import ITEMS
-from kernelformer.modules.sparse_layers import SPARSE_LAYERS
+from kernelformer.modules.methods import SPARSE_LAYERS
 from kernelformer.tasks import TASKS
 
 

@@ -102,18 +102,18 @@ def test_results_of_jobs_are_printed(tmp_path, monkeypatch):
     made = SimpleNamespace(
         as_json=lambda: {"figure": 0.5}, texts={}, remarks=[], judged=None, trials=[], left_out=[], splits={}
     )
-    monkeypatch.setattr("kernelformer.pipelines.convert.run", lambda *_, **__: made)
-    monkeypatch.setattr("kernelformer.pipelines.judge.judge_folder", lambda *_, **__: made)
-    monkeypatch.setattr("kernelformer.reports.conversion.tables", lambda _: ["a table"])
+    monkeypatch.setattr("kernelformer.conversion.convert.run", lambda *_, **__: made)
+    monkeypatch.setattr("kernelformer.conversion.judge.judge_folder", lambda *_, **__: made)
+    monkeypatch.setattr("kernelformer.conversion.report.tables", lambda _: ["a table"])
     for name in ("tables", "remarks"):
-        monkeypatch.setattr(f"kernelformer.reports.judgement.{name}", lambda _: ["a table"])
+        monkeypatch.setattr(f"kernelformer.conversion.report.{name}", lambda _: ["a table"])
     assert invoke("convert", "m", tmp_path / "x")[0] == {"figure": 0.5}
     assert invoke("judge", tmp_path, "--original", "m")[0] == {"figure": 0.5}
 
-    monkeypatch.setattr("kernelformer.pipelines.advise.run", lambda *_, **__: made)
+    monkeypatch.setattr("kernelformer.conversion.advise.run", lambda *_, **__: made)
     for name in ("tables", "verdict", "paste_lines"):
-        monkeypatch.setattr(f"kernelformer.reports.advice.{name}", lambda _: ["a line"])
-    monkeypatch.setattr("kernelformer.reports.advice.record", lambda _: {"verdict": ["good"]})
+        monkeypatch.setattr(f"kernelformer.conversion.advice_report.{name}", lambda _: ["a line"])
+    monkeypatch.setattr("kernelformer.conversion.advice_report.record", lambda _: {"verdict": ["good"]})
     assert invoke("advise", "m")[0] == {"verdict": ["good"]}
 
     monkeypatch.setattr(
@@ -124,9 +124,9 @@ def test_results_of_jobs_are_printed(tmp_path, monkeypatch):
     assert value["standard_errors"] == {"loss": 0.1}
 
     for name in ("picture", "table"):
-        monkeypatch.setattr(f"kernelformer.pipelines.attention.{name}", lambda *_: "a table")
-    monkeypatch.setattr("kernelformer.pipelines.attention.run", lambda *_, **__: made)
-    monkeypatch.setattr("kernelformer.pipelines.attention.record", lambda _: {"layers": []})
+        monkeypatch.setattr(f"kernelformer.conversion.attention_pictures.{name}", lambda *_: "a table")
+    monkeypatch.setattr("kernelformer.conversion.attention_pictures.run", lambda *_, **__: made)
+    monkeypatch.setattr("kernelformer.conversion.attention_pictures.record", lambda _: {"layers": []})
     assert invoke("attention", "m", "--attention", "elu", "--out", tmp_path)[0] == {"layers": []}
 
 

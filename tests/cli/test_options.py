@@ -57,7 +57,7 @@ def test_former_names_are_known_and_refused_beside_the_new_ones(command):
 
 
 def test_the_benchmark_does_the_same_by_its_former_names(tmp_path, monkeypatch):
-    from kernelformer.measure import benchmark
+    from kernelformer.bench import benchmark
 
     def here(work, *, threads, allocator, **arguments):  # no processes: what is measured is not the point
         return work(**arguments)

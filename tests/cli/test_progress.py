@@ -6,9 +6,8 @@ import io
 
 import pytest
 
-from kernelformer.cli import progress
-from kernelformer.cli.common import console
-from kernelformer.cli.progress import following, part_done
+from kernelformer.cli import common as progress
+from kernelformer.cli.common import console, following, part_done
 from kernelformer.terminal import VisibleConsole
 
 

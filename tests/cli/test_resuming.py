@@ -20,9 +20,9 @@ from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from kernelformer import commands as advice
-from kernelformer import limits
+from kernelformer import files as limits
 from kernelformer.cli.app import app
-from kernelformer.cli.progress import Following
+from kernelformer.cli.common import Following
 from kernelformer.recipes import catalogue
 from kernelformer.recipes.papers.base import CPU, Recipe
 from kernelformer.reports.comparison import read_run
@@ -243,7 +243,7 @@ def test_ctrl_c_in_the_demo_names_a_command_that_goes_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "work", "then"),
     [
-        (["bench", "--attention", "elu"], "kernelformer.measure.benchmark.run_case", "starts anew"),
+        (["bench", "--attention", "elu"], "kernelformer.bench.benchmark.run_case", "starts anew"),
         (["study", "sparsity"], "kernelformer.studies.sparsity.run", "goes on from there"),
         (["study", "lengths", "x"], "kernelformer.studies.lengths.run", "goes on from there"),
         (
@@ -253,7 +253,7 @@ def test_ctrl_c_in_the_demo_names_a_command_that_goes_on(tmp_path, monkeypatch):
         ),
         (["study", "normalized"], "kernelformer.studies.normalized.run", "goes on from there"),
         (["study", "tour"], "kernelformer.studies.tour.run", "starts anew"),
-        (["convert", "x", "y"], "kernelformer.pipelines.convert.run", "starts anew"),
+        (["convert", "x", "y"], "kernelformer.conversion.convert.run", "starts anew"),
         (["evaluate", "x"], "kernelformer.training.evaluation.evaluate", "starts anew"),
     ],
 )

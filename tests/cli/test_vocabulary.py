@@ -12,8 +12,7 @@ from typer.core import TyperOption
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.cli.examples import EXAMPLES
-from kernelformer.cli.vocabulary import PANELS
+from kernelformer.cli.group import EXAMPLES, PANELS
 
 # Options that are the same thing wherever they stand: their help begins with the same words.
 SAME = {

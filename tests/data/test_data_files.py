@@ -12,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.data.readers import read_bytes, read_file_rows, read_lines
+from kernelformer.conversion.readers import read_bytes, read_file_rows, read_lines
 from kernelformer.tasks import make_task
 
 ROWS = "text,label\n" + "".join(f"good {i},{i % 2}\n" for i in range(40))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kernelformer.data.linked_articles import read_articles, write_pairs
+from kernelformer.evidence.queue import read_articles, write_pairs
 
 BODY = "words of an article &amp; more " * 30
 

@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from kernelformer.data.permutation import MOST, PermutedOrder, order_at, permute
+from kernelformer.data.shards import MOST, PermutedOrder, order_at, permute
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 99, 100, 101, 1009, 4096, 65537])

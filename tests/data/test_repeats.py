@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernelformer.data.repeats import LONGEST, SHORTEST, Repeats
-from kernelformer.data.texts import TextRows
+from kernelformer.conversion.texts import LONGEST, SHORTEST, Repeats, TextRows
 
 NUMBERS = [[900, 901, 902], [903, 904]]
 

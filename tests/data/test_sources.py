@@ -9,11 +9,9 @@ import re
 import numpy as np
 import pytest
 
+from kernelformer.conversion.readers import read_texts
 from kernelformer.data import sources
-from kernelformer.data.readers import read_texts
-from kernelformer.data.sources import Source
-from kernelformer.data.splits import divide, uniform
-from kernelformer.data.values import label_value, number_value, text_value
+from kernelformer.data.sources import Source, divide, label_value, number_value, text_value, uniform
 from sampling import SIGMAS
 
 FIELDS = {"text": text_value, "label": label_value(2)}

@@ -12,11 +12,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from kernelformer.data.shard_index import INDEX, Shard, ShardIndex, ShardSplit, dtype_for, read_index
-from kernelformer.data.shard_windows import ShardWindows
-from kernelformer.data.shard_writer import ShardWriter
-from kernelformer.data.splits import SPLITS
-from kernelformer.data.token_shards import TokenShards, verify
+from kernelformer.data.shards import (
+    INDEX,
+    Shard,
+    ShardIndex,
+    ShardSplit,
+    ShardWindows,
+    ShardWriter,
+    TokenShards,
+    dtype_for,
+    read_index,
+    verify,
+)
+from kernelformer.data.sources import SPLITS
 from kernelformer.environment import peak, reset_peak
 
 BYTES = {"name": "bytes", "file": None, "sha256": "", "end": None}
@@ -109,7 +117,7 @@ def test_ranks_share_the_global_order_and_any_number_goes_on_from_a_step(ranks, 
     from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
     from torch.utils.data import BatchSampler
 
-    from kernelformer.data.permutation import PermutedOrder, order_at
+    from kernelformer.data.shards import PermutedOrder, order_at
 
     size, steps, rounds = 100, 20, 12 // (ranks * share)
     seen = []

@@ -11,9 +11,15 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from kernelformer.analysis.variance import log_variance  # noqa: E402
-from kernelformer.distill.measure import Norms, Report, Row, measure  # noqa: E402
-from kernelformer.distill.predict import CEILING, predicted_error  # noqa: E402
+from kernelformer.conversion.measure import (  # noqa: E402  # noqa: E402
+    CEILING,
+    Norms,
+    Report,
+    Row,
+    log_variance,
+    measure,
+    predicted_error,
+)
 from kernelformer.hf import convert, cores  # noqa: E402
 from kernelformer.modules import MixedCore, build_attention  # noqa: E402
 

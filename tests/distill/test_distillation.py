@@ -11,8 +11,8 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kernelformer as kf
-from kernelformer.distill.losses import attention_loss, output_loss, pooled
-from kernelformer.distill.train import learned, learns, transfer, tune
+from kernelformer.conversion.losses import attention_loss, output_loss, pooled
+from kernelformer.conversion.tune import learned, learns, transfer, tune
 from kernelformer.hf import convert, cores
 from kernelformer.hf.find import probing
 from kernelformer.modules import MixedCore

@@ -10,9 +10,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from kernelformer.distill.hidden_states import output_divergence  # noqa: E402
-from kernelformer.distill.keep import choose_exact, greedy  # noqa: E402
-from kernelformer.distill.measure import measure  # noqa: E402
+from kernelformer.conversion.keep import choose_exact, greedy  # noqa: E402
+from kernelformer.conversion.losses import output_divergence  # noqa: E402
+from kernelformer.conversion.measure import measure  # noqa: E402
 from kernelformer.hf import convert, cores  # noqa: E402
 from tiny_models import inputs, padded, tiny, tokens  # noqa: E402
 

@@ -9,8 +9,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from kernelformer.distill.measure import measure  # noqa: E402
-from kernelformer.distill.parts import (  # noqa: E402
+from kernelformer.conversion.measure import measure  # noqa: E402
+from kernelformer.conversion.parts import (  # noqa: E402
     CONVERTED,
     KERNEL,
     NEAR,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertModel, LlamaConfig, LlamaForCausalLM
 
-from kernelformer.data.repeats import BEGINNING, Repeats, recall_row
-from kernelformer.distill.recall_heads import best_heads, recall_scores
+from kernelformer.conversion.keep import best_heads, recall_scores
+from kernelformer.conversion.texts import BEGINNING, Repeats, recall_row
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 GAP = 16

@@ -13,12 +13,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernelformer as kf
 from distill.test_distillation import SMALL, by_definition, decoder, encoder, endless, inputs, sharpen
-from kernelformer.distill.lora import Lora, lora_targets
-from kernelformer.distill.losses import ROWS, attention_loss
-from kernelformer.distill.progress import PATIENCE, Progress, Stage, best_rate
-from kernelformer.distill.seen import Reuse, Watched
-from kernelformer.distill.start import CENTRES, SAME, key_centres, start_maps
-from kernelformer.distill.train import learned, transfer, tune
+from kernelformer.conversion.losses import ROWS, attention_loss
+from kernelformer.conversion.transfer import CENTRES, SAME, key_centres, start_maps
+from kernelformer.conversion.tune import (
+    PATIENCE,
+    Lora,
+    Progress,
+    Reuse,
+    Stage,
+    Watched,
+    best_rate,
+    learned,
+    lora_targets,
+    transfer,
+    tune,
+)
 from kernelformer.hf import convert, cores
 from kernelformer.hf.capture import AttentionCall
 
@@ -234,7 +243,7 @@ def test_the_best_look_is_what_stays_and_patience_ends_a_stage():
 
 def test_the_clock_ends_a_stage_and_its_schedule_goes_on_after_a_stop(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("kernelformer.distill.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kernelformer.conversion.tune.time.monotonic", lambda: now[0])
 
     def run(progress, until):
         _, optimizer = quadratic()

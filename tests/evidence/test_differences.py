@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kernelformer.analysis.differences import Mean, difference, mean_over_seeds, quantile, rank_test
+from kernelformer.analysis.statistics import Mean, difference, mean_over_seeds, quantile, rank_test
 
 
 def test_error_has_seeds_and_samples_in_it():

@@ -14,22 +14,16 @@ from pathlib import Path
 import pytest
 
 from kernelformer.errors import TrainingError
-from kernelformer.evidence import probes, queue
+from kernelformer.evidence import queue
+from kernelformer.evidence import worker as probes
 from kernelformer.evidence.base import Claim, Finding, Item, StudyPart, Training
 from kernelformer.evidence.items import ITEMS, find_items
 from kernelformer.evidence.ledger import Judged, judge, page_text, summary_text, write_ledger
-from kernelformer.evidence.probes import PROBES, first_at_levels
 from kernelformer.evidence.queue import run_here, run_queue
 from kernelformer.evidence.quick import make_data, shrunk
-from kernelformer.evidence.records import (
-    claims_as_json,
-    current,
-    folder_name,
-    left,
-    read_jobs,
-    record_path,
-)
+from kernelformer.evidence.records import claims_as_json, current, folder_name, left, read_jobs, record_path
 from kernelformer.evidence.rules import Above
+from kernelformer.evidence.worker import PROBES, first_at_levels
 from kernelformer.timing import taking_timings, timings_under_way
 from page_checks import check_page
 
@@ -222,7 +216,7 @@ def test_the_ledger_in_the_results_is_made_from_the_records_beside_it():
 
 
 def test_pictures_name_attentions_by_what_tells_them_apart():
-    from kernelformer.evidence.ledger_page import _labels
+    from kernelformer.evidence.ledger import _labels
 
     names = ("softmax", "softmax:relative=1d", "nprf:num_features=8:relative=1d", "elu > softmax:rotary=True")
     assert list(_labels(names).values()) == ["softmax", "softmax:relative=1d", "nprf:relative=1d", names[3]]

@@ -9,16 +9,24 @@ import pytest
 
 from kernelformer.evidence.base import CONTRADICTS, MISSING_RESULT, OPEN, SUPPORTS, Finding
 from kernelformer.evidence.items import ITEMS
-from kernelformer.evidence.rank_rules import Later
-from kernelformer.evidence.rules import Above, Alike, All, AtLeast, Level, Where, look_up, mean_of, sample_error
-from kernelformer.evidence.study_rules import (
+from kernelformer.evidence.rules import (
+    Above,
+    Alike,
+    All,
+    AtLeast,
+    Later,
+    Level,
     OfStudy,
     SmallerCost,
+    Where,
     conversion_cost,
     conversion_costs,
+    look_up,
+    mean_of,
     moved_at_once,
     moved_tuned,
     moved_values,
+    sample_error,
 )
 
 

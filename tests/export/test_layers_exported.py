@@ -7,7 +7,7 @@ import torch
 
 import kernelformer as kf
 from kernelformer.export import LayerPrompt, LayerStep, save_onnx, trace_step, trace_whole
-from kernelformer.export.check import run, session
+from kernelformer.export.onnx_files import run_graph, session
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_a_prompt_and_steps_in_torch_and_onnxruntime_equal_the_layer(options, tm
         with torch.no_grad():
             want = layer(x, key_mask=mask)
         ours = first.module()(x[:, :length], mask[:, :length])
-        theirs = run(start, [x[:, :length].numpy(), mask[:, :length].numpy()])
+        theirs = run_graph(start, [x[:, :length].numpy(), mask[:, :length].numpy()])
         for i in range(length, length + 12):
             for got in (ours[0], torch.from_numpy(theirs[0])):
                 torch.testing.assert_close(got[:, -1], want[:, i - 1], rtol=1e-4, atol=1e-5)
             ours = second.module()(x[:, i : i + 1], *ours[1:])
-            theirs = run(go_on, [x[:, i : i + 1].numpy(), *theirs[1:]])
+            theirs = run_graph(go_on, [x[:, i : i + 1].numpy(), *theirs[1:]])
 
 
 def test_a_layer_without_a_state_says_how_it_is_exported():

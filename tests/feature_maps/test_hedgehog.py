@@ -67,7 +67,7 @@ def test_weights_of_another_size_are_refused():
 
 def test_a_converted_model_is_fitted_to_the_attention_of_the_original():
     pytest.importorskip("transformers")
-    from kernelformer.distill.train import transfer
+    from kernelformer.conversion.tune import transfer
     from kernelformer.hf import convert
     from tiny_models import inputs, tiny
 

@@ -19,7 +19,7 @@ from definition import close, inputs
 from kernelformer import kernels
 from kernelformer.analysis.spectra import kernel_profile, spectra, squared_log_variances
 from kernelformer.feature_maps import FastFoodMap, GenerativeMap, MixtureMap
-from kernelformer.feature_maps.hadamard import fastfood, fwht
+from kernelformer.feature_maps.draws import fastfood, fwht
 from kernelformer.feature_maps.reference import hadamard_matrix as hadamard
 from sampling import SIGMAS, estimates, pair, within
 

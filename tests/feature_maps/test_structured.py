@@ -9,7 +9,7 @@ import torch
 
 import kernelformer as kf
 from definition import close, inputs
-from kernelformer.feature_maps import structured
+from kernelformer.feature_maps import draws as structured
 from kernelformer.feature_maps.projection import Dense
 
 METHODS = ["favor+", "trigonometric", "relu"]

@@ -13,7 +13,7 @@ from torch import nn
 import kernelformer as kf
 from kernelformer.hf import conversion, convert, cores, undo
 from kernelformer.hf.find import find_attentions, probing
-from kernelformer.hf.propose import proposal, propose
+from kernelformer.hf.plan import proposal, propose
 from tiny_models import DECODERS, ENCODERS, HEADS, KINDS, PAIRS, distance, inputs, outputs, padded, tiny, tokens
 
 KEEP = [11, 4]

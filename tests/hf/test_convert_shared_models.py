@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 
 from kernelformer.cache import StateLayer
 from kernelformer.cli.app import app
-from kernelformer.distill.hidden_states import HiddenStateErrors
+from kernelformer.conversion import convert as converting
+from kernelformer.conversion.holdout import divide_texts
+from kernelformer.conversion.losses import HiddenStateErrors
+from kernelformer.conversion.settings import ConvertSettings as Setting
 from kernelformer.hf import convert, register, undo
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
-from kernelformer.hf.implementation import CONVERTED
-from kernelformer.measure.lengths import Subject
+from kernelformer.hf.derive import CONVERTED
 from kernelformer.modules.evaluating import evaluating
-from kernelformer.pipelines import convert as converting
-from kernelformer.pipelines.convert_settings import ConvertSettings as Setting
-from kernelformer.pipelines.convert_texts import divide_texts
 from kernelformer.studies import conversion as conversion_study
+from kernelformer.studies.lengths import Subject
 from tiny_models import inputs, outputs, tiny, tokens
 
 PICKLED = ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "MPNetModel"]

@@ -11,11 +11,12 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
 
-from kernelformer.distill.measure import measure
-from kernelformer.hf import StateCache, convert, cores, load, new_cache, pattern_mask, undo
+from kernelformer.conversion.attention_pictures import attention_pairs
+from kernelformer.conversion.measure import measure
+from kernelformer.hf import StateCache, convert, cores, load, new_cache, undo
+from kernelformer.hf import attend as pattern_mask
 from kernelformer.hf.find import find_attentions
 from kernelformer.hf.plan import Conversion
-from kernelformer.reports.attention_pictures import attention_pairs
 from tiny_models import HEADS, KINDS, VOCAB, WIDTH, outputs, padded, tiny, tokens
 
 _MIXED = {
@@ -78,7 +79,7 @@ def test_exact_attention_changes_nothing_and_kernels_change_full_layers_only(kin
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", ["Qwen2ForCausalLM", "ModernBertModel"])
 def test_windows_are_computed_in_blocks_and_never_as_pairs_of_all_tokens(kind, side, monkeypatch):
-    monkeypatch.setattr("kernelformer.hf.kept._BLOCK", 3)
+    monkeypatch.setattr("kernelformer.hf.attend._BLOCK", 3)
     model, sizes = convert(tiny(kind), "softmax"), []
     make = pattern_mask.sdpa_mask
     monkeypatch.setattr(pattern_mask, "sdpa_mask", lambda **x: sizes.append(x["kv_length"]) or make(**x))

@@ -110,7 +110,7 @@ print(type(AutoModel.from_pretrained(sys.argv[1])).__name__, registries()[0])
 
 FIRST = [
     "import kernelformer.hf.save, kernelformer.hf.load, kernelformer.hf.register, kernelformer.hf.convert",
-    "import kernelformer.pipelines.convert, kernelformer.data.texts",
+    "import kernelformer.conversion.convert, kernelformer.conversion.texts",
 ]
 NAMES = """
 from kernelformer.hf import convert, load, register, save

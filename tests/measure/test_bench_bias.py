@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
+from kernelformer.bench import attention as contenders
+from kernelformer.bench.attention import Case, contender, yardsticks
+from kernelformer.bench.benchmark import measure_memory
 from kernelformer.cli.app import app
-from kernelformer.measure import attention as contenders
-from kernelformer.measure.attention import Case, contender, yardsticks
-from kernelformer.measure.benchmark import measure_memory
 from kernelformer.modules import build_attention
 
 SIZES = {"heads": 2, "head_dim": 8, "features": 16, "window": 5}

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from kernelformer.measure import devices
-from kernelformer.measure.attention import contender
-from kernelformer.measure.benchmark import heaps, run
-from kernelformer.measure.case import Case
-from kernelformer.measure.harness import time_bursts
-from kernelformer.measure.settings import DEVICES, BenchSettings
+from kernelformer.bench import devices
+from kernelformer.bench.attention import contender
+from kernelformer.bench.benchmark import heaps, run
+from kernelformer.bench.case import Case
+from kernelformer.bench.harness import time_bursts
+from kernelformer.bench.settings import DEVICES, BenchSettings
 from kernelformer.timing import Step
 
 

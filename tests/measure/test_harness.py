@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from kernelformer import timing
+from kernelformer.bench import benchmark, harness
+from kernelformer.bench.case import Case
+from kernelformer.bench.harness import fill_rows, over_limit, run_in_process, run_pass, time_bursts, too_large
+from kernelformer.bench.settings import HEAPS, MEMORY_HEAP, BenchSettings
 from kernelformer.errors import WorkerError
-from kernelformer.measure import benchmark, harness
-from kernelformer.measure.case import Case
-from kernelformer.measure.harness import fill_rows, over_limit, run_in_process, run_pass, time_bursts, too_large
-from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, BenchSettings
 from kernelformer.timing import MOST_ROUNDS, Step, time_rounds
 
 
@@ -77,7 +77,7 @@ PEAKS = """
 import json, torch
 from kernelformer import timing
 from kernelformer.timing import Step
-from kernelformer.measure.harness import peak_memory
+from kernelformer.bench.harness import peak_memory
 sizes = {"large": 2**24, "small": 2**22}  # 64 and 16 MiB in float32
 for size in sizes.values():
     torch.ones(size)
@@ -120,11 +120,11 @@ def test_a_process_gets_its_job_its_heap_and_its_threads_and_says_why_it_failed(
     with pytest.raises(WorkerError, match="the process ended with code -9"):
         run()
     order, text, env = seen[0]
-    assert order[1:] == ["-m", "kernelformer.measure.worker"]
+    assert order[1:] == ["-m", "kernelformer.bench.worker"]
     assert env["MALLOC_MMAP_MAX_"] == "0"
     assert env["OMP_NUM_THREADS"] == "3"
     assert json.loads(text) == {
-        "module": "kernelformer.measure.benchmark",
+        "module": "kernelformer.bench.benchmark",
         "function": "measure",
         "threads": 3,
         "arguments": {"kind": "time"},

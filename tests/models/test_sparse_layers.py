@@ -26,7 +26,7 @@ from kernelformer.models.sparse_layers import (
     ReformerLayer,
     padded_length,
 )
-from kernelformer.modules.sparse_layers import SPARSE_LAYERS
+from kernelformer.modules.methods import SPARSE_LAYERS
 from kernelformer.modules.spec import parse_attention
 from kernelformer.training import Run, train
 from kernelformer.training.evaluation import evaluate

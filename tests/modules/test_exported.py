@@ -9,7 +9,7 @@ from torch.export import Dim, export
 
 import kernelformer as kf
 from definition import FORGETS, MAPPED, STREAMING, VARIANTS, WHOLE, attend, build, close, inputs, padding, signed
-from kernelformer.modules.exported import NO_SINK_YET
+from kernelformer.modules.window import NO_SINK_YET
 
 TRACED = [name for name in VARIANTS if name not in WHOLE and name not in FORGETS]
 NEAR_STREAMS = ["favor+ near", "trigonometric near", "loglinear near", "favor+ window", "rfa window 1", "local"]

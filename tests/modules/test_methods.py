@@ -13,7 +13,7 @@ from definition import VARIANTS
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules import METHODS, KernelCore
 from kernelformer.modules.methods_table import methods_table
-from kernelformer.modules.options import applicable_options, maps_by_head
+from kernelformer.modules.spec import applicable_options, maps_by_head
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "methods.md"
 FACTS = ("causal", "streaming", "bias", "window", "cross")

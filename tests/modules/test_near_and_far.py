@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import kernelformer as kf
 from definition import attend, build, close, inputs, padding
 from kernelformer.modules import MixedCore
-from kernelformer.modules.options import applicable_options
-from kernelformer.modules.spec import for_cross_attention, parse_attention
+from kernelformer.modules.spec import applicable_options, for_cross_attention, parse_attention
 
 L = 23
 BIASED = ["favor+ near", "nprf near", "trigonometric near", "skyformer softmax near", "hyperbolic sinks", "local"]

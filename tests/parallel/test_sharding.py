@@ -17,8 +17,7 @@ import kernelformer as kf
 from kernelformer.hf import convert
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.parallel import load_sharded, save_sharded, shard
-from kernelformer.parallel.agreement import difference
-from kernelformer.parallel.sharding import find_blocks
+from kernelformer.parallel.sharding import difference, find_blocks
 from rank_processes import run_ranks
 from tiny_models import VOCAB, inputs, tiny, tokens
 

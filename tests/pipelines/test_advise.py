@@ -13,24 +13,37 @@ from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
 
-from kernelformer.analysis.attention_profile import attention_profile, attention_weights  # noqa: E402
-from kernelformer.analysis.crossover import Timing, crossover  # noqa: E402
 from kernelformer.cli.app import app  # noqa: E402
-from kernelformer.distill import candidates  # noqa: E402
-from kernelformer.distill import trials as trials_module  # noqa: E402
-from kernelformer.distill.candidates import Candidate, coarse_grid, neighbours  # noqa: E402
-from kernelformer.distill.expected import LossFit  # noqa: E402
-from kernelformer.distill.figures import Figure, value_of_loss  # noqa: E402
-from kernelformer.distill.trials import Trials  # noqa: E402
+from kernelformer.conversion import advise as advise_pipeline  # noqa: E402
+from kernelformer.conversion import advise as advise_search  # noqa: E402
+from kernelformer.conversion import keep as convert_keep  # noqa: E402
+from kernelformer.conversion import trials as attention_times  # noqa: E402
+from kernelformer.conversion import trials as candidates  # noqa: E402
+from kernelformer.conversion import trials as trials_module  # noqa: E402
+from kernelformer.conversion.advice_report import (  # noqa: E402  # noqa: E402
+    Kept,
+    number_ranges,
+    page,
+    paste_lines,
+    record,
+    tables,
+    trial_rows,
+    verdict,
+)
+from kernelformer.conversion.advise import advise, check  # noqa: E402
+from kernelformer.conversion.losses import Figure, value_of_loss  # noqa: E402
+from kernelformer.conversion.profile import attention_profile, attention_weights  # noqa: E402
+from kernelformer.conversion.trials import (  # noqa: E402  # noqa: E402
+    Candidate,
+    LossFit,
+    Timing,
+    Trials,
+    coarse_grid,
+    crossover,
+    neighbours,
+)
 from kernelformer.hf.capture import attention_calls  # noqa: E402
-from kernelformer.measure import attention_times  # noqa: E402
-from kernelformer.pipelines import advise as advise_pipeline  # noqa: E402
-from kernelformer.pipelines import advise_search, convert_keep  # noqa: E402
-from kernelformer.pipelines.advise import advise, check  # noqa: E402
-from kernelformer.reports.advice import paste_lines, record, tables, trial_rows, verdict  # noqa: E402
-from kernelformer.reports.advice_page import page  # noqa: E402
-from kernelformer.reports.advice_result import Kept, number_ranges  # noqa: E402
-from kernelformer.reports.portable import as_text  # noqa: E402
+from kernelformer.page import as_text  # noqa: E402
 from page_checks import check_page  # noqa: E402
 from tiny_models import VOCAB, tiny  # noqa: E402
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kernelformer import comparison as compare
+from kernelformer import comparison_worker as worker
 from kernelformer.cli.app import app
-from kernelformer.pipelines import compare
-from kernelformer.pipelines import compare_worker as worker
-from kernelformer.pipelines.compare import make_plan
+from kernelformer.comparison import make_plan
 from kernelformer.recipes.catalogue import RECIPES, change, find_recipe, recipe_name, recipes_of
 from kernelformer.recipes.overrides import read_settings
 from kernelformer.settings import split_names as names

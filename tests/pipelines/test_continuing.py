@@ -8,8 +8,8 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
+from kernelformer.generation import write_on
 from kernelformer.hf import convert, load
-from kernelformer.pipelines.continue_text import write_on
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(30))]
 SMALL = {

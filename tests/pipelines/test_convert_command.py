@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
-from kernelformer.data.texts import batches, check_length, read_texts  # noqa: E402
-from kernelformer.distill import checkpoint  # noqa: E402
+from kernelformer.conversion import checkpoint  # noqa: E402
+from kernelformer.conversion import convert as converting  # noqa: E402
+from kernelformer.conversion import report as conversion_report  # noqa: E402
+from kernelformer.conversion.settings import ConvertSettings as Setting  # noqa: E402
+from kernelformer.conversion.texts import batches, check_length, read_texts  # noqa: E402
 from kernelformer.hf import load  # noqa: E402
 from kernelformer.hf.load import load_source  # noqa: E402
-from kernelformer.hf.tokenizer import tokenizer_of_vocabulary  # noqa: E402
-from kernelformer.pipelines import convert as converting  # noqa: E402
-from kernelformer.pipelines.convert_settings import ConvertSettings as Setting  # noqa: E402
-from kernelformer.reports import conversion as conversion_report  # noqa: E402
+from kernelformer.hf.pretrained import tokenizer_of_vocabulary  # noqa: E402
 from kernelformer.settings import parse_layers  # noqa: E402
 
 WORDS = [f"word{i}" for i in range(30)]

@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
-from kernelformer.distill import progress
-from kernelformer.distill.measure import Report
-from kernelformer.pipelines import convert as converting
-from kernelformer.pipelines import convert_distill
-from kernelformer.pipelines.convert_settings import ConvertSettings as Setting
-from kernelformer.reports import conversion as conversion_report
+from kernelformer.conversion import convert as converting
+from kernelformer.conversion import distill as convert_distill
+from kernelformer.conversion import report as conversion_report
+from kernelformer.conversion import tune as progress
+from kernelformer.conversion.measure import Report
+from kernelformer.conversion.settings import ConvertSettings as Setting
 
 WORDS = [f"w{i}" for i in range(30)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]

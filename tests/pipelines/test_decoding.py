@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernelformer import generation as decoding
 from kernelformer.cli.training import _write
+from kernelformer.generation import ByteStreamer, Sampled, decode_costs, room, sample_bytes
 from kernelformer.models import MODELS, KernelformerConfig
-from kernelformer.pipelines import generate as decoding
-from kernelformer.pipelines.generate import ByteStreamer, Sampled, decode_costs, room, sample_bytes
 
 
 def tiny(attention, **more):

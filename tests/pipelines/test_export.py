@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from kernelformer import lazy
 from kernelformer.cli.app import app
-from kernelformer.export.check import Differences, run, session
-from kernelformer.export.subject import longest_of
+from kernelformer.conversion.settings import ExportSettings
+from kernelformer.export import job as exporting
+from kernelformer.export.job import export_folder, longest_of
+from kernelformer.export.onnx_files import Differences, run_graph, session
 from kernelformer.hf import convert
 from kernelformer.models import (
     KernelformerConfig,
@@ -21,9 +23,6 @@ from kernelformer.models import (
     KernelformerForImageClassification,
     KernelformerForSequenceClassification,
 )
-from kernelformer.pipelines import export as exporting
-from kernelformer.pipelines.export import export_folder
-from kernelformer.pipelines.export_settings import ExportSettings
 from tiny_models import tiny
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
@@ -119,7 +118,7 @@ def test_a_converted_decoder_with_a_tokenizer_generates_without_torch_up_to_its_
         written(script, "w5 w7 w11", "63")
     graph = session(tmp_path / "out" / "model.onnx", 1)
     with pytest.raises(Exception, match=r"out of (data )?bounds"):
-        run(graph, [torch.ones(1, 65, dtype=torch.long).numpy()] * 2)
+        run_graph(graph, [torch.ones(1, 65, dtype=torch.long).numpy()] * 2)
 
 
 @pytest.mark.slow

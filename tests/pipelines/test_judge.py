@@ -13,24 +13,32 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
-from kernelformer.cli.progress import part_done  # noqa: E402
-from kernelformer.data.passkey import QUESTION, passkeys, tells_numbers  # noqa: E402
-from kernelformer.distill.measure import Report  # noqa: E402
-from kernelformer.distill.parts import CONVERTED, KERNEL, NEAR, ORIGINAL  # noqa: E402
-from kernelformer.distill.passkey import answer_log_probs  # noqa: E402
-from kernelformer.distill.probe import compare_probes  # noqa: E402
+from kernelformer.cli.common import part_done  # noqa: E402
+from kernelformer.conversion import convert as converting  # noqa: E402
+from kernelformer.conversion import judge as judge_pipeline  # noqa: E402
+from kernelformer.conversion import keep as convert_keep  # noqa: E402
+from kernelformer.conversion import report as conversion_report  # noqa: E402
+from kernelformer.conversion.measure import Report  # noqa: E402
+from kernelformer.conversion.parts import CONVERTED, KERNEL, NEAR, ORIGINAL  # noqa: E402
+from kernelformer.conversion.passkey import (  # noqa: E402
+    QUESTION,
+    answer_log_probs,
+    compare_probes,
+    passkeys,
+    tells_numbers,
+)
+from kernelformer.conversion.report import (  # noqa: E402
+    HEADING,
+    NOT_JUDGED,
+    Recall,
+    licence_of,
+)
+from kernelformer.conversion.settings import ConvertSettings as Setting  # noqa: E402
+from kernelformer.conversion.settings import JudgeSettings  # noqa: E402
+from kernelformer.conversion.steps import Steps  # noqa: E402
 from kernelformer.errors import StoppedError  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
-from kernelformer.hf.licence import licence_of  # noqa: E402
-from kernelformer.pipelines import convert as converting  # noqa: E402
-from kernelformer.pipelines import convert_keep  # noqa: E402
-from kernelformer.pipelines import judge as judge_pipeline  # noqa: E402
-from kernelformer.pipelines.convert_settings import ConvertSettings as Setting  # noqa: E402
-from kernelformer.pipelines.judge_settings import JudgeSettings  # noqa: E402
-from kernelformer.pipelines.steps import Steps  # noqa: E402
-from kernelformer.reports import conversion as conversion_report  # noqa: E402
-from kernelformer.reports.judgement import HEADING, NOT_JUDGED, Recall  # noqa: E402
-from kernelformer.reports.markdown import put_section  # noqa: E402
+from kernelformer.page import put_section  # noqa: E402
 from tiny_models import tiny, tokens  # noqa: E402
 
 WORDS = ["the", "pass", "key", "is", ".", *map(str, range(10)), *(f"##{i}" for i in range(10)), "one", "two", "three"]
@@ -413,7 +421,7 @@ def test_the_licence_is_the_one_that_the_source_states(tmp_path, encoder):
 
 
 def test_a_card_names_the_licence_and_what_was_kept_and_obeys_no_sample(decoder, text, tmp_path, monkeypatch):
-    from kernelformer.pipelines import judge as judging
+    from kernelformer.conversion import judge as judging
 
     source = tmp_path / "s"
     transformers.AutoTokenizer.from_pretrained(decoder).save_pretrained(source)
@@ -429,7 +437,7 @@ def test_a_card_names_the_licence_and_what_was_kept_and_obeys_no_sample(decoder,
 
 
 def test_settings_of_judging_are_no_part_of_a_distillation_that_goes_on(decoder, text):
-    from kernelformer.pipelines.judge_settings import JUDGED
+    from kernelformer.conversion.settings import JUDGED
 
     setting = Setting(text=text)
     student = convert(tiny("LlamaForCausalLM", torch.float32), "elu")

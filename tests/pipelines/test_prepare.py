@@ -15,18 +15,17 @@ import pytest
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from kernelformer import preparation as preparing
 from kernelformer.cli.app import app
-from kernelformer.data import text_stream
-from kernelformer.data.shard_index import INDEX, read_index
-from kernelformer.data.splits import SPLITS, divide
-from kernelformer.data.text_stream import TextStream
-from kernelformer.data.token_shards import TokenShards
+from kernelformer.conversion.settings import PrepareSettings
+from kernelformer.data import text_files as text_stream
+from kernelformer.data.shards import INDEX, TokenShards, read_index
+from kernelformer.data.sources import SPLITS, divide
+from kernelformer.data.text_files import TextStream
 from kernelformer.data.tokenization import make_tokenizer
 from kernelformer.environment import peak, reset_peak
 from kernelformer.errors import TrainingError
-from kernelformer.pipelines import prepare as preparing
-from kernelformer.pipelines.prepare import UNFINISHED, prepare
-from kernelformer.pipelines.prepare_settings import PrepareSettings
+from kernelformer.preparation import UNFINISHED, prepare
 from kernelformer.tasks import make_task
 from kernelformer.training.checkpoints import locked
 from samples import sentence, write_text

@@ -17,9 +17,9 @@ from kernelformer.cli import listing
 from kernelformer.formatting import short_names, shortened
 from kernelformer.models import KernelformerConfig
 from kernelformer.modules import MixedCore
-from kernelformer.modules.options import describe_options, describe_positions
+from kernelformer.modules.spec import describe_options, describe_positions
 from kernelformer.recipes.catalogue import RECIPES, change
-from kernelformer.recipes.listing import recipe_settings
+from kernelformer.recipes.overrides import recipe_settings
 from kernelformer.tasks import task_options
 from kernelformer.terminal import VisibleConsole
 from kernelformer.training.config import OWN, Run

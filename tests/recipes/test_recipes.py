@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
+from kernelformer.comparison import make_plan
 from kernelformer.models.blocks import Block
 from kernelformer.modules.spec import parse_attention
-from kernelformer.pipelines.compare import make_plan
 from kernelformer.recipes.catalogue import RECIPES, change, find_recipe
 from kernelformer.recipes.papers import PAPERS
 from kernelformer.recipes.papers.base import arena_rate

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.cli.app import app  # noqa: E402
-from kernelformer.data.texts import TextRows, TextsUsed  # noqa: E402
-from kernelformer.distill.measure import measure  # noqa: E402
+from kernelformer.conversion import convert as converting  # noqa: E402
+from kernelformer.conversion import report as conversion_report  # noqa: E402
+from kernelformer.conversion.measure import measure  # noqa: E402
+from kernelformer.conversion.settings import ConvertSettings as Setting  # noqa: E402
+from kernelformer.conversion.texts import TextRows, TextsUsed  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.hf.load import load_source  # noqa: E402
-from kernelformer.pipelines import convert as converting  # noqa: E402
-from kernelformer.pipelines.convert_settings import ConvertSettings as Setting  # noqa: E402
-from kernelformer.reports import conversion as conversion_report  # noqa: E402
 from tiny_models import inputs, padded, tiny, tokens  # noqa: E402
 
 WORDS = [f"word{i}" for i in range(30)]
@@ -248,7 +248,7 @@ def test_files_of_sentence_transformers_come_along_from_the_hub(tmp_path, monkey
         "snapshot_download",
         lambda name, **options: found(name, cache_dir=tmp_path, local_files_only=True, **options),
     )
-    from kernelformer.hf.sentence_files import copy_sentence_files
+    from kernelformer.conversion.convert import copy_sentence_files
 
     (tmp_path / "t").mkdir()
     remarks = copy_sentence_files("owner/name", tmp_path / "t")

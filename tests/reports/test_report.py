@@ -17,9 +17,16 @@ from rich.console import Console
 
 from kernelformer import files
 from kernelformer.formatting import human_bytes, human_time, visible
-from kernelformer.reports.comparison import NONE, Comparison, cells, read_run, table
-from kernelformer.reports.comparison_page import words, write_report
-from kernelformer.reports.plots import draw_curves
+from kernelformer.reports.comparison import (
+    NONE,
+    Comparison,
+    cells,
+    comparison_table,
+    draw_curves,
+    read_run,
+    words,
+    write_report,
+)
 from page_checks import check_page
 
 HOSTILE = (
@@ -255,7 +262,7 @@ def test_numbers_are_those_of_the_runs_in_the_report_and_in_the_terminal(three, 
     assert means == sorted(means)
     assert len(rows) == 3
     out = io.StringIO()
-    Console(file=out, width=200).print(table(comparison))
+    Console(file=out, width=200).print(comparison_table(comparison))
     shown = [re.split(r"\s{2,}", line.strip()) for line in out.getvalue().splitlines()]
     assert all(row in shown for row in rows)
 
@@ -272,7 +279,7 @@ def test_test_scores_errors_and_gradients_are_shown_where_there_are_some(tmp_pat
     _, page = written(comparison, tmp_path)
     shown = next(rows for rows in page.tables if rows[0][:3] == ["run", "seed", "state"])
     assert [row[3:6] for row in shown[1:]] == [["2.25 ± 0.04", "2.5 ± 0.03", "0.5, 2, 40"], ["3", NONE, NONE]]
-    assert len(table(comparison).columns) == len(head)
+    assert len(comparison_table(comparison).columns) == len(head)
     assert "test bits per byte" not in cells(compare(old))[0]
 
 
@@ -341,7 +348,7 @@ def test_speeds_under_different_conditions_are_marked_with_the_reason_and_not_co
     for name, shown in zip(head, lines[0], strict=True):
         assert ("*" in shown) == (name in ("tokens/s", "peak memory", "training", "decoding a token")), name
     out = io.StringIO()
-    Console(file=out, width=400).print(table(comparison))
+    Console(file=out, width=400).print(comparison_table(comparison))
     assert f"* {said}" in " ".join(out.getvalue().split())
     told = " ".join(words(comparison))
     assert reason in told

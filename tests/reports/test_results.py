@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 import kernelformer as kf
 from kernelformer import files
 from kernelformer.cli.results import results
-from kernelformer.reports import labels
+from kernelformer.page import as_text, short_command, short_paths
+from kernelformer.reports import results as labels
 from kernelformer.reports.comparison import NONE
-from kernelformer.reports.portable import as_text, short_command, short_paths
-from kernelformer.reports.results import make_record, read_results
-from kernelformer.reports.results_page import results_page, write_results
+from kernelformer.reports.results import make_record, read_results, results_page, write_results
 from page_checks import check_page
 
 ENVIRONMENT = {"date": "2026-03-04T05:06:07+00:00", "python": "3.11.7", "torch": "2.13.0", "processor": "AMD EPYC"}

@@ -13,9 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.evidence.outside import OUTSIDE
-from kernelformer.reports.results import read_results
-from kernelformer.reports.results_page import results_page
+from kernelformer.evidence.ledger import OUTSIDE
+from kernelformer.reports.results import read_results, results_page
 from kernelformer.reports.tables import TABLES, choice, conversion, speed, training
 from kernelformer.reports.tables.fill import BEGIN, END, fill_pages, filled, write_tables
 from kernelformer.reports.tables.records import ABSENT, Records, grid, joined, spread, times

@@ -9,7 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kernelformer.analysis.substitutions import (
+from kernelformer.cli.app import app
+from kernelformer.studies import amino_acids
+from kernelformer.studies.amino_acids import (
     AMINO_ACIDS,
     attention_similarity,
     blosum62,
@@ -19,8 +21,6 @@ from kernelformer.analysis.substitutions import (
     renamed_correlations,
     spearman,
 )
-from kernelformer.cli.app import app
-from kernelformer.studies import amino_acids
 from kernelformer.studies.settings import AminoAcidsSettings
 
 transformers = pytest.importorskip("transformers")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kernelformer.analysis.matrices import condition_number, score_spectrum, statistical_dimension
 from kernelformer.cli.app import app
-from kernelformer.data.readers import read_texts
+from kernelformer.conversion.profile import condition_number, score_spectrum, statistical_dimension
+from kernelformer.conversion.readers import read_texts
 from kernelformer.hf.capture import attention_inputs
 from kernelformer.modules import build_attention
 from kernelformer.studies import approximation

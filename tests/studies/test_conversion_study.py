@@ -13,7 +13,7 @@ from kernelformer.cli.app import app
 from kernelformer.hf.load import load_source
 from kernelformer.studies import STUDIES
 from kernelformer.studies import conversion as study
-from kernelformer.studies.conversion_quality import Quality, probe_accuracy
+from kernelformer.studies.conversion import Quality, probe_accuracy
 from kernelformer.studies.settings import ConversionSettings
 
 WORDS = [f"w{i}" for i in range(40)]

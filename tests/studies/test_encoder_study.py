@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
+from kernelformer.bench.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer.errors import WorkerError
-from kernelformer.measure import encoder as measured
-from kernelformer.measure.encoder import Case, build, measure, measure_memory, step
-from kernelformer.measure.settings import HEAPS, MEMORY_HEAP, PASSES
-from kernelformer.modules.sparse_layers import SPARSE_LAYERS
+from kernelformer.modules.methods import SPARSE_LAYERS
 from kernelformer.studies import encoder
-from kernelformer.studies.encoder import Result, Row, Size, cases
+from kernelformer.studies import encoder as measured
+from kernelformer.studies.encoder import Case, Result, Row, Size, build, cases, measure, measure_memory, step
 from kernelformer.studies.settings import EncoderSettings
 
 pytestmark = pytest.mark.usefixtures("quick_gc")

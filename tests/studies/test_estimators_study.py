@@ -9,22 +9,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kernelformer.analysis.kernel_estimates import (
-    Estimate,
-    positive_estimates,
-    regularized_chernoff,
-    regularized_ratio,
-    sample_products,
-    trigonometric_estimates,
-)
-from kernelformer.analysis.output_errors import exact_attention, feature_attention, largest_kernel_error
+from kernelformer.analysis.errors import exact_attention, feature_attention, largest_kernel_error
 from kernelformer.cli.app import app
 from kernelformer.feature_maps.draws import draw_frequencies, generator
 from kernelformer.kernels import mse_positive, mse_trigonometric
 from kernelformer.modules import build_attention
 from kernelformer.studies import STUDIES
-from kernelformer.studies.estimators_measure import predicted_delta, vectors_at
-from kernelformer.studies.estimators_result import record, restore
+from kernelformer.studies.estimators import (
+    Estimate,
+    positive_estimates,
+    predicted_delta,
+    record,
+    regularized_chernoff,
+    regularized_ratio,
+    restore,
+    sample_products,
+    trigonometric_estimates,
+    vectors_at,
+)
 from kernelformer.studies.settings import EstimatorsSettings
 
 SMALL = {"length": 40, "head_dim": 4, "features": (4, 16), "norms": (1.0, 2.0), "samples": 3, "dims": (1, 4)}

@@ -12,9 +12,22 @@ from typer.testing import CliRunner
 from kernelformer.cli.app import app
 from kernelformer.modules import build_attention
 from kernelformer.studies import STUDIES, features
-from kernelformer.studies.features_data import captured_case, synthetic_case
-from kernelformer.studies.features_measure import Sized, Target, calibrated, default_attentions, is_learned, sizes_of
-from kernelformer.studies.features_result import EXACT, UNIFORM, WINDOW_ALONE, Pass, Result, Row
+from kernelformer.studies.features import (
+    EXACT,
+    UNIFORM,
+    WINDOW_ALONE,
+    Pass,
+    Result,
+    Row,
+    Sized,
+    Target,
+    calibrated,
+    captured_case,
+    default_attentions,
+    is_learned,
+    sizes_of,
+    synthetic_case,
+)
 from kernelformer.studies.settings import FeaturesSettings
 
 transformers = pytest.importorskip("transformers")

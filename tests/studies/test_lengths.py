@@ -15,10 +15,16 @@ transformers = pytest.importorskip("transformers")
 from kernelformer.cli.app import app  # noqa: E402
 from kernelformer.errors import WorkerError  # noqa: E402
 from kernelformer.hf import conversion  # noqa: E402
-from kernelformer.measure import lengths as measured  # noqa: E402
-from kernelformer.measure.lengths import Subject  # noqa: E402
+from kernelformer.studies import lengths as measured  # noqa: E402
 from kernelformer.studies import lengths as study  # noqa: E402
-from kernelformer.studies.lengths_result import Result, Row, between, crossover, predicted  # noqa: E402
+from kernelformer.studies.lengths import (  # noqa: E402
+    Result,
+    Row,
+    Subject,
+    between,
+    crossover,
+    predicted,
+)
 from kernelformer.studies.settings import LengthsSettings  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_gc")

@@ -19,9 +19,10 @@ from kernelformer.models import (
     KernelformerForConditionalGeneration,
     KernelformerForSequenceClassification,
 )
-from kernelformer.studies import STUDIES, byte_models
+from kernelformer.studies import STUDIES
 from kernelformer.studies import normalized as study
-from kernelformer.studies.normalized_models import kernel_norms, reattend
+from kernelformer.studies import runs as byte_models
+from kernelformer.studies.normalized import kernel_norms, reattend
 from kernelformer.studies.settings import NormalizedSettings
 from kernelformer.training import StoppedError, TrainingError, session
 

@@ -14,12 +14,11 @@ import torch
 
 from kernelformer.analysis.scaling import Exchange
 from kernelformer.attention.ranks import HEADER
+from kernelformer.bench import harness
 from kernelformer.errors import WorkerError
-from kernelformer.measure import harness
-from kernelformer.measure.ranks import memory_of_ranks, run_ranks, time_ranks
-from kernelformer.measure.split_case import SplitCase
 from kernelformer.studies import STUDIES
 from kernelformer.studies import ranks as study
+from kernelformer.studies.ranks import SplitCase, memory_of_ranks, run_ranks, time_ranks
 from kernelformer.studies.settings import RanksSettings
 
 ROOT = Path(__file__).parents[2]

@@ -15,17 +15,18 @@ pytest.importorskip("transformers")
 from kernelformer.analysis.redraws import gradient_figures
 from kernelformer.analysis.spectra import spectra
 from kernelformer.cli.app import app
-from kernelformer.modules.redraw import random_maps
+from kernelformer.modules.schedules import random_maps
 from kernelformer.studies import STUDIES, redraws
 from kernelformer.studies.base import command, read_record
-from kernelformer.studies.redraws_measure import (
+from kernelformer.studies.redraws import (
+    Measured,
+    Result,
     logits_over_draws,
     open_run,
     redraw_statistics,
     restored_draws,
     validation_samples,
 )
-from kernelformer.studies.redraws_result import Measured, Result
 from kernelformer.studies.settings import RedrawsSettings as Settings
 from kernelformer.training import Run, train
 

@@ -10,10 +10,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.hf import convert, new_cache  # noqa: E402
-from kernelformer.measure import serving as measured  # noqa: E402
-from kernelformer.measure.lengths import TOKEN  # noqa: E402
 from kernelformer.studies import STUDIES  # noqa: E402
+from kernelformer.studies import serving as measured  # noqa: E402
 from kernelformer.studies import serving as study  # noqa: E402
+from kernelformer.studies.lengths import TOKEN  # noqa: E402
 from kernelformer.studies.settings import ServingSettings  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_gc")

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("transformers")
-from kernelformer.evidence.study_rules import moved_values
-from kernelformer.reports.portable import portable
+from kernelformer.evidence.rules import moved_values
+from kernelformer.page import portable
 from kernelformer.studies import STUDIES, transfer
-from kernelformer.studies.byte_models import byte_run
+from kernelformer.studies.runs import byte_run
 from kernelformer.studies.settings import TransferSettings
 
 TINY = {"length": 16, "layers": 1, "width": 8, "heads": 2, "batch": 2, "samples": 4, "tuning": 2, "draws": 2}

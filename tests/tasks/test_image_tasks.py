@@ -15,8 +15,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from kernelformer.data import image_cache as decoding
-from kernelformer.data import npz
-from kernelformer.data.splits import divide
+from kernelformer.data import images as npz
+from kernelformer.data.sources import divide
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
 from kernelformer.training import Run, train

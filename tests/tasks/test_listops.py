@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernelformer.data import listops
-from kernelformer.data.listops import TOKENS, Rules, generate
-from kernelformer.tasks import make_task
+from kernelformer.tasks import listops, make_task
 from kernelformer.tasks.base import Outcome
+from kernelformer.tasks.listops import TOKENS, Rules, generate
 from sampling import SIGMAS
 
 TINY = {"train_samples": 300, "validation_samples": 50, "test_samples": 40, "min_length": 10, "max_length": 80}

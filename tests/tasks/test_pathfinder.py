@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernelformer.data import pathfinder
-from kernelformer.data.dashed_paths import Drawings, Rules
-from kernelformer.data.pathfinder import generate
-from kernelformer.tasks import make_task
+from kernelformer.tasks import make_task, pathfinder
 from kernelformer.tasks.base import Outcome
+from kernelformer.tasks.pathfinder import Drawings, Rules, generate
 from sampling import SIGMAS
 
 SMALL = {"size": 16, "dashes": 5, "distractors": 1, "distractor_dashes": 2, "marker_radius": 1.25}

@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernelformer.data.packed_rows import fill_rows
-from kernelformer.data.protein_samples import BOS, CHOSEN, EOS, FIRST, MASK, MASKINGS, PAD, TOKENS
-from kernelformer.data.proteins import AMINO_ACIDS
-from kernelformer.data.splits import divide
+from kernelformer.data.batching import fill_rows
+from kernelformer.data.proteins import AMINO_ACIDS, BOS, CHOSEN, EOS, FIRST, MASK, MASKINGS, PAD, TOKENS
+from kernelformer.data.sources import divide
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome

@@ -13,10 +13,10 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import Subset
 
+from kernelformer.comparison import make_plan, report
 from kernelformer.data.batching import IGNORED
-from kernelformer.pipelines.compare import make_plan, report
-from kernelformer.reports.comparison import spread_text, table
-from kernelformer.reports.results_page import write_results
+from kernelformer.reports.comparison import comparison_table, spread_text
+from kernelformer.reports.results import write_results
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
 from kernelformer.training import Run, evaluate, train
@@ -171,7 +171,7 @@ def test_a_comparison_has_a_column_for_each_range_in_its_table_its_record_and_it
     assert min(shares) <= first["value"] <= max(shares)
     assert evaluate(plan.folder_of(plan.runs[0])).items() >= {**first["scores"], "accuracy": first["value"]}.items()
     (row,), out = comparison.summary(), io.StringIO()
-    Console(file=out, width=300).print(table(comparison))
+    Console(file=out, width=300).print(comparison_table(comparison))
     write_results(tmp_path / "results", [plan.folder])
     pages = [(plan.folder / "report.html").read_text(), (tmp_path / "results" / "index.html").read_text()]
     for text in (out.getvalue(), *pages):

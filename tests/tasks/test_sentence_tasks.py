@@ -16,14 +16,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kernelformer.data import sources, tokenization
 from kernelformer.data.batching import IGNORED
-from kernelformer.data.sentences import fit_pairs
-from kernelformer.data.tokenization import BYTES, SPECIAL, Vocabulary, load_tokenizer, vocabulary
+from kernelformer.data.byte_texts import fit_pairs
+from kernelformer.data.tokenization import BYTE_TOKENS, SPECIAL, Vocabulary, load_tokenizer, vocabulary
 from kernelformer.models import MODELS, KernelformerConfig
+from kernelformer.recipes.papers.learned_kernels import GLUE
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.glue import GLUE
-from kernelformer.tasks.metrics import f1, matthews, pearson, ranks, spearman
-from kernelformer.tasks.sentences import Sentences
+from kernelformer.tasks.sentences import Sentences, f1, matthews, pearson, ranks, spearman
 from sampling import SIGMAS
 
 SYLLABLES = ["ka", "lo", "mi", "ne", "su", "ta", "Ri", "vo"]
@@ -275,7 +274,7 @@ def test_models_are_described_without_data():
         "num_labels": 3,
         "pad_token_id": 0,
     }
-    assert make_task("sentences", kind="bytes", labels=1).settings()["vocab_size"] == BYTES == 262
+    assert make_task("sentences", kind="bytes", labels=1).settings()["vocab_size"] == BYTE_TOKENS == 262
     assert make_task("masked").settings() == {"vocab_size": 8000, "max_position_embeddings": 512, "pad_token_id": 0}
     for name in ("sentences", "masked"):
         with pytest.raises(ValueError, match="this task needs data, got None"):

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import kernelformer as kf
+from kernelformer.comparison import make_plan
 from kernelformer.models import KernelformerConfig, KernelformerForSequenceClassification
-from kernelformer.pipelines.compare import make_plan
 from kernelformer.tasks import TASKS, Task, make_task
 from kernelformer.training import Run, TrainingError, evaluate, train
 from kernelformer.training.session import build_model
@@ -128,7 +128,7 @@ def test_a_run_starts_from_saved_weights_and_a_head_of_another_size_is_new(train
 
 
 def test_another_attention_keeps_its_own_draws(trained):
-    from kernelformer.training.first_weights import start_from
+    from kernelformer.training.session import start_from
 
     model = build_model(Run("sums", "relu:num_features=8", model=MODEL, seed=9), make_task("sums"))
     before = {name: x.clone() for name, x in model.state_dict().items()}
@@ -143,7 +143,7 @@ def test_another_attention_keeps_its_own_draws(trained):
 
 @pytest.mark.parametrize("method", ["softmax:relative=1d", "nprf:num_features=8:relative=1d"])
 def test_a_table_of_relative_positions_of_another_length_is_taken_by_distance(method, tmp_path):
-    from kernelformer.training.first_weights import start_from
+    from kernelformer.training.session import start_from
 
     def encoder(length, **more):
         model = {**MODEL, "share_bias": True, "num_hidden_layers": 2, **more}
@@ -170,7 +170,7 @@ def test_a_table_of_relative_positions_of_another_length_is_taken_by_distance(me
 
 
 def test_tables_of_decoders_and_those_with_an_end_are_taken_where_distances_mean_the_same():
-    from kernelformer.training.first_weights import _stretched
+    from kernelformer.training.session import _stretched
 
     saved = torch.randn(2, 5)
     causal = _stretched(kf.RelativePositions(2, max_length=7, causal=True), saved)

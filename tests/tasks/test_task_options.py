@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from kernelformer.tasks import TASKS, make_task, task_options
-from kernelformer.tasks import options as shared
+from kernelformer.tasks import base as shared
 from kernelformer.tasks.catalogue import option_types
 
 SHARED = {option.name: option.default for kind in (shared.RowOptions, shared.CacheOption) for option in fields(kind)}

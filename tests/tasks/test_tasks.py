@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernelformer.data.sparse_sums import CLASSES, sparse_sums
+from kernelformer.tasks.sparsity import CLASSES, sparse_sums
 
 
 @pytest.mark.parametrize("relevance", [0.1, 0.5, 0.9])

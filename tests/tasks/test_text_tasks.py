@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernelformer.data.text_halves import exchange_halves, halves
+from kernelformer.data.byte_texts import exchange_halves, halves
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome

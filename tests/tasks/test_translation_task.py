@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 from kernelformer.cli.translate import translate
 from kernelformer.data.tokenization import BOS, EOS, PAD, SPECIAL
 from kernelformer.models import KernelformerConfig, KernelformerForConditionalGeneration
-from kernelformer.pipelines.translate import load_translator, translate_texts
 from kernelformer.tasks import make_task
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.bleu import SentenceCounts
+from kernelformer.tasks.translation import SentenceCounts
 from kernelformer.training import Run, train
 from kernelformer.training.checkpoints import metrics
 from kernelformer.training.evaluation import evaluate
+from kernelformer.translation import load_translator, translate_texts
 
 WORDS = {"the": "die", "cat": "Katze", "sees": "sieht", "a": "eine", "Mouse": "Maus", "and": "und", "sleeps": "schläft"}
 TINY = {"vocab_size": 330, "length": 64}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from test_training import register, tiny
 
 from kernelformer.training import train
-from kernelformer.training.absent import AbsentError, Presence
+from kernelformer.training.callbacks import AbsentError, Presence
 from kernelformer.training.checkpoints import locked
 from kernelformer.training.trainer import RunTrainer
 from rank_processes import run_ranks
@@ -49,7 +49,7 @@ WAITED, LOST = "process 0 has waited 4 s for process 2 in step 3", "process 0 ha
     ],
 )
 def test_the_process_that_has_noticed_nothing_is_named(text, message, monkeypatch):
-    monkeypatch.setattr("kernelformer.training.absent._GRACE", 0.0)
+    monkeypatch.setattr("kernelformer.training.callbacks._GRACE", 0.0)
     store = dist.HashStore()
     first, second, third = (present(rank, store) for rank in range(3))
     first.enter("step 3")
@@ -68,7 +68,7 @@ def test_an_error_of_another_kind_stays_what_it_is():
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("kernelformer.training.absent._PATIENCE", 0.05)
+    monkeypatch.setattr("kernelformer.training.callbacks._PATIENCE", 0.05)
     alone = present(0, dist.HashStore(), world=2)
     monkeypatch.setattr(alone, "_absent", lambda: time.sleep(2))
     assert alone.explain(raised("Timed out waiting")).startswith("process 0 has waited 4 s for another process in the")

@@ -10,10 +10,10 @@ import torch
 from test_training import interrupted, same_weights
 from torch.utils.data import Dataset, Subset
 
+from kernelformer.comparison import Plan, check
 from kernelformer.tasks import make_task
 from kernelformer.training import Run, StoppedError, evaluate, load_run, train
-from kernelformer.training.order import LongestFirst, sample_lengths, training_order
-from kernelformer.training.plan import Plan, check
+from kernelformer.training.selection import LongestFirst, sample_lengths, training_order
 from samples import few_samples
 
 MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -11,14 +11,14 @@ import torch
 from test_training import Lines, Ragged, losses, same_weights, tiny
 
 from kernelformer.models import KernelformerForCausalLM
-from kernelformer.modules.redraw import random_maps
+from kernelformer.modules.schedules import random_maps
 from kernelformer.records import Result
 from kernelformer.tasks import TASKS, make_task
 from kernelformer.training import evaluate, train
 from kernelformer.training.checkpoints import metrics
-from kernelformer.training.finish import gradient_norms
 from kernelformer.training.inspection import DamagedError, check_checkpoint
 from kernelformer.training.selection import Best, prune
+from kernelformer.training.session import gradient_norms
 from kernelformer.training.trainer import RunTrainer
 
 

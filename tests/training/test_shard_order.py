@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_two_ranks import launch
 
-from kernelformer.data.permutation import order_at
+from kernelformer.data.shards import order_at
 from kernelformer.records import read_result
 from kernelformer.training import Run, StoppedError, evaluate, train
 from kernelformer.training.checkpoints import checkpoint_of

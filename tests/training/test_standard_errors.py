@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from kernelformer.analysis.jackknife import GROUPS
+from kernelformer.analysis.statistics import GROUPS
 from kernelformer.models import KernelformerConfig, KernelformerForImageClassification
 from kernelformer.tasks import make_task
 from kernelformer.training import evaluate
 from kernelformer.training.evaluation import in_top
-from kernelformer.training.standard_errors import Contributions, score_text, split_errors, standard_errors
+from kernelformer.training.meter import Contributions, score_text, split_errors, standard_errors
 
 
 def classes(size, seed=0, share=0.7):

@@ -29,13 +29,13 @@ from typer.testing import CliRunner
 from kernelformer.cli.app import app
 from kernelformer.models import KernelformerForCausalLM
 from kernelformer.models.blocks import Block
-from kernelformer.modules.redraw import random_maps
+from kernelformer.modules.schedules import random_maps
 from kernelformer.records import is_finished, standing, unfinished
 from kernelformer.tasks import TASKS, Task, make_task
 from kernelformer.training import Result, Run, StoppedError, TrainingError, build_model, evaluate, train
 from kernelformer.training.checkpoints import checkpoint_of, locked, main_does, metrics
 from kernelformer.training.evaluation import contributions
-from kernelformer.training.finish import speed
+from kernelformer.training.session import speed
 from kernelformer.training.trainer import RunTrainer
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -403,7 +403,7 @@ def test_a_disk_that_fills_at_the_very_end_costs_no_training(tmp_path, whole):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernelformer.training.finish.publish", full)
+        patch.setattr("kernelformer.training.session.publish", full)
         with pytest.raises(TrainingError, match=f"cannot save the run in {tmp_path}: the disk is full"):
             train(tiny(), tmp_path, quiet=True)
     assert not (tmp_path / ".partial").exists()

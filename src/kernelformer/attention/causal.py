@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernelformer.attention import decomposed
 from kernelformer.attention.blocks import (
+    Pieces,
     Shapes,
     empty_rows,
     gather_grads,
@@ -30,7 +31,6 @@ from kernelformer.attention.blocks import (
 )
 from kernelformer.attention.engine import Chunks
 from kernelformer.attention.families import engine_class, make_engine
-from kernelformer.attention.pieces import Pieces
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
 
 

@@ -1,25 +1,154 @@
-"""Bidirectional (and cross) attention at linear cost: one pass over the keys, one over the queries.
+"""The two halves of linear attention as operators of their own, for keys that lie elsewhere than the queries.
 
-    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)          (Performer, Eq. 4)
+    state = sum_j phi(k_j) (v_j, 1)          out_i = phi(q_i) . state
 
-Cost: O((L + S) M (D + E)) time; memory beyond inputs and outputs is a few buffers of `blocks.BUFFER` numbers and the
-state, whatever the length. The backward pass keeps the inputs, the output and the state, and maps every chunk again;
-where sequences are so short that states are larger than the keys, it sums them up again too.
+`key_sums` gives the state of some keys, as `engine` keeps it; `merge_sums` puts the states of several parts of the keys
+together; `read_sums` answers queries. Gradients flow through all of them. One after the other they are
+`linear_attention`; a state may also be where `causal_attention` or near/far attention goes on from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernelformer.attention import decomposed
-from kernelformer.attention.blocks import Shapes, empty_rows, gather_grads, grouped, spans, spread
+from kernelformer.attention.blocks import (
+    Shapes,
+    empty_rows,
+    gather_grads,
+    grouped,
+    hidden_rows,
+    put_rows,
+    rows_of,
+    spans,
+    spread,
+    visible_pair,
+)
+from kernelformer.attention.engine import Engine
+from kernelformer.attention.fading import fading
 from kernelformer.attention.families import engine_class, make_engine
-from kernelformer.attention.passes import KeyPass, QueryPass
+from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import Workspace, compute_dtype, lookup, no_tangents
+
+
+@dataclass(frozen=True)
+class Fade:
+    """Keys that lose weight with their distance from an end of the sequence, by a log factor of their own.
+
+    Key j of S has ``slope (j - S)``, or ``-slope (j + 1)`` from the start: the next token beyond that end would have 0.
+
+    Args:
+        slope: (N, 1), of every row.
+        length: S.
+        mirror: count from the start instead of the end.
+    """
+
+    slope: Tensor
+    length: int
+    mirror: bool
+
+    def extend(self, x: Tensor, start: int) -> Tensor:
+        """Keys (N, C, D) from ``start`` on with their log factor as the last coordinate, see `fading`."""
+        place = torch.arange(start, start + x.shape[1], device=x.device, dtype=x.dtype)
+        steps = -(place + 1) if self.mirror else place - self.length
+        return torch.cat([x, (self.slope * steps).unsqueeze(2)], 2)
+
+
+@dataclass(frozen=True)
+class KeyPass:
+    """All keys of some samples, chunk by chunk.
+
+    Args:
+        s: sizes of the call.
+        key: (B, G, 1, S, D).
+        value: (B, G, 1, S, E).
+        key_mask: (B, S) bool, or None.
+        block: of samples.
+        work: buffers.
+        fade: of the keys, or None.
+    """
+
+    s: Shapes
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+    block: slice
+    work: Workspace
+    fade: Fade | None = None
+
+    def _chunks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+        """Where a chunk is, its keys (N, C, D) and values (N, C, E), and which are hidden (N, C)."""
+        s, count = self.s, self.block.stop - self.block.start
+        for start, end in spans(s.S, s.chunk(count, s.G)):
+            at = slice(start, end)
+            hidden = self._hidden(at)
+            pair = ((self.key, "k"), (self.value, "v"))
+            k, v = (rows_of(x[self.block, :, :, at], name, self.work) for x, name in pair)
+            k, v = visible_pair(k, v, hidden)
+            yield at, k if self.fade is None else self.fade.extend(k, start), v, hidden
+
+    def _hidden(self, at: slice) -> Tensor | None:
+        """The keys of a chunk that do not count, (N, C) bool; None where all do, as in most chunks under most masks."""
+        if self.key_mask is None or bool(self.key_mask[self.block, at].all()):
+            return None
+        return hidden_rows(self.key_mask, self.block, at, self.s.G, 1, at.stop - at.start)
+
+    def sums(self, engine: Engine) -> list[Tensor]:
+        """The state after all keys."""
+        s, count = self.s, self.block.stop - self.block.start
+        state = engine.empty((count * s.G,), s.M, s.E, self.key.new_empty(0, dtype=self.work.dtype))
+        for _, k, v, hidden in self._chunks():
+            engine.absorb(state, k, v, hidden)
+        return state
+
+    def backward(self, engine: Engine, state: list[Tensor], grads: list[Tensor], dk: Tensor, dv: Tensor) -> None:
+        """Write the gradients of keys and values, from those of the state."""
+        for at, k, v, hidden in self._chunks():
+            pair = visible_pair(*engine.absorb_backward(state, grads, k, v, hidden), hidden)
+            for target, part in zip((dk, dv), pair, strict=True):
+                put_rows(target[self.block, :, :, at], part[..., : target.shape[-1]])
+
+
+@dataclass(frozen=True)
+class QueryPass:
+    """All queries of some samples, chunk by chunk.
+
+    Args:
+        s: sizes of the call.
+        query: (B, G, R, L, D).
+        block: of samples.
+        work: buffers.
+    """
+
+    s: Shapes
+    query: Tensor
+    block: slice
+    work: Workspace
+
+    def _spans(self) -> Iterator[slice]:
+        for start, end in spans(self.s.L, self.s.chunk(self.block.stop - self.block.start, self.s.H)):
+            yield slice(start, end)
+
+    def _rows(self, x: Tensor, name: str, at: slice) -> Tensor:
+        return rows_of(x[self.block, :, :, at], name, self.work)
+
+    def read(self, engine: Engine, state: list[Tensor], out: Tensor) -> None:
+        """Write the outputs (B, G, R, L, E)."""
+        for at in self._spans():
+            put_rows(out[self.block, :, :, at], engine.read(state, self._rows(self.query, "q", at)))
+
+    def backward(
+        self, engine: Engine, state: list[Tensor], grads: list[Tensor], given: tuple[Tensor, Tensor], dq: Tensor
+    ) -> None:
+        """Write the gradients of the queries, from those of the outputs and the outputs; add to those of the state."""
+        for at in self._spans():
+            x, g, y = (self._rows(t, n, at) for t, n in zip((self.query, *given), ("q", "g", "o"), strict=True))
+            put_rows(dq[self.block, :, :, at], engine.read_backward(state, grads, x, g, y))
 
 
 def _keeps(s: Shapes) -> bool:
@@ -184,3 +313,279 @@ def linear_attention(
     no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors)
     out: Tensor = _forward(query, key, value, key_mask, list(tensors), spec, scale, normalize)[0]
     return out
+
+
+KEYS = "Tensor key, Tensor value, Tensor? key_mask, Tensor[] tensors, Tensor? slope"
+KEY_SETTINGS = "str spec, float scale, bool normalize, bool parts, bool mirror"
+SUMS = f"({KEYS}, {KEY_SETTINGS}) -> Tensor[]"
+SUMS_BACKWARD = f"(Tensor[] grads, Tensor[] state, {KEYS}, {KEY_SETTINGS}, bool learn) -> (Tensor, Tensor, Tensor[])"
+QUERIES = "Tensor query, Tensor[] tensors, Tensor[] state, str spec, float scale, bool normalize"
+READ = f"({QUERIES}) -> Tensor"
+READ_BACKWARD = f"(Tensor grad, Tensor out, {QUERIES}, bool learn) -> (Tensor, Tensor[], Tensor[])"
+
+
+class _Keys:
+    """The arguments of `key_sums` with what its blocks share."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        (self.key, self.value, self.key_mask, self.tensors, self.slope, self.spec) = arguments[:6]
+        self.scale, self.normalize, self.parts, self.mirror = arguments[6:]
+        self.known = lookup(self.spec)
+        B, G, S, D = self.key.shape
+        self.s = Shapes(B, G, G, S, S, D, self.value.shape[3], self.known.feature_dim(self.tensors, D))
+        self.work = Workspace(compute_dtype(self.key.dtype), self.key.device)
+
+    def blocks(self) -> list[slice]:
+        return [slice(first, last) for first, last in spans(self.s.B, self.s.samples())]
+
+    def engine(self, block: slice, learn: bool) -> tuple[Engine, Any]:
+        bound = spread(self.tensors, block, block.stop - block.start, self.s.G)
+        engine, grads = make_engine(self.known, bound, self.scale, self.normalize, learn, self.work, self.parts)
+        return (engine if self.slope is None else fading(engine)), grads
+
+    def keys(self, block: slice) -> KeyPass:
+        k5, v5 = grouped(self.key, self.s.G), grouped(self.value, self.s.G)
+        fade = None
+        if self.slope is not None:
+            slopes = self.slope.to(self.work.dtype).repeat(block.stop - block.start).unsqueeze(1)
+            fade = Fade(slopes, self.s.S, self.mirror)
+        return KeyPass(self.s, k5, v5, self.key_mask, block, self.work, fade)
+
+    def room(self) -> list[Tensor]:
+        like = self.key.new_empty(0, dtype=self.work.dtype)
+        return [
+            like.new_empty(self.s.B, self.s.G, *x) for x in engine_class(self.known).state_shapes(self.s.M, self.s.E)
+        ]
+
+
+@torch.library.custom_op("kernelformer::key_sums", mutates_args=(), schema=SUMS)
+def _sums(*arguments: Any) -> list[Tensor]:
+    call = _Keys(arguments)
+    state = call.room()
+    for block in call.blocks():
+        _put(state, call.keys(block).sums(call.engine(block, False)[0]), block)
+    return state
+
+
+def _put(state: Sequence[Tensor], rows: Sequence[Tensor], block: slice) -> None:
+    for whole, part in zip(state, rows, strict=True):
+        whole[block] = part.view(whole[block].shape)
+
+
+@_sums.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    return _Keys(arguments).room()
+
+
+@torch.library.custom_op("kernelformer::key_sums_backward", mutates_args=(), schema=SUMS_BACKWARD)
+def _sums_backward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    grads, state, *rest, learn = arguments
+    call = _Keys(rest)
+    dk, dv = (empty_rows(x, x.shape[-1]) for x in (call.key, call.value))
+    totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
+    for block in call.blocks():
+        engine, tensor_grads = call.engine(block, learn)
+        rows, given = ([x[block].flatten(0, 1) for x in y] for y in (state, grads))
+        call.keys(block).backward(
+            engine, rows, engine.grads_in(rows, given), grouped(dk, call.s.G), grouped(dv, call.s.G)
+        )
+        if learn:
+            gather_grads(totals, tensor_grads(), block, block.stop - block.start, call.s.G)
+    return dk, dv, totals
+
+
+@_sums_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    _, _, *rest, learn = arguments
+    dk, dv = (empty_rows(x, x.shape[-1]) for x in rest[:2])
+    return dk, dv, [torch.empty_like(x) for x in rest[3]] if learn else []
+
+
+def _save_sums(ctx: Any, inputs: Any, output: Any) -> None:
+    key, value, key_mask, tensors, slope, *ctx.call_settings = inputs
+    ctx.set_materialize_grads(False)
+    ctx.counts = (len(tensors), len(output))
+    ctx.learn = any(x.requires_grad for x in tensors)
+    ctx.save_for_backward(key, value, key_mask, slope, *tensors, *output)
+
+
+def _grad_sums(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    key, value, key_mask, slope, *rest = ctx.saved_tensors
+    count = ctx.counts[0]
+    tensors, state = rest[:count], rest[count:]
+    given = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, state, strict=True)]
+    dk, dv, totals = _sums_backward(
+        given, state, key, value, key_mask, tensors, slope, *ctx.call_settings, ctx.learn
+    )  # fmt: skip
+    return dk, dv, None, totals if ctx.learn else [None] * count, None, *[None] * len(ctx.call_settings)
+
+
+_sums.register_autograd(_grad_sums, setup_context=_save_sums)
+
+
+class _Queries:
+    """The arguments of `read_sums` with what its blocks share."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self.query, self.tensors, self.state, spec, self.scale, self.normalize = arguments
+        self.known = lookup(spec)
+        B, H, L, D = self.query.shape
+        _, G, M, E = self.state[1].shape
+        self.s = Shapes(B, H, G, L, L, D, E, M)
+        self.work = Workspace(compute_dtype(self.query.dtype), self.query.device)
+
+    def blocks(self) -> list[slice]:
+        return [slice(first, last) for first, last in spans(self.s.B, self.s.samples())]
+
+    def engine(self, block: slice, learn: bool) -> tuple[Engine, Any]:
+        bound = spread(self.tensors, block, block.stop - block.start, self.s.G)
+        return make_engine(self.known, bound, self.scale, self.normalize, learn, self.work)
+
+    def queries(self, block: slice) -> QueryPass:
+        return QueryPass(self.s, grouped(self.query, self.s.G), block, self.work)
+
+    def rows(self, block: slice) -> list[Tensor]:
+        return [x[block].flatten(0, 1) for x in self.state]
+
+
+@torch.library.custom_op("kernelformer::read_sums", mutates_args=(), schema=READ)
+def _read(*arguments: Any) -> Tensor:
+    call = _Queries(arguments)
+    out = empty_rows(call.query, call.s.E)
+    for block in call.blocks():
+        call.queries(block).read(call.engine(block, False)[0], call.rows(block), grouped(out, call.s.G))
+    return out
+
+
+@_read.register_fake
+def _(*arguments: Any) -> Tensor:
+    call = _Queries(arguments)
+    return empty_rows(call.query, call.s.E)
+
+
+@torch.library.custom_op("kernelformer::read_sums_backward", mutates_args=(), schema=READ_BACKWARD)
+def _read_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    grad, out, *rest, learn = arguments
+    call = _Queries(rest)
+    dq, state_grads = empty_rows(call.query, call.s.D), [torch.empty_like(x) for x in call.state]
+    totals = [torch.zeros_like(x) for x in call.tensors] if learn else []
+    g5, out5, dq5 = (grouped(x, call.s.G) for x in (grad, out, dq))
+    for block in call.blocks():
+        engine, tensor_grads = call.engine(block, learn)
+        rows = call.rows(block)
+        grads = engine.zero_grads(rows)
+        call.queries(block).backward(engine, rows, grads, (g5, out5), dq5)
+        _put(state_grads, engine.grads_out(rows, grads), block)
+        if learn:
+            gather_grads(totals, tensor_grads(), block, block.stop - block.start, call.s.G)
+    return dq, totals, state_grads
+
+
+@_read_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    _, _, *rest, learn = arguments
+    call = _Queries(rest)
+    tensors = [torch.empty_like(x) for x in call.tensors] if learn else []
+    return empty_rows(call.query, call.s.D), tensors, [torch.empty_like(x) for x in call.state]
+
+
+def _save_read(ctx: Any, inputs: Any, output: Any) -> None:
+    query, tensors, state, *ctx.call_settings = inputs
+    ctx.counts = (len(tensors), len(state))
+    ctx.learn = any(x.requires_grad for x in tensors)
+    ctx.save_for_backward(query, output, *tensors, *state)
+
+
+def _grad_read(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    query, out, *rest = ctx.saved_tensors
+    count = ctx.counts[0]
+    dq, totals, state = _read_backward(grad, out, query, rest[:count], rest[count:], *ctx.call_settings, ctx.learn)
+    return dq, totals if ctx.learn else [None] * count, state, None, None, None
+
+
+_read.register_autograd(_grad_read, setup_context=_save_read)
+
+
+def key_sums(
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    normalize: bool = True,
+    parts: bool = False,
+    slope: Tensor | None = None,
+    mirror: bool = False,
+) -> list[Tensor]:
+    """The state of some keys: all that linear attention needs of them.
+
+    Args:
+        key: (B, G, S, D).
+        value: (B, G, S, E).
+        spec: of the map, as `contract.register` names it.
+        tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
+        scale: the map sees ``sqrt(scale) x``.
+        key_mask: (B, S) bool, True = attend.
+        normalize: whether what is read will be divided by the sum of the weights.
+        parts: the sums will be merged with weights of another kind, so that nothing is left out that would cancel.
+        slope: (G), key j of S loses ``slope (S - j)`` of its log weight; it takes no gradient.
+        mirror: it loses ``slope (j + 1)`` instead.
+
+    Returns:
+        tensors (B, G, ...) as an `Engine` keeps them.
+    """
+    no_tangents(key=key, value=value, a_parameter_of_the_feature_map=tensors)
+    state: list[Tensor] = _sums(key, value, key_mask, list(tensors), slope, spec, scale, normalize, parts, mirror)
+    return state
+
+
+def read_sums(
+    query: Tensor,
+    state: Sequence[Tensor],
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    normalize: bool = True,
+) -> Tensor:
+    """Attend to the keys of a state: (B, H, L, D) -> (B, H, L, E); arguments as those of `key_sums`."""
+    no_tangents(query=query, a_parameter_of_the_feature_map=tensors, state=state)
+    dtype = compute_dtype(query.dtype)
+    out: Tensor = _read(query, list(tensors), [x.to(dtype) for x in state], spec, scale, normalize)
+    return out
+
+
+def merge_sums(states: Sequence[Tensor], used: Tensor, positive: bool) -> list[Tensor]:
+    """The state of several parts of the keys together.
+
+        log_mass = logsumexp_r log_mass_r          mean = sum_r e^(log_mass_r - log_mass) mean_r
+
+    or, of a map by its values, sums that are brought to the largest log scale among them.
+
+    Args:
+        states: the tensors of a state, (R, B, G, ...) each, of R parts.
+        used: (R) or (R, B) bool, which parts count; none gives the state of no keys.
+        positive: the family of the map.
+
+    Returns:
+        tensors (B, G, ...).
+    """
+    used = used.view(*used.shape, *[1] * (states[0].dim() - used.dim()))
+    if positive:
+        log_mass = torch.where(used, states[0], EMPTY)
+        mean = (log_mass.softmax(0) * torch.where(used, states[1], 0)).sum(0)
+        # Above EMPTY a sum of masses; the logarithm of how many parts are empty must not show.
+        return [log_mass.logsumexp(0), mean]
+    # The output depends on e^log_scale times the sums only: the scale is no degree of freedom and has no gradient.
+    scales = torch.where(used, states[0].detach(), EMPTY)
+    top = scales.amax(0)
+    factor = torch.where(used, (scales - top).exp(), 0)
+    return [top, *((factor * torch.where(used, x, 0)).sum(0) for x in states[1:])]
+
+
+def faded(state: Sequence[Tensor], decay: Tensor) -> list[Tensor]:
+    """The state with ``decay`` (G, or what goes with (B, G)) taken off the logarithms of all its weights."""
+    log = state[0] - decay.view(*decay.shape, 1, 1).to(state[0].dtype)
+    return [log.clamp_min(EMPTY), *state[1:]]

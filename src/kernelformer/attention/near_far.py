@@ -19,14 +19,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernelformer.attention.blocks import empty_rows
-from kernelformer.attention.decomposed import is_exporting
-from kernelformer.attention.decomposed_near import near_far
+from kernelformer.attention.blocks import Pieces, empty_rows
+from kernelformer.attention.decomposed import is_exporting, near_far
 from kernelformer.attention.engine import Merged, Part
 from kernelformer.attention.families import engine_class
-from kernelformer.attention.merge import finish, merge
-from kernelformer.attention.near_far_call import NAMES, NUM_TENSORS, SETTINGS, TENSORS, NearFarCall, Run, Side
-from kernelformer.attention.pieces import Pieces
+from kernelformer.attention.near_far_call import (
+    NAMES,
+    NUM_TENSORS,
+    SETTINGS,
+    TENSORS,
+    NearFarCall,
+    Run,
+    Side,
+    finish,
+    merge,
+)
 from kernelformer.attention.relative.call import flatten, unflatten
 from kernelformer.contract import compute_dtype, lookup, no_tangents
 

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, use_threads
-from kernelformer.cli.derive import takes
-from kernelformer.cli.progress import following
-from kernelformer.pipelines.advise_settings import AdviseSettings
+from kernelformer.cli.common import Json, Threads, console, following, plain_errors, show_json, use_threads
+from kernelformer.cli.options import takes
+from kernelformer.conversion.settings import AdviseSettings
 from kernelformer.settings import MODEL
 
 
@@ -25,9 +24,9 @@ def advise(
     """Say what a pretrained model can be converted to, before it is: errors, times, what to keep, what to paste."""
     use_threads(threads)
     with plain_errors():
-        from kernelformer.pipelines import advise as advising
-        from kernelformer.reports import advice as report
-        from kernelformer.reports.portable import rounded
+        from kernelformer.conversion import advice_report as report
+        from kernelformer.conversion import advise as advising
+        from kernelformer.page import rounded
 
         with following(seconds=60 * settings.budget) as job:
             advice = advising.run(source, settings, out, log=job.log)

@@ -18,7 +18,7 @@ from kernelformer.cli import prepare as preparing
 from kernelformer.cli import translate as translating
 from kernelformer.cli.common import plain_errors
 from kernelformer.cli.group import Command, Group
-from kernelformer.limits import set_limit
+from kernelformer.files import set_limit
 
 START, MODELS, PRETRAINED, MEASURE = "Start here", "Train and use models", "Pretrained models", "Measure"
 

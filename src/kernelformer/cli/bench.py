@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, target, thread_count
-from kernelformer.cli.derive import takes
-from kernelformer.cli.progress import following
+from kernelformer.bench.settings import BenchSettings
+from kernelformer.cli.common import Json, Threads, console, following, plain_errors, show_json, target, thread_count
+from kernelformer.cli.options import takes
 from kernelformer.environment import environment
 from kernelformer.files import write_json
-from kernelformer.measure.settings import BenchSettings
 from kernelformer.settings import command_words, plain
 
 
@@ -25,8 +24,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time and weigh methods against their peers, after checking each against its definition."""
-    from kernelformer.measure import benchmark, show
-    from kernelformer.measure.devices import check_device, device_facts
+    from kernelformer.bench import benchmark
+    from kernelformer.bench import benchmark as show
+    from kernelformer.bench.devices import check_device, device_facts
 
     with plain_errors():
         device = check_device(settings.device)

@@ -11,12 +11,21 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import literal_text
-from kernelformer.cli.common import Json, Threads, console, errors, plain_errors, show_json, use_threads, write
-from kernelformer.cli.derive import takes
-from kernelformer.cli.progress import following
-from kernelformer.cli.resuming import goes_on
+from kernelformer.cli.common import (
+    Json,
+    Threads,
+    console,
+    errors,
+    following,
+    plain_errors,
+    show_json,
+    use_threads,
+    write,
+)
+from kernelformer.cli.options import takes
+from kernelformer.cli.training import goes_on
 from kernelformer.commands import typed
-from kernelformer.pipelines.convert_settings import ConvertSettings
+from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.settings import MODEL, SEED
 
 
@@ -32,9 +41,9 @@ def convert(
     """Make a pretrained model linear: convert its attention, measure, distill, and write it as a folder."""
     use_threads(threads)
     with plain_errors(lambda: _next(target)):
-        from kernelformer.pipelines import convert as converting
-        from kernelformer.reports import conversion as conversion_report
-        from kernelformer.reports import judgement
+        from kernelformer.conversion import convert as converting
+        from kernelformer.conversion import report as conversion_report
+        from kernelformer.conversion import report as judgement
 
         with following() as job:
             result = converting.run(source, target, settings, force=force, log=job.log)
@@ -53,7 +62,7 @@ def convert(
 
 def _next(target: Path) -> str:
     """Sentence for Ctrl-C on a conversion: a distillation that was saved continues."""
-    from kernelformer.distill.checkpoint import Checkpoint
+    from kernelformer.conversion.checkpoint import Checkpoint
 
     return goes_on() if Checkpoint.folder_for(target).exists() else f"{typed()} starts anew"
 
@@ -71,7 +80,7 @@ def continue_(
     """Let a converted decoder go on with a text, in constant memory."""
     use_threads(threads)
     with plain_errors():
-        from kernelformer.pipelines.continue_text import write_on
+        from kernelformer.generation import write_on
 
         before = literal_text(prompt, text)
         if before is None:

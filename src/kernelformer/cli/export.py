@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import Threads, console, plain_errors, use_threads
-from kernelformer.cli.derive import takes
-from kernelformer.cli.progress import following
-from kernelformer.pipelines.export_settings import ExportSettings
+from kernelformer.cli.common import Threads, console, following, plain_errors, use_threads
+from kernelformer.cli.options import takes
+from kernelformer.conversion.settings import ExportSettings
 
 
 @takes(ExportSettings)
@@ -23,8 +22,8 @@ def export(
     """Write a model as ONNX, compared with torch, with a script that runs it without torch."""
     use_threads(threads)
     with plain_errors():
+        from kernelformer.export.job import export_folder
         from kernelformer.formatting import human_bytes
-        from kernelformer.pipelines.export import export_folder
 
         with following() as job:
             result = export_folder(folder, out, settings, log=job.log)

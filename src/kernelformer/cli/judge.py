@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, use_threads
-from kernelformer.cli.derive import takes
-from kernelformer.cli.progress import following
-from kernelformer.pipelines.judge_settings import JudgeSettings
+from kernelformer.cli.common import Json, Threads, console, following, plain_errors, show_json, use_threads
+from kernelformer.cli.options import takes
+from kernelformer.conversion.settings import JudgeSettings
 from kernelformer.settings import MODEL
 
 
@@ -25,14 +24,14 @@ def judge(
     """Judge a converted model beside its original: parts, recall, samples; into its report and model card."""
     use_threads(threads)
     with plain_errors():
-        from kernelformer.pipelines.judge import judge_folder
-        from kernelformer.reports.judgement import remarks, tables
+        from kernelformer.conversion.judge import judge_folder
+        from kernelformer.conversion.report import judgement_tables, remarks
 
         with following() as job:
             result = judge_folder(folder, original, settings, log=job.log)
         if as_json:
             show_json(result.as_json())
-        for table in tables(result):
+        for table in judgement_tables(result):
             console.print(table)
         for line in remarks(result):
             console.print(line, highlight=False, markup=False)

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from kernelformer.cli.common import Json, console, plain_errors, show_json
-from kernelformer.cli.completion import listed
+from kernelformer.cli.options import listed
 from kernelformer.errors import choice
 from kernelformer.recipes.catalogue import RECIPES, recipes_of
 from kernelformer.recipes.papers import Recipe
@@ -89,7 +89,7 @@ def _print(rows: list[Row], heads: dict[str, str], caption: str | None = None) -
 
 def _methods() -> list[Row]:
     from kernelformer import list_methods, method_options
-    from kernelformer.modules.sparse_layers import SPARSE_LAYERS
+    from kernelformer.modules.methods import SPARSE_LAYERS
 
     rows = [
         {"method": name, "about": about, "options": list(method_options(name))}
@@ -131,7 +131,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {"methods": _methods, "tasks": _task
 
 def _recipe(recipe: Recipe, name: str) -> Row:
     """Print all settings of a recipe, its sizes side by side."""
-    from kernelformer.recipes.listing import recipe_settings
+    from kernelformer.recipes.overrides import recipe_settings
 
     console.print("\n".join([recipe.about, recipe.source, *(f"- {line}" for line in recipe.note.splitlines())]))
     table = _table(name, *recipe.sizes)
@@ -151,7 +151,7 @@ def _recipe(recipe: Recipe, name: str) -> Row:
 
 def _method(name: str, about: str) -> Row:
     """Print the options of a method, and those that a model's attention has besides."""
-    from kernelformer.modules.options import describe_options, describe_positions
+    from kernelformer.modules.spec import describe_options, describe_positions
 
     console.print(f"{name}: {about}")
     options = describe_options(name)

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import literal_text, picture_in, renamed
-from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, use_threads
-from kernelformer.cli.completion import attentions
-from kernelformer.cli.progress import following
+from kernelformer.cli.common import Json, Threads, console, following, plain_errors, show_json, use_threads
+from kernelformer.cli.options import attentions
 from kernelformer.settings import PICKLE, parse_layers
 
 
@@ -37,7 +36,7 @@ def attention(
     """Attention matrices of a model and of its converted copy, side by side (Performer, App. C.4)."""
     use_threads(threads)
     with plain_errors():
-        from kernelformer.pipelines import attention as pictures
+        from kernelformer.conversion import attention_pictures as pictures
 
         file = picture_in(out, "attention.png")
         chosen = _selected("layers", layers), _selected("heads", heads)

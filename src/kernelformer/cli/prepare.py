@@ -5,18 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 
-from kernelformer.cli.common import Json, console, plain_errors, show_json
-from kernelformer.cli.derive import takes
-from kernelformer.cli.progress import following
+from kernelformer.cli.common import Json, console, following, plain_errors, show_json
+from kernelformer.cli.options import takes
+from kernelformer.conversion.settings import PrepareSettings
 from kernelformer.formatting import human_bytes
-from kernelformer.pipelines.prepare_settings import PrepareSettings
 
 
 @takes(PrepareSettings)
 def prepare(settings: PrepareSettings, as_json: Json = False) -> None:
     """Tokenize texts once, into shards that `train shards` reads; also corpora larger than the memory."""
     with plain_errors():
-        from kernelformer.pipelines.prepare import prepare as prepare_shards
+        from kernelformer.preparation import prepare as prepare_shards
 
         with following() as job:
             index = prepare_shards(

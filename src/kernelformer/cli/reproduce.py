@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kernelformer.cli.common import Json, console, plain_errors, show_json
-from kernelformer.cli.completion import items as item_names
-from kernelformer.cli.progress import following
-from kernelformer.cli.resuming import goes_on
+from kernelformer.cli.common import Json, console, following, plain_errors, show_json
+from kernelformer.cli.options import items as item_names
+from kernelformer.cli.training import goes_on
 
 if TYPE_CHECKING:
     from kernelformer.evidence.base import Item

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import renamed
-from kernelformer.cli.common import Json, console, plain_errors, show_json
-from kernelformer.cli.progress import following
+from kernelformer.cli.common import Json, console, following, plain_errors, show_json
 
 
 @renamed(folder="records")
@@ -30,7 +29,7 @@ def results(
     as_json: Json = False,
 ) -> None:
     """Put comparisons on record, and show all that are on record on one page."""
-    from kernelformer.reports.results_page import write_results
+    from kernelformer.reports.results import write_results
 
     with plain_errors():
         if tables:

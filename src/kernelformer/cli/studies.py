@@ -1,6 +1,5 @@
 """``kernelformer study``: a command for each study, with the options that its settings have."""
 
-# Without postponed annotations: those of a command below are made from its study.
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -8,14 +7,26 @@ from typing import Annotated
 import typer
 
 from kernelformer.cli.aliases import picture_in
-from kernelformer.cli.common import Json, Threads, console, plain_errors, show_json, starts_anew, target, use_threads
-from kernelformer.cli.derive import takes
+from kernelformer.cli.common import (
+    Json,
+    Threads,
+    console,
+    following,
+    plain_errors,
+    show_json,
+    starts_anew,
+    target,
+    use_threads,
+)
 from kernelformer.cli.group import Command, Group
-from kernelformer.cli.progress import following
-from kernelformer.cli.resuming import goes_on
+from kernelformer.cli.options import takes
+from kernelformer.cli.training import goes_on
 from kernelformer.files import read_json
 from kernelformer.settings import Settings
 from kernelformer.studies import STUDIES, Study
+
+# Without postponed annotations: those of a command below are made from its study.
+
 
 app = typer.Typer(cls=Group, help="Small studies of the papers, at a size for a CPU.", no_args_is_help=True)
 

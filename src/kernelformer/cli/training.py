@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +20,7 @@ from kernelformer.cli.common import (
     Threads,
     console,
     errors,
+    following,
     plain_errors,
     say_unfinished,
     show_json,
@@ -26,20 +28,88 @@ from kernelformer.cli.common import (
     use_threads,
     write,
 )
-from kernelformer.cli.completion import attentions, one_of, recipes
-from kernelformer.cli.progress import following
-from kernelformer.cli.resuming import goes_on, next_command, refuse_options, saved_folder, saved_plan, saved_settings
+from kernelformer.cli.options import attentions, one_of, recipes
 from kernelformer.commands import resume_command, typed
 from kernelformer.files import read_json
 from kernelformer.formatting import human_bytes
-from kernelformer.recipes.catalogue import change, find_recipe, recipe_name
+from kernelformer.recipes.catalogue import RECIPES, change, find_recipe, recipe_name, recipes_of
 from kernelformer.recipes.overrides import describe_changes, read_attention, read_settings
 from kernelformer.recipes.papers.base import CPU
+from kernelformer.records import PLAN, RUN
 from kernelformer.settings import SEED, SKIP_BAD, split_names
 
 if TYPE_CHECKING:
+    from kernelformer.comparison import Plan
     from kernelformer.models import KernelformerForCausalLM
-    from kernelformer.pipelines.compare import Plan
+    from kernelformer.training.config import Run
+
+Command = Literal["train", "compare"]
+FILES: dict[Command, tuple[str, str]] = {"train": (RUN, "run"), "compare": (PLAN, "comparison")}
+
+
+def goes_on() -> str:
+    """Sentence for Ctrl-C on a command that continues from what it has saved."""
+    return f"{typed()} goes on from there"
+
+
+def next_command(folder: Path, command: Command = "train") -> str:
+    """Sentence for Ctrl-C on a run or comparison: how to resume it, if it has begun."""
+    begun = (folder / FILES[command][0]).is_file()
+    return f"go on with {resume_command(folder, command)}" if begun else f"{typed()} starts anew"
+
+
+def saved_folder(name: str, resume: bool, command: Command) -> Path | None:
+    """The folder that is given in the place of a recipe, or None: a name of a recipe or of a task means that.
+
+    Raises:
+        ValueError: it holds nothing that the command could go on with, or --resume was not asked for.
+    """
+    folder, (file, kind) = Path(name), FILES[command]
+    path = os.sep in name
+    if name in RECIPES or recipes_of(name) or not (path or (folder / file).is_file()):
+        return None
+    if not (folder / file).is_file():
+        for other, (theirs, their_kind) in FILES.items():
+            if (folder / theirs).is_file():
+                raise ValueError(f"{folder} holds a {their_kind}; go on with {resume_command(folder, other)}.")
+        lacks = f"it has no {file}" if folder.is_dir() else "there is no such folder"
+        raise ValueError(
+            f"{folder} is neither a recipe nor the folder of a {kind}: {lacks}; give the recipe and its options, with "
+            f"--out {folder}."
+        )
+    if not resume:
+        raise ValueError(f"{folder} holds a {kind} already; go on with {resume_command(folder, command)}.")
+    return folder
+
+
+def refuse_options(folder: Path, given: Mapping[str, Any]) -> None:
+    """Raise for an option that was given, not None, although what is in the folder has it already."""
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"what is in {folder} has its settings, got --{option} {value} too; leave it out, or train anew in "
+                f"another folder."
+            )
+
+
+def saved_settings(folder: Path) -> tuple[Run, int | None]:
+    """The run in a folder and its threads; training refuses options that contradict it."""
+    from kernelformer.training.inspection import saved_run
+
+    run, head = saved_run(folder)
+    threads = head["environment"].get("threads")
+    return run, threads if isinstance(threads, int) and threads > 0 else None
+
+
+def saved_plan(folder: Path, steps: int | None) -> tuple[Plan, int]:
+    """The comparison in a folder, made longer if ``steps`` says so, and its threads."""
+    from dataclasses import replace
+
+    from kernelformer.comparison import read_plan
+
+    plan, threads = read_plan(folder)
+    return plan if steps is None else replace(plan, runs=[change(x, {"steps": steps}) for x in plan.runs]), threads
+
 
 Steps = Annotated[int | None, typer.Option(min=1, help="updates; default: the recipe's")]
 Data = Annotated[str | None, typer.Option(help="of the task: a file or folder, or hub:NAME of a Hugging Face data set")]
@@ -164,7 +234,7 @@ def evaluate(
 ) -> None:
     """Measure a trained model on a split."""
     from kernelformer.training.evaluation import evaluate as evaluate_model
-    from kernelformer.training.standard_errors import score_text, split_errors
+    from kernelformer.training.meter import score_text, split_errors
 
     use_threads(threads)
     with plain_errors():
@@ -219,7 +289,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Train several attentions on the same data in the same order, and write a report."""
-    from kernelformer.pipelines.compare import make_plan
+    from kernelformer.comparison import make_plan
 
     folder = out or Path("out") / recipe
     with plain_errors(lambda: next_command(folder, "compare")):
@@ -248,8 +318,8 @@ def compare(
 
 
 def _compare(plan: Plan, resume: bool, threads: int, again: str, as_json: bool) -> None:
-    from kernelformer.pipelines.compare import FIGURES, REPORT, run_comparison
-    from kernelformer.reports.comparison import table
+    from kernelformer.comparison import FIGURES, REPORT, run_comparison
+    from kernelformer.reports.comparison import comparison_table
 
     with following(len(plan.runs), inner=True) as job:
         comparison = run_comparison(
@@ -261,7 +331,7 @@ def _compare(plan: Plan, resume: bool, threads: int, again: str, as_json: bool) 
             log=job.log,
             progress=job.advance,
         )
-    console.print(table(comparison))
+    console.print(comparison_table(comparison))
     console.print(f"report: {plan.folder / REPORT}")
     if as_json:
         show_json(read_json(plan.folder / FIGURES))
@@ -294,7 +364,7 @@ def generate(
 
 
 def _write(model: KernelformerForCausalLM, prompt: str, **settings: Any) -> None:
-    from kernelformer.pipelines.generate import sample_bytes
+    from kernelformer.generation import sample_bytes
 
     before = prompt  # written with the first byte, when nothing is left to refuse
 
@@ -317,8 +387,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Compare kernels on real text, about four minutes: the Python standard library's own source, byte by byte."""
+    from kernelformer.comparison import REPORT, fit_steps, make_plan, read_plan
     from kernelformer.models import KernelformerForCausalLM
-    from kernelformer.pipelines.compare import REPORT, fit_steps, make_plan, read_plan
     from kernelformer.records import PLAN
     from kernelformer.training.evaluation import load_run
 

@@ -29,7 +29,7 @@ def translate(
     threads: Threads = None,
 ) -> None:
     """Translate lines of text with a trained model, one line for each."""
-    from kernelformer.pipelines.translate import load_translator
+    from kernelformer.translation import load_translator
 
     use_threads(threads)
     with plain_errors():
@@ -45,7 +45,7 @@ def translate(
 
 
 def _write(translator: object, lines: BinaryIO, where: str, batch: int, block: int) -> None:
-    from kernelformer.pipelines.translate import Translator, translate_texts
+    from kernelformer.translation import Translator, translate_texts
 
     assert isinstance(translator, Translator)
     texts, count, seconds = _texts(lines, where), 0, 0.0

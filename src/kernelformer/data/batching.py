@@ -1,7 +1,8 @@
-"""Samples and batches: a subset of samples, checked numbers of samples, rows padded to a batch."""
+"""Short sequences packed into rows: several in each, as segments that do not see each other."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 
 from kernelformer.errors import positive_int
 
@@ -59,3 +61,68 @@ def padded(
     width = width or max(most, min(-(-most // multiple) * multiple, longest))
     filled = pad(pad_sequence(list(rows), batch_first=True, padding_value=value), (0, width - most), value=value)
     return filled, (torch.arange(width) < lengths[:, None]).long()
+
+
+def fill_rows(lengths: Sequence[int], width: int) -> list[Int64]:
+    """Divide sequences among rows: the longest first, each into the fullest row that has room (best fit decreasing).
+
+    Args:
+        lengths: N, none of them above ``width``.
+        width: tokens of a row.
+
+    Returns:
+        The numbers of the sequences of each row, in rising order; rows by their first one.
+
+    Cost: O(N log N) comparisons.
+    """
+    rooms: list[int] = []  # rising, with the row of each beside it
+    rows: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, lengths[number])
+        room, row = (rooms.pop(at), rows.pop(at)) if at < len(rooms) else (width, [])
+        at = bisect_left(rooms, room - lengths[number])
+        rooms.insert(at, room - lengths[number])
+        rows.insert(at, [*row, number])
+    return sorted((np.array(sorted(row)) for row in rows), key=lambda row: int(row[0]))
+
+
+class PackedRows(Dataset[Sample]):
+    """Rows of several samples each: input_ids and labels one after another, and segment_ids from 0 in each row.
+
+    Args:
+        samples: with input_ids and labels (n_i); ``len(samples)`` is a multiple of N, one version of all after another.
+        lengths: (N) tokens of each.
+        width: tokens of a row, at most.
+        shifted: whether labels are those of the next token, so that a sample's first one is none.
+    """
+
+    def __init__(self, samples: Dataset[Sample], lengths: Sequence[int], width: int, *, shifted: bool) -> None:
+        self.samples, self.shifted, self.count = samples, shifted, len(lengths)
+        self.rows = fill_rows(lengths, width)
+        self.versions = len(samples) // max(self.count, 1)  # type: ignore[arg-type]  # they have a length
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.versions
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        chosen = check_indices(indices, len(self))
+        rows = [self.rows[i % len(self.rows)] + i // len(self.rows) * self.count for i in chosen]
+        samples = iter(self.samples.__getitems__(np.concatenate([np.empty(0, np.int64), *rows])))  # type: ignore[attr-defined]
+        return [self._join([next(samples) for _ in row]) for row in rows]
+
+    def _join(self, samples: list[Sample]) -> Sample:
+        lengths = torch.tensor([len(x["input_ids"]) for x in samples])
+        ids, labels = (torch.cat([x[name] for x in samples]) for name in ("input_ids", "labels"))
+        if self.shifted:
+            labels[lengths.cumsum(0) - lengths] = IGNORED
+        segments = torch.arange(len(samples)).repeat_interleave(lengths)
+        return {"input_ids": ids, "labels": labels, "segment_ids": segments}
+
+
+def padded_segments(samples: list[Sample], *, multiple: int, longest: int) -> Tensor:
+    """The segment_ids of rows as a batch (B, L), see `padded`: what a row is filled up with is a segment of its own."""
+    rows = [x["segment_ids"] for x in samples]
+    return padded(rows, multiple=multiple, longest=longest, value=longest)[0]

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kernelformer.data.array_cache import writing
-from kernelformer.data.bad_rows import BadRows
-from kernelformer.data.local_files import check_regular
-from kernelformer.files import read_json, replacing, write_json
+from kernelformer.data.arrays import writing
+from kernelformer.data.sources import BadRows
+from kernelformer.files import check_regular, read_json, replacing, write_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,20 +10,186 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kernelformer.data.bad_rows import BadRows
-from kernelformer.data.local_files import check_inside, existing
-from kernelformer.data.readers import (
+import numpy as np
+from numpy.typing import NDArray
+
+from kernelformer.conversion.readers import (
     EXTENSIONS,
     Row,
+    brief,
     hash_files,
     read_file_rows,
     separator_hint,
     short_names,
     unreadable,
 )
-from kernelformer.data.splits import ALIASES, SPLITS, check_one_per_split, check_shares, divide
-from kernelformer.data.values import Check
-from kernelformer.errors import choice, flag, integer
+from kernelformer.errors import choice, flag, integer, number
+from kernelformer.files import check_inside, existing
+
+SPLITS = ("train", "validation", "test")
+# Names that splits have elsewhere; the first that is there counts.
+ALIASES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val", "validation_matched"),
+    "test": ("test", "test_matched"),
+}
+
+
+def check_one_per_split(folder: Path, paths: Sequence[Path], known: Mapping[str, Sequence[str]] = ALIASES) -> None:
+    """Refuse two files or folders for one split, also by two of its names."""
+    for names in known.values():
+        same = [path.name for path in paths if path.stem in names]
+        if len(same) > 1:
+            raise ValueError(f"the folder {folder} has {' and '.join(same)}; keep one file for each split.")
+
+
+def check_shares(validation: float, test: float) -> dict[str, float]:
+    """Check the shares of data that has no splits of its own, and give them by split."""
+    shares = {"validation": number("validation_share", validation, at_least=0)}
+    shares["test"] = number("test_share", test, at_least=0)
+    if sum(shares.values()) >= 1:
+        raise ValueError(
+            f"validation_share and test_share must leave something to train on, got {validation} and {test}."
+        )
+    return shares
+
+
+def divide(count: int, shares: Mapping[str, float], seed: int) -> dict[str, NDArray[np.int64]]:
+    """Divide rows among the splits: row i goes where a hash of (seed, i) points.
+
+    Args:
+        count: rows.
+        shares: of "validation" and "test"; training has the rest.
+        seed: of the hash.
+
+    Returns:
+        Split -> numbers of its rows, in order.
+    """
+    hashed = uniform(np.arange(count), seed)
+    test = hashed < shares["test"]
+    validation = ~test & (hashed < shares["test"] + shares["validation"])
+    masks = {"train": ~test & ~validation, "validation": validation, "test": test}
+    return {split: np.flatnonzero(mask) for split, mask in masks.items()}
+
+
+def split_of(index: int, shares: Mapping[str, float], seed: int) -> str:
+    """The split to which `divide` takes one row, for whoever does not know yet how many there are."""
+    hashed = uniform(np.array([index]), seed)[0]
+    if hashed < shares["test"]:
+        return "test"
+    return "validation" if hashed < shares["test"] + shares["validation"] else "train"
+
+
+def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Map 64 bits one to one, so that the outputs for consecutive inputs look independent (splitmix64)."""
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform(indices: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
+    """Numbers in [0, 1) that are a function of (seed, index) and look independent, in the shape of the indices."""
+    bits = mix_bits(mix_bits(np.array([seed], np.uint64)) + indices.astype(np.uint64)) >> np.uint64(11)
+    numbers: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return numbers
+
+
+_NUMERAL = re.compile(r"-?\d{1,9}(\.0*)?")  # an integer as tables write it
+
+Check = Callable[[object], Any]  # a value of a row, as it is to be used; ValueError says what is wrong with it
+
+
+def text_value(value: object) -> str:
+    """Check for a text that is not empty and can be written as UTF-8."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"must be a text that is not empty, got {brief(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as problem:  # JSON can name half of a character, as \ud83d
+        raise ValueError(
+            f"is not UTF-8: {value[problem.start]!r} at character {problem.start} is half of one"
+        ) from None
+    return value
+
+
+def optional_text(value: object) -> str:
+    """Check for a text; one of blanks alone becomes empty."""
+    return "" if isinstance(value, str) and not value.strip() else text_value(value)
+
+
+def label_names(labels: int | Sequence[str], at_least: int = 1) -> tuple[int, list[str]]:
+    """How many labels there are, and their names if they have some."""
+    if isinstance(labels, str) or not isinstance(labels, Sequence):
+        return integer("labels", labels, at_least=at_least), []
+    names = list(labels)
+    if not all(isinstance(x, str) and x for x in names) or len(set(names)) < max(len(names), at_least):
+        raise ValueError(f"labels must be a number or at least {at_least} different names, got {labels!r}.")
+    return len(names), names
+
+
+def label_value(labels: int | Sequence[str]) -> Check:
+    """Make a check for labels: one of these names, or an integer from 0 to their number - 1; gives the integer.
+
+    A number may also be a text, as all values of tables are, or a float without a fraction. Where a name looks like a
+    number, all labels are names: with ``["1", "2"]`` the label 1 is the first, 2 the second, and 0 is wrong.
+    """
+    count, names = label_names(labels)
+    numerals = any(_NUMERAL.fullmatch(x) for x in names)
+    numbers = f"an integer from 0 to {count - 1}"
+    wanted = " or ".join(([f"one of {', '.join(names)}"] if names else []) + ([] if numerals else [numbers]))
+
+    def check(value: object) -> int:
+        label = float(value) if isinstance(value, str) and _NUMERAL.fullmatch(value) else value
+        if isinstance(label, float) and label.is_integer():
+            label = int(label)
+        for name in (value, label):
+            if isinstance(name, str | int) and str(name) in names:
+                return names.index(str(name))
+        if numerals or isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < count:
+            raise ValueError(f"must be {wanted}, got {brief(value)}")
+        return label
+
+    return check
+
+
+def number_value(value: object) -> float:
+    """Check for a finite number, also as text."""
+    try:
+        return number("it", float(value) if isinstance(value, str) else value)
+    except ValueError:
+        raise ValueError(f"must be a finite number, got {brief(value)}") from None
+
+
+class BadRows:
+    """Handler of bad rows of one file or data set.
+
+    Args:
+        where: file or data set, for the message.
+        skip: leave them out instead of raising at the first.
+    """
+
+    def __init__(self, where: object, skip: bool) -> None:
+        self.where, self.skip = str(where), flag("skip_bad", skip)
+        self.count, self.first = 0, ""
+
+    def add(self, position: str, reason: str) -> None:
+        """Count a bad row at a position, such as ``line 7``, or raise."""
+        if not self.skip:
+            raise ValueError(
+                f"{self.where}, {position}: {reason.rstrip('.')}; mend it, or leave bad rows out by --skip-bad "
+                f"(skip_bad=True)."
+            )
+        self.first = self.first or f"{position}: {reason}"
+        self.count += 1
+
+    def remarks(self, good: int) -> list[str]:
+        """How many were left out beside so many good ones: one sentence, or none."""
+        if not self.count:
+            return []
+        rows = f"{self.count:,} of {self.count + good:,} rows"
+        return [f"left out {rows} of {self.where} as bad; the first: {self.first}"]
+
 
 HUB = "hub:"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kernelformer.data.array_cache import writing
+from kernelformer.data.arrays import writing
 from kernelformer.errors import choice, flag, integer
 from kernelformer.files import write_json, write_text
 from kernelformer.records import MODEL
@@ -29,7 +30,7 @@ KINDS = {
     "wordpiece": "words and their parts, longest first; rare characters are unknown",
     "bytes": "a token a byte, nothing to train",
 }
-BYTES = len(SPECIAL) + 256  # what every vocabulary here has room for
+BYTE_TOKENS = len(SPECIAL) + 256  # what every vocabulary here has room for
 DEFAULT_SIZE = 8000
 TOKENIZER = "tokenizer.json"
 # What these tokens are called in well-known vocabularies; the first that is there counts.
@@ -101,7 +102,7 @@ class Vocabulary:
         """The text of tokens; special ones have none. Bytes that are not UTF-8 become U+FFFD."""
         tokens = [int(x) for x in ids]
         if self.tokenizer is None:
-            plain = bytes(x - len(SPECIAL) for x in tokens if len(SPECIAL) <= x < BYTES)
+            plain = bytes(x - len(SPECIAL) for x in tokens if len(SPECIAL) <= x < BYTE_TOKENS)
             return plain.decode(errors="replace")
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
@@ -109,7 +110,7 @@ class Vocabulary:
     def ordinary(self) -> Int32:
         """All tokens that are not special."""
         if self.tokenizer is None:
-            return np.arange(len(SPECIAL), BYTES, dtype=np.int32)
+            return np.arange(len(SPECIAL), BYTE_TOKENS, dtype=np.int32)
         added = self.tokenizer.get_added_tokens_decoder()
         names = self.tokenizer.get_vocab(with_added_tokens=True)
         apart = {self.pad, self.bos, self.eos, self.mask, self.sep} | {x for x, token in added.items() if token.special}
@@ -157,7 +158,7 @@ def vocabulary(
     if tokenizer is not None:
         return load_tokenizer(tokenizer)
     if kind == "bytes":
-        return Vocabulary(None, BYTES)
+        return Vocabulary(None, BYTE_TOKENS)
     made = make_tokenizer(texts, kind=kind, vocab_size=limit, lowercase=lowercase, cache=cache, record=record)
     return Vocabulary(made, made.get_vocab_size())
 
@@ -172,13 +173,13 @@ def vocabulary_size(
     choice("kind of vocabulary", kind, KINDS)
     flag("lowercase", lowercase)
     if vocab_size is not None:
-        integer("vocab_size", vocab_size, at_least=BYTES)
+        integer("vocab_size", vocab_size, at_least=BYTE_TOKENS)
     fixed = tokenizer is not None or kind == "bytes"
     if tokenizer is None and kind == "bytes" and lowercase:
         raise ValueError(f"lowercase is for a vocabulary of sub-words, got kind={kind!r}; leave it out.")
     if not fixed:
         return vocab_size or DEFAULT_SIZE
-    size = BYTES if tokenizer is None else load_tokenizer(tokenizer).size
+    size = BYTE_TOKENS if tokenizer is None else load_tokenizer(tokenizer).size
     if vocab_size is not None and vocab_size < size:
         raise ValueError(f"{tokenizer} has {size} tokens, more than vocab_size={vocab_size}; leave vocab_size out.")
     if tokenizer is None and vocab_size not in (None, size):
@@ -224,7 +225,7 @@ def make_tokenizer(
         text = _saved(path, whole)
     else:
         train = _byte_pairs if kind == "bpe" else _word_pieces
-        text = train(texts, integer("vocab_size", vocab_size, at_least=BYTES), lowercase).to_str()
+        text = train(texts, integer("vocab_size", vocab_size, at_least=BYTE_TOKENS), lowercase).to_str()
         _save(path, whole, text)
     tokenizer = Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = True  # a text that says <eos> does not end there
@@ -381,3 +382,106 @@ def _rounds(texts: Sequence[str]) -> Iterator[list[str]]:
 def _offsets(lengths: list[int]) -> Int64:
     offsets: Int64 = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
     return offsets
+
+
+BYTES = "bytes"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class ShardTokenizer:
+    """What turns texts into the tokens of shards.
+
+    Args:
+        name: as it was given, of a path its last part.
+        tokenizer: of the library `tokenizers`; None: a token is a byte, from 0 to 255, whatever the bytes are.
+        size: tokens are from 0 to size - 1.
+        end: token that stands after a document; None: there is none.
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    size: int
+    end: int | None = None
+
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
+        """Tokens of each text, without special ones; texts are UTF-8, of bytes anything."""
+        if self.tokenizer is None:
+            return [np.frombuffer(x, np.uint8) for x in texts]
+        encodings = self.tokenizer.encode_batch_fast([x.decode() for x in texts], add_special_tokens=False)
+        return [np.array(x.ids, np.uint32) for x in encodings]
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json``, which other libraries read too; bytes need none."""
+        if self.tokenizer is not None:
+            write_text(folder / TOKENIZER, self._text())
+
+    def record(self) -> dict[str, Any]:
+        """What the index says of it."""
+        return {
+            "name": self.name,
+            "file": None if self.tokenizer is None else TOKENIZER,
+            "sha256": hashlib.sha256(self._text().encode()).hexdigest(),
+            "end": self.end,
+        }
+
+    def _text(self) -> str:
+        return BYTES if self.tokenizer is None else self.tokenizer.to_str(pretty=True)
+
+
+def shard_tokenizer(name: str) -> ShardTokenizer:
+    """Load a tokenizer; no code of others is run.
+
+    Args:
+        name: "bytes", the path of a ``tokenizer.json``, of a folder with one or of a run, or a name on the hub.
+
+    Raises:
+        ValueError: there is none, or it is not one of the library `tokenizers`.
+    """
+    if name == BYTES:
+        return ShardTokenizer(BYTES, None, 256)
+    path = Path(name).expanduser()
+    files = [path, path / TOKENIZER, path / MODEL / TOKENIZER]
+    file = next((x for x in files if x.is_file()), None)
+    if file is not None:
+        return _checked(path.name, _of_file(file))
+    if not path.is_dir() and (not _HUB_NAME.fullmatch(name) or path.suffix == ".json"):
+        raise ValueError(
+            f"there is no tokenizer {name}; give bytes, a tokenizer.json, a folder with one, or a name on the hub."
+        )
+    return _of_transformers(name, path)
+
+
+def _of_file(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as problem:  # the library raises plain Exceptions
+        raise ValueError(f"{path} is not a tokenizer.json ({problem}); save it by Tokenizer.save.") from None
+
+
+def _of_transformers(name: str, path: Path) -> ShardTokenizer:
+    from kernelformer.hf.pretrained import (
+        hub_options,
+        load_tokenizer,  # with transformers, which takes seconds
+    )
+
+    loaded = load_tokenizer(path) if path.is_dir() else load_tokenizer(name, **hub_options(name))
+    inner = getattr(loaded, "backend_tokenizer", None)
+    if inner is None:
+        found = "no tokenizer" if loaded is None else "one that is not of the library tokenizers"
+        raise ValueError(f"{name} has {found}; give bytes, a tokenizer.json, a folder with one, or a name on the hub.")
+    return _checked(path.name, inner, loaded.eos_token_id)
+
+
+def _checked(name: str, tokenizer: Tokenizer, end: int | None = None) -> ShardTokenizer:
+    """A tokenizer that neither cuts nor pads; where it does not say what ends a text, the usual names do."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # a text that says <eos> does not end there
+    tokens = tokenizer.get_vocab(with_added_tokens=True)
+    size = max(tokens.values(), default=-1) + 1
+    if not size:
+        raise ValueError(f"the tokenizer {name} has not one token; give another.")
+    return ShardTokenizer(name, tokenizer, size, usual_token("eos", tokens) if end is None else end)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from kernelformer.data.batching import Sample, check_indices
-from kernelformer.data.splits import uniform
+from kernelformer.data.sources import uniform
 
 Int64 = NDArray[np.int64]
 

@@ -83,7 +83,7 @@ class Training:
 
     def jobs(self) -> list[Job]:
         """All runs, seed by seed, so that a stopped queue has all attentions of a seed."""
-        from kernelformer.training.plan import make_plan  # names of items are completed by the shell, without torch
+        from kernelformer.comparison import make_plan  # names of items are completed by the shell, without torch
 
         run = change(find_recipe(self.recipe).run(CPU), {"save_every": None, "keep": 1, **self.settings})
         run = change(run, {"save_every": run.save_every or max(50, run.steps // 4)})

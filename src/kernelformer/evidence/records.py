@@ -9,7 +9,7 @@ from typing import Any
 
 from kernelformer.evidence.base import PAPERS, TRAINING, Item, Job
 from kernelformer.files import read_json, write_text
-from kernelformer.reports.portable import as_text, portable
+from kernelformer.page import as_text, portable
 
 NEEDED = {"key", "part", "kind", "name", "seed"}  # of every job on record
 SUPERSEDED = "superseded"  # set on jobs of settings that their item no longer has

@@ -1,10 +1,11 @@
-"""One job of the queue in a process of its own: trains or studies, and leaves ``job.json`` in its folder."""
+"""What is measured on a trained model besides its score, by name: functions from the folder of a run to plain JSON."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,87 @@ import torch
 from kernelformer.environment import environment
 from kernelformer.errors import StoppedError, TrainingError
 from kernelformer.evidence.base import TRAINING, study_settings
-from kernelformer.evidence.probes import PROBES
+from kernelformer.evidence.rules import SAMPLES, TEST, VALUE
 from kernelformer.files import read_json, write_json
-from kernelformer.records import read_head
+from kernelformer.page import portable, rounded
+from kernelformer.records import RESULT, read_head
 from kernelformer.reports.comparison import read_run
-from kernelformer.reports.portable import portable, rounded
 from kernelformer.studies import STUDIES
+from kernelformer.studies.redraws import eigenvalue_statistics, gradient_statistics, redraw_statistics
 from kernelformer.subprocesses import end_with_parent
 from kernelformer.training.config import Run
+from kernelformer.training.evaluation import evaluate_samples
+from kernelformer.training.inspection import saved_run
 from kernelformer.training.session import train
+
+GROUPS = 200  # of samples at most: their number makes an error uncertain by 5%
+LEVELS = (20, 40, 60, 80)  # percent of the validation samples: the checkpoints of KL-Transformer, Table 14
+
+
+def redraws(folder: Path) -> dict[str, Any]:
+    """How much a classifier depends on the draw of its features: 100 draws on 200 validation samples."""
+    measured = redraw_statistics(folder)
+    flat = {name: x["mean"] if isinstance(x, Mapping) else x for name, x in measured["figures"].items()}
+    errors = {f"{name}_error": x["error"] for name, x in measured["figures"].items() if isinstance(x, Mapping)}
+    return {
+        **flat,
+        **errors,
+        "deterministic": measured["deterministic"],
+        "own_accuracy": measured["own_draw"]["accuracy"],
+    }
+
+
+def eigenvalues(folder: Path) -> dict[str, Any]:
+    """Mean, largest and smallest eigenvalues of learned covariances at the start and at the end of training."""
+    measured = eigenvalue_statistics(folder)
+    start, end = measured["start"], measured["end"]
+    if start is None or end is None:
+        return {}
+    both = {
+        f"{when}_{name}": side[name]
+        for when, side in (("start", start), ("end", end))
+        for name in ("minimum", "maximum", "mean")
+    }
+    return {**both, "change": end["mean"] / start["mean"], "heads": end["heads"]}
+
+
+def gradients(folder: Path) -> dict[str, Any]:
+    """Gradients at the classifier over redraws, at the first checkpoint that has each of `LEVELS`, and at the end."""
+    rows = gradient_statistics(folder, levels=[level / 100 for level in LEVELS])
+    return {"rows": rows, **rows[-1], **first_at_levels(rows)}
+
+
+def first_at_levels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The first row, by step, whose accuracy is at each of `LEVELS`: ``at_60`` has 60% or more; absent: none has."""
+    reached = {level: [x for x in rows if (x["accuracy"] or 0) >= level / 100] for level in LEVELS}
+    return {f"at_{level}": enough[0] for level, enough in reached.items() if enough}
+
+
+def samples(folder: Path) -> dict[str, Any]:
+    """What groups of samples add to the standard error of the score, so that runs are compared on the same samples.
+
+    Of weights that were selected it is the score on the test split, else that of the validation split.
+    """
+    run, _ = saved_run(folder)
+    result = read_json(folder / RESULT)
+    metric = result["metric"]
+    selected = run.select == "best"
+    value, parts = evaluate_samples(folder, "test" if selected else "validation", GROUPS)
+    kept = result["test"][metric] if selected else result["value"]
+    if math.isfinite(value) and not math.isclose(value, kept, rel_tol=1e-3, abs_tol=1e-3):
+        raise ValueError(f"the model of {folder} has {metric} {value:.6g}, its result {kept:.6g}; train it anew.")
+    path = f"{TEST}.{metric}" if selected else VALUE
+    known = all(map(math.isfinite, parts))
+    return {"path": path, "deviations": [float(f"{x:.3g}") for x in parts] if known else []}
+
+
+PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "redraws": redraws,
+    "eigenvalues": eigenvalues,
+    "gradients": gradients,
+    SAMPLES: samples,
+}
+
 
 JOB = "job.json"
 STOPPED = 130  # as the shell says of Ctrl-C

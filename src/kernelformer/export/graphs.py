@@ -8,19 +8,159 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from kernelformer.attention import State
+from kernelformer.attention.state import MadeBy
 from kernelformer.cache import StateCache
-from kernelformer.export.layers import LayerPrompt, LayerStep
-from kernelformer.export.layouts import Layout, Seen, past_length, state_axes, state_names
 from kernelformer.hf import new_cache
 from kernelformer.hf.attend import CORE
 from kernelformer.models import KernelformerForCausalLM
-from kernelformer.modules import AttentionCore
+from kernelformer.modules import AttentionCore, KernelAttention
+from kernelformer.modules.exact import GrowingCore
+from kernelformer.modules.mixed import PairState
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a state is beside its tensors.
+
+    Args:
+        made_by: see `State`.
+        count: of its tensors.
+        grows: whether it keeps every key; its tensors are keys, values and mask then.
+        parts: of heads of two kinds.
+    """
+
+    made_by: MadeBy
+    count: int
+    grows: bool
+    parts: tuple[Layout, ...] = ()
+
+    @staticmethod
+    def of(state: State, core: nn.Module) -> Layout:
+        """That of a state which this core has made."""
+        parts: tuple[Layout, ...] = ()
+        if isinstance(state, PairState):
+            pairs = zip(state.parts, (core.exact, core.linear), strict=True)
+            parts = tuple(Layout.of(x, part) for x, part in pairs)  # type: ignore[arg-type]
+        return Layout(state.made_by, len(state.tensors), isinstance(core, GrowingCore), parts)
+
+    def state(self, tensors: Sequence[Tensor], length: int) -> State:
+        """A state of these tensors."""
+        if not self.parts:
+            return State(tuple(tensors), length, self.made_by)
+        first, second = self.parts
+        middle = first.count
+        return PairState.of((first.state(tensors[:middle], length), second.state(tensors[middle:], length)))
+
+    @property
+    def token_axes(self) -> list[int | None]:
+        """For each tensor the axis along which it grows, if it does."""
+        if self.parts:
+            return [axis for x in self.parts for axis in x.token_axes]
+        axes: list[int | None] = [2, 2, 1]
+        return axes[: self.count] if self.grows else [None] * self.count
+
+
+@dataclass
+class Seen:
+    """What a traced call has found out; attributes of the module itself are as before after `torch.export`."""
+
+    layouts: list[Layout] = field(default_factory=list)
+    output: str = ""
+
+
+def state_names(layouts: Sequence[Layout]) -> list[str]:
+    """Names of the tensors that go from token to token: the position, and those of the states."""
+    return ["position", *(f"state_{i}_{n}" for i, x in enumerate(layouts) for n in range(x.count))]
+
+
+def state_axes(layouts: Sequence[Layout]) -> list[int | None]:
+    """For each tensor of all states the axis along which it grows, if it does."""
+    return [axis for x in layouts for axis in x.token_axes]
+
+
+def past_length(layouts: Sequence[Layout], tensors: Sequence[Tensor]) -> int:
+    """Tokens that states which keep every key hold; a state of constant size has no use for its length, which is 1."""
+    pairs = zip(tensors, state_axes(layouts), strict=True)
+    return next((x.shape[axis] for x, axis in pairs if axis is not None), 1)
+
+
+class LayerPrompt(nn.Module):
+    """A causal layer on a prompt: (B, L, E) and a mask (B, L) -> (B, L, E), the next position, and the state's tensors.
+
+    Args:
+        layer: in evaluation mode.
+    """
+
+    def __init__(self, layer: KernelAttention) -> None:
+        super().__init__()
+        if not layer.causal:
+            raise ValueError(
+                "a layer with causal=False has no state; give it to torch.export.export itself, with dynamic_shapes."
+            )
+        self.layer = layer
+        self.seen = Seen()
+        self.inputs = ["x", "key_mask"]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """What the state is beside its tensors, known after the first call."""
+        return self.seen.layouts
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the outputs, known after the first call."""
+        return ["y", *(f"next_{x}" for x in state_names(self.layouts))]
+
+    def forward(self, x: Tensor, key_mask: Tensor) -> tuple[Tensor, ...]:
+        """Read a prompt."""
+        y, state = self.layer(x, key_mask=key_mask, return_state=True)
+        self.seen.layouts = [Layout.of(state, self.layer.core)]
+        position = torch.full((x.shape[0], 1), x.shape[1], dtype=torch.long, device=x.device)
+        return y, position, *state.tensors
+
+    def example(self, length: int, batch: int = 2) -> tuple[Tensor, ...]:
+        """Inputs: random vectors, the first row padded on the left."""
+        like, random = self.layer.query.weight, torch.Generator().manual_seed(length)
+        x = torch.randn(batch, length, self.layer.embed_dim, generator=random).to(like)
+        mask = torch.ones(batch, length, dtype=torch.bool, device=like.device)
+        mask[0, : length // 3] = False
+        return x, mask
+
+
+class LayerStep(nn.Module):
+    """A causal layer on one token: (B, 1, E), its position (B, 1) and the state -> the same as a `LayerPrompt` gives.
+
+    Args:
+        layer: as that of the prompt.
+        layouts: of the prompt.
+    """
+
+    def __init__(self, layer: KernelAttention, layouts: Sequence[Layout]) -> None:
+        super().__init__()
+        self.layer, self.layouts = layer, list(layouts)
+        self.inputs = ["x", *state_names(self.layouts)]
+        self.outputs = ["y", *(f"next_{x}" for x in state_names(self.layouts))]
+
+    def forward(self, x: Tensor, position: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Go on by one token."""
+        state = self.layouts[0].state(tensors, past_length(self.layouts, tensors))
+        where = {} if self.layer.rotary is None else {"position_ids": position}
+        y, after = self.layer.step(x, state, **where)
+        return y, position + 1, *after.tensors
+
+    @staticmethod
+    def example(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Inputs: the last vector that a prompt's graph gave, and the state."""
+        return outputs[0][:, -1:], *outputs[1:]
+
 
 BATCH, LENGTH, PAST = "batch", "length", "past"  # the names of dynamic axes
 EXAMPLE = 70  # tokens that a graph is traced with: more than a chunk, and no multiple of one

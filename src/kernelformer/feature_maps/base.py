@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from kernelformer.contract import PositiveSpec, Spec, compute_dtype, no_autocast, register
 from kernelformer.errors import flag, integer, positive_int
-from kernelformer.feature_maps.draws import draw_frequencies, generator
-from kernelformer.feature_maps.structured import FastDraw, hadamard_factors
+from kernelformer.feature_maps.draws import FastDraw, draw_frequencies, generator, hadamard_factors
 
 FIRST = -1  # number of the stream that first values of parameters come from; draws count from 0
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec
 from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.draws import dense_or_fast
 from kernelformer.feature_maps.projection import Identity, Projection, Transform
-from kernelformer.feature_maps.structured import dense_or_fast
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernelformer.errors import choice, number, positive_int
-from kernelformer.feature_maps.draws import generator
-from kernelformer.feature_maps.hadamard import FastFood, fastfood, padded_dim
+from kernelformer.feature_maps.draws import FastFood, fastfood, generator, padded_dim
 from kernelformer.feature_maps.projection import Dense, Transform
 from kernelformer.feature_maps.spectral import Smoothing, SpectralMap
 

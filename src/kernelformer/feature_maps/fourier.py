@@ -12,8 +12,8 @@ from torch import Tensor
 from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.draws import dense_or_fast
 from kernelformer.feature_maps.projection import Projection, Transform
-from kernelformer.feature_maps.structured import dense_or_fast
 
 _ROW = {"softmax": 0.5, "gaussian": 0.0}
 

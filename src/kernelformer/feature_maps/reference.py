@@ -7,6 +7,7 @@ Only draws, parameters and settings are read off a map. Inputs are as the kernel
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +16,16 @@ from torch import Tensor
 from kernelformer.contract import Role
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.feature_maps.elementwise import GeneralizedMap
+from kernelformer.feature_maps.exponential import PositiveMap
 from kernelformer.feature_maps.fastfood import FastFoodMap
 from kernelformer.feature_maps.formula import FormulaMap
 from kernelformer.feature_maps.fourier import TrigonometricMap
-from kernelformer.feature_maps.hedgehog import HedgehogMap
-from kernelformer.feature_maps.loglinear import LogLinearMap
+from kernelformer.feature_maps.nystrom import NystromMap
 from kernelformer.feature_maps.optimal import OptimalMap
-from kernelformer.feature_maps.positive import PositiveMap
+from kernelformer.feature_maps.pivots import WildcatMap
 from kernelformer.feature_maps.rfa import ScaledFourierMap
 from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap, SpectralMap
+from kernelformer.feature_maps.untied import HedgehogMap, LogLinearMap
 
 _ACTIVATIONS = {
     "relu": torch.relu,
@@ -227,3 +229,256 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 
 def _formula_tensors(feature_map: FormulaMap, x: Tensor) -> list[Tensor]:
     return [_by_head(t[0], x.shape[1]).unsqueeze(0) for t in feature_map.tensors(x.dtype)]
+
+
+BLOCK = 32  # proposals from the same residuals
+FLOOR = 1e-10  # what is explained up to this, times the squared norm where it is above 1, is explained
+
+
+def choose(x: Tensor, tokens: Sequence[int], count: int, salt: int | None, logs: Tensor) -> list[int]:
+    """The landmarks of one head.
+
+    Proposals with probability in proportion to ``residual e^w`` as it was before them, accepted with probability
+    ``residual now / residual then``; the greedy choice takes the largest.
+
+    Args:
+        x: (S, D), as the kernel sees it.
+        tokens: the real ones.
+        count: of landmarks, at most.
+        salt: says what is drawn; None for the greedy choice.
+        logs: w, (S).
+    """
+    floor = (FLOOR * x.square().sum(1).clamp_min(1)).tolist()
+    chosen: list[int] = []
+    number = 0
+    while len(chosen) < count:
+        before = {i: y for i, y in _residuals(x, tokens, chosen).items() if y > floor[i]}
+        if not before:
+            break
+        if salt is None:
+            chosen.append(max(before, key=lambda i: math.log(before[i]) + float(logs[i])))
+            continue
+        for c in range(BLOCK):
+            token = _draw(before, logs, _uniform(salt, 2 * BLOCK * number + c))
+            left = _residuals(x, tokens, chosen)[token]
+            need = _uniform(salt, 2 * BLOCK * number + BLOCK + c) * before[token]
+            if left > max(need, floor[token]) and len(chosen) < count:
+                chosen.append(token)
+        number += 1
+    return chosen
+
+
+def _uniform(salt: int, number: int) -> float:
+    return (splitmix(number + salt) + 0.5) / 2**53
+
+
+def _draw(residuals: dict[int, float], logs: Tensor, uniform: float) -> int:
+    """The token at which the sum of the weights first exceeds its share ``uniform`` of the whole."""
+    weights = {i: math.log(x) + float(logs[i]) for i, x in residuals.items()}
+    shares = {i: math.exp(x - max(weights.values())) for i, x in weights.items()}
+    left = uniform * sum(shares.values())
+    for token, share in shares.items():
+        left -= share
+        if left < 0:
+            return token
+    return max(token for token, share in shares.items() if share > 0)
+
+
+def _residuals(x: Tensor, tokens: Sequence[int], chosen: list[int]) -> dict[int, float]:
+    """``1 - kappa(x_j, Z) kappa(Z, Z)^-1 kappa(Z, x_j)`` of the tokens that are not landmarks, and 0 of those."""
+    if not chosen:
+        return dict.fromkeys(tokens, 1.0)
+    Z, rest = x[chosen], x[list(tokens)]
+    cross = gaussian(rest, Z)
+    left = 1 - (cross @ torch.linalg.inv(gaussian(Z, Z)) * cross).sum(1)
+    return {i: 0.0 if i in chosen else max(0.0, float(y)) for i, y in zip(tokens, left, strict=True)}
+
+
+def splitmix(x: int) -> int:
+    """The last step of splitmix64, in 64 bits, of which 53 are kept."""
+    mask = (1 << 64) - 1
+    x = ((x & mask) ^ ((x & mask) >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+    return (x ^ (x >> 31)) & ((1 << 53) - 1)
+
+
+def gaussian(x: Tensor, y: Tensor) -> Tensor:
+    """``exp(-|x_i - y_j|^2 / 2)`` by differences: (*, L, D), (*, S, D) -> (*, L, S)."""
+    return torch.exp(-0.5 * (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1))
+
+
+def nystrom_kernel(
+    feature_map: NystromMap, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+) -> Tensor:
+    """``kappa(Q, Z) (kappa(Z, Z) + gamma I)^-1 kappa(Z, K)``, (B, H, L, S) (Skyformer, Eq. 5 and 6).
+
+    Args:
+        feature_map: whose landmarks and gamma are meant.
+        query: (B, H, L, D), scaled.
+        key: (B, H, S, D), scaled, one for each query head; hidden ones are finite.
+        key_mask: (B, S) bool, or None.
+        query_mask: (B, L) bool, or None.
+    """
+    rows = []
+    for b, heads in enumerate(landmarks(feature_map, query, key, key_mask, query_mask)):
+        for h, Z in enumerate(heads):
+            ridge = gaussian(Z, Z) + feature_map.gamma * _eye(Z)
+            rows.append(gaussian(query[b, h], Z) @ torch.linalg.inv(ridge) @ gaussian(Z, key[b, h]))
+    return torch.stack(rows).view(*query.shape[:2], query.shape[2], key.shape[2])
+
+
+def landmarks(
+    feature_map: NystromMap, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+) -> list[list[Tensor]]:
+    """The landmarks of every sample and head, (s, D) each; arguments as `nystrom_kernel`."""
+    batch, count = query.shape[:2]
+    kind, slots = feature_map.landmarks, feature_map.num_landmarks
+    if kind == "learned":
+        Z = feature_map.Z.to(query.dtype).repeat_interleave(count // feature_map.Z.shape[0], 0)
+        return [list(Z)] * batch
+    out = []
+    for b in range(batch):
+        real_q, real_k = (
+            x[b] if mask is None else x[b][:, mask[b]] for x, mask in ((query, query_mask), (key, key_mask))
+        )
+        tokens = [real_q, real_k]
+        numbers = [min(slots // 2, query.shape[2]), min(slots - slots // 2, key.shape[2])]
+        if kind == "pivoted":
+            out.append([_pivoted(feature_map, x) for x in torch.cat(tokens, 1)])
+            continue
+        if kind == "segments":
+            out.append([_segments([x[h] for x in tokens], numbers) for h in range(count)])
+            continue
+        hashes = [
+            [splitmix(i + int(salt)) for i in range(x.shape[1])]
+            for x, salt in zip(tokens, feature_map.salt, strict=True)
+        ]
+        heads = []
+        for h in range(count):
+            mine = [x[h] for x in tokens]
+            orders: Sequence[Sequence[float]] = hashes
+            if kind == "leverage":
+                orders = _waiting_times(feature_map, mine, hashes, [n - n // 2 for n in numbers])
+            heads.append(_smallest(mine, orders, numbers))
+        out.append(heads)
+    return out
+
+
+def _waiting_times(
+    feature_map: NystromMap, tokens: Sequence[Tensor], hashes: Sequence[Sequence[int]], kept: Sequence[int]
+) -> list[list[float]]:
+    """``-log(u) / score``: the smallest are a sample with probabilities in proportion to the scores.
+
+    Scores are what the tokens of the smallest hashes, ``kept`` of queries and of keys, do not explain of a token;
+    these tokens themselves are there already, and wait for 0.
+    """
+    Z = _smallest(tokens, hashes, kept)
+    inverse = torch.linalg.inv(gaussian(Z, Z) + feature_map.gamma * _eye(Z))
+    times = []
+    for x, numbers, salt, count in zip(tokens, hashes, feature_map.salt, kept, strict=True):
+        kappa = gaussian(x, Z)
+        scores = (1 - (kappa @ inverse * kappa).sum(-1)).clamp_min(feature_map.gamma).tolist()
+        last = sorted(numbers)[:count][-1:]
+        times.append(
+            [
+                0.0 if [u] <= last else -math.log((splitmix(u + int(salt)) + 0.5) / 2**53) / r
+                for u, r in zip(numbers, scores, strict=True)
+            ]
+        )
+    return times
+
+
+def _pivoted(feature_map: NystromMap, x: Tensor) -> Tensor:
+    """Landmarks among the real queries and keys of one head (n, D) by pivoted Cholesky of their kernel."""
+    count, salt = min(feature_map.num_landmarks, len(x)), int(feature_map.salt[0])
+    return x[choose(x.detach(), range(len(x)), count, salt, torch.zeros_like(x[:, 0]))]
+
+
+def _segments(tokens: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
+    return torch.cat([segment_means(x, n) for x, n in zip(tokens, numbers, strict=True)])
+
+
+def segment_means(x: Tensor, count: int) -> Tensor:
+    """Means of ``count`` stretches of tokens (n, D), as equal as can be; without those that have no token."""
+    which = torch.tensor([i * count // len(x) for i in range(len(x))], device=x.device)
+    means = [x[which == i].mean(0) for i in range(count) if bool((which == i).any())]
+    return torch.stack(means) if means else x.new_zeros(0, x.shape[-1])
+
+
+def _smallest(tokens: Sequence[Tensor], orders: Sequence[Sequence[float]], numbers: Sequence[int]) -> Tensor:
+    """Of queries and of keys those with the smallest numbers, (s, D)."""
+    parts = []
+    for x, order, count in zip(tokens, orders, numbers, strict=True):
+        parts.append(x[sorted(range(len(order)), key=lambda i: order[i])[:count]])
+    return torch.cat(parts)
+
+
+def aligned(query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys moved towards each other, sample by sample and head by head.
+
+    q' = t q,  k' = (k - mean k) / t + t mean q          t = (var k / var q)^(1/4), each coordinate by itself
+    """
+    moved_q, moved_k = [], []
+    for b in range(query.shape[0]):
+        real_q = query[b] if query_mask is None else query[b][:, query_mask[b]]
+        real_k = key[b] if key_mask is None else key[b][:, key_mask[b]]
+        if real_q.shape[1] == 0 or real_k.shape[1] == 0:
+            moved_q.append(query[b])
+            moved_k.append(key[b])
+            continue
+        var_q, var_k = (x.var(1, correction=0, keepdim=True) for x in (real_q, real_k))
+        floor = 1e-2 * (var_q + var_k) + torch.finfo(query.dtype).tiny ** 0.5
+        t = ((var_k + floor) / (var_q + floor)) ** 0.25
+        moved_q.append(query[b] * t)
+        moved_k.append((key[b] - real_k.mean(1, keepdim=True)) / t + t * real_q.mean(1, keepdim=True))
+    return torch.stack(moved_q), torch.stack(moved_k)
+
+
+def _eye(x: Tensor) -> Tensor:
+    return torch.eye(len(x), dtype=x.dtype, device=x.device)
+
+
+def wildcat_kernel(
+    feature_map: WildcatMap, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
+) -> Tensor:
+    """``e^(q . Z) (kappa(Z, Z) + gamma I)^-1 kappa(Z, k) e^((|k|^2 - |Z|^2)/2)`` for centred keys, times
+    ``e^(q . centre)``, which makes it that of the keys as they are.
+
+    Args:
+        feature_map: whose landmarks are meant.
+        query: (B, H, L, D), scaled.
+        key: (B, H, S, D), scaled, one for each query head; hidden ones are finite.
+        key_mask: (B, S) bool, or None.
+        query_mask: (B, L) bool, or None.
+
+    Returns:
+        (B, H, L, S).
+    """
+    rows = []
+    for b in range(query.shape[0]):
+        real, asked = (
+            torch.ones(x.shape[2], dtype=torch.bool, device=x.device) if mask is None else mask[b]
+            for x, mask in ((key, key_mask), (query, query_mask))
+        )
+        for h in range(query.shape[1]):
+            centre = key[b, h][real].mean(0) if bool(real.any()) else key.new_zeros(key.shape[3])
+            rows.append(_head(feature_map, query[b, h], key[b, h] - centre, centre, query[b, h][asked], real))
+    return torch.stack(rows).view(*query.shape[:2], query.shape[2], key.shape[2])
+
+
+def _head(feature_map: WildcatMap, query: Tensor, key: Tensor, centre: Tensor, asked: Tensor, real: Tensor) -> Tensor:
+    """One head: queries (L, D), centred keys (S, D), the real queries (n, D), and which keys are real."""
+    with torch.no_grad():
+        largest = [float(x.norm(dim=-1).max()) if x.numel() else 0.0 for x in (key[real], asked)]
+        tau = (3.946 * largest[0] / max(largest[1], 1e-6 / largest[0])) ** 0.5 if largest[0] > 0 else 1.0
+    query, scaled = query * tau, key / tau
+    tokens = [i for i in range(len(key)) if bool(real[i])]
+    salt = int(feature_map.salt) if feature_map.is_random else None
+    count = min(feature_map.num_landmarks, len(key))
+    Z = scaled[choose(scaled.detach(), tokens, count, salt, scaled.detach().square().sum(1))]
+    ridge = gaussian(Z, Z) + 1e-6 * torch.eye(len(Z), dtype=key.dtype, device=key.device)
+    half_z, half_k = (0.5 * x.square().sum(-1) for x in (Z, scaled))
+    mixed = torch.linalg.inv(ridge) @ gaussian(Z, scaled) * torch.exp(half_k - half_z[:, None])
+    away = (query / tau) @ centre
+    weights: Tensor = torch.exp(query @ Z.T + away.unsqueeze(-1)) @ mixed
+    return weights

@@ -2,23 +2,118 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.output_capturing import _active_collector
 
 from kernelformer.cache import StateLayer, cached_in
 from kernelformer.errors import shape
-from kernelformer.hf.eager import NOT_SDPA, attend_eagerly
-from kernelformer.hf.pattern_mask import PatternMask, is_plain
 from kernelformer.modules import AttentionCore
 from kernelformer.modules.context import active_ranks, needs_whole
+
+NOT_SDPA = ("softcap", "s_aux")  # keywords of an attention that SDPA refuses or passes over
+_EAGER = "eager_attention_forward"  # the name of the function in every file of transformers that has one
+
+
+def attend_eagerly(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by the eager function that stands beside the module's class, with the model's own soft caps and sinks.
+
+    Args:
+        module: an attention of transformers.
+        query: (B, H, L, D).
+        key: (B, G, S, D).
+        value: (B, G, S, E).
+        mask: (B or 1, 1, 1 or L, S), bool or added to the logits; None: all keys, or those so far.
+        is_causal: where there is no mask to say it.
+        options: of the call.
+
+    Returns:
+        (B, L, H, E) and the weights (B, H, L, S).
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    attend = next((getattr(x, _EAGER) for x in files if hasattr(x, _EAGER)), None)
+    if attend is None:
+        raise ValueError(
+            f"{type(module).__name__} of {type(module).__module__} has no {_EAGER} beside it, by which soft-capped "
+            f"logits, sinks and weights could be computed exactly; use a model of transformers that has one."
+        )
+    if mask is None and is_causal:
+        L, S = query.shape[2], key.shape[2]
+        mask = torch.ones(1, 1, L, S, dtype=torch.bool, device=query.device).tril(S - L)
+    if mask is not None and mask.dtype == torch.bool:
+        # Models take the softmax in float32, where the least float64 is an infinity, and a row of them is no number.
+        least = max(torch.finfo(query.dtype).min, torch.finfo(torch.float32).min)
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, least)
+    out: tuple[Tensor, Tensor | None] = attend(module, query, key, value, mask, **options)
+    return out
+
+
+def is_plain(mask_function: Callable[..., Any]) -> bool:
+    """Tell whether a mask of transformers is causal or hides nothing, and is not a window, chunks or packed rows."""
+    return mask_function in (causal_mask_function, bidirectional_mask_function)
+
+
+@dataclass(frozen=True)
+class PatternMask:
+    """A mask of transformers that is not formed: L x S numbers would be the square of the length.
+
+    Args:
+        options: what transformers asks its mask functions for: lengths, offsets, the pattern, padding.
+    """
+
+    options: dict[str, Any]
+
+    @property
+    def reach(self) -> int | None:
+        """The longest distance of a query to a key that it sees; None where there is no bound."""
+        bound: int | None = self.options.get("local_size")
+        return None if self.options.get("use_vmap") else bound  # else a pattern of the caller's own comes on top
+
+    def whole(self, device: torch.device) -> Tensor | None:
+        """The mask as SDPA takes it, (B, 1, L, S) bool; None where SDPA does without."""
+        return sdpa_mask(**{**self.options, "device": device})
+
+    def keys(self, start: int, end: int, causal: bool) -> tuple[int, int]:
+        """The keys that queries from ``start`` to ``end`` can see at most, by their numbers."""
+        assert self.reach is not None
+        shift = int(self.options["q_offset"]) - int(self.options["kv_offset"])
+        first = max(0, shift + start - self.reach)
+        return first, min(self.options["kv_length"], shift + end + (0 if causal else self.reach))
+
+    def block(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
+        """The mask of some queries and keys, bool; ranges of their numbers in this call."""
+        own = {
+            "q_length": queries[1] - queries[0],
+            "q_offset": self.options["q_offset"] + queries[0],
+            "kv_length": keys[1] - keys[0],
+            "kv_offset": self.options["kv_offset"] + keys[0],
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+            "device": device,
+        }
+        return sdpa_mask(**{**self.options, **own})
+
 
 CORE = "kernel"  # the name of the core among the children of an attention module
 CROSS = "is_cross_attention"  # attribute of cores whose keys are those of other tokens than their queries
@@ -371,3 +466,124 @@ def _after_kept(
     return core(  # type: ignore[no-any-return]
         query, key[:, :, last], value[:, :, last], is_causal=True, key_mask=masks[1], state=state, **extra
     )
+
+
+_PATTERN = "_kernelformer_pattern"  # attribute of masks of tried models that are a window, chunks or packed rows
+_BLOCK = 256  # queries at least that a window is computed for at once
+
+# Keywords of an attention that no kernel can honour, and why; the first that is set says it.
+_REASONS = {
+    "softcap": "soft-capped logits (softcap={:g}), which are no product of features",
+    "s_aux": "sinks of its own (s_aux), which belong to no key",
+    "sliding_window": "a sliding window (sliding_window={}), which is linear already",
+}
+KEPT_KEYWORDS = tuple(_REASONS)
+
+
+def reason_to_keep(options: Mapping[str, Any], mask: Tensor | None) -> str:
+    """Say why an attention that is called with these options and this mask is kept; "" if it can be replaced."""
+    for name, words in _REASONS.items():
+        if options.get(name) is not None:
+            return words.format(options[name])
+    return "a mask of its own (a window, chunks or blocks)" if getattr(mask, _PATTERN, False) else ""
+
+
+def is_causal(module: nn.Module, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Tell whether an attention with a mask of any pattern, (B, 1, L, S), bool or added, keeps the future out."""
+    if mask is None:
+        return causal_without_mask(module, options.get("is_causal"))
+    if mask.dtype != torch.bool:
+        mask = mask > torch.finfo(mask.dtype).min / 2
+    return not bool(mask.triu(1 + mask.shape[3] - mask.shape[2]).any())
+
+
+def make_mask_of_pattern(*args: Any, **options: Any) -> Tensor | None:
+    """Make a mask as transformers' SDPA has it, (B, 1, L, S) bool, and mark it where it is a pattern of its own."""
+    mask = sdpa_mask(*args, **options)
+    if mask is not None and not is_plain(options.get("mask_function", causal_mask_function)):
+        setattr(mask, _PATTERN, True)
+    return mask
+
+
+def make_mixed_mask(
+    *, mask_function: Callable[..., Any] = causal_mask_function, **options: Any
+) -> Tensor | PatternMask | None:
+    """Make a mask of a converted model that has kept attentions: theirs is the model's own, see `make_mask`."""
+    if is_plain(mask_function):
+        return make_mask(mask_function=mask_function, **options)
+    return PatternMask({"mask_function": mask_function, "q_offset": 0, "kv_offset": 0, **options})
+
+
+class KeptAttention(nn.Module):
+    """In place of a core: the attention goes on as it was, with the model's own mask and keys.
+
+    Args:
+        reason: why it cannot be replaced.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+    def extra_repr(self) -> str:
+        """The reason."""
+        return self.reason
+
+    def forward(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | PatternMask | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend exactly; see `attend` for shapes, and `make_mixed_mask` for the mask.
+
+        Cost: O(L w) time and O(w^2) memory for a mask with a reach of w tokens, else O(L S).
+        """
+        if cached_in(key) is not None:
+            raise ValueError(
+                f"{type(module).__name__} is kept as it was ({self.reason}) and needs its keys, which this StateCache "
+                f"does not keep; use the cache that kernelformer.hf.new_cache(model) makes."
+            )
+        causal, weights = causal_without_mask(module, options.pop("is_causal", None)), wants_weights(options)
+        if isinstance(mask, PatternMask):
+            if mask.reach is not None and query.shape[2] > max(_BLOCK, mask.reach) and not weights:
+                return _attend_by_blocks(module, query, key, value, mask, causal, options), None
+            mask = mask.whole(query.device)
+        elif mask is not None and mask.dim() == 2:
+            mask = _pairs(mask, query, key)
+        attend = attend_eagerly if weights else attend_exactly
+        return attend(module, query, key, value, mask, is_causal=causal, **options)
+
+
+def _attend_by_blocks(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: PatternMask,
+    causal: bool,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend from a block of queries at a time to the keys within its reach, (B, L, H, E)."""
+    assert mask.reach is not None
+    size, parts = max(_BLOCK, mask.reach), []
+    for start in range(0, query.shape[2], size):
+        end = min(query.shape[2], start + size)
+        first, last = mask.keys(start, end, causal)
+        near = mask.block((start, end), (first, last), query.device)
+        some = (query[:, :, start:end], key[:, :, first:last], value[:, :, first:last])
+        parts.append(attend_exactly(module, *some, near, is_causal=causal, **options)[0])
+    return torch.cat(parts, 1)
+
+
+def _pairs(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+    """Turn a mask of keys (B, S) for causal attention into one of pairs; None where SDPA does without."""
+    L, S = query.shape[2], key.shape[2]
+    seen, _ = read_mask(mask, query, key, True)
+    if seen is None and L in (1, S):
+        return None
+    past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)[None, None]
+    return past if seen is None else past & seen[:, None, None]

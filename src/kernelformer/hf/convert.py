@@ -14,18 +14,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from kernelformer.cache import StateCache, StateLayer
-from kernelformer.feature_maps.wildcat import unsaid
+from kernelformer.feature_maps.pivots import unsaid
 from kernelformer.hf.adapters import family_of, restore_bias, tabulate_bias
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
-from kernelformer.hf.attend import CORE, CROSS
-from kernelformer.hf.derive import derive, underive
+from kernelformer.hf.attend import CORE, CROSS, KeptAttention
+from kernelformer.hf.derive import CONVERTED, MIXED, derive, register_converted, underive
 from kernelformer.hf.find import find_attentions, held_configs, run
-from kernelformer.hf.implementation import CONVERTED, MIXED, register_converted
-from kernelformer.hf.kept import KeptAttention
 from kernelformer.hf.plan import EXACT, Conversion, Layer, make_plan
 from kernelformer.modules import AttentionCore
-from kernelformer.modules.build import move_to_inputs
 from kernelformer.modules.replacing import dropout_left_out
+from kernelformer.modules.spec import move_to_inputs
 
 __all__ = [
     "EXACT",

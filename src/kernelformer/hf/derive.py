@@ -1,11 +1,15 @@
-"""Modules whose class gets some other methods, and which pickle and copy all the same."""
+"""The attention implementation of converted models, as transformers calls it by its name."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kernelformer.hf.attend import CORE, KeptAttention, PatternMask, attend, make_mask, make_mixed_mask
+from kernelformer.modules import AttentionCore
 
 
 def derive(module: nn.Module, first: type) -> None:
@@ -41,3 +45,34 @@ def _blank(kind: Any, *firsts: type) -> Any:
     for first in firsts:
         kind = _derived(first, kind)
     return kind.__new__(kind)
+
+
+CONVERTED = "kernelformer"  # its name; the modules of converted models have their cores
+MIXED = "kernelformer_mixed"  # of models with attentions that could not be replaced, whose masks are as before
+
+
+def kernel_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | PatternMask | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with the core that a converted module has; see `attend` for shapes."""
+    core = module._modules.get(CORE)
+    if isinstance(core, KeptAttention):
+        return core(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    if not isinstance(core, AttentionCore):
+        raise ValueError(
+            f"{type(module).__name__} has no core; the implementation {CONVERTED!r} is set by kernelformer.hf.convert, "
+            f"not by hand."
+        )
+    return attend(core, module, query, key, value, attention_mask, **options)
+
+
+def register_converted() -> None:
+    """Make the implementations known to transformers; conversion and loading do this by themselves."""
+    for name, mask in ((CONVERTED, make_mask), (MIXED, make_mixed_mask)):
+        AttentionInterface.register(name, kernel_attention)
+        AttentionMaskInterface.register(name, mask)

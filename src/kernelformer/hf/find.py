@@ -17,8 +17,17 @@ from transformers.pytorch_utils import Conv1D
 from kernelformer.hf.adapters import FAMILIES, family_of
 from kernelformer.hf.adapters.base import AdaptedFamily, Way
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
-from kernelformer.hf.attend import ARGUMENTS, attend_exactly, causal_without_mask, check_keywords, read_mask
-from kernelformer.hf.kept import KEPT_KEYWORDS, is_causal, make_mask_of_pattern, reason_to_keep
+from kernelformer.hf.attend import (
+    ARGUMENTS,
+    KEPT_KEYWORDS,
+    attend_exactly,
+    causal_without_mask,
+    check_keywords,
+    is_causal,
+    make_mask_of_pattern,
+    read_mask,
+    reason_to_keep,
+)
 from kernelformer.modules.evaluating import evaluating
 
 PROBE = "kernelformer_probe"

@@ -11,8 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kernelformer.errors import unknown
 from kernelformer.hf.attend import CORE, CROSS, attend, causal_without_mask, make_mask, read_mask
 from kernelformer.modules import AttentionCore, list_methods, method_options
-from kernelformer.modules.build import build_core, move_to_inputs
-from kernelformer.modules.options import applicable_options, cross_options, near_settings
+from kernelformer.modules.spec import applicable_options, build_core, cross_options, move_to_inputs, near_settings
 
 SETTINGS = "registered_as"  # attribute of cores that were built on the way: for whom
 

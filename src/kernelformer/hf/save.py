@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from kernelformer.files import PART, json_text, naming_full_disk, read_json, sync, write_json
-from kernelformer.hashes import write_hashes
+from kernelformer.files import PART, json_text, naming_full_disk, read_json, sync, write_hashes, write_json
 from kernelformer.hf.convert import conversion
 
 CONFIG = "config.json"

@@ -17,8 +17,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from kernelformer.cache import StateCache
 from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.files import naming_full_disk, read_json
-from kernelformer.hashes import WEIGHTS, check_hashes, write_hashes
+from kernelformer.files import WEIGHTS, check_hashes, naming_full_disk, read_json, write_hashes
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.sparse_layers import reset_mask_values
 from kernelformer.modules import KernelAttention, RelativePositions

@@ -15,9 +15,8 @@ from kernelformer.cache import StateCache
 from kernelformer.models.config import KernelformerConfig
 from kernelformer.models.sparse_layers import SparseAttention, make_sparse_layer
 from kernelformer.modules import KernelAttention, RelativePositions, method_options
-from kernelformer.modules.options import POSITION_OPTIONS
-from kernelformer.modules.sparse_layers import SPARSE_LAYERS
-from kernelformer.modules.spec import parse_attention
+from kernelformer.modules.methods import SPARSE_LAYERS
+from kernelformer.modules.spec import POSITION_OPTIONS, parse_attention
 
 
 class Block(GradientCheckpointingLayer):

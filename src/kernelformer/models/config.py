@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from kernelformer.errors import choice, flag, fraction, integer, number, positive_int, unknown
-from kernelformer.limits import check_counts
+from kernelformer.files import check_counts
 from kernelformer.modules.spec import default_cross_attention, for_cross_attention, parse_attention
 
 POSITIONS = ("auto", "sinusoidal", "learned", "image", "none")

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.blocks import all_finite
-from kernelformer.attention.relative.bias_view import CHUNK, Layout, Toeplitz
-from kernelformer.modules.call import Bias, Call
-from kernelformer.modules.checks import can_look
+from kernelformer.attention.relative.call import CHUNK, Layout, Toeplitz
+from kernelformer.modules.checks import Bias, Call, can_look
 
 
 class _Mark(torch.autograd.Function):

@@ -15,7 +15,7 @@ from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.landmarks import Tokens, sharper
 from kernelformer.modules.bias import empty_attention
-from kernelformer.modules.call import Call
+from kernelformer.modules.checks import Call
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import sdpa
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kernelformer.feature_maps.statistics import CalibratedMap, moments_of
-from kernelformer.modules.call import Call
+from kernelformer.modules.checks import Call
 from kernelformer.modules.evaluating import evaluating
 
 if TYPE_CHECKING:

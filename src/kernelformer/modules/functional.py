@@ -11,10 +11,9 @@ from torch import Tensor
 
 from kernelformer.contract import compute_dtype
 from kernelformer.errors import shape
-from kernelformer.modules.build import build_attention
 from kernelformer.modules.checks import check_floats
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.options import has_near, method_options
+from kernelformer.modules.spec import build_attention, has_near, method_options
 
 CACHE = 32  # cores that are kept, the last ones used
 # Arguments of torch's function that have another name here, or none.

@@ -15,8 +15,7 @@ from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.fourier import FourierSpec
 from kernelformer.feature_maps.rfa import GatedSpec, ScaledFourierMap
-from kernelformer.modules.call import Call
-from kernelformer.modules.checks import check_range
+from kernelformer.modules.checks import Call, check_range
 from kernelformer.modules.kernel import KernelCore
 
 SEGMENT = 256  # tokens after which the log weights start again from 0: in float32 they lose digits as they grow

@@ -7,16 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.parallel.choice import takes_parallel
+from kernelformer.attention.parallel.attend import takes_parallel
 from kernelformer.attention.state import MadeBy
 from kernelformer.contract import no_autocast
 from kernelformer.errors import fraction, integer, positive_int
-from kernelformer.modules.call import Call
-from kernelformer.modules.checks import other_maker, other_tensor
+from kernelformer.modules.checks import Call, other_maker, other_tensor
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.near_far import NearFarAttention
-from kernelformer.modules.near_stream import Stream
 from kernelformer.modules.split_cores import LocalSplit
+from kernelformer.modules.window import NearFarAttention, Stream
 
 
 class LocalCore(AttentionCore):

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from kernelformer.attention import causal_attention, direct_attention, linear_attention
 from kernelformer.attention.blocks import Shapes
-from kernelformer.attention.direct import prefers_direct
-from kernelformer.attention.parallel.attend import parallel_causal_attention, parallel_linear_attention
-from kernelformer.attention.parallel.choice import LOOPS
+from kernelformer.attention.parallel.attend import LOOPS, parallel_causal_attention, parallel_linear_attention
 from kernelformer.attention.relative.dispatch import ALGORITHMS
+from kernelformer.attention.short import prefers_direct
 from kernelformer.contract import PositiveSpec
 from kernelformer.errors import choice
-from kernelformer.modules.biased import bias_not_parallel
-from kernelformer.modules.call import Call
+from kernelformer.modules.bias import bias_not_parallel
+from kernelformer.modules.checks import Call
 
 if TYPE_CHECKING:
     from kernelformer.modules.kernel import KernelCore

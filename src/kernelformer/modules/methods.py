@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
 from kernelformer.errors import unknown
 from kernelformer.feature_maps import (
     FastFoodMap,
+    FeatureMap,
     GeneralizedMap,
     GenerativeMap,
     HedgehogMap,
@@ -18,27 +24,181 @@ from kernelformer.feature_maps import (
     WildcatMap,
 )
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
+from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
 from kernelformer.modules.gated import GatedCore
+from kernelformer.modules.kernel import KernelCore, WildcatCore
 from kernelformer.modules.local import LocalCore
-from kernelformer.modules.method import QUADRATIC_COST, Method
-from kernelformer.modules.papers import (
-    FAVOR_PLUS_PLUS,
-    FAVOR_SHARP,
-    HEDGEHOG,
-    KL_TRANSFORMER,
-    LINEAR_TRANSFORMER,
-    LINFORMER,
-    NPRF,
-    NYSTROMFORMER,
-    PERFORMER,
-    RFA,
-    SKYFORMER,
-    TRANSFORMER,
-    WILDCAT,
-)
-from kernelformer.modules.sparse_layers import SPARSE_LAYERS, no_core
-from kernelformer.modules.wildcat import WildcatCore
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where a method was published.
+
+    Args:
+        name: as the library cites it.
+        arxiv: its number on arxiv.org.
+    """
+
+    name: str
+    arxiv: str
+
+    @property
+    def url(self) -> str:
+        """Its page on arxiv.org."""
+        return f"https://arxiv.org/abs/{self.arxiv}"
+
+
+TRANSFORMER = Paper("Transformer", "1706.03762")
+PERFORMER = Paper("Performer", "2009.14794")
+KL_TRANSFORMER = Paper("KL-Transformer", "2110.08323")
+SKYFORMER = Paper("Skyformer", "2111.00035")
+NPRF = Paper("NPRF with RPE", "2106.12566")
+LINEAR_TRANSFORMER = Paper("Linear Transformer", "2006.16236")
+NYSTROMFORMER = Paper("Nystromformer", "2102.03902")
+LINFORMER = Paper("Linformer", "2006.04768")
+RFA = Paper("RFA", "2103.02143")
+WILDCAT = Paper("WildCat", "2602.10056")
+HEDGEHOG = Paper("Hedgehog", "2402.04347")
+FAVOR_PLUS_PLUS = Paper("FAVOR++", "2205.15317")
+FAVOR_SHARP = Paper("FAVOR#", "2302.00787")
+BIGBIRD = Paper("BigBird", "2007.14062")
+LONGFORMER = Paper("Longformer", "2004.05150")
+REFORMER = Paper("Reformer", "2001.04451")
+INFORMER = Paper("Informer", "2012.07436")
+
+
+Family = Literal["exact", "positive", "signed", "landmarks", "other"]
+Fact = bool | Mapping[str, Any]  # true, false, or true with these options
+QUADRATIC_COST = "L²"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One method, with everything that the library knows about it.
+
+    A fact that depends on options is the mapping of the options that make it true: skyformer is causal with
+    ``{"landmarks": "learned"}``. `holds` evaluates it. A bias and a window need a normalized sum: with
+    ``normalize=False`` no method takes one.
+
+    Args:
+        about: what it is, in one line, without the paper.
+        make: class of its feature map, or of the whole core where it has no map.
+        core: class that attends through the feature map.
+        fixed: settings that make it this method.
+        default: settings that the caller may change, where they differ from the defaults of the class.
+        unused: options of its classes that mean nothing to this method.
+        paper: where it was published; None: here.
+        equation: of the paper, where it has one.
+        phi: its feature map, or what it does instead, in a few signs: w frequencies, m their number.
+        cost: time in the length L: m features, d head dimension, C components, s landmarks, r rank.
+        family: ``exact``; ``positive`` or ``signed`` features, with the default options; ``landmarks``; ``other``.
+        size: the option that sets how many features, landmarks or rows it has; None where there is nothing to set.
+        causal: whether it can attend to earlier tokens only.
+        streaming: whether it can attend token by token, with a state.
+        bias: whether it takes a relative position bias.
+        window: whether it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``.
+        cross: whether it can attend to another sequence; a method that cannot is causal only.
+        cross_method: what a model takes for attention to another sequence by default; None: the same method.
+        per_head: whether each head has a map of its own.
+    """
+
+    about: str
+    make: type[FeatureMap] | type[AttentionCore]
+    core: type[KernelCore] = KernelCore
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    default: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    paper: Paper | None = None
+    equation: str = ""
+    phi: str
+    family: Family
+    cost: str = "L m"
+    size: str | None = "num_features"
+    causal: Fact = True
+    streaming: Fact = True
+    bias: Fact = True
+    window: Fact = True
+    cross: Fact = True
+    cross_method: str | None = None
+    per_head: Fact = field(default_factory=lambda: {"per_head": True})
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether its time is quadratic in the length."""
+        return self.cost == QUADRATIC_COST
+
+    @property
+    def has_map(self) -> bool:
+        """Whether it attends through a feature map."""
+        return issubclass(self.make, FeatureMap)
+
+    @property
+    def own_scale(self) -> bool:
+        """Whether it has a scale of its own instead of 1 / sqrt(D): unit vectors have, and elu."""
+        return "scale" in self.default or bool(self.fixed.get("normalize_qk"))
+
+    def holds(self, fact: Fact, options: Mapping[str, Any] | None = None) -> bool:
+        """Whether a fact of this record is true with these options; those that are not given have their defaults."""
+        if isinstance(fact, bool):
+            return fact
+        parameters = inspect.signature(self.make).parameters
+        defaults = {name: x.default for name, x in parameters.items()}
+        settings = {**defaults, **self.default, **(options or {}), **self.fixed}
+        return all(settings.get(name) == value for name, value in fact.items())
+
+
+@dataclass(frozen=True)
+class SparseLayer:
+    """What the library knows about a sparse layer without importing transformers.
+
+    Args:
+        about: what it is, in one line.
+        paper: where it was published.
+        options: names that a string may give; the class that builds the layer explains them and has their defaults.
+    """
+
+    about: str
+    paper: Paper
+    options: tuple[str, ...]
+
+
+SPARSE_LAYERS: dict[str, SparseLayer] = {
+    "bigbird": SparseLayer(
+        "blocks nearby, random ones, and the first and the last one",
+        BIGBIRD,
+        ("block_size", "num_random_blocks", "seed"),
+    ),
+    "longformer": SparseLayer("a sliding window, and first tokens that see all", LONGFORMER, ("window", "num_global")),
+    "reformer": SparseLayer(
+        "tokens of one bucket of a hash; queries are the keys", REFORMER, ("chunk_length", "num_hashes", "seed")
+    ),
+    "informer": SparseLayer(
+        "the queries that stand out attend to all, the others take the mean", INFORMER, ("sampling_factor", "seed")
+    ),
+}
+
+
+def check_sparse_options(layer: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a sparse layer, if it has all of them.
+
+    Raises:
+        ValueError: an unknown option, with the known ones.
+    """
+    for name in options:
+        if name not in SPARSE_LAYERS[layer].options:
+            raise unknown(f"option for the layer {layer!r} of transformers,", name, SPARSE_LAYERS[layer].options)
+    return dict(options)
+
+
+def no_core(layer: str) -> ValueError:
+    """The error for a sparse layer where only a method can stand."""
+    return ValueError(
+        f"{layer!r} is a whole layer of transformers, for the self-attention of encoders of this library "
+        f"(KernelformerConfig, train, compare, study encoder), and not a method; use one of list_methods() here, such "
+        f"as 'favor+'."
+    )
+
 
 _POSITIVE = {"hyperbolic": False, "regularized": False}
 _RKS = {"features": "rks"}

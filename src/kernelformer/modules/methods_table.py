@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kernelformer.modules.method import Fact, Method
-from kernelformer.modules.methods import METHODS
+from kernelformer.modules.methods import METHODS, Fact, Method
 
 
 def methods_table() -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.modules.call import Call
+from kernelformer.modules.checks import Call
 from kernelformer.modules.core import AttentionCore
 
 

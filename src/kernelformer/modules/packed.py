@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.relative.bias_view import Layout
+from kernelformer.attention.relative.call import Layout
 from kernelformer.errors import shape
-from kernelformer.modules.call import Bias, Call
-from kernelformer.modules.checks import can_read
+from kernelformer.modules.checks import Bias, Call, can_read
 from kernelformer.modules.context import segment_before
 
 if TYPE_CHECKING:

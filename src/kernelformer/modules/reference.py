@@ -24,10 +24,16 @@ from kernelformer.attention.reference import (
     weighted_attention,
 )
 from kernelformer.feature_maps.nystrom import NystromMap
-from kernelformer.feature_maps.nystrom_reference import aligned, nystrom_kernel, segment_means
-from kernelformer.feature_maps.reference import is_signed, log_phi, phi
-from kernelformer.feature_maps.wildcat import WildcatMap
-from kernelformer.feature_maps.wildcat_reference import wildcat_kernel
+from kernelformer.feature_maps.pivots import WildcatMap
+from kernelformer.feature_maps.reference import (
+    aligned,
+    is_signed,
+    log_phi,
+    nystrom_kernel,
+    phi,
+    segment_means,
+    wildcat_kernel,
+)
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from kernelformer.errors import unknown
-from kernelformer.modules.build import build_core
 from kernelformer.modules.multihead import MultiheadAttention
+from kernelformer.modules.spec import build_core
 
 
 def replace_attention(

@@ -1,35 +1,415 @@
-"""How cores attend where a sequence is split over ranks: what each asks of the others, and what it makes of it."""
+"""What a rank sends of its tokens, and what it makes of those that the others sent, where a sequence is split.
+
+Near tokens travel as they are, far ones as sums: of all tokens of a rank, and of all but those that may be near for its
+neighbour. So an exchange is of one size whatever the length, and nothing is ever taken off a sum again.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.near import Sinks
-from kernelformer.attention.relative.bias_view import Layout
-from kernelformer.attention.relative.call import RelativeCall
+from kernelformer.attention.families import engine_class
+from kernelformer.attention.linear import faded, key_sums, merge_sums, read_sums
+from kernelformer.attention.near import Sinks, Tokens
+from kernelformer.attention.positive import EMPTY
+from kernelformer.attention.ranks import Ranks
+from kernelformer.attention.relative.call import Layout, RelativeCall
 from kernelformer.attention.relative.direct import relative_attention
-from kernelformer.attention.relative.sums import sums_of_state
-from kernelformer.attention.sums import read_sums
-from kernelformer.contract import compute_dtype, no_autocast
+from kernelformer.contract import compute_dtype, lookup, no_autocast
 from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.bias import check_tail
-from kernelformer.modules.call import Bias, Call
-from kernelformer.modules.near_far import Far, NearFarAttention
-from kernelformer.modules.near_stream import NO_SINK, Stream
-from kernelformer.modules.split_parts import Form, Side
+from kernelformer.modules.checks import Bias, Call
 from kernelformer.modules.streaming import prepare_map
+from kernelformer.modules.window import NO_SINK, Far, NearFarAttention, Stream
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
     from kernelformer.modules.kernel import KernelCore
     from kernelformer.modules.local import LocalCore
+
+SHORT = 1024  # tokens among which sinks are looked for without a gradient as long as the sequence
+
+
+class Piece(NamedTuple):
+    """Some of a rank's tokens: where they begin and end, keys (B, G, n, D) and values (B, G, n, E)."""
+
+    first: int
+    last: int
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """What attention needs of the tokens on other ranks.
+
+    Args:
+        key: (B, G, S, D), with as many heads as the sums.
+        value: (B, G, S, E).
+        reach: w, how many tokens on each side are needed as they are.
+        sinks: how many first visible tokens are.
+        spec: of the map whose sums stand for the others; empty: nobody needs them.
+        tensors: of the map.
+        scale: the map sees ``sqrt(scale) x``.
+        normalize: whether what is read from the sums is divided by the sum of the weights.
+        parts: see `key_sums`.
+        slope: (G), what the log weight of a far token falls by per token of distance; None: it does not.
+        pieces: of the tokens, see `cut`.
+    """
+
+    key: Tensor
+    value: Tensor
+    reach: int = 0
+    sinks: int = 0
+    spec: str = ""
+    tensors: Sequence[Tensor] = ()
+    scale: float = 1.0
+    normalize: bool = True
+    parts: bool = False
+    slope: Tensor | None = None
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def positive(self) -> bool:
+        """The family of the map."""
+        return lookup(self.spec).family == "positive"
+
+    def cut(self, places: Iterable[int]) -> Form:
+        """The same with keys and values cut into pieces at some places.
+
+        All at once: each slice of a long tensor would get a gradient as long as the tensor, nearly all of it zeros.
+        """
+        length = self.key.shape[2]
+        ends = [0, *sorted({x for x in places if 0 < x < length}), length]
+        if len(ends) == 2:  # as it is: even one piece that was cut would have a gradient of its own
+            return replace(self, pieces=(Piece(0, length, self.key, self.value),))
+        sizes = [last - first for first, last in pairwise(ends)]
+        parts = zip(pairwise(ends), self.key.split(sizes, 2), self.value.split(sizes, 2), strict=True)
+        return replace(self, pieces=tuple(Piece(*span, key, value) for span, key, value in parts))
+
+    def between(self, first: int, last: int) -> list[Piece]:
+        """The pieces from one place to another, both of which are cuts; one that is empty where there are none."""
+        found = [x for x in self.pieces if first <= x.first and x.last <= last]
+        return found or [Piece(first, first, self.key[:, :, :0].detach(), self.value[:, :, :0].detach())]
+
+    def tokens(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys and values from one cut to another."""
+        keys, values = zip(*((x.key, x.value) for x in self.between(first, last)), strict=True)
+        return torch.cat(keys, 2), torch.cat(values, 2)
+
+    def sums(self, first: int, last: int, mask: Tensor | None, mirror: bool) -> list[Tensor]:
+        """The state of the tokens from one cut to another."""
+        states = []
+        for piece in self.between(first, last):
+            state = key_sums(
+                piece.key,
+                piece.value,
+                spec=self.spec,
+                tensors=self.tensors,
+                scale=self.scale,
+                key_mask=None if mask is None else mask[:, piece.first : piece.last],
+                normalize=self.normalize,
+                parts=self.parts,
+                slope=self.slope,
+                mirror=mirror,
+            )
+            states.append(self.fade(state, piece.first - first if mirror else last - piece.last))
+        return states[0] if len(states) == 1 else self.merged(states)
+
+    def merged(self, states: Sequence[Sequence[Tensor]], used: Tensor | None = None) -> list[Tensor]:
+        """One state from several, of which ``used`` (R) or (R, B) counts; None: all."""
+        stacked = [torch.stack(x) for x in zip(*states, strict=True)]
+        if used is None:
+            used = torch.ones(len(states), dtype=torch.bool, device=self.key.device)
+        return merge_sums(stacked, used, self.positive)
+
+    def fade(self, state: list[Tensor], tokens: int) -> list[Tensor]:
+        """A state as it is seen from so many tokens farther away."""
+        return (
+            state
+            if self.slope is None or not tokens or not state
+            else faded(state, self.slope.to(state[0].dtype) * tokens)
+        )
+
+
+class Run(NamedTuple):
+    """A stretch of tokens of this rank that goes on, or may go on, on other ranks: all of them, or a segment's.
+
+    Args:
+        mask: (B, S) bool, which tokens are in it and visible; None: all.
+        far: the same without sinks.
+        firsts: (B, sinks), places of its first visible tokens; where there are fewer, anything.
+    """
+
+    mask: Tensor | None
+    far: Tensor | None
+    firsts: Tensor
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank sends, or what all ranks sent, (R, ...) each then.
+
+    Args:
+        full: state of all far tokens.
+        head: state of those that are not among ``edge``.
+        edge: the last w keys and values, or the first ones; with fewer tokens zeros are in place of the others.
+        marks: (2, B, w), which of those are visible, and which are no sinks; nothing where all are.
+        sinks: the first visible keys and values.
+    """
+
+    full: Sequence[Tensor] = ()
+    head: Sequence[Tensor] = ()
+    edge: Sequence[Tensor] = ()
+    marks: Sequence[Tensor] = ()
+    sinks: Sequence[Tensor] = ()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of it, in order."""
+        return [*self.full, *self.head, *self.edge, *self.marks, *self.sinks]
+
+    def like(self, tensors: list[Tensor]) -> Sent:
+        """Other tensors in the same places."""
+        rest = list(tensors)
+        lists = (self.full, self.head, self.edge, self.marks, self.sinks)
+        return Sent(*([rest.pop(0) for _ in x] for x in lists))
+
+
+def first_places(form: Form, run: Run) -> tuple[int, tuple[Tensor, Tensor]]:
+    """Where the first visible tokens of a run end, and the keys and values up to there; all where that is far."""
+    length = form.key.shape[2]
+    inside = run.firsts[run.firsts < length]
+    end = int(inside.max()) + 1 if inside.numel() else 0
+    known = any(x.first == end or x.last == end for x in form.pieces)
+    return end, form.tokens(0, end) if known and end <= SHORT else (form.key, form.value)
+
+
+class Sums(NamedTuple):
+    """States of a rank's far tokens in one direction, see `Sent`; nothing without a map."""
+
+    full: list[Tensor]
+    head: list[Tensor]
+
+
+def sums_one_way(form: Form, run: Run, mirror: bool) -> Sums:
+    """For the ranks after this one, or mirrored for those before."""
+    if not form.spec:
+        return Sums([], [])
+    length, reach = form.key.shape[2], form.reach
+    cut = min(reach, length) if mirror else max(0, length - reach)
+    spans = ((cut, length), (0, cut)) if mirror else ((0, cut), (cut, length))
+    head, edge = (form.sums(*span, run.far, mirror) for span in spans)
+    return Sums(form.merged([head, form.fade(edge, -reach)]) if reach else head, head)
+
+
+def no_sums(form: Form) -> Sums:
+    """Those of no tokens, where nobody wants any: they cost no pass over the keys."""
+    if not form.spec:
+        return Sums([], [])
+    known, like = lookup(form.spec), form.key.new_empty(0, dtype=compute_dtype(form.key.dtype))
+    features = known.feature_dim(form.tensors, form.key.shape[3])
+    state = engine_class(known).empty(tuple(form.key.shape[:2]), features, form.value.shape[3], like)
+    return Sums(state, state)
+
+
+def sums_both_ways(form: Form, run: Run) -> tuple[Sums, Sums]:
+    """For the ranks after this one and for those before, in one pass over the keys where distance does not count."""
+    if form.slope is not None or not form.spec:
+        return sums_one_way(form, run, False), sums_one_way(form, run, True)
+    length, reach = form.key.shape[2], form.reach
+    after, before = max(0, length - reach), min(reach, length)  # heads are tokens [0, after) and [before, length)
+    low, high = sorted((after, before))
+    left, middle, right = (form.sums(*x, run.far, False) for x in ((0, low), (low, high), (high, length)))
+    full = form.merged([left, middle, right])
+    overlap = [middle] if after >= before else []
+    return Sums(full, form.merged([left, *overlap])), Sums(full, form.merged([*overlap, right]))
+
+
+def outgoing(form: Form, run: Run, sums: Sums, mirror: bool, shared: bool = False) -> Sent:
+    """What a rank sends of a run: to the ranks after it, or mirrored to those before.
+
+    Args:
+        form: the tokens.
+        run: which of them count.
+        sums: of the far ones.
+        mirror: the direction.
+        shared: what it sends in the other direction serves for this one too: all far tokens, and the first ones.
+    """
+    length, reach = form.key.shape[2], form.reach
+    dtype = compute_dtype(form.key.dtype)
+    missing = max(0, reach - length)
+    room = (0, missing) if mirror else (missing, 0)
+    at = slice(0, min(reach, length)) if mirror else slice(max(0, length - reach), length)
+    hidden = None if run.mask is None else ~run.mask[:, None, at, None]
+    edge: list[Tensor] = []
+    for x in form.tokens(at.start, at.stop) if reach else ():
+        piece = x if hidden is None else x.masked_fill(hidden, 0)
+        edge.append(F.pad(piece.to(dtype), (0, 0, *room)))
+    marks = []
+    if reach and run.mask is not None and run.far is not None:
+        marks = [torch.stack([F.pad(x[:, at].to(dtype), room) for x in (run.mask, run.far)])]
+    picked = []
+    for x in first_places(form, run)[1] if form.sinks and not shared else ():
+        index = run.firsts[:, None, :, None].clamp(0, max(0, x.shape[2] - 1)).expand(-1, x.shape[1], -1, x.shape[3])
+        rows = x.gather(2, index) if x.shape[2] else x.new_zeros(index.shape)
+        picked.append(rows.to(dtype))
+    full = () if shared and form.slope is None else sums.full
+    return Sent(full=full, head=sums.head if reach else (), edge=edge, marks=marks, sinks=picked)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a rank knows of the tokens on one side of its own.
+
+    Args:
+        sums: state of the far ones; nothing without a map.
+        tokens: the near ones, in the order of the sequence: keys (B, G, n, D), values (B, G, n, E), mask (B, n).
+    """
+
+    sums: list[Tensor]
+    tokens: Tokens
+
+
+def incoming(form: Form, sent: Sent, links: Tensor, ranks: Ranks, starts: Sequence[int], *, mirror: bool) -> Side:
+    """What the ranks before this one sent, or mirrored those after it.
+
+    Args:
+        form: of this rank.
+        sent: by all ranks, (R, ...) each.
+        links: (R, B) bool, whose tokens this rank's sees.
+        ranks: the group.
+        starts: R + 1 positions, of the first token of every rank and after the last.
+        mirror: the direction.
+    """
+    reach, here = form.reach, ranks.rank
+    sums: list[Tensor] = []
+    batch = form.key.shape[0]
+    others = range(here + 1, ranks.size) if mirror else range(here)
+    gaps = {s: starts[s] - starts[here + 1] if mirror else starts[here] - starts[s + 1] for s in others}
+    if form.spec and not reach and form.slope is None:
+        counted = torch.tensor([s in gaps for s in range(ranks.size)], device=links.device)
+        sums = merge_sums(sent.full, links & counted.unsqueeze(1), form.positive)
+    elif form.spec:
+        states: list[list[Tensor]] = []
+        used: list[Tensor] = []
+        # Not one by one: the gradient of x[s] would be a tensor of all ranks for each of them.
+        fulls, heads = ([list(y) for y in zip(*(x.unbind(0) for x in z), strict=True)] for z in (sent.full, sent.head))
+        for s, full in enumerate(fulls):  # those that do not count too: an exchange runs backward on every rank
+            counts = s in gaps
+            if counts and gaps[s] < reach:
+                states += [form.fade(heads[s], gaps[s])]
+                states += _between(form, sent, s, starts, gaps[s], mirror)
+            else:
+                states.append(form.fade(full, gaps[s]) if counts else full)
+            used += [links[s] & counts] * (len(states) - len(used))
+        sums = form.merged(states, torch.stack(used))
+    tokens = _near_tokens(sent, links, starts, list(gaps), reach, mirror)
+    if tokens is None:
+        empty = form.key.new_zeros(*form.key.shape[:2], 0, form.key.shape[3], dtype=compute_dtype(form.key.dtype))
+        mask = torch.ones(batch, 0, dtype=torch.bool, device=form.key.device)
+        tokens = (empty, form.value.new_zeros(*form.value.shape[:2], 0, form.value.shape[3], dtype=empty.dtype), mask)
+    return Side(sums, tokens)
+
+
+def _between(form: Form, sent: Sent, s: int, starts: Sequence[int], gap: int, mirror: bool) -> list[list[Tensor]]:
+    """States of the edge tokens of rank s that lie beyond the near ones after all, since a rank between is short."""
+    count = min(form.reach, starts[s + 1] - starts[s])
+    beyond = count - (form.reach - gap)
+    if beyond <= 0:
+        return []
+    first = (count - beyond) if mirror else form.reach - count
+    at = slice(first, first + beyond)
+    key, value = (x[s][:, :, at] for x in sent.edge)
+    far = sent.marks[0][s][1][:, at] > 0 if sent.marks else None
+    short = replace(form, key=key, value=value).cut(())
+    return [short.sums(0, beyond, far, mirror)]
+
+
+def _near_tokens(
+    sent: Sent, links: Tensor, starts: Sequence[int], others: list[int], reach: int, mirror: bool
+) -> Tokens | None:
+    """The w tokens next to this rank's, or as many as there are; None where none are asked for."""
+    if not sent.edge:
+        return None
+    keys, values = ([x[0][:, :, :0]] for x in sent.edge)  # of no tokens, so that they always come from the exchange
+    masks = [links[0].unsqueeze(1)[:, :0]]
+    for s in others:
+        count = min(reach, starts[s + 1] - starts[s])
+        at = slice(0, count) if mirror else slice(reach - count, reach)
+        keys.append(sent.edge[0][s][:, :, at])
+        values.append(sent.edge[1][s][:, :, at])
+        seen = links[s].unsqueeze(1).expand(-1, count)
+        masks.append(seen & (sent.marks[0][s][0][:, at] > 0) if sent.marks else seen)
+    key, value, mask = torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 1)
+    near = slice(0, reach) if mirror else slice(max(0, mask.shape[1] - reach), None)
+    return key[:, :, near], value[:, :, near], mask[:, near]
+
+
+def first_sinks(candidates: Sequence[Tensor], valid: Tensor, position: Tensor) -> Sinks:
+    """The first real ones among the candidates of all ranks, in their order.
+
+    Args:
+        candidates: keys (R, B, G, s, D) and values (R, B, G, s, E).
+        valid: (R, B, s) bool, which are.
+        position: (R, B, s), in the sequence.
+    """
+    count = valid.shape[2]
+    flat = valid.transpose(0, 1).flatten(1)  # (B, R s)
+    order = (~flat).int().sort(dim=1, stable=True).indices[:, :count]
+    places = position.transpose(0, 1).flatten(1).gather(1, order)
+    visible = flat.gather(1, order)
+    rows = []
+    for x in candidates:
+        tokens = x.movedim(0, 2).flatten(2, 3)  # (B, G, R s, X)
+        index = order[:, None, :, None].expand(-1, x.shape[2], -1, x.shape[4])
+        rows.append(tokens.gather(2, index).masked_fill(~visible[:, None, :, None], 0))
+    return Sinks(rows[0], rows[1], places, visible)
+
+
+def sums_of_state(state: Sequence[Tensor], positive: bool) -> list[Tensor]:
+    """The tensors of a `RelativeCall.state` or `right_state` from the state of an engine, differentiably.
+
+        positive:  shift = log_mass^T, kv = mean, ks = 1, ns = 0
+        signed:    shift = log_scale, and kv, k_sum and norm_sum as they are
+
+    Both hold sums of the same features if the engine was bound under normalization, and not to give parts of a longer
+    row (`make_engine` with ``normalize=True, parts=False``). With a slope the keys must have been taken in with their
+    log factors ``-slope (d - window)``, as `fading` does, d counted as `RelativeCall` says.
+
+    A shift is a constant to autograd. Here it is made of log_mass or log_scale, whose gradient therefore goes through
+    the sums, by a factor that is 1.
+
+    Args:
+        state: log_mass (B, H, M, 1) and mean (B, H, M, E), or log_scale (B, H, 1, 1), kv (B, H, M, E),
+            k_sum (B, H, M, 1) and norm_sum (B, H, 1, 1), for every query head.
+        positive: of which family.
+
+    Returns:
+        shift, kv, ks and ns. Of no keys (a log mass or scale of EMPTY or less): EMPTY and zeros.
+    """
+    log, *sums = state
+    real = log > EMPTY / 2
+    if not positive:
+        # Maps without a log factor leave the scale at that of no keys: their sums are in units of 1.
+        some = (sums[0] != 0).any(-2, keepdim=True).any(-1, keepdim=True) | (sums[1] != 0).any(-2, keepdim=True)
+        log = log.masked_fill(~real, EMPTY).masked_fill(~real & some, 0)
+        shift = log.detach()
+        gain = (log - shift).exp()
+        return [shift, *(x * gain for x in sums)]
+    log = log.masked_fill(~real, EMPTY)
+    shift = log.detach()
+    ks = (log - shift).exp().masked_fill(~real, 0)
+    return [shift.transpose(-2, -1), sums[0] * ks, ks, log.new_zeros(*log.shape[:-2], 1, 1)]
 
 
 class CoreSplit(ABC):

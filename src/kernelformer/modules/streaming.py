@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention import State, step
-from kernelformer.attention.quick import Logs, log_rows, quick_step
 from kernelformer.attention.state import Prepared
+from kernelformer.attention.step import Logs, log_rows, quick_step
 from kernelformer.contract import PositiveSpec, autocasts, compute_dtype
-from kernelformer.modules.call import Call
+from kernelformer.modules.checks import Call
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore

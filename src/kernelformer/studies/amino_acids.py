@@ -9,6 +9,7 @@ random weights, each compared with BLOSUM62 by numbers.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,28 +17,146 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
+from torch import Generator, Tensor
 
-from kernelformer.analysis.substitutions import (
-    AMINO_ACIDS,
-    attention_similarity,
-    blosum62,
-    pairs_of,
-    pearson,
-    ranks,
-    renamed_correlations,
-    spearman,
-)
-from kernelformer.data.readers import hash_files
-from kernelformer.data.texts import order, read_texts
+from kernelformer.conversion.readers import hash_files
+from kernelformer.conversion.texts import order, read_texts
+from kernelformer.errors import shape
 from kernelformer.hf import convert
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules import parse_method
 from kernelformer.modules.evaluating import evaluating
 from kernelformer.settings import plain
-from kernelformer.studies.amino_acids_picture import picture
 from kernelformer.studies.base import Log, Progress, read_record, write_record
 from kernelformer.studies.settings import AminoAcidsSettings as Settings
+
+AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
+_SCORES = """
+ 4
+-1  5
+-2  0  6
+-2 -2  1  6
+ 0 -3 -3 -3  9
+-1  1  0  0 -3  5
+-1  0  0  2 -4  2  5
+ 0 -2  0 -1 -3 -2 -2  6
+-2  0  1 -1 -3  0  0 -2  8
+-1 -3 -3 -3 -1 -3 -3 -4 -3  4
+-1 -2 -3 -4 -1 -2 -3 -4 -3  2  4
+-1  2  0 -1 -3  1  1 -2 -1 -3 -2  5
+-1 -1 -2 -3 -1  0 -2 -3 -2  1  2 -1  5
+-2 -3 -3 -3 -2 -3 -3 -3 -1  0  0 -3  0  6
+-1 -2 -2 -1 -3 -1 -1 -2 -2 -3 -3 -1 -2 -4  7
+ 1 -1  1  0 -1  0  0  0 -1 -2 -2  0 -1 -2 -1  4
+ 0 -1  0 -1 -1 -1 -1 -2 -2 -1 -1 -1 -1 -2 -1  1  5
+-3 -3 -4 -4 -2 -2 -3 -2 -2 -3 -2 -3 -1  1 -4 -3 -2 11
+-2 -2 -2 -3 -2 -1 -2 -3  2 -1 -1 -2 -1  3 -3 -2 -2  2  7
+ 0 -3 -3 -3 -1 -2 -2 -3 -3  3  1 -2  1 -1 -2 -2  0 -3 -1  4
+"""
+
+
+def blosum62() -> Tensor:
+    """Scores of BLOSUM62 (Henikoff and Henikoff, 1992), (20, 20) in float64, in the order of `AMINO_ACIDS`."""
+    matrix = torch.zeros(20, 20, dtype=torch.float64)
+    for row, line in enumerate(_SCORES.split("\n")[1:-1]):
+        matrix[row, : row + 1] = torch.tensor([float(x) for x in line.split()], dtype=torch.float64)
+    return matrix + matrix.tril(-1).T
+
+
+def attention_similarity(received: Tensor) -> Tensor:
+    """Similarity of amino acids by the attention that they receive: Pearson correlation over all heads.
+
+        p_ha = received_ha / sum_b received_hb        s_ab = corr_h(p_ha, p_hb)
+
+    Args:
+        received: (*, H, A), attention of each head to each amino acid, summed over queries, keys and sequences.
+
+    Returns:
+        (*, A, A), from -1 to 1.
+    """
+    if received.dim() < 2 or received.shape[-2] < 2:
+        raise ValueError(f"received must be (heads, amino acids) of at least two heads, got {shape(received)}.")
+    share = received.double() / received.double().sum(-1, keepdim=True)
+    centred = share - share.mean(-2, keepdim=True)
+    unit = centred / centred.norm(dim=-2, keepdim=True).clamp_min(1e-300)
+    similarity: Tensor = unit.mT @ unit
+    return similarity
+
+
+def pairs_of(matrix: Tensor) -> Tensor:
+    """The entries above the diagonal of symmetric matrices, (*, A, A) -> (*, A (A - 1) / 2)."""
+    row, column = torch.triu_indices(matrix.shape[-1], matrix.shape[-1], 1)
+    return matrix[..., row, column]
+
+
+def pearson(x: Tensor, y: Tensor) -> Tensor:
+    """Pearson's correlation over the last dimension, (*, N) and (*, N) -> (*)."""
+    x, y = (z.double() - z.double().mean(-1, keepdim=True) for z in (x, y))
+    correlation: Tensor = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp_min(1e-300)
+    return correlation
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Ranks over the last dimension from 1, equal values having the mean of theirs, (*, N) in float64."""
+    below = (x.unsqueeze(-1) > x.unsqueeze(-2)).double().sum(-1)
+    same = (x.unsqueeze(-1) == x.unsqueeze(-2)).double().sum(-1)
+    return below + 0.5 * (same + 1)
+
+
+def spearman(x: Tensor, y: Tensor) -> Tensor:
+    """Spearman's correlation over the last dimension, (*, N) and (*, N) -> (*)."""
+    return pearson(ranks(x), ranks(y))
+
+
+def renamed_correlations(similarity: Tensor, scores: Tensor, count: int, gen: Generator) -> Tensor:
+    """Pearson's correlation of the pairs of two matrices after random renamings of one's amino acids, (count).
+
+    Pairs that share an amino acid are not independent, so that chance is told by such renamings (Mantel's test) and not
+    by the number of pairs.
+    """
+    wanted = pairs_of(scores)
+    values = []
+    for _ in range(count):
+        order = torch.randperm(similarity.shape[-1], generator=gen)
+        values.append(pearson(pairs_of(similarity[order][:, order]), wanted))
+    return torch.stack(values)
+
+
+GROUPS = "AVILMCFWYHKRDENQSTGP"  # by their chemistry, so that similar ones stand together
+COLUMNS = 4
+
+
+def picture(result: Result, path: Path) -> None:
+    """Draw heat maps of all matrices, diagonals left out, each with colours from its smallest to its largest pair."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    order = [AMINO_ACIDS.index(x) for x in GROUPS]
+    panels = [("BLOSUM62", blosum62())]
+    for row in result.rows:
+        title = f"{row.model}\nPearson {row.pearson:.3f} ± {row.standard_error:.3f}"
+        panels.append((title, torch.tensor(row.similarity, dtype=torch.float64)))
+    columns = min(COLUMNS, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(4.2 * columns, 4.3 * lines), squeeze=False, constrained_layout=True
+    )
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, (title, matrix) in zip(axes.flat, panels, strict=False):
+        axis.set_axis_on()
+        shown = matrix[order][:, order].fill_diagonal_(math.nan)
+        values = pairs_of(matrix)
+        image = axis.imshow(shown.numpy(), cmap="Blues", vmin=float(values.min()), vmax=float(values.max()))
+        axis.set_title(title, fontsize="medium")
+        axis.set_xticks(range(len(GROUPS)), list(GROUPS), fontsize="x-small")
+        axis.set_yticks(range(len(GROUPS)), list(GROUPS), fontsize="x-small")
+        figure.colorbar(image, ax=axis, shrink=0.75)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
 
 __all__ = ["picture", "record", "run", "steps", "tables"]
 NAME = "amino-acids"

@@ -17,8 +17,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from kernelformer.analysis.matrices import condition_number, score_spectrum, statistical_dimension
-from kernelformer.data.readers import read_texts
+from kernelformer.conversion.profile import condition_number, score_spectrum, statistical_dimension
+from kernelformer.conversion.readers import read_texts
 from kernelformer.hf.capture import attention_inputs
 from kernelformer.hf.load import load_source
 from kernelformer.modules import build_attention

@@ -14,8 +14,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from kernelformer.data.batching import padded
-from kernelformer.data.packed_rows import fill_rows
+from kernelformer.data.batching import fill_rows, padded
 from kernelformer.formatting import short_names
 from kernelformer.models import KernelformerConfig, KernelformerForCausalLM
 from kernelformer.studies.base import Log, Progress

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
+from kernelformer.bench.attention import Case, contender
 from kernelformer.formatting import human_time
-from kernelformer.measure.attention import Case, contender
 from kernelformer.modules import build_attention
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import PositionsSettings as Settings

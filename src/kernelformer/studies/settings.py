@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernelformer.measure.settings import BOUNDS
+from kernelformer.bench.settings import BOUNDS
 from kernelformer.settings import (
     KIND,
     MAX_SECONDS,

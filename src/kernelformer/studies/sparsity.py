@@ -15,16 +15,16 @@ from typing import Any
 
 from rich.table import Table
 
-from kernelformer.data.sparse_sums import CLASSES
+from kernelformer.comparison import Plan, check
 from kernelformer.formatting import short_names
 from kernelformer.modules import method_options, parse_method
 from kernelformer.recipes.catalogue import change, find_recipe
 from kernelformer.records import read_metrics
 from kernelformer.studies.base import Log, Progress
+from kernelformer.studies.runs import train_model
 from kernelformer.studies.settings import SparsitySettings as Settings
-from kernelformer.studies.training import train_model
+from kernelformer.tasks.sparsity import CLASSES
 from kernelformer.training import Run
-from kernelformer.training.plan import Plan, check
 
 METHODS = (
     "softmax",

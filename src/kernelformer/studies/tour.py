@@ -11,9 +11,9 @@ import torch
 from rich.table import Table
 
 from kernelformer.analysis.errors import Error, output_errors, sample_inputs
+from kernelformer.bench.attention import Case
+from kernelformer.bench.benchmark import Row, run_case
 from kernelformer.formatting import human_bytes, human_time
-from kernelformer.measure.attention import Case
-from kernelformer.measure.benchmark import Row, run_case
 from kernelformer.modules import build_attention
 from kernelformer.studies.base import Log, Progress
 from kernelformer.studies.settings import NoSettings

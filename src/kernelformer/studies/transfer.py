@@ -19,10 +19,9 @@ from rich.table import Table
 from kernelformer.errors import number
 from kernelformer.reports.comparison import read_run
 from kernelformer.studies.base import Log, Progress
-from kernelformer.studies.byte_models import METRIC, bits, byte_run, trained_model
-from kernelformer.studies.normalized_models import reattend
+from kernelformer.studies.normalized import reattend
+from kernelformer.studies.runs import METRIC, bits, byte_run, train_model, trained_model
 from kernelformer.studies.settings import TransferSettings as Settings
-from kernelformer.studies.training import train_model
 from kernelformer.tasks import make_task
 from kernelformer.training import build_model
 

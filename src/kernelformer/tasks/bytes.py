@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kernelformer.data.batching import Sample
-from kernelformer.data.splits import SPLITS
+from kernelformer.data.sources import SPLITS
 from kernelformer.data.text_files import TextFiles
 from kernelformer.data.windows import Windows
 from kernelformer.errors import choice
 from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.window_task import WindowTask
+from kernelformer.tasks.kinds import WindowTask
 
 
 @dataclass(kw_only=True, eq=False)

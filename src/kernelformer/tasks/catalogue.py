@@ -10,12 +10,10 @@ from typing import Any
 from kernelformer.errors import choice, unknown
 from kernelformer.tasks.base import Task
 from kernelformer.tasks.bytes import Bytes
-from kernelformer.tasks.grey import Grey
-from kernelformer.tasks.images import Images
+from kernelformer.tasks.images import Grey, Images, Pixels
 from kernelformer.tasks.listops import ListOps
 from kernelformer.tasks.masked import Masked
 from kernelformer.tasks.pathfinder import Pathfinder
-from kernelformer.tasks.pixels import Pixels
 from kernelformer.tasks.proteins import MaskedProteins, Proteins
 from kernelformer.tasks.recall import Recall
 from kernelformer.tasks.retrieval import Retrieval

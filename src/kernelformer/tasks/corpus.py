@@ -17,19 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from kernelformer.conversion.readers import EXTENSIONS
+from kernelformer.data.arrays import Tokens, cached_tokens
 from kernelformer.data.batching import Sample
-from kernelformer.data.readers import EXTENSIONS
-from kernelformer.data.sources import Source, find_location
-from kernelformer.data.splits import ALIASES, SPLITS
-from kernelformer.data.text_files import Piece, TextFiles
-from kernelformer.data.token_cache import Tokens, cached_tokens
-from kernelformer.data.values import optional_text
+from kernelformer.data.sources import ALIASES, SPLITS, Source, find_location, optional_text
+from kernelformer.data.text_files import DecodedPiece, TextFiles
 from kernelformer.data.windows import Windows
 from kernelformer.errors import choice, flag
-from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.options import SkipOption
-from kernelformer.tasks.vocabulary_task import VocabularyTask
-from kernelformer.tasks.window_task import WindowTask
+from kernelformer.tasks.base import Outcome, SkipOption
+from kernelformer.tasks.kinds import VocabularyTask, WindowTask
 
 _FORMAT = 2  # of the cache; to be raised when the same options come to mean other texts
 
@@ -98,7 +94,7 @@ class Corpus(VocabularyTask, SkipOption, WindowTask):
         super().load_extra(folder)
         self._tokens = {}
 
-    def pieces(self, split: str) -> Iterator[Piece]:
+    def pieces(self, split: str) -> Iterator[DecodedPiece]:
         """The text of a split, piece by piece."""
         if isinstance(self.source, TextFiles):
             yield from self.source.pieces(split)

@@ -2,18 +2,179 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from kernelformer.data.augmentation import AUGMENT, Views
-from kernelformer.data.batching import Sample
+from kernelformer.data.batching import Sample, check_indices
+from kernelformer.data.image_cache import Int64, Uint8
 from kernelformer.data.images import Album
+from kernelformer.data.sources import uniform
 from kernelformer.errors import choice, integer, number, positive_int
-from kernelformer.tasks.image_task import ImageClassification, labels_of
+from kernelformer.tasks.base import Outcome
+from kernelformer.tasks.kinds import ImageClassification, ImageTask, labels_of, pixel_tokens
+
+
+@dataclass(kw_only=True, eq=False)
+class Grey(ImageClassification):
+    """Say what an image shows; it comes as grey intensities, a token each, row by row: L = rows * columns.
+
+    Colour is made grey by 0.299 R + 0.587 G + 0.114 B, rounded. Nothing is padded and nothing augmented.
+
+    Data: a folder with ``train.npz`` and ``test.npz``, each ``images`` uint8 (N, rows, columns, 3), or of one channel,
+    and ``labels`` (N); or ``train/CLASS/*.png``, or ``hub:NAME``. `data.images.Pictures` has all of it.
+
+    Departures from Long Range Arena: its validation is the last tenth of the training images, here it is a tenth by a
+    hash; TensorFlow weighs red by 0.2989 and rounds v to floor(1.002 v), so that intensities may differ by 1.
+
+    Args:
+        classes: labels are 0 to classes - 1.
+
+    Other options: see `ImageTask`.
+    """
+
+    classes: int = 10
+
+    name = "grey"
+    about = "classes of images that come as a sequence of grey pixels (Long Range Arena's Image)"
+    model = "classifier"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("classes", self.classes, at_least=2)
+        self.pictures = self.open_pictures(channels=1, classes=self.classes)
+
+    def settings(self) -> dict[str, Any]:
+        """An intensity is a token, and no token is padding."""
+        rows, columns, _ = self.pictures.form.shape
+        return {
+            "vocab_size": 256,
+            "max_position_embeddings": rows * columns,
+            "num_labels": self.classes,
+            "pad_token_id": None,
+        }
+
+    def split(self, name: str) -> Album:
+        """Images and labels; read once."""
+        return self.pictures.split(name)
+
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """input_ids (B, L) and labels (B)."""
+        return {"input_ids": pixel_tokens(samples), "labels": labels_of(samples)}
+
+
+@dataclass(kw_only=True, eq=False)
+class Pixels(ImageTask):
+    """Predict the next intensity of an image; scored in bits per dimension, over the predicted values.
+
+    The tokens are the values 0 to 255, row by row, channels innermost: L = rows * columns * channels. The first value
+    is given, not predicted, so an image counts L - 1 dimensions; published numbers count L, of which the first costs
+    up to 8 bits: at size 32 and three channels they are higher by at most 8 / 3072 bits.
+
+    Data: a folder with ``train.npz`` (``validation.npz``, ``test.npz``), each ``images`` uint8 (N, rows, columns, 3) or
+    of one channel; or with folders ``train/`` (``validation/``, ``test/``) that hold png or jpg files, at any depth; or
+    one npz file or a folder of images, divided by the shares; or ``hub:NAME``. Labels are not read.
+    `data.images.Pictures` has all of it.
+
+    Args:
+        channels: 3, or 1 for grey, which colour is turned into.
+
+    Other options: see `ImageTask`. With ``resize`` numbers depend on how images were made small: published ones are of
+    files of that size.
+    """
+
+    channels: int = 3
+
+    name = "pixels"
+    about = "images as sequences of intensities, in bits per dimension (ImageNet32, ImageNet64)"
+    model = "pixel-lm"
+    metric = "bits_per_dimension"
+    higher_is_better = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pictures = self.open_pictures(channels=self.channels, classes=None)
+        if math.prod(self.pictures.form.shape) < 2:
+            raise ValueError(
+                f"an image must have at least two values, got size={self.size} and channels={self.channels}."
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """An intensity is a token, and no token is padding."""
+        rows, columns, channels = self.pictures.form.shape
+        return {
+            "vocab_size": 256,
+            "image_size": [rows, columns],
+            "num_channels": channels,
+            "max_position_embeddings": rows * columns * channels,
+            "pad_token_id": None,
+        }
+
+    def split(self, name: str) -> Album:
+        """Images; read once."""
+        return self.pictures.split(name)
+
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """input_ids (B, L) and labels, which are the same: the model shifts them."""
+        ids = pixel_tokens(samples)
+        return {"input_ids": ids, "labels": ids}
+
+    def score(self, outcome: Outcome) -> dict[str, float]:
+        """Bits per dimension: the loss in bits instead of nats."""
+        return {self.metric: outcome.loss / math.log(2)}
+
+
+AUGMENT = ("none", "flip", "crop")
+_DRAWS = 3  # numbers that a view needs: flip, row, column
+_FIRST = 1 << 48  # draws from here on: those of the division of images into splits are below
+
+
+class Views(Dataset[Sample]):
+    """Images in several versions: sample i is image i % N, changed by what (seed, i) says.
+
+    Args:
+        album: N images.
+        views: versions of each.
+        augment: "flip" (left and right, every other one), or "crop" (first moved by up to an eighth of the size in each
+            direction, black coming in from outside, then flipped).
+        seed: of the changes.
+    """
+
+    def __init__(self, album: Album, views: int, augment: str, seed: int) -> None:
+        self.album, self.views, self.augment, self.seed = album, views, augment, seed
+
+    def __len__(self) -> int:
+        return len(self.album) * self.views
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        chosen = check_indices(indices, len(self))
+        images = self.album.images(chosen % len(self.album))
+        return self.album.samples(self._changed(images, chosen), chosen % len(self.album))
+
+    def _changed(self, images: Uint8, indices: Int64) -> Uint8:
+        draws = uniform(_FIRST + _DRAWS * indices[:, None] + np.arange(_DRAWS), self.seed)
+        flips = draws[:, 0] < 0.5
+        if self.augment == "flip":
+            images[flips] = images[flips, :, ::-1]
+            return images
+        _, rows, columns, _ = images.shape
+        pads = np.array([rows // 8, columns // 8])
+        padded = np.pad(images, ((0, 0), (pads[0],) * 2, (pads[1],) * 2, (0, 0)))
+        corners = (draws[:, 1:] * (2 * pads + 1)).astype(np.int64).tolist()
+        for out, source, flip, (row, column) in zip(images, padded, flips.tolist(), corners, strict=True):
+            crop = source[row : row + rows, column : column + columns]
+            out[:] = crop[:, ::-1] if flip else crop
+        return images
+
 
 VIEWS = 10  # of each image, where they differ
 

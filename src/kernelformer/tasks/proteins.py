@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernelformer.data.batching import IGNORED, Sample, padded, spread_evenly
-from kernelformer.data.local_files import check_regular, existing
-from kernelformer.data.packed_rows import PackedRows, padded_segments
-from kernelformer.data.protein_samples import (
+from kernelformer.conversion.readers import hash_files
+from kernelformer.data.batching import IGNORED, PackedRows, Sample, padded, padded_segments, spread_evenly
+from kernelformer.data.proteins import (
     BOS,
     EOS,
     FIRST,
@@ -23,15 +22,14 @@ from kernelformer.data.protein_samples import (
     MaskedProteinSamples,
     Packed,
     ProteinSamples,
+    Sequences,
     count_tokens,
     pack,
 )
-from kernelformer.data.proteins import Sequences
-from kernelformer.data.readers import hash_files
-from kernelformer.data.splits import SPLITS
+from kernelformer.data.sources import SPLITS
 from kernelformer.errors import choice, flag, integer
-from kernelformer.tasks.base import Outcome
-from kernelformer.tasks.options import Location, PackOption, RowOptions
+from kernelformer.files import check_regular, existing
+from kernelformer.tasks.base import Location, Outcome, PackOption, RowOptions
 
 _ROUND = 64  # batches have a multiple of this length, so that there are few different shapes
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernelformer.data.byte_texts import byte_value
-from kernelformer.data.sources import Rows
-from kernelformer.data.text_halves import FORMAT, exchange_halves, halves
-from kernelformer.data.values import Check, label_value
+from kernelformer.data.byte_texts import FORMAT, byte_value, exchange_halves, halves
+from kernelformer.data.sources import Check, Rows, label_value
 from kernelformer.errors import choice
-from kernelformer.tasks.byte_task import ByteTask
+from kernelformer.tasks.kinds import ByteTask
 
 # Options that name columns, by kind of pairs, with their defaults.
 PAIRS = {"rows": {"text1": "text1", "text2": "text2", "label": "label"}, "halves": {"text": "text"}}

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from kernelformer.data.batching import Sample
-from kernelformer.data.local_files import existing
-from kernelformer.data.shard_index import ShardIndex, read_index
-from kernelformer.data.shard_windows import ShardWindows
-from kernelformer.data.splits import SPLITS
-from kernelformer.data.token_shards import TokenShards, verify
+from kernelformer.data.shards import ShardIndex, ShardWindows, TokenShards, read_index, verify
+from kernelformer.data.sources import SPLITS
 from kernelformer.data.tokenization import TOKENIZER
 from kernelformer.errors import choice, flag, integer
-from kernelformer.files import write_text
-from kernelformer.tasks.base import Outcome
+from kernelformer.files import existing, write_text
+from kernelformer.tasks.base import DataOption, Outcome, SampleOptions
 from kernelformer.tasks.corpus import perplexity
-from kernelformer.tasks.options import DataOption, SampleOptions
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kernelformer.data.byte_texts import byte_value
-from kernelformer.data.sources import Rows
-from kernelformer.data.values import Check, label_value
-from kernelformer.tasks.byte_task import ByteTask
+from kernelformer.data.sources import Check, Rows, label_value
+from kernelformer.tasks.kinds import ByteTask
 
 
 @dataclass(kw_only=True, eq=False)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernelformer.data.array_cache import cache_file, cached_arrays
+from kernelformer.data.arrays import cache_file, cached_arrays
 from kernelformer.data.batching import Sample
 from kernelformer.data.windows import Windows
 from kernelformer.tasks.base import Outcome

@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from kernelformer.commands import resume_command
 from kernelformer.data.batching import spread_evenly
 from kernelformer.errors import TrainingError, choice, positive_int
-from kernelformer.hashes import HashError
+from kernelformer.files import HashError
 from kernelformer.models import MODELS, KernelformerForCausalLM
 from kernelformer.quiet import silent_libraries
 from kernelformer.records import MODEL, RESULT, RUN, is_finished, standing, unfinished
@@ -28,9 +28,8 @@ from kernelformer.tasks import SPLITS, TASKS, Task, make_task
 from kernelformer.training.checkpoints import reason
 from kernelformer.training.config import Run
 from kernelformer.training.inspection import DAMAGE, check_run_folder, saved_run
-from kernelformer.training.meter import Log, scores
-from kernelformer.training.order import LongestFirst, sample_lengths
-from kernelformer.training.standard_errors import ERROR, Contributions, sample_deviations, standard_errors
+from kernelformer.training.meter import ERROR, Contributions, Log, sample_deviations, scores, standard_errors
+from kernelformer.training.selection import LongestFirst, sample_lengths
 from kernelformer.weight_headers import SizeError, saved_shapes, weight_files
 
 IGNORED = -100

@@ -18,8 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from kernelformer.commands import resume_command
 from kernelformer.errors import TrainingError
-from kernelformer.files import check_regular, read_json
-from kernelformer.hashes import HASHES, check_archive, check_hash, read_hashes
+from kernelformer.files import HASHES, check_archive, check_hash, check_regular, read_hashes, read_json
 from kernelformer.modules.spec import parse_attention
 from kernelformer.records import METRICS, RESULT, RUN, Result, read_head, read_result, reading
 from kernelformer.training.checkpoints import DAMAGED, checkpoint_of, checkpoints_of, metrics

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_pt_utils import LabelSmoother, nested_gather
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from kernelformer.files import naming_full_disk
-from kernelformer.hashes import write_hashes
+from kernelformer.attention.ranks import Ranks
+from kernelformer.files import naming_full_disk, write_hashes
 from kernelformer.modules import RelativePositions, parameter_groups
-from kernelformer.modules.redraw import random_maps
+from kernelformer.modules.context import next_column, split_over
+from kernelformer.modules.schedules import random_maps
 from kernelformer.parallel.group import start_group
 from kernelformer.tasks import Task
 from kernelformer.training.checkpoints import (
@@ -33,12 +38,203 @@ from kernelformer.training.checkpoints import (
     rotate,
 )
 from kernelformer.training.config import SCHEDULES, Run, everywhere
-from kernelformer.training.context import Context, Repeated
-from kernelformer.training.context_trainer import ContextTrainer
+from kernelformer.training.evaluation import IGNORED, TaskTrainer, contributions
 from kernelformer.training.inspection import whole
 from kernelformer.training.meter import Meter, Recorder, scores
-from kernelformer.training.order import training_order
-from kernelformer.training.selection import Best, prune, save_best
+from kernelformer.training.selection import Best, prune, save_best, training_order
+
+
+class Context:
+    """The ranks that share the sequences of this process, as one axis of a mesh of all processes.
+
+        processes = data x context          ranks of one sequence are neighbours
+
+    Args:
+        size: ranks for each sequence, C.
+        device: of the model.
+
+    Attributes:
+        replicas: how many groups there are, which have samples of their own.
+        ranks: of this process's group.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self.replicas = size, dist.get_world_size() // size
+        mesh = init_device_mesh(device.type, (self.replicas, size), mesh_dim_names=("data", "context"))
+        self.ranks = Ranks(mesh["context"].get_group())
+
+    def active(self) -> AbstractContextManager[Ranks]:
+        """Where attention sees the tokens of all ranks of the group."""
+        return split_over(self.ranks)
+
+    def part(self, batch: dict[str, Any], main: str) -> dict[str, Any]:
+        """This rank's tokens of a batch of whole sequences: of all tensors (B, L, ...), L being that of ``main``."""
+        length = batch[main].shape[1]
+
+        def cut(x: Any) -> Any:
+            splits = isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == length
+            return self.ranks.part(x) if splits else x
+
+        return {name: cut(x) for name, x in batch.items()}
+
+    def loss(self, loss: Tensor, counted: bool) -> Tensor:
+        """A model's loss for a trainer that takes means over all processes: value and gradient of the group's.
+
+        Args:
+            loss: the same number on all ranks of the group, with the gradient of a share.
+            counted: the trainer has multiplied it by the number of processes, having divided by all labels.
+        """
+        value = loss.detach()
+        return loss + (value / self.size - value) if counted else self.size * loss - (self.size - 1) * value
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks of the group."""
+        return self.ranks.gather_numbers(x.to(self.ranks.device)).sum(0).to(x.device)
+
+
+class Repeated(Sampler[int]):
+    """Batches of an order several times each, one for every rank of a sequence.
+
+    Processes take batches in turn, so that neighbours get the same one.
+
+    Args:
+        order: of the samples.
+        batch: samples of a batch.
+        times: ranks of a sequence.
+    """
+
+    def __init__(self, order: Sampler[int], batch: int, times: int) -> None:
+        self.order, self.batch, self.times = order, batch, times
+
+    def __len__(self) -> int:
+        return len(self.order) * self.times  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        kept: list[int] = []
+        for index in self.order:
+            kept.append(index)
+            if len(kept) == self.batch:
+                yield from kept * self.times
+                kept = []
+        yield from kept * self.times
+
+
+class ContextTrainer(TaskTrainer):
+    """`TaskTrainer` with a `Context`: batches are cut to a rank's tokens, and what ranks find is put together.
+
+    Args:
+        task: what is trained.
+        model: with its first weights.
+        args: of Hugging Face's trainer.
+        context: the ranks of a sequence; None: every process has whole sequences.
+        rest: further arguments of the trainer.
+    """
+
+    def __init__(
+        self, task: Task, model: PreTrainedModel, args: TrainingArguments, *, context: Context | None, **rest: Any
+    ) -> None:
+        self.context = context
+        self._looked_at = 0  # samples of the split that is evaluated
+        super().__init__(task, model, args, **rest)
+
+    def _active(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.context is None else self.context.active()
+
+    def _part(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return inputs if self.context is None else self.context.part(inputs, self.network.main_input_name)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The trainer's; where ranks share a sequence, their labels count once and their gradients add up."""
+        if self.context is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        counted = num_items_in_batch is not None
+        if num_items_in_batch is not None:  # of every rank: each has read the whole batch
+            num_items_in_batch = num_items_in_batch / self.context.size  # type: ignore[assignment]
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = self.context.loss(loss, counted)
+        return (loss, outputs) if return_outputs else loss
+
+    # -- evaluation --
+
+    def _get_eval_sampler(self, eval_dataset: Dataset[Any]) -> Sampler[int] | None:
+        if self.context is None:
+            return super()._get_eval_sampler(eval_dataset)
+        batch = self.args.per_device_eval_batch_size
+        whole = InOrder(len(eval_dataset), batch * self.context.replicas)  # type: ignore[arg-type]
+        return Repeated(whole, batch, self.context.size)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The trainer's; over ranks it gives what samples add to the scores, instead of logits."""
+        if self.context is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with self.context.active():
+            loss, found, labels = super().prediction_step(model, self._part(inputs), False, ignore_keys)
+            logits = found[0] if isinstance(found, tuple) else found
+            assert logits is not None
+            assert labels is not None
+            if logits.dim() == 2:  # of whole sequences, the same on every rank
+                return loss, super()._reduce(logits, labels), labels
+            if self._loss_shifts_labels:
+                labels = torch.cat([labels[:, 1:], next_column(labels, IGNORED)], 1)[:, : labels.shape[1]]
+            parts = tuple(self.context.sum(x) for x in contributions(logits, labels, False))
+            return loss, parts, parts[1]  # labels of tokens are nobody's business after this
+
+    def _reduce(self, logits: Any, labels: Tensor) -> tuple[Tensor, ...]:
+        if self.context is None:
+            return super()._reduce(logits, labels)
+        parts: tuple[Tensor, ...] = logits  # of `prediction_step`
+        return parts
+
+    def _score(self, outputs: EvalPrediction) -> dict[str, float]:
+        if self.context is None:
+            return super()._score(outputs)
+        parts: Any = outputs.predictions
+        kept = tuple(x[: self._looked_at] for x in parts)  # what only fills the last batch comes last
+        labels: Any = outputs.label_ids
+        return super()._score(EvalPrediction(kept, labels[: self._looked_at]))
+
+    def _once(self, found: Any) -> Any:
+        """Gather from all processes, of the ranks of a sequence from the first."""
+        assert self.context is not None
+        replicas, size = self.context.replicas, self.context.size
+
+        def first(x: Tensor) -> Tensor:
+            every: Tensor = x.unflatten(0, (replicas, size, -1))
+            return every[:, 0].flatten(0, 1)
+
+        gathered = self.accelerator.gather(found)
+        return tuple(map(first, gathered)) if isinstance(gathered, tuple | list) else first(gathered)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """The trainer's, with one result for each sample."""
+        if self.context is not None:
+            dataloader: Any = args[0] if args else kwargs["dataloader"]
+            self._looked_at = len(dataloader.dataset)
+            self.gather_function = self._once
+        return super().evaluation_loop(*args, **kwargs)
+
+
+class InOrder(Sampler[int]):
+    """All samples in order, and the last one again until they fill whole batches."""
+
+    def __init__(self, size: int, batch: int) -> None:
+        self.size, self.count = size, -(-size // batch) * batch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.size)
+        for _ in range(self.count - self.size):
+            yield self.size - 1
 
 
 def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArguments:

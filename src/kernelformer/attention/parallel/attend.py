@@ -14,15 +14,16 @@ and goes through one segment at a time, with twice as much, and in a causal call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.parallel.layout import (
+    RowSums,
     causal_chunk,
     hidden_keys,
     of_samples,
@@ -30,8 +31,54 @@ from kernelformer.attention.parallel.layout import (
     sample_blocks,
     spans,
 )
-from kernelformer.attention.parallel.maps import Kept, ParallelMap, make_map
-from kernelformer.contract import compute_dtype, lookup
+from kernelformer.attention.parallel.positive import PositiveMap
+from kernelformer.attention.parallel.signed import SignedMap
+from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup
+
+Mapped = Any  # queries or keys as a family maps them: tensors or tuples of tensors
+Kept = Any  # what a family keeps of keys: a tuple of tensors
+
+
+class ParallelMap(Protocol):
+    """A feature map with its tensors, and sums over all of its keys or over those up to each query.
+
+    Shapes: N rows of samples and key heads, L queries of R heads each.
+    """
+
+    def queries(self, x: Tensor, groups: int) -> Mapped:
+        """Map queries (B, H, L, D) of ``groups`` key heads."""
+
+    def keys(self, x: Tensor, value: Tensor, hidden: Tensor | None) -> Mapped:
+        """Map keys (B, G, S, D), of which those at ``hidden`` (B, 1, S, 1) do not count, and take their values."""
+
+    def padded(self, keys: Mapped, before: int, after: int) -> Mapped:
+        """Mapped keys with so many that nobody sees around them."""
+
+    def load(self, state: Sequence[Tensor]) -> Kept:
+        """Sums from the tensors of a state, (B, G, ...) each, in the dtype of the arithmetic."""
+
+    def store(self, kept: Kept, groups: int) -> list[Tensor]:
+        """The tensors of a state from sums."""
+
+    def absorb(self, keys: Mapped, before: Kept | None) -> Kept:
+        """Sums of keys and of those before them."""
+
+    def read(self, queries: Mapped, kept: Kept) -> RowSums:
+        """What queries get from all keys of the sums."""
+
+    def causal(self, queries: Mapped, keys: Mapped, before: Kept | None, size: int) -> tuple[RowSums, Kept]:
+        """What queries get from as many keys up to their own and from earlier sums, in chunks of ``size``."""
+
+    def finish(self, part: RowSums) -> Tensor:
+        """Outputs (N, L, R, E)."""
+
+
+def make_map(spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False) -> ParallelMap:
+    """Bind a spec to its tensors, (B or 1, G or 1, ...) each; with ``parts`` its rows are merged with others."""
+    if isinstance(spec, PositiveSpec):
+        return PositiveMap(spec, tensors, scale, normalize, parts)
+    assert isinstance(spec, SignedSpec)
+    return SignedMap(spec, tensors, scale, normalize, parts)
 
 
 def parallel_linear_attention(
@@ -145,3 +192,36 @@ def by_head(rows: Tensor, query: Tensor) -> Tensor:
 def join_segments(parts: Sequence[Tensor]) -> Tensor:
     """Outputs (B, H, T, E) of consecutive segments as one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
+
+
+LOOPS = ("chunked", "parallel")  # the names; "chunked" is the loop over chunks, the least memory and the best on a CPU
+ACCELERATORS = ("cuda", "mps", "xpu")  # devices that wait for launches rather than for arithmetic
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether `parallel` is chosen by itself on a device."""
+    return device.type in ACCELERATORS
+
+
+def takes_parallel(
+    asked: str | None, inputs: tuple[Tensor, Tensor, Tensor], find_problem: Callable[[], str | None]
+) -> bool:
+    """Whether a call goes by `parallel`: asked for by name, or on an accelerator where it can.
+
+    Never while `torch.export` traces: plain operations stand for all algorithms then, see `decomposed`. Nor where there
+    is nothing to compute: the loop over no chunks does that.
+
+    Args:
+        asked: the algorithm of the call, or None.
+        inputs: queries, keys and values.
+        find_problem: returns what it does not cover, or None; called only where the answer counts.
+
+    Raises:
+        ValueError: asked for by name where it cannot.
+    """
+    if torch.compiler.is_exporting() or asked == "chunked" or (asked is None and not is_accelerator(inputs[0].device)):
+        return False
+    problem = find_problem()
+    if asked == "parallel" and problem is not None:
+        raise ValueError(f"algorithm='parallel' is not there for {problem}; leave it out, or take 'chunked'.")
+    return problem is None and all(x.numel() > 0 for x in inputs)

@@ -27,10 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.parallel.layout import CHUNK, in_chunks, of_samples, recomputed, spans
-from kernelformer.attention.parallel.positive import PositiveMap
-from kernelformer.attention.parallel.rows import CausalRows, KeySums
-from kernelformer.attention.parallel.tiles import by_distance
+from kernelformer.attention.parallel.layout import CHUNK, by_distance, in_chunks, of_samples, recomputed, spans
+from kernelformer.attention.parallel.positive import CausalRows, KeySums, PositiveMap
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.relative.call import RelativeCall
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup

@@ -103,3 +103,22 @@ def recomputed(function: Callable[..., T], *arguments: Any, learned: Sequence[Te
         return function(*arguments)
     result: T = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return result
+
+
+def by_distance(entries: Tensor, rows: int, columns: int) -> Tensor:
+    """A tile whose entry at row i and column j is ``entries[:, j - i + rows]``.
+
+    Copies of the entries, one after the other, are read in rows that are one number shorter than they: each begins one
+    entry earlier than the last.
+
+    Args:
+        entries: (H, rows + columns); the first one is not used.
+        rows: of the tile.
+        columns: of the tile.
+
+    Returns:
+        (H, rows, columns), a view of the copies.
+    """
+    heads, count = entries.shape
+    copies = entries.unsqueeze(1).expand(-1, rows + 1, -1).flatten(1)
+    return copies[:, rows : rows + rows * (count - 1)].view(heads, rows, count - 1)[:, :, :columns]

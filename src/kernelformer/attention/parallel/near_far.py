@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernelformer.attention.near import NearBias
 from kernelformer.attention.near_far_call import NearFarCall
-from kernelformer.attention.parallel.attend import by_head, join_segments
+from kernelformer.attention.parallel.attend import Kept, Mapped, ParallelMap, by_head, join_segments, make_map
 from kernelformer.attention.parallel.layout import (
     RowSums,
     causal_chunk,
@@ -34,11 +34,8 @@ from kernelformer.attention.parallel.layout import (
     spans,
     with_ones,
 )
-from kernelformer.attention.parallel.maps import Kept, Mapped, ParallelMap, make_map
-from kernelformer.attention.parallel.near import NearRows, near_numbers
-from kernelformer.attention.parallel.near_plain import PlainRows
-from kernelformer.attention.parallel.positive import LEAST, PositiveMap
-from kernelformer.attention.parallel.rows import KeySums
+from kernelformer.attention.parallel.near import NearRows, PlainRows, near_numbers
+from kernelformer.attention.parallel.positive import LEAST, KeySums, PositiveMap
 from kernelformer.attention.parallel.signed import SignedMap, own_scale
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD

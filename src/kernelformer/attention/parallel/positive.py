@@ -1,36 +1,238 @@
-"""Positive maps, all chunks at once: exact, without eps, and without a row that has to be computed again.
-
-With ``l(x) = log phi(x)`` and the running maximum of the keys, feature by feature,
-
-    top_im = max_{j <= i} l_m(k_j)        log_i = max_m (l_m(q_i) + top_im) = max_{j <= i, m} (l_m(q_i) + l_m(k_j))
-    sums_i = sum_{j <= i} sum_m exp(l_m(q_i) + l_m(k_j) - log_i) [v_j, 1]
-
-is at least 1 in its last entry, which is the denominator. A block of queries and a block of keys before it meet in a
-product, split at what is the largest up to the edge between them,
-
-    exp(l_m(q_i) + edge_m - log_i) exp(l_m(k_j) - edge_m)        l_m(k_j) <= edge_m <= top_im
-
-Both factors are at most 1, so that nothing overflows, and what underflows is nothing against the denominator: a later
-key, however large, is in none of the three. Blocks are the state before a chunk, and within a chunk of 64 the blocks of
-8 and the tokens in these: products of 8 x 56 and 1 x 8, each for all chunks at once.
-
-All maxima are gauges, which cancel: no gradient goes through them.
-
-Memory: keys are mapped 6 times for the blocks, and then 8 times for the tokens.
-"""
+"""Rows of queries under a positive map that see the keys up to their own, all chunks at once; see `positive`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.parallel.layout import RowSums, in_chunks, with_ones
-from kernelformer.attention.parallel.rows import CausalRows, KeySums
+from kernelformer.attention.parallel.layout import BLOCK, RowSums, in_chunks, with_ones
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import PositiveSpec, compute_dtype
+
+GROUP = 160  # chunks that are summed up by one product at most: a triangle costs n r numbers a feature
+
+
+def group_size(count: int) -> int:
+    """Chunks of a group: the least with which so many levels do that groups of `GROUP` would need."""
+    levels, reach = 1, GROUP
+    while reach < count:
+        levels, reach = levels + 1, reach * GROUP
+    group = 1
+    while group**levels < count:
+        group += 1
+    return group
+
+
+def later_than(size: int, like: Tensor) -> Tensor:
+    """What hides later ones when it is subtracted, (size, size): inf above the diagonal, 0 elsewhere."""
+    return like.new_full((size, size), torch.inf).triu_(1)
+
+
+def states_before(sums: Tensor, edges: Tensor, later: Tensor, fade: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sums over all chunks before each one, and over all of them.
+
+    Args:
+        sums: (N, n, M, W), that of chunk c relative to ``exp(edges_{c+1})``.
+        edges: (N, n + 1, M), or (N, n + 1, 1) for all features; rises along n but for the fade. No gradient.
+        later: `later_than` of `GROUP` + 1 or more.
+        fade: (N, 1, 1), what sums lose in the logarithm from one edge to the next; None means nothing.
+
+    Returns:
+        (N, n, M, W), that of chunk c relative to ``exp(edges_c)``, and (N, M, W), relative to ``exp(edges_n)``.
+
+    Cost: O(n r M W) time for r = n^(1/levels), at most `GROUP`.
+    """
+    rows, count, features, width = sums.shape
+    group = group_size(count)
+    if group == count:
+        all_of_them = _triangle(sums, edges.mT, later, fade)  # (N, M, n + 1, W)
+        return all_of_them[:, :, :-1].transpose(1, 2), all_of_them[:, :, -1]
+    groups = -(-count // group)
+    missing = groups * group - count
+    if missing:  # chunks after the last, with nothing in them
+        sums = torch.cat([sums, sums.new_zeros(rows, missing, features, width)], 1)
+        last = edges[:, -1:].expand(-1, missing, -1)
+        if fade is not None:
+            last = last - fade * torch.arange(1, missing + 1, device=fade.device).unsqueeze(1)
+        edges = torch.cat([edges, last], 1)
+    tops = edges.unfold(1, group + 1, group)  # (N, groups, M, group + 1)
+    per_group = None if fade is None else fade.repeat_interleave(groups, 0)
+    inside = _triangle(sums.reshape(-1, group, features, width), tops.flatten(0, 1), later, per_group)
+    inside = inside.unflatten(0, (rows, groups))
+    of_groups = None if fade is None else group * fade
+    before, whole = states_before(inside[:, :, :, -1], edges[:, ::group], later, of_groups)
+    gaps = tops[..., :1] - tops[..., :-1]
+    if fade is not None:
+        gaps = gaps - fade.unsqueeze(3) * torch.arange(group, device=fade.device)
+    states = inside[:, :, :, :-1]
+    states.addcmul_(gaps.exp_().unsqueeze(-1), before.unsqueeze(3))
+    return states.transpose(2, 3).flatten(1, 2)[:, :count], whole
+
+
+def _triangle(sums: Tensor, tops: Tensor, later: Tensor, fade: Tensor | None) -> Tensor:
+    """The sums before each chunk of one group and after the last, (N, M, r + 1, W); tops are (N, M or 1, r + 1)."""
+    count = sums.shape[1]
+    gaps = tops[..., 1:].unsqueeze(-2) - tops.unsqueeze(-1)  # (N, M or 1, r + 1, r)
+    hidden = later[: count + 1, 1 : count + 1]
+    if fade is not None:
+        places = torch.arange(count + 1, device=fade.device)
+        hidden = hidden + fade.unsqueeze(3) * (places.unsqueeze(1) - places[1:])
+    decay = gaps.sub_(hidden).exp_()
+    if tops.shape[1] == 1:  # one decay for all features
+        return (decay.squeeze(1) @ sums.flatten(2)).view(-1, count + 1, *sums.shape[2:]).transpose(1, 2)
+    return decay @ sums.transpose(1, 2)
+
+
+# Multiplies scores (X, a, b) of queries and keys at consecutive places by numbers of their distance.
+Weigh = Callable[[Tensor, tuple[int, int], tuple[int, int]], Tensor]
+
+
+class KeySums(NamedTuple):
+    """What is kept of some keys.
+
+    Args:
+        top: (N, M), the largest log feature, at least EMPTY; no gradient.
+        sums: (N, M, E + 1), ``sum_j exp(l(k_j) - top) [v_j, 1]``.
+    """
+
+    top: Tensor
+    sums: Tensor
+
+
+class CausalRows:
+    """Queries and as many keys, in chunks; log features count from the start of their chunk where they fade.
+
+    Args:
+        logs: of the queries, (N, L, R, M).
+        keys: their log features (N, L, M), -inf where hidden, and their values (N, L, E + 1).
+        before: sums of earlier keys, which all queries see.
+        size: tokens of a chunk.
+        slope: (N, 1, 1), what the logarithm of a weight loses with every token between query and key; ``before`` is
+            relative to the first query.
+    """
+
+    def __init__(
+        self,
+        logs: Tensor,
+        keys: tuple[Tensor, Tensor],
+        before: KeySums | None,
+        size: int,
+        slope: Tensor | None = None,
+    ) -> None:
+        self.length, self.size, self.before = logs.shape[1], size, before
+        self.queries = in_chunks(logs, size)  # (N, n, C, R, M)
+        self.keys, self.value = in_chunks(keys[0], size, -torch.inf), in_chunks(keys[1], size)
+        self.chunks, self.later = self.keys.shape[1], later_than(max(GROUP, BLOCK) + 1, logs)
+        self.slope, self.fade = slope, None if slope is None else slope * size
+        if slope is not None:
+            line = slope.unsqueeze(3) * torch.arange(size, device=slope.device).unsqueeze(1)  # (N, 1, C, 1)
+            self.queries, self.keys = self.queries - line.unsqueeze(3), self.keys + line
+        self.top, self.edges = self._tops()
+        self.scale = (self.queries.detach() + self.top.unsqueeze(3)).amax(4)  # about EMPTY where no key is seen
+
+    def _tops(self) -> tuple[Tensor, Tensor]:
+        """The largest log feature up to each key, (N, n, C, M), and up to each edge of a chunk, (N, n + 1, M)."""
+        inside = self.keys.detach().cummax(2).values
+        if self.before is None:
+            first = inside.new_full((inside.shape[0], 1, inside.shape[3]), EMPTY)
+        else:
+            first = self.before.top.unsqueeze(1)
+        edges = torch.cat([first.mT, inside[:, :, -1].mT], 2)  # chunks last in memory, as the scan wants them
+        if self.fade is None:
+            edges = edges.cummax(2).values.mT
+        else:  # as if all counted from the start of the first chunk, and back
+            steps = self.fade * torch.arange(self.chunks + 1, device=edges.device)
+            edges = ((edges + (steps - self.fade).clamp_min_(0)).cummax(2).values - steps).mT
+        return torch.maximum(inside, edges[:, :-1].unsqueeze(2)), edges
+
+    @property
+    def log(self) -> Tensor:
+        """The logarithm of the largest weight of a feature that a row sees, (N, L, R); no gradient."""
+        return self.scale.flatten(1, 2)[:, : self.length]
+
+    def relative(self) -> Tensor:
+        """Queries (N, n, C, R, M) without their own logarithm."""
+        return self.queries - self.scale.unsqueeze(4)
+
+    def states(self) -> tuple[Tensor, KeySums]:
+        """Sums of all keys before each chunk, (N, n, M, E + 1), relative to ``edges``, and of all keys."""
+        ends = self.edges[:, 1:]
+        mapped = self.keys - (ends if self.fade is None else ends + self.fade).unsqueeze(2)
+        sums, edges = mapped.exp_().mT @ self.value, self.edges
+        if self.before is not None:  # one more chunk, before the first
+            sums = torch.cat([self.before.sums.unsqueeze(1), sums], 1)
+            edges = torch.cat([edges[:, :1], edges], 1)
+        states, after = states_before(sums, edges, self.later, self.fade)
+        top = self.edges[:, -1]
+        if self.slope is not None:  # from the end of the last chunk back to that of the tokens
+            top = top + self.slope.squeeze(2) * (self.chunks * self.size - self.length)
+        return states[:, states.shape[1] - self.chunks :], KeySums(top, after)
+
+    def read(self, queries: Tensor, states: Tensor, lag: int = 0) -> Tensor:
+        """What queries from chunk ``lag`` on get from all keys up to so many chunks before theirs, (N, ., C R, E + 1).
+
+        With ``lag`` there are fewer chunks by that number; earlier queries see none of these keys.
+        """
+        edges = self.edges[:, : self.chunks - lag, None, None]
+        if lag and self.fade is not None:
+            edges = edges - lag * self.fade[:, :, None, None]
+        return (queries[:, lag:] + edges).exp_().flatten(2, 3) @ states[:, : self.chunks - lag]
+
+    def read_before(self, queries: Tensor, count: int) -> Tensor:
+        """What the queries of the first ``count`` chunks get from the keys before the first, (N, count, C R, E + 1)."""
+        assert self.before is not None
+        top = self.before.top[:, None, None, None]
+        if self.fade is not None:
+            top = top - (self.fade * torch.arange(count, device=top.device).unsqueeze(1))[:, :, None, None]
+        return (queries[:, :count] + top).exp_().flatten(2, 3) @ self.before.sums.unsqueeze(1)
+
+    def inside(self, out: Tensor, queries: Tensor, weigh: Weigh | None = None) -> Tensor:
+        """``out``, which is changed, with what queries get from the keys of their own chunk up to theirs."""
+        if self.size > BLOCK:
+            self._add_blocks(out, queries, weigh)
+        return self._add_tokens(out, queries, weigh)
+
+    def sums(self) -> tuple[Tensor, KeySums]:
+        """What the rows sum up relative to their `log`, (N, L, R, E + 1), and the sums after the last key."""
+        queries, (states, after) = self.relative(), self.states()
+        return self.by_token(self.inside(self.read(queries, states), queries)), after
+
+    def by_token(self, out: Tensor) -> Tensor:
+        """Rows of chunks as (N, L, R, E + 1)."""
+        rows, chunks, _, repeats, _ = self.queries.shape
+        return out.view(rows, chunks * self.size, repeats, self.value.shape[3])[:, : self.length]
+
+    def _add_blocks(self, out: Tensor, queries: Tensor, weigh: Weigh | None) -> None:
+        """Add what all blocks of a chunk but the first get from the blocks before them to (N, n, C R, W)."""
+        parts, features, width = self.size // BLOCK, self.keys.shape[3], self.value.shape[3]
+        others = parts - 1
+        edge = self.top.view(-1, parts, BLOCK, features)[:, :-1, -1]  # (X, p - 1, M), before the 2nd block and so on
+        limit = edge.unsqueeze(2) + self.later[:others, :others, None]  # (X, query block, key block, M)
+        keys = self.keys.reshape(-1, 1, parts, BLOCK, features)[:, :, :-1] - limit.unsqueeze(3)
+        rows = queries.reshape(-1, parts, BLOCK * queries.shape[3], features)[:, 1:] + edge.unsqueeze(2)
+        count = rows.shape[2]
+        scores = torch.bmm(rows.exp_().flatten(0, 1), keys.exp_().view(-1, others * BLOCK, features).mT)
+        scores = scores.view(-1, others * count, others * BLOCK)
+        if weigh is not None:
+            scores = weigh(scores, (BLOCK, self.size), (0, self.size - BLOCK))
+        added = torch.bmm(scores, self.value.reshape(-1, self.size, width)[:, :-BLOCK])
+        out.view(-1, parts, count, width)[:, 1:].add_(added.view(-1, others, count, width))
+
+    def _add_tokens(self, out: Tensor, queries: Tensor, weigh: Weigh | None) -> Tensor:
+        """Add what tokens get from themselves and from those before them in their block, and return all as rows."""
+        (repeats, features), width = queries.shape[3:], self.value.shape[3]
+        edge = self.top.view(-1, BLOCK, 1, features)
+        keys = (self.keys.reshape(-1, 1, BLOCK, features) - edge).sub_(self.later[:BLOCK, :BLOCK, None])
+        rows = queries.reshape(-1, BLOCK, repeats, features) + edge
+        scores = torch.bmm(rows.exp_().flatten(0, 1), keys.exp_().flatten(0, 1).mT).view(-1, BLOCK * repeats, BLOCK)
+        if weigh is not None:
+            scores = weigh(scores, (0, BLOCK), (0, BLOCK))
+        return out.view(-1, BLOCK * repeats, width).baddbmm_(scores, self.value.reshape(-1, BLOCK, width))
+
 
 LEAST = 1e-6  # between the denominator of a row that sees a key, which is 1 or more up to rounding, and 0
 KEYS = 1024  # keys of a product where all are seen: more of them at once occupy a device better than longer ones

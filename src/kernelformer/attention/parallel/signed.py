@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention.parallel.layout import RowSums, in_chunks, with_ones
-from kernelformer.attention.parallel.scan import GROUP, later_than, states_before
+from kernelformer.attention.parallel.positive import GROUP, later_than, states_before
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import SignedSpec, compute_dtype

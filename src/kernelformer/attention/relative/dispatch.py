@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.blocks import all_finite
-from kernelformer.attention.relative.bias_view import Layout, constant_beyond
-from kernelformer.attention.relative.call import RelativeCall
+from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
 from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.attention.relative.fft import fft_attention, is_safe
 

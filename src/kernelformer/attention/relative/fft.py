@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.relative.bias_view import Layout
-from kernelformer.attention.relative.call import RelativeCall
-from kernelformer.attention.signed import GUARD
+from kernelformer.attention.reference import GUARD
+from kernelformer.attention.relative.call import Layout, RelativeCall
 from kernelformer.contract import PositiveSpec, SignedSpec, compute_dtype, lookup
 
 BLOCK = 1 << 22  # numbers in one transformed block

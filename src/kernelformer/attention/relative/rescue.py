@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.positive import EMPTY
-from kernelformer.attention.relative.bias_view import Span
-from kernelformer.attention.relative.tiles import PositiveTiles, Queries, SignedTiles
-from kernelformer.attention.relative.windows import Block
-from kernelformer.attention.signed import GUARD
+from kernelformer.attention.reference import GUARD
+from kernelformer.attention.relative.call import Span
+from kernelformer.attention.relative.tiles import Block, PositiveTiles, Queries, SignedTiles
 
 AGAIN = torch.inf  # in the place of 1 / denominator: the backward pass does this row again, too
 TOGETHER = 16

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernelformer.evidence.base import MAIN, Claim, Item, Training
-from kernelformer.evidence.rank_rules import Later
-from kernelformer.evidence.rules import SAMPLES, Above, Alike, All, AtLeast, Level
+from kernelformer.evidence.rules import SAMPLES, Above, Alike, All, AtLeast, Later, Level
 
 PAPER = "KL-Transformer"
 # Each 64 features wide: two components of 16 frequencies with a cosine and a sine, 32 with both, and so on.

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from kernelformer.evidence.base import Claim, Item, StudyPart, Training
 from kernelformer.evidence.items.relative import BITS, BYTES
-from kernelformer.evidence.rules import SAMPLES, Above, All, AtLeast
-from kernelformer.evidence.study_rules import SmallerCost, moved_at_once, moved_tuned, moved_values
+from kernelformer.evidence.rules import (
+    SAMPLES,
+    Above,
+    All,
+    AtLeast,
+    SmallerCost,
+    moved_at_once,
+    moved_tuned,
+    moved_values,
+)
 from kernelformer.recipes.papers.performer import UNPROJECTED
 
 PAPER = "Performer"

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from kernelformer.evidence.base import MAIN, Claim, Item, StudyPart, Training
-from kernelformer.evidence.rules import SAMPLES, Above, Alike, All, AtLeast
-from kernelformer.evidence.study_rules import SmallerCost, conversion_cost, conversion_costs
+from kernelformer.evidence.rules import (
+    SAMPLES,
+    Above,
+    Alike,
+    All,
+    AtLeast,
+    SmallerCost,
+    conversion_cost,
+    conversion_costs,
+)
 
 PAPER = "NPRF with RPE"
 BIAS = ":relative=1d:max_distance=64"

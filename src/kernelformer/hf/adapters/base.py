@@ -8,8 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from kernelformer.hf.attend import CORE
-from kernelformer.hf.derive import derive, underive
-from kernelformer.hf.implementation import kernel_attention
+from kernelformer.hf.derive import derive, kernel_attention, underive
 from kernelformer.modules import AttentionCore
 
 Interface = Callable[..., tuple[Tensor, Tensor | None]]

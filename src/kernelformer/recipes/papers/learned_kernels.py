@@ -16,6 +16,59 @@ from typing import Any
 from kernelformer.recipes.papers.base import Recipe, arena_rate, network, pair, several, steps_of
 from kernelformer.training.config import Run
 
+
+def _glue(name: str, text: str, other: str | None, labels: int, metric: str) -> dict[str, Any]:
+    return {"data": f"hub:nyu-mll/glue:{name}", "text": text, "other": other, "labels": labels, "glue": metric}
+
+
+# Labels of the test splits are -1, which is to say secret. MNLI is validated on its matched half; the other by
+# validation_split="validation_mismatched".
+GLUE: dict[str, dict[str, Any]] = {
+    "cola": _glue("cola", "sentence", None, 2, "matthews"),
+    "sst2": _glue("sst2", "sentence", None, 2, "accuracy"),
+    "mrpc": _glue("mrpc", "sentence1", "sentence2", 2, "f1"),
+    "qqp": _glue("qqp", "question1", "question2", 2, "f1"),
+    "stsb": _glue("stsb", "sentence1", "sentence2", 1, "pearson"),
+    "mnli": _glue("mnli", "premise", "hypothesis", 3, "accuracy"),
+    "qnli": _glue("qnli", "question", "sentence", 2, "accuracy"),
+    "rte": _glue("rte", "sentence1", "sentence2", 2, "accuracy"),
+    "wnli": _glue("wnli", "sentence1", "sentence2", 2, "accuracy"),
+}
+
+
+# Training samples of each.
+SAMPLES = {
+    "cola": 8_551,
+    "sst2": 67_349,
+    "mrpc": 3_668,
+    "qqp": 363_846,
+    "stsb": 5_749,
+    "mnli": 392_702,
+    "qnli": 104_743,
+    "rte": 2_490,
+    "wnli": 635,
+}
+TITLES = {
+    "cola": "is an English sentence acceptable?",
+    "sst2": "is a sentence of a film review positive?",
+    "mrpc": "do two sentences say the same?",
+    "qqp": "do two questions ask the same?",
+    "stsb": "how similar are two sentences? a number",
+    "mnli": "does a sentence follow from another, contradict it, or neither?",
+    "qnli": "does a sentence answer a question?",
+    "rte": "does a sentence follow from another?",
+    "wnli": "does a sentence with a resolved pronoun follow from another?",
+}
+START = (
+    "Without --set start=FOLDER of a pre-training run of the same size, and --set task.tokenizer=FOLDER for its "
+    "vocabulary, all weights are new. The first token of the pooling is new in any case.",
+    "Labels of GLUE's tests are secret: results are those of validation.",
+)
+MISMATCHED = (
+    "Validation is the matched half; --set task.validation_split=validation_mismatched, a second run, has the other.",
+)
+
+
 # Both components of the mixtures have one covariance and opposite means (footnote 2); noise is iid (Eq. 5, 7, 10).
 MIXTURE = "tied=True:draw=iid"
 KERNELS = (
@@ -296,4 +349,105 @@ LEARNED_KERNELS: dict[str, Recipe] = {
     "kl-retrieval": RETRIEVAL,
     "kl-image": IMAGE,
     "kl-sparsity": SPARSITY,
+}
+
+
+TABLE_8: dict[str, Any] = {
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "weight_decay": 0.01,
+    "batch_size": 64,
+    "schedule": "linear",
+    "max_grad_norm": None,
+    "redraw": 100,
+    "redraw_to_end": True,
+    "eval_every": 1000,
+    "save_every": 1000,
+}
+BERT_LIKE = network(3, 10, 300, 512, head_dim=64, dropout=0.1, hidden_act="gelu", positions="sinusoidal")
+SHORT_SENTENCES = network(2, 4, 96, 192, head_dim=32, dropout=0.0)
+WORDPIECE = {"kind": "wordpiece", "vocab_size": 30_522, "length": 512}
+TRIED = ["softmax", *several(KERNELS, (64, 128))]
+WORDS = 103_227_021  # of WikiText-103
+PRETRAINING = steps_of(5, WORDS // 512, 64)
+
+WIKITEXT = pair(
+    "masked language modelling of WikiText-103, before fine-tuning",
+    "Learning the Transformer Kernel, Table 8 and Sec. 3.3",
+    full=partial(
+        Run,
+        task="masked",
+        attention="fastfood-prf:num_features=64",
+        task_options={"data": "hub:Salesforce/wikitext:wikitext-103-raw-v1", **WORDPIECE},
+        model=BERT_LIKE,
+        steps=PRETRAINING,
+        learning_rate=5e-4,
+        warmup_steps=10_000,
+        **TABLE_8,
+    ),
+    compared=TRIED,
+    cpu={
+        **SHORT,
+        "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 128},
+        "model": SHORT_SENTENCES,
+        "steps": 500,
+        "batch_size": 16,
+        "learning_rate": 3e-3,
+        "warmup_steps": 50,
+        "eval_every": 100,
+    },
+    note=(
+        *ANY_KERNEL,
+        SMOOTHING,
+        f"full: five epochs of {WORDS:,} words in windows of 512 are {PRETRAINING:,} steps; the paper's are of its "
+        f"tokens, whose number it does not say, nor the vocabulary's: BERT's 30,522.",
+        "cpu: 4,000 tokens, windows of 128, 2 layers of width 96; " + CUT,
+    ),
+)
+
+
+def _fine_tuning(name: str) -> Recipe:
+    steps = steps_of(10, SAMPLES[name], 64)
+    return pair(
+        f"GLUE: {TITLES[name]}",
+        "Learning the Transformer Kernel, Table 8 and Sec. 3.3",
+        full=partial(
+            Run,
+            task="sentences",
+            attention="fastfood-prf:num_features=64",
+            task_options={**GLUE[name], **WORDPIECE},
+            model={**BERT_LIKE, "pooling": "cls", "classifier_size": 128, "classifier_act": "tanh"},
+            steps=steps,
+            learning_rate=1e-4,
+            warmup_steps=steps // 10,
+            **TABLE_8,
+        ),
+        compared=TRIED,
+        cpu={
+            **SHORT,
+            "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 1000},
+            "model": SHORT_SENTENCES,
+            "steps": 500,
+            "batch_size": 16,
+            "learning_rate": 1e-3,
+            "warmup_steps": 50,
+            "eval_every": 100,
+        },
+        note=(
+            *ANY_KERNEL,
+            SMOOTHING,
+            "The paper tries the learning rates 2e-3, 5e-4, 1e-4, 2e-5, 5e-6, here 1e-4, and does not say how many "
+            "seeds: --seeds.",
+            f"full: 10 epochs of {SAMPLES[name]:,} samples.",
+            "Table 13, what FastFood learns: --attention fastfood-rks:learn=none:num_features=64, and learn=S.",
+            *START,
+            *(MISMATCHED if name == "mnli" else ()),
+            "cpu: 4,000 tokens, up to 128 a sample, 2 layers of width 96, as kl-wikitext; " + CUT,
+        ),
+    )
+
+
+KERNELS_ON_GLUE: dict[str, Recipe] = {
+    "kl-wikitext": WIKITEXT,
+    **{f"kl-glue-{x}": _fine_tuning(x) for x in ("sst2", "mrpc", "qqp", "mnli", "qnli", "wnli", "rte", "cola")},
 }

@@ -1,0 +1,345 @@
+"""Attention of short sequences by the matrix of weights, made from features.
+
+    w_ij = phi(q_i) . phi(k_j)        out_i = sum_j w_ij v_j / sum_j w_ij
+
+The same numbers as `linear` and `causal`, which sum over keys first: that costs M E operations a key and a query, and
+a state of M E numbers a sequence; the matrix costs M + E a pair. Where keys are few that is less (`prefers_direct`),
+and no state is made.
+
+Cost: O((L + S) M D + L S (M + E)) time; memory beyond inputs and outputs is a few buffers of `blocks.BUFFER` numbers,
+or those of one sample. The backward pass keeps the inputs, the output and one number per query, and maps all again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention.blocks import (
+    CAUSAL_CHUNK,
+    Shapes,
+    empty_rows,
+    gather_grads,
+    grouped,
+    hidden_rows,
+    put_rows,
+    room_for_rows,
+    rows_of,
+    spans,
+    spread,
+    visible_pair,
+)
+from kernelformer.attention.positive import EMPTY, Rescue, rescue_backward, rescued_rows
+from kernelformer.contract import PositiveChunks, PositiveSpec, Workspace, compute_dtype, lookup, no_tangents
+
+LOST = 1e-20  # rows with less are weighed again: one over it times gradients stays within float32
+
+
+class DirectWeights:
+    """Attention of N rows (sample, key head) of whole sequences.
+
+    Args:
+        chunks: the map, bound to the rows under normalization.
+        s: sizes of the call.
+        visible: (R L, S) of ones and zeros, 1 = a query may see the key; None means all.
+        hidden: (N, S) bool, keys that nobody sees; None means none.
+        work: buffers.
+    """
+
+    def __init__(
+        self, chunks: PositiveChunks, s: Shapes, visible: Tensor | None, hidden: Tensor | None, work: Workspace
+    ) -> None:
+        self.chunks, self.s, self.visible, self.hidden, self.work = chunks, s, visible, hidden, work
+
+    def _weights(self, xq: Tensor, xk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Features p (N, R L, M) and r (N, S, M), and weights w (N, R L, S), 0 where hidden."""
+        take, features = self.work.take, self.s.M
+        r = self.chunks.key_rows(xk, take("keys", *xk.shape[:2], features))
+        gone = None if self.hidden is None else self.hidden.unsqueeze(2)
+        if gone is not None:
+            r.masked_fill_(gone, EMPTY)
+        top = r.amax(1, keepdim=True)
+        r.sub_(top).exp_()
+        if gone is not None:
+            r.masked_fill_(gone, 0)
+        p = self.chunks.queries(xq, top, take("queries", *xq.shape[:2], features))
+        torch.softmax(p, -1, out=p)
+        weights = torch.bmm(p, r.transpose(1, 2), out=take("weights", *xq.shape[:2], xk.shape[1]))
+        return p, r, weights if self.visible is None else weights.mul_(self.visible)
+
+    def attend(self, xq: Tensor, xk: Tensor, v: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Write outputs (N, R L, E); returns them and what the weights of a row are to be multiplied with, (N, R L).
+
+        That is 0 for a row that sees no key, and -1 for one that was rescued.
+        """
+        _, _, weights = self._weights(xq, xk)
+        torch.bmm(weights, v, out=out)
+        total = weights.sum(2)
+        lost = total < LOST
+        row_scale = total.reciprocal_()
+        if not bool(lost.any()):
+            return out.mul_(row_scale.unsqueeze(2)), row_scale
+        out.mul_(row_scale.masked_fill_(lost, 0).unsqueeze(2))
+        for row, index, rescue in self._rescues(lost & self._sees_some(lost), xq, xk, v):
+            out[row, index] = rescue.sums(v[row])
+            row_scale[row, index] = -1
+        return out, row_scale
+
+    def backward(
+        self, inputs: tuple[Tensor, Tensor, Tensor], g: Tensor, out: Tensor, row_scale: Tensor, room: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Gradients at xq, xk and v, which are written into ``room``, from that of the outputs.
+
+        d w_ij = (g_i . v_j - g_i . out_i) / sum_j w_ij
+        d l_m(q_i) = p_im sum_j d w_ij r_jm      d l_m(k_j) = r_jm sum_i d w_ij p_im
+        """
+        take, (xq, xk, v), (dxq, dxk, dv) = self.work.take, inputs, room
+        p, r, weights = self._weights(xq, xk)
+        share = row_scale.clamp_min(0).unsqueeze(2)
+        torch.bmm(weights.mul_(share).transpose(1, 2), g, out=dv)
+        delta = torch.mul(g, out, out=take("product", *g.shape)).sum(2, keepdim=True)
+        slopes = torch.bmm(g, v.transpose(1, 2), out=take("slopes", *weights.shape)).sub_(delta).mul_(share)
+        if self.visible is not None:
+            slopes.mul_(self.visible)
+        slope = torch.bmm(slopes, r, out=take("slope", *p.shape)).mul_(p)
+        self.chunks.pull_queries(xq, slope, dxq)
+        slope = torch.bmm(slopes.transpose(1, 2), p, out=take("slope", *r.shape)).mul_(r)
+        self.chunks.pull_keys(xk, slope.transpose(1, 2), dxk)
+        rescued = row_scale < 0
+        for row, index, rescue in self._rescues(rescued, xq, xk, v) if bool(rescued.any()) else ():
+            d = rescue_backward(rescue, g[row, index], out[row, index], v[row], True)
+            one, q, k = rescue.chunks, rescue.xq, rescue.xk
+            dxq[row, index] += one.pull_queries(q, d.query.unsqueeze(0), torch.empty_like(q))[0]
+            dxk[row] += one.pull_keys(k, d.key.unsqueeze(0), torch.empty_like(k))[0]
+            dv[row] += d.value
+        return room
+
+    def _sees_some(self, like: Tensor) -> Tensor:
+        """Which rows see any key, (N, R L) bool."""
+        if self.hidden is None:
+            return torch.ones_like(like)
+        seen = ~self.hidden.unsqueeze(1)
+        return (seen if self.visible is None else seen & (self.visible > 0)).any(2).expand_as(like)
+
+    def _rescues(self, which: Tensor, xq: Tensor, xk: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Rescue]]:
+        """Weigh every pair (feature, visible key) of some rows in log space, a few queries of one head at a time."""
+        for row, index in rescued_rows(which, self.s.L):
+            q, k = xq[row, index].unsqueeze(0), xk[row : row + 1]
+            one = self.chunks.at(row, int(index[0]) // self.s.L)
+            shape = (1, q.shape[1], self.s.M)
+            lq = one.queries(q, q.new_zeros(1, 1, self.s.M), q.new_empty(shape))[0]
+            lk = one.keys(k, k.new_empty(1, self.s.M, self.s.S))[0]
+            if self.hidden is not None:
+                lk.masked_fill_(self.hidden[row], EMPTY)
+            pairs = lq.unsqueeze(2) + lk
+            if self.visible is not None:
+                pairs.masked_fill_((self.visible[index] == 0).unsqueeze(1), -torch.inf)
+            log = pairs.flatten(1).logsumexp(1)
+            shares = pairs.flatten(1).softmax(1).view_as(pairs)  # not by `log`, whose rounding they would have
+            nothing, none = torch.zeros_like(lq), v.new_zeros(self.s.M, v.shape[2])
+            yield row, index, Rescue(one, q, k, shares, nothing, none, torch.ones_like(log).unsqueeze(1), log)
+
+
+LONGEST = 256  # tokens up to which the features of whole sequences are small
+# How many more operations the matrix may take, bidirectional and causal: no states are made, which are more to write
+# than to compute, and nothing runs chunk by chunk. Measured on a CPU at 16 to 256 features.
+RATES = (1.25, 1.75)
+
+
+def prefers_direct(s: Shapes, *, is_causal: bool) -> bool:
+    """Whether the matrix of weights costs less than sums over keys, by sizes alone."""
+    if min(s.B, s.L, s.S) == 0 or max(s.L, s.S) > LONGEST:
+        return False
+    queries = s.R * s.L
+    sums = (s.S + queries) * s.M * s.E
+    if is_causal:  # inside of its chunks `causal` has a matrix too
+        sums += queries * min(CAUSAL_CHUNK, s.S) * (s.M + s.E)
+    return queries * s.S * (s.M + s.E) <= RATES[is_causal] * sums
+
+
+class _Block:
+    """Some samples of a call, as rows.
+
+    Args:
+        s: sizes of the call.
+        key_mask: (B, S) bool, or None.
+        block: of samples.
+        work: buffers.
+    """
+
+    def __init__(self, s: Shapes, key_mask: Tensor | None, block: slice, work: Workspace) -> None:
+        self.s, self.block, self.work = s, block, work
+        self.hidden = None
+        if key_mask is not None and not bool(key_mask[block].all()):
+            self.hidden = hidden_rows(key_mask, block, slice(None), s.G, 1, s.S)
+
+    def rows(self, name: str, x: Tensor) -> Tensor:
+        """A tensor (B, G, R, T, X) as rows (N, R T, X)."""
+        return rows_of(x[self.block], name, self.work)
+
+    def pair(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as rows, hidden ones zero."""
+        return visible_pair(self.rows("k", key), self.rows("v", value), self.hidden)
+
+    def room(self, name: str, target: Tensor) -> Tensor:
+        """Room for what `put` will write into (B, G, R, T, X)."""
+        return room_for_rows(target[self.block], name, self.work)
+
+    def put(self, target: Tensor, rows: Tensor) -> None:
+        """Write rows into (B, G, R, T, X)."""
+        put_rows(target[self.block], rows)
+
+
+def _visible(s: Shapes, is_causal: bool, work: Workspace) -> Tensor | None:
+    """Which keys the queries of a row may see, (R L, S) of ones and zeros; None means all."""
+    return torch.ones(s.L, s.S, dtype=work.dtype, device=work.device).tril_().repeat(s.R, 1) if is_causal else None
+
+
+@torch.library.custom_op("kernelformer::direct_attention", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    spec: str,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
+    known = lookup(spec)
+    assert isinstance(known, PositiveSpec)
+    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
+    dtype = compute_dtype(query.dtype)
+    work = Workspace(dtype, query.device)
+    out, row_scales = empty_rows(query, s.E), query.new_empty(s.B, s.H, s.L, dtype=dtype)
+    q5, k5, v5, out5 = (grouped(x, s.G) for x in (query, key, value, out))
+    scales5 = grouped(row_scales.unsqueeze(3), s.G)
+    visible = _visible(s, is_causal, work)
+    for first, last in spans(s.B, s.samples()):
+        block = _Block(s, key_mask, slice(first, last), work)
+        chunks = known.bind(spread(tensors, block.block, last - first, s.G), scale, True, False)
+        weights = DirectWeights(chunks, s, visible, block.hidden, work)
+        y, row_scale = weights.attend(block.rows("q", q5), *block.pair(k5, v5), block.room("out", out5))
+        block.put(out5, y)
+        block.put(scales5, row_scale.unsqueeze(2))
+    return out, row_scales
+
+
+@_forward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    spec: str,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
+    row_scales = query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
+    return empty_rows(query, value.shape[-1]), row_scales
+
+
+@torch.library.custom_op("kernelformer::direct_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    out: Tensor,
+    row_scales: Tensor,
+    spec: str,
+    scale: float,
+    is_causal: bool,
+    learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    known = lookup(spec)
+    assert isinstance(known, PositiveSpec)
+    s = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[-1]))
+    work = Workspace(compute_dtype(query.dtype), query.device)
+    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
+    totals = [torch.zeros_like(x) for x in tensors] if learn else []
+    q5, k5, v5, g5, out5 = (grouped(x, s.G) for x in (query, key, value, grad, out))
+    scales5 = grouped(row_scales.unsqueeze(3), s.G)
+    targets = [grouped(x, s.G) for x in (dq, dk, dv)]
+    visible = _visible(s, is_causal, work)
+    for first, last in spans(s.B, s.samples()):
+        block = _Block(s, key_mask, slice(first, last), work)
+        chunks = known.bind(spread(tensors, block.block, last - first, s.G), scale, True, learn)
+        weights = DirectWeights(chunks, s, visible, block.hidden, work)
+        given = (block.rows("g", g5), block.rows("o", out5), block.rows("row_scale", scales5).squeeze(2))
+        room = [block.room(name, x) for name, x in zip(("dq", "dk", "dv"), targets, strict=True)]
+        grads = weights.backward((block.rows("q", q5), *block.pair(k5, v5)), *given, room)
+        for target, rows in zip(targets, grads, strict=True):
+            block.put(target, rows)
+        if learn:
+            gather_grads(totals, chunks.tensor_grads(), block.block, last - first, s.G)
+    return dq, dk, dv, totals
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None,
+    tensors: list[Tensor],
+    out: Tensor,
+    row_scales: Tensor,
+    spec: str,
+    scale: float,
+    is_causal: bool,
+    learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    dq, dk, dv = (empty_rows(x, x.shape[-1]) for x in (query, key, value))
+    return dq, dk, dv, [torch.empty_like(x) for x in tensors] if learn else []
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, key_mask, tensors, ctx.spec, ctx.scale, ctx.is_causal = inputs
+    ctx.set_materialize_grads(False)
+    ctx.count = len(tensors)
+    ctx.learn = any(x.requires_grad for x in tensors)
+    ctx.save_for_backward(query, key, value, key_mask, *output, *tensors)
+
+
+def _grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 4 + ([None] * ctx.count,) + (None,) * 3
+    query, key, value, key_mask, out, row_scales, *tensors = ctx.saved_tensors
+    dq, dk, dv, totals = _backward(
+        grad, query, key, value, key_mask, tensors, out, row_scales, ctx.spec, ctx.scale, ctx.is_causal, ctx.learn
+    )
+    return dq, dk, dv, None, totals if ctx.learn else [None] * ctx.count, None, None, None
+
+
+_forward.register_autograd(_grad, setup_context=_save)
+
+
+def direct_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Attend to all keys, or to those up to one's own position, under normalization by a positive map.
+
+    Arguments as `linear.linear_attention`; causal: key j is visible to query i iff j <= i.
+
+    Returns:
+        (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
+    """
+    no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors)
+    out: Tensor = _forward(query, key, value, key_mask, list(tensors), spec, scale, is_causal)[0]
+    return out

@@ -1,0 +1,558 @@
+"""An advice in words and tables, and as a record."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from kernelformer.conversion.losses import RATIO, Figure, value_of_loss
+from kernelformer.conversion.profile import AttentionProfile
+from kernelformer.conversion.trials import Candidate, Errors, Expected, Timing, crossover
+from kernelformer.formatting import human_ratio, visible
+from kernelformer.page import (
+    COLOURS,
+    figure,
+    html_table,
+    legend_key,
+    portable,
+    pre,
+    safe,
+    safe_label,
+    section,
+    style,
+    whole_page,
+)
+
+
+@dataclass
+class Trial:
+    """A candidate and what is known of it.
+
+    Args:
+        candidate: what was tried.
+        errors: of its attention.
+        timing: at the length of use; None: not timed.
+        figure: of the model with it, really run; None: not run.
+        expected: where it was not run, by the others that were; None: nobody can tell.
+        steps: of a quick fit, where the candidate is fitted.
+    """
+
+    candidate: Candidate
+    errors: Errors
+    timing: Timing | None = None
+    figure: Figure | None = None
+    expected: Expected | None = None
+    steps: int = 0
+
+    @property
+    def fitted(self) -> bool:
+        """Whether its maps were fitted."""
+        return self.candidate.fitted
+
+    @property
+    def label(self) -> str:
+        """The candidate, and whether it was fitted."""
+        return f"{self.candidate}, fitted" if self.fitted else str(self.candidate)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "attention": self.candidate.spec,
+            "features": self.candidate.size,
+            "fitted": self.steps,
+            "error": self.errors.mean,
+            "layers": self.errors.layers,
+            "heads": None if self.figure is None else self.errors.heads,  # of all trials they would be most of a record
+            "predicted_error": self.errors.predicted,
+            "timing": None if self.timing is None else asdict(self.timing),
+            "figure": None if self.figure is None else asdict(self.figure),
+            "expected_loss": None if self.expected is None else asdict(self.expected),
+        }
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Attentions or heads that stay exact, and the figure of the model with them.
+
+    Args:
+        layers: numbers of attentions.
+        heads: numbers of heads by the number of their attention.
+        figure: of the model.
+        label: of the trial that it goes with.
+    """
+
+    layers: tuple[int, ...]
+    heads: dict[int, tuple[int, ...]]
+    figure: Figure
+    label: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure that was expected, and the one that a conversion on other texts then had.
+
+    Args:
+        label: of the trial.
+        attention: as ``convert`` takes it.
+        features: its number.
+        expected: value of the figure.
+        way: ``measured`` on the texts of the advice, or ``predicted`` by the other ones.
+        got: figure on other texts.
+    """
+
+    label: str
+    attention: str
+    features: int | None
+    expected: float
+    way: str
+    got: Figure
+
+
+TEXTS = "TEXTS"  # to learn from, in the line that distills
+MINUTES, RANK = "30", "8"  # of the distillation that is advised; all weights of a decoder take long to tune
+
+
+@dataclass
+class Advice:
+    """What `advise` says of a model.
+
+    Args:
+        model: class of the model.
+        attentions: names of its attentions, in the order of the modules.
+        fixed: numbers of those that stay as they are whatever is asked, such as sliding windows.
+        causal: whether they are.
+        kind: of the figures, see `Figure`.
+        tolerance: a figure that is near enough.
+        length: tokens of the longest text.
+        use_length: tokens at which times are compared.
+        rows: texts that candidates were measured on.
+        calls: name and number of each call of an attention in a pass.
+        profiles: of each call.
+        trials: in the order in which they were tried.
+        refused: candidates that cannot be, and why.
+        chosen: label of the cheapest untrained trial within the tolerance, or of the nearest one.
+        distilled: label of the nearest trial with fitted maps.
+        curve: times of the chosen one by length.
+        kept: what was tried to keep exact.
+        exact: which of it is advised; None: nothing.
+        recall: heads of a decoder that find again what stands far back, as (attention, head, score), see
+            `recall_scores`; the largest score first.
+        left_out: what there was no time for.
+        remarks: what a user should know.
+        checks: of `check`.
+        minutes: that it took.
+        environment: versions and machine.
+        source: what was given to the command, for the line to paste.
+        command: its other options, for the line to paste.
+    """
+
+    model: str
+    attentions: list[str]
+    causal: bool
+    kind: str
+    tolerance: float
+    length: int
+    use_length: int
+    rows: int
+    calls: list[tuple[str, int]]
+    profiles: list[AttentionProfile]
+    trials: list[Trial] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    chosen: str = ""
+    distilled: str | None = None
+    curve: list[Timing] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    exact: Kept | None = None
+    recall: list[tuple[int, int, float]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    minutes: float = 0.0
+    environment: dict[str, Any] = field(default_factory=dict)
+    source: str = "SRC"
+    command: dict[str, str] = field(default_factory=dict)
+    fixed: list[int] = field(default_factory=list)
+
+    @property
+    def convertible(self) -> list[int]:
+        """Numbers of the attentions that can be converted."""
+        return [i for i in range(len(self.attentions)) if i not in self.fixed]
+
+    def trial(self, label: str) -> Trial:
+        """The trial of a label."""
+        return next(x for x in self.trials if x.label == label)
+
+    @property
+    def pays_from(self) -> float | None:
+        """Tokens from which the chosen one is faster than exact attention; None: not seen, 0: at all lengths timed."""
+        return crossover(self.curve)
+
+    def within(self, trial: Trial) -> bool:
+        """Whether a trial was run and is near enough."""
+        return trial.figure is not None and trial.figure.within(self.tolerance)
+
+    def expected_value(self, trial: Trial) -> float | None:
+        """Value of the figure that is expected of a trial that was not run."""
+        return None if trial.expected is None else value_of_loss(self.kind, trial.expected.loss)
+
+    def convert_line(self, label: str, *, distill: bool = False) -> str:
+        """The command that converts as a trial does, to paste.
+
+        Args:
+            label: of the trial.
+            distill: learn too, from texts that are to be given: those of the advice are to measure on.
+        """
+        candidate = self.trial(label).candidate
+        options = {"--attention": candidate.spec}
+        if candidate.size is not None:
+            options["--features"] = str(candidate.size)
+        exact = self.exact if self.exact is not None and self.exact.label == label else None
+        if exact is not None and exact.layers:
+            options["--layers"] = number_ranges([i for i in self.convertible if i not in exact.layers])
+        if exact is not None and exact.heads:
+            options["--keep-heads"] = str(sum(map(len, exact.heads.values())))
+        if distill:
+            options |= {"--distill": TEXTS, "--minutes": MINUTES} | ({"--lora": RANK} if self.causal else {})
+        words = [x for name, y in {**options, **self.command}.items() for x in ((name, y) if y else (name,))]
+        return shlex.join(["kernelformer", "convert", self.source, "DST", *words])
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Write numbers as ``0-3,5``."""
+    parts: list[list[int]] = []
+    for x in numbers:
+        if parts and parts[-1][1] == x - 1:
+            parts[-1][1] = x
+        else:
+            parts.append([x, x])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+CANNOT_TELL = "cannot tell"
+NAMED = 8  # heads at most
+WORTHLESS = 1.0  # a predicted error above it says that the estimate is worthless
+LAYER_COLUMNS = ("attention", "|q|", "|k|", "dim.", "near 32", "64", "128", "first 1", "4", "far")
+
+
+def verdict(advice: Advice) -> list[str]:
+    """Three lines: what it can be converted to, when that pays and what stays exact, what distillation may add."""
+    return [_first_line(advice), _second_line(advice) + _recall_words(advice), _third_line(advice)]
+
+
+def _recall_words(advice: Advice) -> str:
+    if not advice.recall:
+        return ""
+    count = len(advice.recall)
+    heads = ", ".join(f"{i}.{head}" for i, head, _ in advice.recall[:NAMED])
+    more = f" and {count - NAMED} more" if count > NAMED else ""
+    return (
+        f" What is far is found again by {count} head{'s' * (count > 1)} ({heads}{more}; attention.head): "
+        f"--recall-heads {count} keeps {'them' if count > 1 else 'it'} exact, where details matter more than a cache "
+        f"of constant size."
+    )
+
+
+def _first_line(advice: Advice) -> str:
+    trial = advice.trial(advice.chosen)
+    near = f"{trial.figure} at {advice.length} tokens, and {advice.tolerance:g} is asked for"
+    if advice.within(trial):
+        alone = "; it sees nothing beyond its window" if trial.candidate.name == "local" else ""
+        fitted = [x.fitted for x in advice.trials if x.figure is not None]
+        also = f" and {sum(fitted)} fitted" if any(fitted) else ""
+        return (
+            f"Without training: {trial.label} is the cheapest that is near enough, of {fitted.count(False)} run "
+            f"untrained{also}: {near}{alone}."
+        )
+    if advice.exact is not None:
+        return (
+            f"Without training: {trial.label} is not near enough by itself ({near}), but with "
+            f"{kept_words(advice.exact)} exact it is: {advice.exact.figure}."
+        )
+    more = "; more --minutes may find one" if advice.left_out else ""
+    return f"Without training: nothing that was run is near enough; the nearest is {trial.label}: {near}{more}."
+
+
+def _second_line(advice: Advice) -> str:
+    trial = advice.trial(advice.chosen)
+    ratio = (
+        "" if trial.timing is None else f" ({human_ratio(trial.timing.ratio)} its time at {advice.use_length} tokens)"
+    )
+    line = f"It is {_when_faster(advice)}{ratio}; "
+    gains = [x for x in advice.kept if x is not advice.exact]
+    if advice.exact is not None:
+        return f"{line}keep {kept_words(advice.exact)} exact."
+    if advice.within(trial):
+        better = [x for x in gains if trial.figure is not None and x.figure.loss < trial.figure.loss]
+        best = min(better, key=lambda x: x.figure.loss, default=None)
+        more = "" if best is None else f", though {kept_words(best)} exact would give {best.figure}"
+        return f"{line}nothing has to be kept exact{more}."
+    if not gains:
+        return f"{line}whether keeping some exact suffices was not tried, for want of time."
+    tried = ", ".join(f"{kept_words(x)} exact: {x.figure}" for x in gains)
+    return f"{line}keeping the worst exact does not suffice ({tried})."
+
+
+def _when_faster(advice: Advice) -> str:
+    pays, lengths = advice.pays_from, [x.length for x in advice.curve]
+    if not lengths:
+        return f"faster than exact attention: {CANNOT_TELL}"
+    if pays is None:
+        return f"not faster than exact attention up to {lengths[-1]} tokens"
+    return f"faster than exact attention from {f'about {pays:,.0f}' if pays else lengths[0]} tokens on"
+
+
+def _third_line(advice: Advice) -> str:
+    if advice.distilled is None:
+        return f"After distillation: {CANNOT_TELL}, no map was fitted and run."
+    trial = advice.trial(advice.distilled)
+    enough = "near enough" if advice.within(trial) else "not yet near enough"
+    return (
+        f"After distillation: {trial.candidate} had {trial.figure} after {trial.steps} steps of a quick fit, "
+        f"{enough}; a longer one should do better than that, on texts to learn from ({TEXTS}), others than those here."
+    )
+
+
+def kept_words(kept: Kept) -> str:
+    """What is kept exact, in words."""
+    if kept.layers:
+        return f"attention{'s' * (len(kept.layers) > 1)} {number_ranges(kept.layers)}"
+    count = sum(map(len, kept.heads.values()))
+    return f"{count} head{'s' * (count > 1)} of largest error"
+
+
+def paste_lines(advice: Advice) -> list[str]:
+    """Commands to paste: without training where that is near enough, distilled where that is, or where nothing is."""
+    good = advice.within(advice.trial(advice.chosen)) or advice.exact is not None
+    lines = [advice.convert_line(advice.chosen)] if good else []
+    if advice.distilled is not None and (not good or advice.within(advice.trial(advice.distilled))):
+        lines.append(advice.convert_line(advice.distilled, distill=True))
+    return lines
+
+
+def layer_rows(advice: Advice) -> list[list[str]]:
+    """A row for each attention: its profile, and the error of the chosen trial and of a window alone."""
+    chosen = advice.trial(advice.chosen)
+    local = next((x for x in advice.trials if x.candidate.name == "local" and x.candidate.window == 64), None)
+    closed = next((x.errors.predicted for x in advice.trials if x.errors.predicted is not None), None)
+    rows = []
+    for i, ((name, call), profile) in enumerate(zip(advice.calls, advice.profiles, strict=True)):
+        place = str(advice.attentions.index(name))
+        label = f"{place}, call {call}" if call else place
+        worst = max(range(len(chosen.errors.heads[i])), key=chosen.errors.heads[i].__getitem__)
+        rows.append(
+            [
+                label,
+                *_profile_cells(profile),
+                "" if closed is None else closed_words(closed[i]),
+                "" if local is None else f"{local.errors.layers[i]:.3f}",
+                f"{chosen.errors.layers[i]:.3f}",
+                f"{worst}: {chosen.errors.heads[i][worst]:.3f}",
+            ]
+        )
+    return rows
+
+
+def layer_head(advice: Advice) -> list[str]:
+    """Names of the columns of `layer_rows`."""
+    return [*LAYER_COLUMNS, "favor+ predicted", "window 64 alone", advice.chosen, "worst head"]
+
+
+def closed_words(error: float) -> str:
+    """A predicted error in words."""
+    return "worthless" if error > WORTHLESS else f"{error:.3f}"
+
+
+def _profile_cells(profile: AttentionProfile) -> list[str]:
+    shares = [*profile.near.values(), *profile.first.values(), profile.far]
+    numbers = [statistics.fmean(x) for x in (profile.query, profile.key, profile.dimension)]
+    return [*(f"{x:.3g}" for x in numbers), *(f"{statistics.fmean(x):.0%}" for x in shares)]
+
+
+def trial_rows(advice: Advice) -> list[list[str]]:
+    """A row for each trial, the smallest error first."""
+    return [
+        [visible(x.label), f"{x.errors.mean:.3f}", _predicted(x), _ratio(x), _figure(advice, x), _way(x)]
+        for x in sorted(advice.trials, key=lambda x: x.errors.mean)
+    ]
+
+
+def trial_head(advice: Advice) -> list[str]:
+    """Names of the columns of `trial_rows`."""
+    return ["attention", "error", "predicted", f"time at {advice.use_length}", advice.kind, ""]
+
+
+def _predicted(trial: Trial) -> str:
+    known = trial.errors.predicted
+    return "" if known is None else closed_words(statistics.median(known))
+
+
+def _ratio(trial: Trial) -> str:
+    return "" if trial.timing is None else human_ratio(trial.timing.ratio)
+
+
+def _figure(advice: Advice, trial: Trial) -> str:
+    digits = 3 if advice.kind == RATIO else 4
+    value = advice.expected_value(trial) if trial.figure is None else trial.figure.value
+    return CANNOT_TELL if value is None else f"{value:.{digits}f}"
+
+
+def _way(trial: Trial) -> str:
+    return "measured" if trial.figure is not None else "predicted" if trial.expected is not None else ""
+
+
+def check_rows(advice: Advice) -> list[list[str]]:
+    """A row for each check: what was expected and what came."""
+    return [[visible(x.label), f"{x.expected:.4f}", x.way, f"{x.got.value:.4f}"] for x in advice.checks]
+
+
+def tables(advice: Advice) -> list[Table]:
+    """Tables for the terminal: of the attentions, of the candidates, and of the checks."""
+    shown = [
+        _table(
+            f"What the attentions look at, means over heads (0 is {visible(advice.attentions[0])})",
+            layer_head(advice),
+            layer_rows(advice),
+        ),
+        _table("Candidates (time: of exact attention's)", trial_head(advice), trial_rows(advice)),
+    ]
+    if advice.checks:
+        head = ["attention", "expected", "by", "got on other texts"]
+        shown.append(_table(f"Checked by conversions: {advice.kind}", head, check_rows(advice)))
+    return shown
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def record(advice: Advice) -> dict[str, Any]:
+    """Plain values that JSON can carry, without paths of this machine."""
+    values = dict(vars(advice))
+    values["profiles"] = [asdict(x) for x in advice.profiles]
+    values["trials"] = [x.as_json() for x in advice.trials]
+    for name in ("curve", "kept", "checks"):
+        values[name] = [asdict(x) for x in getattr(advice, name)]
+    values["exact"] = None if advice.exact is None else asdict(advice.exact)
+    values.update(pays_from=advice.pays_from, verdict=verdict(advice))
+    values["commands"] = [{"command": x} for x in paste_lines(advice)]
+    plain: dict[str, Any] = portable(values)
+    return plain
+
+
+def page(advice: Advice) -> str:
+    """The page of an advice, without scripts and network."""
+    about = (
+        f"{advice.model}, {len(advice.attentions)} attentions, {'causal' if advice.causal else 'bidirectional'}; "
+        f"{advice.rows} texts of up to {advice.length} tokens; {advice.minutes:.1f} minutes"
+    )
+    parts = [
+        section("Verdict", *(f"<p>{safe(x)}</p>" for x in verdict(advice)), *map(pre, paste_lines(advice))),
+        section("Pictures", f'<div class="figures">{"".join(_pictures(advice))}</div>'),
+        section("Attentions", _html_table("attentions", layer_head(advice), layer_rows(advice)), _legend()),
+        section("Candidates", _html_table("candidates", trial_head(advice), trial_rows(advice))),
+    ]
+    if advice.checks:
+        head = ["attention", "expected", "by", "got on other texts"]
+        parts.append(section("Checked by conversions", _html_table("checks", head, check_rows(advice))))
+    notes = [*advice.remarks, *(f"left out for time: {x}" for x in advice.left_out)]
+    notes += [f"cannot be: {label} ({reason})" for label, reason in advice.refused.items()]
+    if notes:
+        parts.append(section("Notes", "<ul>", *(f"<li>{safe(x)}</li>" for x in notes), "</ul>"))
+    return whole_page("What this model can be converted to", about, "\n".join(parts))
+
+
+def _legend() -> str:
+    words = (
+        "|q|, |k|: root mean square norms of sqrt(scale) q and k. dim.: statistical dimension of 128 tokens. near: "
+        "share of a query's weight on keys nearer than 32, 64, 128 tokens; first: on the first tokens; far: on neither "
+        "those within 64 tokens nor the first 4. favor+ predicted: relative error of the weights by the closed form. "
+        "The other columns: relative error of the output."
+    )
+    return f'<p class="soft">{safe(words)}</p>'
+
+
+def _html_table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [[safe_label(row[0]), *map(safe, row[1:])] for row in rows]
+    return html_table(name, [safe_label(x) for x in head], cells, "results")
+
+
+Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # by label, x and y
+
+
+def _pictures(advice: Advice) -> list[str]:
+    calls = "attention, in the order of the calls"
+    drawn = [
+        _lines(
+            "errors", "Error of each attention", _errors(advice), xlabel=calls, ylabel="relative error", yscale="log"
+        ),
+        _lines("mass", "Where the weight of a query is", _mass(advice), xlabel=calls, ylabel="share", ylim=(0, 1.02)),
+    ]
+    title = f"{advice.kind} against the mean error"
+    told = [f"{x.label} {x.figure.value:.4g} at {x.errors.mean:.3g}" for x in advice.trials if x.figure is not None]
+    drawn.append(figure("runs", title, f"{title}: {', '.join(told)}", lambda axis: _draw_runs(axis, advice)))
+    if advice.curve:
+        scales = {"xlabel": "tokens", "ylabel": "seconds", "xscale": "log", "yscale": "log"}
+        drawn.append(_lines("times", "Time by length", _times(advice), **scales))
+    return drawn
+
+
+def _lines(name: str, title: str, lines: Lines, **axes: Any) -> str:
+    """A figure of lines with its legend below it, and their ends in words."""
+
+    def draw(axis: Any) -> None:
+        for index, (x, y) in enumerate(lines.values()):
+            axis.plot(x, y, **style(index))
+        axis.set(**axes)
+
+    keys = (f"<li>{legend_key(f'{name}{i}', i)}{safe_label(label)}</li>" for i, label in enumerate(lines))
+    told = ", ".join(f"{label} from {y[0]:.3g} to {y[-1]:.3g}" for label, (_, y) in lines.items() if y)
+    return figure(name, title, f"{title}: {told}", draw, below=f'<ul class="legend">{"".join(keys)}</ul>')
+
+
+def _errors(advice: Advice) -> Lines:
+    """Error by attention, of the best trial of each method."""
+    best: dict[str, Any] = {}
+    for x in sorted(advice.trials, key=lambda x: x.errors.mean):
+        best.setdefault(x.candidate.method, x)
+    return {x.label: (range(len(advice.calls)), x.errors.layers) for x in best.values()}
+
+
+def _mass(advice: Advice) -> Lines:
+    shares = {
+        "near (64 tokens)": [statistics.fmean(x.near[64]) for x in advice.profiles],
+        "first 4": [statistics.fmean(x.first[4]) for x in advice.profiles],
+        "far": [statistics.fmean(x.far) for x in advice.profiles],
+    }
+    return {label: (range(len(advice.calls)), values) for label, values in shares.items()}
+
+
+def _times(advice: Advice) -> Lines:
+    lengths = [x.length for x in advice.curve]
+    return {
+        advice.chosen: (lengths, [x.seconds for x in advice.curve]),
+        "exact": (lengths, [x.exact for x in advice.curve]),
+    }
+
+
+def _draw_runs(axis: Any, advice: Advice) -> None:
+    """Figures that were measured, and those that are expected."""
+    run = [(x.errors.mean, x.figure.value) for x in advice.trials if x.figure is not None]
+    values = [(x.errors.mean, advice.expected_value(x)) for x in advice.trials if x.expected is not None]
+    for points, label, marker in ((run, "measured", "o"), (values, "predicted", "x")):
+        if points:
+            axis.plot(*zip(*points, strict=True), marker, label=label, color=COLOURS[marker == "x"])
+    axis.axhline(advice.tolerance, linestyle=":", color="grey", label="asked for")
+    axis.set(xlabel="mean relative error of the attentions", ylabel=advice.kind, xscale="log")
+    if advice.kind == RATIO:
+        axis.set_yscale("log")
+    axis.legend(fontsize=10, frameon=False)

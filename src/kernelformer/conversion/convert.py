@@ -1,0 +1,355 @@
+"""A pretrained model made linear, from a folder to a folder: converted, measured, distilled, and described."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kernelformer.commands import program
+from kernelformer.conversion.checkpoint import Checkpoint, appearing, check_target
+from kernelformer.conversion.distill import Distillation, check_repeats, held_out_rows, plan_stages
+from kernelformer.conversion.holdout import (
+    Batches,
+    Evaluation,
+    Texts,
+    choice_inputs,
+    divide_texts,
+    evaluation_inputs,
+    hold_back,
+    hold_out_windows,
+)
+from kernelformer.conversion.judge import check_judging, judge
+from kernelformer.conversion.keep import check_recall_heads, keep_exact
+from kernelformer.conversion.readers import hash_files
+from kernelformer.conversion.report import ConversionResult, licence_of
+from kernelformer.conversion.settings import JUDGED, ConvertSettings, JudgeSettings
+from kernelformer.conversion.steps import Log, Steps
+from kernelformer.conversion.texts import check_length
+from kernelformer.conversion.transfer import CENTRES, start_student
+from kernelformer.conversion.tune import lora_targets, quick_dtype
+from kernelformer.environment import environment
+from kernelformer.errors import StoppedError
+from kernelformer.feature_maps.untied import LogLinearMap
+from kernelformer.files import read_json, write_json, write_text
+from kernelformer.hf.load import Source, load_source
+from kernelformer.modules import AttentionCore, calibrate
+
+S = TypeVar("S", bound=ConvertSettings)
+ROWS = 2  # that attentions of a decoder are compared on
+MAPPED = 6  # passes of the original that take as long as one of a model with features, and starting its maps
+STARTS = 4  # others that maps start by, as in the conversion itself
+
+
+def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: None) -> tuple[S, str]:
+    """Settings with the attention that is proposed for a model, and why; see `proposal`.
+
+    Args:
+        setting: without an attention.
+        origin: the model.
+        texts: of the conversion; the comparison uses others than are measured on, where there are others.
+        log: called with what happens.
+    """
+    from kernelformer.hf.plan import DECODERS, Proposal, proposal
+
+    by_others = True
+
+    def compare(attentions: Sequence[str]) -> dict[str, float]:
+        nonlocal by_others
+        losses, by_others = _losses(setting, origin, texts, attentions, log)
+        return losses
+
+    found = proposal(
+        origin.model,
+        distilled=setting.distill is not None,
+        length=check_length(origin, setting.length),
+        compare=compare if texts.evaluation and origin.task == "causal" else None,
+    )
+    if setting.features is not None and found.attention == DECODERS[0]:  # a window alone has no features
+        found = Proposal(DECODERS[1], f"{DECODERS[1]}: a decoder without training, for which --features are asked")
+    features = found.features if setting.features is None else setting.features
+    same = "" if by_others else "; by what is measured on, for want of other texts"
+    reason = f"no --attention was given: {found.reason}{same}"
+    return replace(setting, attention=found.attention, features=features), reason
+
+
+def _losses(
+    setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str], log: Log
+) -> tuple[dict[str, float], bool]:
+    """Rise of the loss of the next token with each attention, as it would be converted; and whether by other texts."""
+    from kernelformer.conversion.losses import Reference
+    from kernelformer.conversion.transfer import start_student
+    from kernelformer.hf import convert, undo
+    from kernelformer.modules import METHODS, parse_method
+
+    length = check_length(origin, setting.length)
+    evaluation = evaluation_inputs(origin, texts, length, setting.samples, 1, setting.seed)
+    rows, used = choice_inputs(origin, texts, evaluation, length, ROWS + STARTS, 1, setting.seed)
+    work = {x: 1 if METHODS[parse_method(x)[0]].size is None else MAPPED for x in attentions}
+    if setting.features is not None:  # features were asked for: an attention without them is no choice
+        work = {x: cost for x, cost in work.items() if cost == MAPPED}
+    steps = Steps("choosing the attention", 1 + sum(work.values()), log)
+    with steps.step("the original", 1):
+        reference = Reference(origin.model, rows[:ROWS], predicts=True)
+    student = copy.deepcopy(origin.model)
+    losses = {}
+    for attention, cost in work.items():
+        method, options = replace(setting, attention=attention).method()
+        convert(student, method, setting.chosen(), **options)
+        with steps.step(attention, cost):
+            start_student(student, origin.model, rows[ROWS:] or rows)
+            losses[attention] = reference.figure(student).loss
+        undo(student)
+    return losses, used is not None
+
+
+MODULES = "modules.json"
+FILES = (MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
+PICKLED = (".bin", ".pt", ".pth", ".pkl")
+
+
+def copy_sentence_files(source: str | Path, target: Path, *, allow_pickle: bool = False) -> list[str]:
+    """Copy ``modules.json``, the other settings of sentence-transformers and the folders of its modules.
+
+    Nothing is copied of a source without ``modules.json``, no file through a link that leads out of it, and no pickled
+    weights unless they are allowed.
+
+    Args:
+        source: folder of the original, or its name on the hub.
+        target: folder of the converted model.
+        allow_pickle: copy pickled weights of modules too; they are never read here.
+
+    Returns:
+        Remarks for the user: what was copied, and what was not and why.
+    """
+    if Path(source).is_file():
+        return []
+    try:
+        folder = _local(source, [MODULES])
+        if not (folder / MODULES).is_file():
+            return []
+        names = _module_folders(folder / MODULES)
+        folder = _local(source, [*FILES, *(f"{x}/*" for x in names)])
+    except Exception as reason:  # the hub, links and JSON have many ways to fail, and the model is there without them
+        return [f"files of sentence-transformers were not copied: {str(reason).splitlines()[0].rstrip('.')}"]
+    files = sorted(x for pattern in FILES for x in folder.glob(pattern))
+    files += sorted(x for name in names for x in (folder / name).glob("*"))
+    # Of a name on the hub the files are links into the cache of its repository.
+    inside = folder.resolve() if Path(source).is_dir() else folder.resolve().parents[1]
+    copied, remarks = [], []
+    for file in files:
+        name = file.relative_to(folder).as_posix()
+        if not file.resolve().is_relative_to(inside):
+            remarks.append(f"{name} is a link out of {source} and was not copied")
+        elif not file.is_file():
+            remarks.append(f"{name} is no file and was not copied")
+        elif file.suffix in PICKLED and not allow_pickle:
+            remarks.append(f"{name} is pickled and was not copied; --allow-pickle does")
+        else:
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target / name)
+            copied.append(name)
+    return [f"files of sentence-transformers were copied: {', '.join(copied)}", *remarks]
+
+
+def _local(source: str | Path, patterns: Sequence[str]) -> Path:
+    """The folder itself, or one that has these files of a name on the hub."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
+
+
+def _module_folders(file: Path) -> list[str]:
+    """Folders that ``modules.json`` names; the model itself has none."""
+    record: Any = read_json(file)
+    if not isinstance(record, list) or not all(isinstance(x, dict) for x in record):
+        raise ValueError(f"{file.name} is not a list of modules")
+    names = [x.get("path", "") for x in record]
+    for name in names:
+        if not isinstance(name, str) or (name and not re.fullmatch(r"\w[\w.-]*", name)):
+            raise ValueError(f"{file.name} names {name!r:.60}, which is not the name of a folder")
+    return [x for x in names if x]
+
+
+STARTED = "start at centres of the original's keys"
+
+
+def run(
+    source: str | Path, target: Path, setting: ConvertSettings, *, force: bool = False, log: Log = lambda _: None
+) -> ConversionResult:
+    """Convert a model and write it: all of it or nothing; then judge it. The original is never changed.
+
+    What is judged goes into the report and the model card of the folder, which say until then that it was not. A
+    distillation that is stopped leaves its state in ``target`` + ".partial", and the same call goes on with it.
+
+    Args:
+        source: see `load_source`.
+        target: folder for the model, its tokenizer, report.json, report.png and README.md.
+        setting: how.
+        force: replace a converted model that is there.
+        log: called with what happens.
+    """
+    from kernelformer.hf import conversion, convert
+
+    check_target(source, target, force)
+    if setting.attention:
+        setting.method()  # what is wrong with it is said before anything is read
+    chosen = setting.chosen()
+    texts = divide_texts(setting.distill, setting.text, setting.samples, setting.seed)
+    log(f"reading {source}")
+    origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
+    check_judging(origin, texts, JudgeSettings.of(setting))
+    check_recall_heads(setting, origin, texts)
+    check_repeats(setting, origin)
+    remarks = list(origin.remarks)
+    if not setting.attention:
+        setting, reason = with_default(setting, origin, texts, log)
+        remarks.append(reason)
+    method, options = setting.method()
+    name = Path(source).resolve().name if Path(source).exists() else str(source)
+    result = ConversionResult(setting, name, type(origin.model).__name__, check_length(origin, setting.length))
+    result.remarks = remarks
+    result.environment = environment(torch.get_num_threads())
+    texts = hold_out_windows(origin, texts, result.length, setting.samples, setting.seed)
+    texts = hold_back(origin, texts, result.length, held_out_rows(result.length), setting.seed)
+    evaluation = evaluation_inputs(origin, texts, result.length, setting.samples, setting.batch, setting.seed)
+    inputs = evaluation.batches
+    if evaluation.used is None:
+        result.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
+    else:
+        result.texts["measured on"] = evaluation.used
+        rows = evaluation.used.texts if evaluation.used.windows is None else evaluation.used.windows
+        if rows < setting.samples:
+            result.remarks.append(f"{setting.samples} samples were asked for, and the texts to measure on make {rows}")
+    log(f"converting to {setting.attention}")
+    student = convert(copy.deepcopy(origin.model), method, chosen, **options)
+    statistics = _calibration_inputs(student, origin, result, texts, evaluation)
+    _calibrate(student, origin, statistics, result, log)
+    stages = plan_stages(student, setting) if texts.training else {}
+    if stages and setting.lora:
+        lora_targets(student, setting.lora_layers)  # what is wrong with it is said before anything is learned
+    keeps = bool(setting.keep or setting.keep_heads or setting.recall_heads)
+    _measure(result, "all converted" if keeps else "converted", origin, student, inputs, log)
+    if keeps:
+        keep_exact(student, origin, result, texts, evaluation, log)
+        _calibrate(student, origin, statistics, result, log)
+        _measure(result, "converted", origin, student, inputs, log)
+    checkpoint = Checkpoint.of(target, _identity(source, setting, result, student), force)
+    if stages:
+        Distillation(student, origin, texts, result, checkpoint, log, inputs).run(stages)
+        _measure(result, "distilled", origin, student, inputs, log)
+    result.conversion = conversion(student).as_json()
+    result.licence = licence_of(source)
+    log(f"writing {target}")
+    _write(student, origin, target, result, inputs)
+    checkpoint.remove()
+    if not setting.no_judge:
+        try:
+            result.judged = judge(origin, student, texts, evaluation, result.length, JudgeSettings.of(setting), log)
+        except KeyboardInterrupt:
+            words = ["judge", target, "--original", source, *(["--text", setting.text] if setting.text else [])]
+            later = " ".join([program(), *(shlex.quote(str(x)) for x in words)])
+            raise StoppedError(f"stopped while judging; {target} is complete, and `{later}` judges it.") from None
+        _describe(result, target, target.name)
+    return result
+
+
+def _calibration_inputs(
+    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation
+) -> Batches:
+    """Inputs to calibrate and to start on; none where the method has no use for them."""
+    parts = list(student.modules())
+    calibrated = any(isinstance(x, AttentionCore) and x.calibrates for x in parts)
+    started = any(isinstance(x, LogLinearMap) for x in parts) and evaluation.used is not None
+    if not calibrated and not started:
+        return []
+    setting = result.setting
+    samples, batch = setting.samples, setting.batch
+    rows, used = choice_inputs(origin, texts, evaluation, result.length, samples, batch, setting.seed)
+    if used is None:
+        result.remarks.append("calibrated on what is measured on; give more texts, or others to learn from")
+    else:
+        result.texts["calibrated on"] = used
+    return rows
+
+
+def _calibrate(student: Any, origin: Source, rows: Batches, result: ConversionResult, log: Log) -> None:
+    """Take statistics of the queries and keys that exact attention has, and start free maps at the keys themselves."""
+    if not rows:
+        return
+    log("calibrating")
+    if any(isinstance(x, AttentionCore) and x.calibrates for x in student.modules()):
+        calibrate(student, rows, reset=True, exact=True)
+    if result.texts.get("measured on") is None:
+        return  # random tokens have no keys worth starting at
+    chosen = start_student(student, origin.model, rows, autocast=quick_dtype(origin.model.device))
+    result.remarks = [x for x in result.remarks if STARTED not in x]
+    if chosen:
+        count = sum(x == CENTRES for x in chosen.values())
+        result.remarks.append(f"maps of {count} of {len(chosen)} attentions {STARTED}")
+
+
+def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, log: Log) -> None:
+    from kernelformer.conversion.measure import measure
+
+    log(f"measuring: {label}")
+    result.reports[label] = measure(origin.model, student, inputs)
+
+
+def _identity(source: str | Path, setting: ConvertSettings, result: ConversionResult, student: Any) -> dict[str, str]:
+    """What has to be the same for a distillation to go on; also what was chosen to stay exact."""
+    from kernelformer.hf import conversion
+
+    path = Path(source)
+    files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path] if path.is_file() else []
+    others = ("distill", "text", "allow_pickle", *JUDGED)
+    parts = {name: str(x) for name, x in vars(setting).items() if name not in others}
+    parts["source"] = ", ".join(f"{x.name} {x.stat().st_size} {x.stat().st_mtime_ns}" for x in files) or str(source)
+    for name in ("distill", "text"):
+        texts = getattr(setting, name)
+        parts[name] = hash_files([texts]) if texts else ""
+    plan = "; ".join(f"{x.name} {x.method} {list(x.exact_heads)}" for x in conversion(student).layers)
+    return {**parts, "model": result.model, "length": str(result.length), "what stays exact": plan}
+
+
+def _write(student: Any, origin: Source, target: Path, result: ConversionResult, inputs: Batches) -> None:
+    from kernelformer.conversion.report import picture
+
+    with appearing(target) as part:
+        student.save_pretrained(part)
+        if origin.tokenizer is not None:
+            origin.tokenizer.save_pretrained(part)
+        result.remarks += copy_sentence_files(origin.path, part, allow_pickle=result.setting.allow_pickle)
+        _describe(result, part, target.name)
+        picture(result, part / "report.png")
+        _check(student, part, inputs[0])
+
+
+def _describe(result: ConversionResult, folder: Path, name: str) -> None:
+    """Write the report and the model card, each all or nothing."""
+    from kernelformer.conversion.report import model_card
+
+    write_text(folder / "README.md", model_card(result, name))
+    write_json(folder / "report.json", result.as_json())
+
+
+@torch.no_grad()
+def _check(student: Any, folder: Path, inputs: dict[str, Tensor]) -> None:
+    """Check that the model as written gives the same numbers as the one in memory."""
+    from kernelformer.hf import load
+
+    student.eval()
+    written, own = load(folder)(**inputs)[0], student(**inputs)[0]
+    if not torch.allclose(written, own, rtol=1e-3, atol=1e-4 * float(own.abs().max())):
+        off = float((written - own).abs().max())
+        raise ValueError(f"the model as written differs by {off:.3g} from the one in memory; nothing was kept.")

@@ -1,0 +1,350 @@
+"""Judging a converted model beside its original: its parts, what it recalls, what it writes, and a probe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.conversion.holdout import Batches, Evaluation, Texts, divide_texts, evaluation_inputs
+from kernelformer.conversion.passkey import DIGITS, knows_numbers, passkeys, start_tokens
+from kernelformer.conversion.report import Judgement, Recall, Sample, card_section
+from kernelformer.conversion.settings import JudgeSettings
+from kernelformer.conversion.steps import Log, Steps
+from kernelformer.conversion.texts import check_length, check_readable, longest, read_labelled, some_texts, tokens_of
+from kernelformer.files import finite, read_json, write_json, write_text
+from kernelformer.generation import continuation
+from kernelformer.hf.load import Source, load_source
+from kernelformer.hf.pretrained import task_of
+from kernelformer.modules.evaluating import evaluating
+from kernelformer.page import plain, put_section
+
+LENGTHS = (512, 1024)  # tokens of texts with a hidden number, where nobody says
+TOKENS, PROMPT, PROMPTS = 64, 32, 2  # tokens of a sample and of the beginning before it; beginnings
+WRITTEN = 8  # tokens of a pass that take as long as one that is written
+
+
+def judge(
+    origin: Source,
+    student: Any,
+    texts: Texts,
+    evaluation: Evaluation,
+    length: int,
+    setting: JudgeSettings,
+    log: Log = lambda _: None,
+) -> Judgement:
+    """Measure a converted model beside its original; both are left as they were.
+
+    - The figures of a hybrid as it is, of its window and sinks alone, and of its kernel alone (see `part_figures`).
+    - Of causal models: whether a number hidden in a long text is found again (see `passkeys`), by the original, the
+      converted model and its window and sinks alone; and what original and converted model write, side by side.
+    - Of encoders, where it is asked for: the accuracy of a linear probe of each.
+
+    Args:
+        origin: the original.
+        student: the same model, converted.
+        texts: of the conversion; those to measure on are used.
+        evaluation: inputs to measure on.
+        length: tokens of a text.
+        setting: what to measure; see `check_judging`. The first batch is always measured; what is expected to end after
+            ``judge_minutes`` is left out and named.
+        log: called with what happens.
+    """
+    from kernelformer.conversion.parts import hybrids
+
+    writes = origin.task == "causal" and evaluation.used is not None
+    lengths = _lengths(origin, setting) if writes else ()
+    tokens = _sample_tokens(origin, setting) if writes else 0
+    rows, passes = evaluation.batches, 4 if hybrids(student) else 2
+    models = max(2, passes - 1)
+    work = passes * sum(map(_tokens, rows)) + models * setting.passkeys * sum(lengths)
+    work += PROMPTS * 2 * WRITTEN * tokens + 2 * length * setting.probe
+    seconds = math.inf if setting.judge_minutes is None else 60 * setting.judge_minutes
+    steps = Steps("judging", work, log, seconds)
+    with evaluating(origin.model, student):
+        used: Batches = []
+        result = Judgement(_figures(origin, student, texts, length, setting, _while_fits(rows, passes, steps, used)))
+        result.measured_on = str(evaluation.used or f"{setting.samples} rows of random tokens")
+        if len(used) < len(rows):
+            result.remarks.append(
+                f"left out for time: figures of {len(rows) - len(used)} of {len(rows)} batches of them"
+            )
+        if writes:
+            if setting.passkeys and not lengths:
+                result.remarks.append(
+                    "no numbers were hidden: the model has too few positions, or tokens for no digits"
+                )
+            count, reach = max(PROMPTS, setting.passkeys), max(lengths, default=PROMPT)
+            chosen, _ = some_texts(texts.evaluation, origin.tokenizer, reach, count, setting.seed, origin.task)
+            for asked in lengths:
+                share = models * setting.passkeys * asked
+                if steps.fits(share):
+                    result.recall += _recall(origin, student, chosen, asked, setting, steps, share / models)
+                else:
+                    result.remarks.append(f"left out for time: numbers hidden in {asked} tokens")
+            result.remarks += _lost(result.recall)
+            _add_samples(result, origin, student, chosen, tokens, setting, steps)
+        if setting.probe and steps.fits(2 * length * setting.probe):
+            with steps.step("probe", 2 * length * setting.probe):
+                result.probe = _probe(origin, student, length, setting)
+        elif setting.probe:
+            result.remarks.append("left out for time: probe")
+    result.seconds = steps.spent
+    return result
+
+
+def _tokens(batch: dict[str, Tensor]) -> int:
+    return next(iter(batch.values())).numel()
+
+
+def _while_fits(rows: Batches, passes: int, steps: Steps, used: Batches) -> Iterator[dict[str, Tensor]]:
+    """Yield batches, the first one in any case, and note them."""
+    for batch in rows:
+        if not steps.fits(passes * _tokens(batch)):
+            return
+        used.append(batch)
+        with steps.step("the model and its parts", passes * _tokens(batch)):
+            yield batch
+
+
+def check_judging(origin: Source, texts: Texts, setting: JudgeSettings) -> None:
+    """Check that what is asked for can be measured, before anything takes time.
+
+    Args:
+        origin: the original.
+        texts: to measure on.
+        setting: what is asked for.
+
+    Raises:
+        ValueError: a probe of a model that is no encoder or without labelled texts; hidden numbers or samples of a
+            model that does not write, of lengths that it has no positions for, or without texts.
+    """
+    from kernelformer.conversion.passkey import check_labels
+
+    for name in ("passkey_lengths", "sample_tokens"):
+        value = getattr(setting, name)
+        if value and origin.task != "causal":
+            raise ValueError(f"{name} is for decoders, {origin.path} is a model for {origin.task!r}; leave it out.")
+        if value and not texts.evaluation:
+            raise ValueError(f"{name}={value} needs texts to measure on; give them by --text.")
+    _check_positions(origin, setting)
+    if setting.passkey_lengths:
+        if not setting.passkeys:
+            raise ValueError(f"passkey_lengths={setting.passkey_lengths} and passkeys=0 contradict each other.")
+        check_readable(origin, texts.evaluation)
+        passkeys(texts.evaluation[:1], origin.tokenizer, min(setting.passkey_lengths), 1)
+        if not knows_numbers(origin):
+            raise ValueError(
+                f"passkey_lengths={setting.passkey_lengths}: the tokenizer of {origin.path} has tokens of digits that "
+                f"the model's vocabulary has not; give passkeys=0, or put the model's own tokenizer there."
+            )
+    if setting.probe:
+        if origin.task != "encoder":
+            raise ValueError(f"a probe is for encoders, {origin.path} is one for {origin.task!r}; leave it out.")
+        if setting.text is None:
+            raise ValueError(f"probe={setting.probe} needs texts with labels; give them by --text.")
+        labelled, labels = read_labelled(setting.text, setting.probe, setting.seed)
+        check_readable(origin, labelled)
+        check_labels(labels)
+
+
+def _check_positions(origin: Source, setting: JudgeSettings) -> None:
+    limit = longest(origin)
+    needed = max(*setting.passkey_lengths, (setting.sample_tokens or 0) + 1, 1)
+    if limit is not None and needed > limit:
+        raise ValueError(
+            f"passkey_lengths={setting.passkey_lengths} and sample_tokens={setting.sample_tokens} need up to {needed} "
+            f"positions, {origin.path} has {limit}; give smaller ones."
+        )
+
+
+def _figures(
+    origin: Source,
+    student: Any,
+    texts: Texts,
+    length: int,
+    setting: JudgeSettings,
+    batches: Iterable[dict[str, Tensor]],
+) -> Any:
+    from kernelformer.conversion.parts import part_figures
+
+    answers = None
+    if origin.task == "masked" and texts.evaluation:
+        bare = replace(origin, task="encoder")  # the same rows in the same order, with nothing hidden
+        same = evaluation_inputs(bare, texts, length, setting.samples, setting.batch, setting.seed)
+        answers = [x["input_ids"] for x in same.batches]
+    return part_figures(origin.model, student, batches, answers)
+
+
+def _lengths(origin: Source, setting: JudgeSettings) -> tuple[int, ...]:
+    if not setting.passkeys:
+        return ()
+    if not setting.passkey_lengths and not knows_numbers(origin):
+        return ()
+    limit = longest(origin)
+    return setting.passkey_lengths or tuple(x for x in LENGTHS if limit is None or x <= limit)
+
+
+def _recall(
+    origin: Source,
+    student: Any,
+    texts: Sequence[str],
+    length: int,
+    setting: JudgeSettings,
+    steps: Steps,
+    work: float,
+) -> list[Recall]:
+    """Ask each model for the same numbers hidden in texts of one length, as a step of so much work."""
+    from kernelformer.conversion.parts import CONVERTED, NEAR, ORIGINAL, hybrids, near_alone
+    from kernelformer.conversion.passkey import answer_log_probs
+
+    models: dict[str, tuple[Any, AbstractContextManager[None]]]
+    models = {ORIGINAL: (origin.model, nullcontext()), CONVERTED: (student, nullcontext())}
+    if hybrids(student):
+        models[NEAR] = (student, near_alone(student))
+    rows = passkeys(texts, origin.tokenizer, length, setting.passkeys, setting.seed)
+    result = []
+    for name, (model, way) in models.items():
+        with steps.step(f"numbers hidden in {length} tokens, {name}", work), way:
+            answers = [answer_log_probs(model, x.ids, x.answer) for x in rows]
+        scores = tuple(float(x.sum()) / DIGITS for x, _ in answers)
+        result.append(Recall(length, name, tuple(x.distance for x in rows), tuple(x for _, x in answers), scores))
+    return result
+
+
+def _lost(recall: Sequence[Recall]) -> list[str]:
+    """What to do where the converted model finds less than half of what the original finds."""
+    from kernelformer.conversion.parts import CONVERTED, ORIGINAL
+
+    found = {name: sum(sum(x.right) for x in recall if x.model == name) for name in (ORIGINAL, CONVERTED)}
+    if 2 * found[CONVERTED] >= found[ORIGINAL]:
+        return []
+    total = sum(len(x.right) for x in recall if x.model == ORIGINAL)
+    return [
+        f"{found[CONVERTED]} of {total} hidden numbers were found, by the original {found[ORIGINAL]}: where such "
+        f"details matter, keep the heads that recall exact, by convert --recall-heads"
+    ]
+
+
+def _sample_tokens(origin: Source, setting: JudgeSettings) -> int:
+    if setting.sample_tokens is not None:
+        return setting.sample_tokens
+    limit = longest(origin)
+    return TOKENS if limit is None else min(TOKENS, limit // 2)
+
+
+def _add_samples(
+    result: Judgement,
+    origin: Source,
+    student: Any,
+    texts: Sequence[str],
+    tokens: int,
+    setting: JudgeSettings,
+    steps: Steps,
+) -> None:
+    """Let both models go on with the beginnings of some texts, while there is time."""
+    from kernelformer.conversion.parts import CONVERTED, ORIGINAL
+
+    if tokens == 0:
+        return
+    limit = longest(origin)
+    room = PROMPT if limit is None else min(PROMPT, limit - tokens)
+    first = start_tokens(origin.tokenizer)
+    begins = (x for ids in tokens_of(texts, origin.tokenizer) if (x := [*first, *ids][:room]))
+    for number, ids in enumerate(islice(begins, PROMPTS)):  # of texts that have a token
+        if not steps.fits(2 * WRITTEN * tokens):
+            result.remarks.append(f"left out for time: samples from number {number + 1} on")
+            return
+        begin, written = torch.tensor([ids]), {}
+        for name, model in ((ORIGINAL, origin.model), (CONVERTED, student)):
+            with steps.step(f"sample {number + 1}, {name}", WRITTEN * tokens):
+                written[name] = continuation(model, origin.tokenizer, begin, tokens=tokens, seed=setting.seed + number)
+        result.samples.append(Sample(origin.tokenizer.decode(begin[0], skip_special_tokens=True), written))
+
+
+def _probe(origin: Source, student: Any, length: int, setting: JudgeSettings) -> Any:
+    from kernelformer.conversion.passkey import compare_probes, embeddings
+
+    assert setting.text is not None
+    texts, labels = read_labelled(setting.text, setting.probe, setting.seed)
+    original, converted = (
+        embeddings(x, origin.tokenizer, texts, length, 4 * setting.batch) for x in (origin.model, student)
+    )
+    return compare_probes(original, converted, torch.tensor(labels))
+
+
+def judge_folder(folder: Path, original: str | Path, setting: JudgeSettings, *, log: Log = lambda _: None) -> Judgement:
+    """Judge a converted model of a folder; what was measured goes into its report.json and README.md.
+
+    Weights, configuration and all else in the folder stay as they are.
+
+    Args:
+        folder: of the converted model.
+        original: of it, see `load_source`.
+        setting: what to measure; ``length`` is by default that of the conversion.
+        log: called with what happens.
+
+    Raises:
+        ValueError: the original is of another model; see also `check_judging`.
+    """
+    from kernelformer.hf import load
+
+    log(f"reading {folder}")
+    student = load(folder)
+    log(f"reading {original}")
+    origin = load_source(original, task=_task(student), allow_pickle=setting.allow_pickle)
+    _check_same(folder, student, origin)
+    texts = divide_texts(None, setting.text, setting.samples, setting.seed)
+    check_judging(origin, texts, setting)
+    report, card = _report(folder), folder / "README.md"
+    page = card.read_text("utf-8") if card.is_file() else f"# {plain(folder.resolve().name)}\n"
+    length = check_length(origin, report.get("length") if setting.length is None else setting.length)
+    evaluation = evaluation_inputs(origin, texts, length, setting.samples, setting.batch, setting.seed)
+    result = judge(origin, student, texts, evaluation, length, setting, log)
+    if setting.text is not None and _learned_from(report) == setting.text.name:
+        result.remarks.append(f"the model has learned from a file of the same name, {setting.text.name}")
+    write_json(folder / "report.json", {**report, "judged": finite(result.as_json())})
+    write_text(card, put_section(page, card_section(result), before="## What it is not good for"))
+    return result
+
+
+def _task(student: Any) -> str:
+    """The task that a converted model was read for; ``auto`` where its class says it, as one of a classifier."""
+    task = task_of(student)
+    return "auto" if task == "encoder" and getattr(student, "base_model", student) is not student else task
+
+
+def _check_same(folder: Path, student: Any, origin: Source) -> None:
+    """Check that two models are the same but for what was converted."""
+    ours = {name: x.shape for name, x in student.named_parameters()}
+    for name, x in origin.model.named_parameters():
+        if ours.get(name) != x.shape:
+            raise ValueError(
+                f"{origin.path} is not the original of {folder}: its {name} has shape {tuple(x.shape)}, the converted "
+                f"model's {tuple(ours[name]) if name in ours else 'is missing'}; give the model that was converted."
+            )
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    path = folder / "report.json"
+    if not path.is_file():
+        return {}
+    report = read_json(path)
+    if not isinstance(report, dict):
+        raise ValueError(f"{path} is not the report of a conversion, but {type(report).__name__}; remove it.")
+    return report
+
+
+def _learned_from(report: dict[str, Any]) -> str | None:
+    """The name of the file that a conversion has learned from, as its report has it."""
+    part: Any = report
+    for name in ("texts", "learned from", "file"):
+        part = part.get(name) if isinstance(part, dict) else None
+    return part if isinstance(part, str) else None

@@ -1,0 +1,677 @@
+"""What a conversion says of itself: tables for the terminal, a picture, a model card."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any, BinaryIO
+
+from rich.table import Table
+
+from kernelformer.conversion.losses import standard_error
+from kernelformer.conversion.measure import Report, Row
+from kernelformer.conversion.parts import CONVERTED, KERNEL, NEAR, ORIGINAL, Figures
+from kernelformer.conversion.passkey import Probe
+from kernelformer.conversion.texts import TextsUsed
+from kernelformer.files import check_regular, finite
+from kernelformer.formatting import human_time, visible
+from kernelformer.hf.load import auto_classes
+from kernelformer.hf.pretrained import gguf_file
+from kernelformer.page import code, plain, table
+
+
+@dataclass
+class ConversionResult:
+    """What a conversion did and measured: everything that its report, its model card and its record show.
+
+    Args:
+        setting: how to convert, a dataclass of plain values and paths: `pipelines.convert_settings.ConvertSettings`.
+        source: name of the folder, or on the hub.
+        model: class of the original.
+        length: tokens of a text.
+        conversion: see `Conversion.as_json`.
+        exact_heads: heads that stay exact, by the reason and the name of their attention.
+        reports: what was measured: ``all converted`` where some were kept afterwards, ``converted``, ``distilled``.
+        losses: by stage of the distillation, step by step.
+        curves: by stage, looks at held-out texts: step, seconds, tokens, loss.
+        spent: by stage, seconds, tokens and the rate at its peak; before the last stage a figure of the model, see
+            `Figure`.
+        texts: what was used of which file, by what it was for.
+        remarks: what a user should know.
+        environment: versions and machine.
+        licence: of the source, as it states it; empty: it does not.
+        judged: what was measured beside the original: `reports.judgement.Judgement`; None: nothing.
+        tokens: that were learned from, counted each time; None: not counted.
+        seconds: that the distillation took; None: not known.
+    """
+
+    setting: Any
+    source: str
+    model: str
+    length: int
+    conversion: list[dict[str, Any]] = field(default_factory=list)
+    exact_heads: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    reports: dict[str, Any] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    curves: dict[str, list[list[float]]] = field(default_factory=dict)
+    spent: dict[str, dict[str, float]] = field(default_factory=dict)
+    texts: dict[str, TextsUsed] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    licence: str = ""
+    judged: Any = None
+    tokens: int | None = None
+    seconds: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; of files the names alone."""
+        setting = {name: x.name if isinstance(x, Path) else x for name, x in vars(self.setting).items()}
+        reports = {name: x.as_json() for name, x in self.reports.items()}
+        texts = {name: asdict(x) for name, x in self.texts.items()}
+        judged = None if self.judged is None else self.judged.as_json()
+        own = {"setting": setting, "reports": reports, "texts": texts, "judged": judged}
+        plain: dict[str, Any] = finite({**vars(self), **own})
+        return plain
+
+
+LONGEST = 1 << 20  # bytes of a card, or of a text in a header, that are read
+NOT_STATED = "not stated by the source: ask there"
+_CARD, _FILES = "README.md", ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
+_FRONT = re.compile(r"\A---\n(.*?)^---$", re.DOTALL | re.MULTILINE)
+# Types of values in a .gguf, as struct has them.
+_NUMBERS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
+_TEXT, _LIST = 8, 9
+
+
+def licence_of(source: str | Path) -> str:
+    """Find the licence of a pretrained model; empty where the source states none.
+
+    That of the card (``license:`` in the front matter of README.md), else the first line of a file such as LICENSE, of
+    a ``.gguf`` file ``general.license``. Of a name on the hub the files are those that its cache has.
+
+    Args:
+        source: see `load_source`.
+    """
+    path = Path(source)
+    try:
+        packed = gguf_file(path)
+        if packed is not None:
+            return _of_gguf(packed) or _of_folder(packed.parent)
+        return _of_folder(path) if path.is_dir() else _of_hub(str(source))
+    except (OSError, ValueError):  # a licence that cannot be read is not stated
+        return ""
+
+
+def _of_folder(folder: Path) -> str:
+    card = folder / _CARD
+    stated = _of_card(_read(card)) if card.is_file() else ""
+    files = (x for name in _FILES if (x := folder / name).is_file())
+    return stated or next((line for x in files if (line := _first_line(_read(x)))), "")
+
+
+def _of_hub(name: str) -> str:
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = (try_to_load_from_cache(name, x) for x in (_CARD, "config.json"))
+    found = next((x for x in cached if isinstance(x, str)), None)
+    return _of_folder(Path(found).parent) if found else ""
+
+
+def _read(path: Path) -> str:
+    with check_regular(path).open("rb") as file:
+        return file.read(LONGEST).decode("utf-8", errors="replace")
+
+
+def _of_card(text: str) -> str:
+    """``license_name`` or ``license`` of the front matter; ``other`` alone says nothing."""
+    front = _FRONT.match(text.replace("\r\n", "\n").removeprefix("\ufeff"))
+    block = front[1] if front else ""
+    found = re.finditer(r"^(license(?:_name|_link)?):(.*(?:\n[ \t]*-[ \t].*)*)", block, re.MULTILINE)
+    values = {x[1]: _values(x[2]) for x in found}  # a list goes on below, an item a line
+    name = values.get("license_name") or values.get("license", "")
+    if name == "other":
+        return ""
+    link = values.get("license_link")
+    return f"{name} ({link})" if name and link else name
+
+
+def _values(text: str) -> str:
+    """The words of a value in a front matter, those of a list between commas."""
+    items = [re.sub(r"^\s*-\s", "", x).split(" #")[0] for x in text.strip().strip("[]").splitlines()]
+    words = [y.strip().strip("'\"") for x in items for y in x.split(",")]
+    return ", ".join(x for x in words if x)
+
+
+def _first_line(text: str) -> str:
+    line = next((visible(x.strip()) for x in text.removeprefix("\ufeff").splitlines() if x.strip()), "")
+    return f"{line[:80]} (file LICENSE of the source)" if line else ""
+
+
+def _of_gguf(path: Path) -> str:
+    """Read ``general.license`` of the header of a ``.gguf`` file, without the rest of it."""
+    with check_regular(path).open("rb") as file:
+        try:
+            if file.read(4) != b"GGUF" or _read_number(file, "I") < 2:
+                return ""
+            file.read(8)  # number of tensors
+            for _ in range(_read_number(file, "Q")):
+                key, kind = _text(file), _read_number(file, "I")
+                if key == "general.license" and kind == _TEXT:
+                    return _text(file).strip()
+                _skip(file, kind)
+        except (KeyError, OverflowError, RecursionError, struct.error):
+            return ""
+    return ""
+
+
+def _read_number(file: BinaryIO, kind: str) -> int:
+    (value,) = struct.unpack(f"<{kind}", file.read(struct.calcsize(f"<{kind}")))
+    return int(value)
+
+
+def _text(file: BinaryIO) -> str:
+    length = _read_number(file, "Q")
+    if length > LONGEST:
+        raise ValueError(f"a name or a licence of {length} bytes is none.")
+    return file.read(length).decode("utf-8", errors="replace")
+
+
+def _skip(file: BinaryIO, kind: int) -> None:
+    if kind == _TEXT:
+        file.seek(_read_number(file, "Q"), 1)
+    elif kind == _LIST:
+        inner, count = _read_number(file, "I"), _read_number(file, "Q")
+        if inner in (_TEXT, _LIST):
+            for _ in range(count):
+                _skip(file, inner)
+        else:
+            file.seek(count * struct.calcsize(f"<{_NUMBERS[inner]}"), 1)
+    else:
+        file.seek(struct.calcsize(f"<{_NUMBERS[kind]}"), 1)
+
+
+HEADING = "## How it was judged"
+NOT_JUDGED = "It was not judged beside its original; `kernelformer judge` does that."
+GUESS = "-2.3"  # log of 1/10, what guessing a digit gives
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Answers of one model to the questions for numbers that were hidden in texts of one length.
+
+    Args:
+        length: tokens of a text.
+        model: `ORIGINAL`, `CONVERTED` or `NEAR`.
+        distances: tokens from each number to its answer.
+        right: whether greedy continuation gives the number.
+        log_probs: log-probability of each number, by digit.
+    """
+
+    length: int
+    model: str
+    distances: tuple[int, ...]
+    right: tuple[bool, ...]
+    log_probs: tuple[float, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, with the means and their standard errors."""
+        share, log_prob = [float(x) for x in self.right], self.log_probs
+        means = {"accuracy": fmean(share), "accuracy_error": standard_error(share)}
+        return {**asdict(self), **means, "log_prob": fmean(log_prob), "log_prob_error": standard_error(log_prob)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What models write after the same beginning, by the model's name."""
+
+    prompt: str
+    texts: dict[str, str]
+
+
+@dataclass
+class Judgement:
+    """What was measured of a converted model beside its original.
+
+    Args:
+        figures: of the whole model by part, see `part_figures`.
+        recall: of hidden numbers, by length and model.
+        samples: texts of decoders, side by side.
+        probe: of encoders.
+        measured_on: the inputs of ``figures``, in words.
+        seconds: that all of it took.
+        remarks: what a user should know.
+    """
+
+    figures: dict[str, Figures]
+    recall: list[Recall] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    probe: Probe | None = None
+    measured_on: str = ""
+    seconds: float = 0.0
+    remarks: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The judgement as plain values."""
+        return {**asdict(self), "recall": [x.as_json() for x in self.recall]}
+
+
+Rows = list[list[str]]
+
+
+def _mean(values: Sequence[float]) -> str:
+    error = standard_error(values)
+    return f"{fmean(values):.2f}" + ("" if error is None else f" ± {error:.2g}")
+
+
+def figure_rows(judgement: Judgement) -> tuple[list[str], Rows]:
+    """Head and rows of the table of parts: a column for each part, a row for each figure that there is."""
+    parts = [x for x in (ORIGINAL, NEAR, KERNEL, CONVERTED) if x in judgement.figures]
+    names: dict[str, Callable[[Figures], str]] = {
+        "perplexity": lambda x: _with_error(x.perplexity),
+        "hidden tokens that are found, share": lambda x: _with_error(x.accuracy, x.accuracy_error),
+        "mean outputs, cosine": lambda x: _with_error(x.cosine),
+        "same best token, share": lambda x: _with_error(x.agreement),
+        "relative error of the output": lambda x: _with_error(x.output),
+    }
+    both = {CONVERTED: f"{CONVERTED} (both)"} if NEAR in parts else {}
+    rows = [[name, *(show(judgement.figures[x]) for x in parts)] for name, show in names.items()]
+    return ["", *(both.get(x, x) for x in parts)], [x for x in rows if any(x[1:])]
+
+
+def _with_error(value: float | None, error: float | None = None) -> str:
+    return "" if value is None else f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+
+def recall_rows(judgement: Judgement) -> tuple[list[str], Rows]:
+    """Head and rows of the table of hidden numbers: a row for each length, two columns for each model.
+
+    Where `NEAR` is among them the last column is what the kernel adds to it, text by text.
+    """
+    models = list(dict.fromkeys(x.model for x in judgement.recall))
+    head = ["tokens", *(x for name in models for x in (f"{name}: right", "log p"))]
+    rows = []
+    for length, group in groupby(judgement.recall, key=lambda x: x.length):
+        by = {x.model: x for x in group}
+        row = [str(length)]
+        for name in models:
+            row += [_mean([float(x) for x in by[name].right]), _mean(by[name].log_probs)]
+        if NEAR in by:
+            pairs = zip(by[CONVERTED].log_probs, by[NEAR].log_probs, strict=True)
+            row.append(_mean([x - y for x, y in pairs]))
+        rows.append(row)
+    return (head if NEAR not in models else [*head, "the kernel adds, log p"]), rows
+
+
+def probe_sentence(probe: Probe) -> str:
+    """The figures of a probe in words."""
+    error = "" if probe.error is None else f" ± {100 * probe.error:.2g}"
+    points = 100 * (probe.converted - probe.original)
+    return (
+        f"linear probe: accuracy {probe.original:.4f} on the original's embeddings and {probe.converted:.4f} on the "
+        f"converted model's, {points:+.2f}{error} points (fitted to {probe.trained} texts, tried on {probe.tested})"
+    )
+
+
+def judgement_tables(judgement: Judgement) -> list[Table]:
+    """For the terminal: the parts, and the numbers that were found again."""
+    shown = []
+    titles = ("Both models, and the parts of a hybrid by themselves", f"Numbers hidden in texts ({_recall_note()})")
+    for title, (head, rows) in zip(titles, (figure_rows(judgement), recall_rows(judgement)), strict=True):
+        if not rows:
+            continue
+        shown.append(each := Table(title=title))
+        for name in head:
+            each.add_column(name, justify="right" if name and name != "tokens" else "left")
+        for row in rows:
+            each.add_row(*row)
+    return shown
+
+
+def remarks(judgement: Judgement | None) -> list[str]:
+    """Sentences for the terminal, after the tables."""
+    if judgement is None:
+        return [f"note: {NOT_JUDGED}"]
+    probed = [] if judgement.probe is None else [probe_sentence(judgement.probe)]
+    return [*probed, *(f"note: {x}" for x in judgement.remarks)]
+
+
+def _recall_note() -> str:
+    return f"share right, and log-probability of a digit, where guessing gives {GUESS}; mean ± standard error"
+
+
+def card_section(judgement: Judgement | None) -> str:
+    """Section of a model card that says how the model was judged, or that it was not."""
+    if judgement is None:
+        return f"{HEADING}\n\n{NOT_JUDGED}\n"
+    head, rows = figure_rows(judgement)
+    parts = [HEADING, f"Measured on {plain(judgement.measured_on)}.", table(head, rows)]
+    if NEAR in judgement.figures:
+        parts.append(
+            "Where attention was replaced, near tokens and the first ones are attended to exactly, the others by a "
+            "kernel; each part by itself shows what the other one is good for. Attentions and heads that were kept "
+            "exact are so in every column."
+        )
+    if judgement.recall:
+        parts += [
+            "A number of five digits stands in a long text, and the text ends with the question for it: "
+            f"{_recall_note()}.",
+            table(*recall_rows(judgement)),
+        ]
+    if judgement.probe is not None:
+        parts.append(f"- {probe_sentence(judgement.probe)}")
+    for sample in judgement.samples:
+        written = {"beginning": sample.prompt, **{f"{name} model": x for name, x in sample.texts.items()}}
+        parts += [f"{name.capitalize()}:\n\n{_quote(x)}" for name, x in written.items()]
+    parts += [f"- note: {plain(x)}" for x in judgement.remarks]
+    return "\n\n".join(parts) + "\n"
+
+
+def _quote(text: str) -> str:
+    """A text of others as a quotation, line by line."""
+    return "\n>\n".join(f"> {plain(x)}" for x in text.splitlines() if x.strip()) or "> (nothing)"
+
+
+STEEP = 8.0  # a relative error from which on an axis is logarithmic: a few tokens of decoders have huge states
+HOPELESS = 100.0  # a predicted error beyond which the number says nothing
+
+
+def tables(result: ConversionResult) -> list[Table]:
+    """For the terminal: attention by attention, how errors add up, and the judgement."""
+    return [_attentions(result), _depths(result), *([] if result.judged is None else judgement_tables(result.judged))]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _predicted(row: Row) -> str:
+    if row.predicted is None:
+        return row.reason
+    return f"{row.predicted:.2g}" if row.predicted < HOPELESS else f"over {HOPELESS:g}"
+
+
+def _called(row: Row, start: int = 0) -> str:
+    """Its name from a place on, and which call it is where there are several."""
+    return f"{row.name[start:]} ({row.call + 1})" if row.call else row.name[start:]
+
+
+def _common(names: Sequence[str]) -> int:
+    """Length of what all names begin with, in whole parts, the last part left out."""
+    parts = [x.split(".")[:-1] for x in names]
+    same = 0
+    while all(len(x) > same and x[same] == parts[0][same] for x in parts):
+        same += 1
+    return len(".".join(parts[0][:same]) + ".") if same else 0
+
+
+def _attentions(result: ConversionResult) -> Table:
+    labels = list(result.reports)
+    table = Table(title=f"{visible(result.source)}: relative error of each attention, at the original's inputs")
+    start = _common([x.name for x in result.reports[labels[-1]].rows])
+    table.add_column("attention", overflow="fold")
+    table.add_column("method", no_wrap=True)
+    for name in ("|q| rms, max", "|k| rms, max", "predicted", *labels, "worst head"):
+        table.add_column(name, justify="right")
+    for rows in zip(*(result.reports[x].rows for x in labels), strict=True):
+        last = rows[-1]
+        worst = max(range(len(last.heads)), key=last.heads.__getitem__)
+        table.add_row(
+            visible(_called(last, start)),
+            last.method,
+            *(f"{x.rms:.3g}, {x.largest:.3g}" for x in (last.query, last.key)),
+            _predicted(last),
+            *(_number(x.error) for x in rows),
+            f"{worst}: {_number(last.heads[worst])}",
+        )
+    return table
+
+
+def _depths(result: ConversionResult) -> Table:
+    reports: list[Report] = list(result.reports.values())
+    table = Table(title="The model by itself: relative error of hidden states, where errors add up")
+    for name in ("after", *result.reports):
+        table.add_column(name, justify="left" if name == "after" else "right")
+    for part in reports[0].hidden:
+        for i, values in enumerate(zip(*(x.hidden[part] for x in reports), strict=True)):
+            prefix = "" if part == "layers" else f"{part} "
+            table.add_row(f"{prefix}layer {i}" if i else f"{prefix}embeddings", *map(_number, values))
+    for name, whole in figures(result).items():
+        table.add_row(name, *map(_number, whole), style="bold")
+    return table
+
+
+def figures(result: ConversionResult) -> dict[str, list[float | None]]:
+    """Figures of the whole model, one for each report."""
+    reports: list[Report] = list(result.reports.values())
+    rows: dict[str, list[float | None]] = {
+        "perplexity": [x.perplexity for x in reports],
+        "perplexity of the original": [x.original_perplexity for x in reports],
+        "output, relative error": [x.output for x in reports],
+        "same best token, share": [x.agreement for x in reports],
+        "mean outputs, cosine": [x.cosine for x in reports],
+    }
+    return {name: values for name, values in rows.items() if any(x is not None for x in values)}
+
+
+def picture(result: ConversionResult, path: Path) -> None:
+    """Errors by layer: of each attention by itself, and of the hidden states as they add up (Performer, Fig. 14)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    reports: dict[str, Report] = result.reports
+    parts = list(next(iter(reports.values())).hidden)
+    curves = {stage: x for stage, x in result.curves.items() if len(x) > 1}
+    count = 1 + len(parts) + len(curves)
+    figure, axes = plt.subplots(1, count, figsize=(4.6 * count, 3.8), squeeze=False, constrained_layout=True)
+    first, *others = axes[0][: 1 + len(parts)]
+    for axis, (stage, points) in zip(axes[0][1 + len(parts) :], curves.items(), strict=True):
+        axis.plot([x[1] / 60 for x in points], [x[3] for x in points], marker="o", color="C2")
+        axis.set_title(f"{stage}: loss of held-out texts")
+        axis.set_xlabel("minutes")
+        axis.set_ylim(bottom=0)
+        axis.grid(True, alpha=0.2)
+    for index, (label, report) in enumerate(reports.items()):
+        numbers = list(range(len(report.rows)))
+        color = f"C{index}"
+        first.plot(numbers, [x.error for x in report.rows], marker="o", color=color, label=label)
+        for axis, part in zip(others, parts, strict=True):
+            values = report.hidden[part]
+            axis.plot(range(len(values)), values, marker="o", color=color, label=label)
+    last = list(reports.values())[-1]
+    low, high = [min(x.heads) for x in last.rows], [max(x.heads) for x in last.rows]
+    first.fill_between(range(len(low)), low, high, color=f"C{len(reports) - 1}", alpha=0.15, linewidth=0)
+    known = [(i, x.predicted) for i, x in enumerate(last.rows) if x.predicted is not None and x.predicted < HOPELESS]
+    if known:
+        first.plot(*zip(*known, strict=True), linestyle=":", color="grey", label="predicted, of the weights")
+    first.set_title("each attention by itself (shade: its heads)")
+    first.set_xlabel("attention, in the order of the calls")
+    for axis, part in zip(others, parts, strict=True):
+        axis.set_title("hidden states, errors added up" if part == "layers" else f"hidden states of the {part}")
+        axis.set_xlabel("layers")
+    for axis in (first, *others):
+        if axis.get_ylim()[1] > STEEP:
+            axis.set_yscale("symlog", linthresh=1)
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("relative error")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(True, alpha=0.2)
+    first.legend(fontsize="small")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def model_card(result: ConversionResult, name: str) -> str:
+    """README.md of a converted model.
+
+    Args:
+        result: what was done.
+        name: of the folder.
+    """
+    layers = result.conversion
+    replaced = [x for x in layers if x["method"] != "softmax"]
+    grows = [x for x in layers if x["method"] == "softmax" and "linear already" not in x.get("reason", "")]
+    heads = {x["name"]: x["exact_heads"] for x in replaced if x["exact_heads"]}
+    options = replaced[0]["options"] if replaced else {}
+    method = replaced[0]["method"] if replaced else "softmax"
+    said = ", ".join(f"{x} = {y}" for x, y in options.items()) or "defaults"
+    auto = next(iter(auto_classes(result.model)), "AutoModel")
+    sections = [
+        _front_matter(result),
+        f"# {plain(name)}",
+        f"{plain(result.source)} ({plain(result.model)}) with "
+        + (
+            "linear-time attention in place of softmax attention."
+            if replaced
+            else "its own softmax attention: a check."
+        ),
+        "```python\nimport kernelformer.hf  # transformers knows this folder after it\n"
+        f"from transformers import {auto}\n\n"
+        f"model = {auto}.from_pretrained({code(name)})  # path of this folder; or kernelformer.hf.load({code(name)})\n"
+        "```",
+        "After that import pipelines and sentence-transformers open the folder, too; without it no program does.",
+        "## What was done",
+        "\n".join(
+            f"- {x}"
+            for x in (
+                f"source: {plain(result.source)}, class {plain(result.model)}",
+                f"licence of the source: {plain(result.licence or NOT_STATED)}",
+                f"attention: {plain(method)}, {plain(said)}",
+                f"replaced: {len(replaced)} of {len(layers)} attentions",
+                f"kept exact: {_kept(result)}",
+                *_near(options),
+                f"exact heads: {_heads(result)}",
+                *_learning(result),
+                *(f"{what}: {plain(used)}" for what, used in result.texts.items()),
+                f"length of texts: at most {result.length} tokens",
+                *(f"note: {plain(x)}" for x in result.remarks),
+            )
+        ),
+        "## Figures",
+        _figures(result),
+        "![errors by layer](report.png)",
+        "Relative errors against the original. Of a single attention it is that of its output at the original's "
+        "queries, keys and values; hidden states are those of the model running by itself, where errors add up. All "
+        "of them are in report.json.",
+        card_section(result.judged).rstrip(),
+        "## What it is not good for",
+        _limits(result, linear=bool(replaced), quadratic=bool(grows or heads)),
+        "## Versions",
+        ", ".join(f"{plain(x)} {plain(y)}" for x, y in result.environment.items() if x in VERSIONS),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+VERSIONS = ("kernelformer", "torch", "transformers", "python")
+
+
+def _front_matter(result: ConversionResult) -> str:
+    """Metadata that the hub reads; what is not surely a name of its kind is left out."""
+    lines = ["library_name: kernelformer", "tags: [linear-attention, kernelformer]"]
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", result.source, re.ASCII):
+        lines.append(f"base_model: {result.source}")
+    if re.fullmatch(r"[a-z][a-z0-9.-]*", result.licence):
+        lines.append(f"license: {result.licence}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def _kept(result: ConversionResult) -> str:
+    """What was kept exact, and why."""
+    setting, kept = result.setting, [x for x in result.conversion if x["method"] == "softmax"]
+    reasons: dict[str, list[str]] = {}
+    asked = [f"not among --layers {setting.layers}"] if setting.layers else []
+    asked += [f"the output needs them most, --keep {setting.keep}"] if setting.keep else []
+    by_heads = {name for heads in result.exact_heads.values() for name in heads}
+    for x in kept:
+        why = "all its heads are" if x["name"] in by_heads else " or ".join(asked)
+        reasons.setdefault(x.get("reason") or why, []).append(x["name"])
+    parts = (f"{plain(', '.join(names))}{f' ({plain(why)})' if why else ''}" for why, names in reasons.items())
+    return "; ".join(parts) or "none"
+
+
+def _near(options: dict[str, Any]) -> list[str]:
+    """What a hybrid attends to exactly in the attentions that were replaced."""
+    window, sinks = options.get("window"), options.get("sinks", 0)
+    if window is None and not sinks:
+        return []
+    near = [f"tokens less than {window} away"] if window is not None else []
+    near += ["the first token" if sinks == 1 else f"the first {sinks} tokens"] if sinks else []
+    return [f"exact within each replaced attention: {' and '.join(near)}"]
+
+
+def _heads(result: ConversionResult) -> str:
+    """Heads that stay exact, and why."""
+    parts = []
+    for why, heads in result.exact_heads.items():
+        named = "; ".join(f"{plain(name)}: {', '.join(map(str, x))}" for name, x in heads.items())
+        parts.append(f"{named} ({plain(why)})")
+    return "; ".join(parts) or "none"
+
+
+def _learning(result: ConversionResult) -> list[str]:
+    lora = result.setting.lora
+    stages = {"transfer": "attention transfer", "tune": f"LoRA of rank {lora}" if lora else "tuning of all weights"}
+    rows = "window" if any(x.windows is not None for x in result.texts.values()) else "text"
+    rows += "s" * (result.setting.batch > 1)
+    lines = [
+        f"{stages.get(x, x)}: {len(losses)} steps of {result.setting.batch} {rows}, "
+        f"loss {losses[0]:.4g} to {losses[-1]:.4g}{_held_out(result, x)}"
+        for x, losses in result.losses.items()
+        if losses
+    ]
+    if not lines:
+        return ["distillation: none"]
+    if result.tokens is None:
+        steps = sum(map(len, result.losses.values()))
+        counted = f"at most {steps * result.setting.batch * result.length:,}, repeats counted"
+    else:
+        counted = f"{result.tokens:,}"
+    time = [] if result.seconds is None else [f"time of distillation: {human_time(result.seconds)}"]
+    return [*lines, f"tokens learned from: {counted}", *time]
+
+
+def _held_out(result: ConversionResult, stage: str) -> str:
+    """The best look at held-out texts, and the figure after the stage, where there are any."""
+    values = [x[3] for x in result.curves.get(stage, [])]
+    said = f", of held-out texts {values[0]:.4g} to {min(values):.4g}" if values else ""
+    figures = {x: y for x, y in result.spent.get(stage, {}).items() if x not in ("seconds", "tokens", "rate")}
+    return said + "".join(f"; {name} after it {value:.4g}" for name, value in figures.items())
+
+
+def _figures(result: ConversionResult) -> str:
+    reports: dict[str, Report] = result.reports
+    rows = [[name, *map(_number, values)] for name, values in figures(result).items()]
+    for i, some in enumerate(zip(*(x.rows for x in reports.values()), strict=True)):
+        rows.append([f"attention {i}: {plain(_called(some[-1]))}", *(_number(x.error) for x in some)])
+    return table(["", *reports], rows)
+
+
+def _limits(result: ConversionResult, *, linear: bool, quadratic: bool) -> str:
+    last: Report = list(result.reports.values())[-1]
+    used = result.texts.get("measured on", f"{last.samples} rows of random tokens")
+    lines = [
+        f"{'It is not the original: its' if linear else 'Its'} output differs by {last.output:.2g} (relative), "
+        f"measured on {plain(used)}, at most {result.length} tokens each. {_task(result)}; try it on yours before you "
+        f"rely on it.",
+        "Texts of another kind or much longer than these were not looked at.",
+        "Attention dropout is left out in training, since there are no weights to drop.",
+        "Short inputs: below a few hundred tokens exact attention is as fast and exact.",
+    ]
+    if quadratic:
+        lines.append("What was kept exact still takes time and, in generation, memory that grow with the length.")
+    if linear and not any(result.losses.values()):
+        lines.append("Nothing was distilled: weights that were trained with softmax attention meet another one.")
+    return "\n".join(f"- {x}" for x in lines)
+
+
+def _task(result: ConversionResult) -> str:
+    judged: Judgement | None = result.judged
+    if judged is None or judged.probe is None:
+        return "How well it does at a task has not been measured"
+    return f"Of tasks it was tried on one: {probe_sentence(judged.probe)}"

@@ -1,0 +1,598 @@
+"""Distillation: maps are fitted to the attention of the original, then all weights to its outputs."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from kernelformer.conversion.losses import attention_loss, output_loss
+from kernelformer.errors import positive_int
+from kernelformer.hf.capture import AttentionCall, attention_calls
+from kernelformer.hf.convert import conversion, cores
+from kernelformer.modules import AttentionCore
+from kernelformer.modules.evaluating import evaluating
+
+Batch = Mapping[str, Tensor]
+
+
+class Watched:
+    """An original whose attentions are watched on batch after batch.
+
+    Args:
+        teacher: the original, in evaluation mode.
+        names: of the attentions to record.
+        autocast: the precision of its pass, such as ``torch.bfloat16``.
+    """
+
+    def __init__(self, teacher: PreTrainedModel, names: Iterable[str], autocast: torch.dtype | None = None) -> None:
+        self.teacher, self.names, self.autocast = teacher, set(names), autocast
+
+    def __call__(self, batch: Batch) -> list[AttentionCall]:
+        """Run the original on a batch; the calls, in their order."""
+        with torch.autocast(self.teacher.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return attention_calls(self.teacher, batch, outputs=False, only=self.names)
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """How often, and in which order, what was seen of a batch serves.
+
+    Batches come in blocks of ``block``: first each once, as the original is run on it; then again, ``times`` in all, in
+    an order that the step's number gives. So a step costs a pass of the original only now and then, and a run that
+    was stopped goes on by its number of steps alone.
+
+    Args:
+        block: batches that are kept at a time.
+        times: each of them serves.
+    """
+
+    block: int = 1
+    times: int = 1
+
+    def first_batch(self, step: int) -> int:
+        """Number of the first batch of the block that a step, counted from 0, belongs to."""
+        return step // (self.block * self.times) * self.block
+
+    def batches_of(self, steps: int) -> int:
+        """Number of batches that the first steps use."""
+        blocks, rest = divmod(steps, self.block * self.times)
+        return blocks * self.block + min(rest, self.block)
+
+    def steps(self, watched: Watched, batches: Iterator[Batch], first: int, last: int) -> Iterator[Turn]:
+        """Yield what each step from ``first`` on works with; ``batches`` begin with `first_batch` of ``first``.
+
+        Args:
+            watched: the original.
+            batches: inputs.
+            first: number of the first step.
+            last: number of the step before which to end: no batch is taken that would not be used.
+        """
+        whole = self.block * self.times
+        start, kept = first // whole * whole, dict[int, tuple[list[AttentionCall], int]]()
+        for step in range(start, last):
+            turn, place = divmod(step % whole, self.block)
+            if place == 0 and turn == 0:
+                kept.clear()
+            if place == 0:
+                gen = torch.Generator().manual_seed(step)
+                order = torch.randperm(self.block, generator=gen).tolist() if turn else list(range(self.block))
+            number = order[place]
+            if turn == 0:
+                batch = next(batches)
+                kept[number] = watched(batch), real_tokens(batch)
+            if step >= first:
+                calls, tokens = kept[number]
+                yield Turn(step, calls, seed=(step // whole) * self.block + number, turn=turn, tokens=tokens)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a step works with.
+
+    Args:
+        step: its number, from 0.
+        calls: of the original's attentions on one batch.
+        seed: number of the batch.
+        turn: how often it has served before.
+        tokens: of the batch that are no padding.
+    """
+
+    step: int
+    calls: list[AttentionCall]
+    seed: int
+    turn: int
+    tokens: int
+
+
+def real_tokens(batch: Batch) -> int:
+    """Tokens of a batch that are no padding."""
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        return int(mask.sum())
+    return batch["input_ids"].numel() if "input_ids" in batch else len(next(iter(batch.values())))
+
+
+Log = Callable[[int, float], None]
+WARM_UP = 20  # steps; a tenth of the stage where it has few
+LOOKS = 20  # at the held-out texts, evenly over a stage; fewer where it has few steps
+LOOKING = 0.15  # of the time at most, where a clock ends the stage
+PATIENCE = 10  # looks without a better one after which a stage ends: rates at their peak often cost something at first
+Point = tuple[int, float, int, float]  # step, seconds, tokens, held-out loss
+
+
+@dataclass
+class Progress:
+    """Progress of a stage, with which a run that was stopped goes on as if it had not been.
+
+    Args:
+        losses: of the steps so far.
+        saved: what `state` gave, to go on from.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    saved: dict[str, Any] | None = None
+    curve: list[Point] = field(default_factory=list)
+    tokens: int = 0  # of all steps so far
+    ended: bool = False  # whether held-out texts no longer gained
+    over: bool = False  # whether the stage is done
+    rates: list[float] = field(default_factory=list)  # of the groups, at their peak
+    whole: bool = True  # whether weights and losses are of the same steps
+    optimizer: torch.optim.Optimizer | None = None  # of the run that is going on
+    best: list[Tensor] | None = None  # trained tensors as they were at the best look
+    _before: float = 0.0  # seconds of runs that were stopped
+    _start: float = 0.0
+
+    def state(self) -> dict[str, Any] | None:
+        """All that a run needs to go on, as tensors and plain values; None before the first run."""
+        if self.optimizer is None:
+            return self.saved
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "curve": self.curve,
+            "tokens": self.tokens,
+            "ended": self.ended,
+            "over": self.over,
+            "rates": self.rates,
+            "best": self.best,
+            "seconds": self.seconds,
+        }
+
+    def start(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin a run with this optimizer, from the state that was saved if there is one."""
+        for group in optimizer.param_groups:
+            group.setdefault("peak", group["lr"])
+        if self.saved is not None:
+            optimizer.load_state_dict(self.saved["optimizer"])
+            self.curve = [tuple(x) for x in self.saved["curve"]]
+            self.tokens, self.ended, self.best = (self.saved[x] for x in ("tokens", "ended", "best"))
+            self._before = self.saved["seconds"]
+        self.rates = [group["peak"] for group in optimizer.param_groups]
+        self.optimizer = optimizer
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Time that the stage has taken so far, in all runs."""
+        return self._before + (time.monotonic() - self._start if self._start else 0.0)
+
+
+class Stage:
+    """A stage of training: steps until their number, the time or the patience is at its end.
+
+    The rate rises over the first steps and falls to nothing by a cosine over the stage. Where there are held-out
+    texts they are looked at before the first step and `LOOKS` times after, and the tensors of the best look are what
+    stays in the end.
+
+    Args:
+        optimizer: of the trained tensors.
+        steps: at most.
+        seconds: at most, if given; the schedule then follows the clock, of all runs together.
+        progress: to go on with.
+        look: gives the loss of the held-out texts; None: there are none.
+        log: called after each step with its number and its loss.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        seconds: float | None,
+        progress: Progress | None,
+        look: Callable[[], float] | None,
+        log: Log | None,
+    ) -> None:
+        self.optimizer, self.steps, self.budget, self.look, self.log = optimizer, steps, seconds, look, log
+        self.progress = progress or Progress()
+        self.progress.start(optimizer)
+        self.trained = [x for group in optimizer.param_groups for x in group["params"]]
+        self.looking = 0.0  # seconds
+        self.looks = max(1, min(LOOKS, steps // 4))
+
+    @property
+    def share(self) -> float:
+        """The share of the work that is done."""
+        gone = 0.0 if self.budget is None else self.progress.seconds / max(self.budget, 1e-9)
+        return max(len(self.progress.losses) / max(1, self.steps), gone)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the numbers of the steps, from the first one that was not done; each is to call `update`."""
+        progress = self.progress
+        while True:
+            if self._look_is_due():  # here, so that a look during which a run was stopped is made up for
+                self._look()
+            if len(progress.losses) >= self.steps or self.share >= 1 or progress.ended:
+                break
+            step = len(progress.losses)
+            self._set_rate(step)
+            yield step
+        if self.look is not None and progress.curve[-1][0] < len(progress.losses):
+            self._look()
+        self._finish()
+
+    def update(self, loss: float, tokens: int) -> None:
+        """Make a step of the optimizer, by the gradients that are there, and count it: both or neither."""
+        progress = self.progress
+        with uninterrupted():
+            progress.whole = False
+            self.optimizer.step()
+            progress.losses.append(loss)
+            progress.tokens += tokens
+            progress.whole = True
+        if self.log is not None:
+            self.log(len(progress.losses), loss)
+
+    def _look_is_due(self) -> bool:
+        if self.look is None:
+            return False
+        quick = self.budget is None or self.looking <= LOOKING * self.progress.seconds
+        return quick and min(1.0, self.share) * self.looks >= len(self.progress.curve)
+
+    def _look(self) -> None:
+        assert self.look is not None
+        progress = self.progress
+        start = time.monotonic()
+        value = self.look()
+        self.looking += time.monotonic() - start
+        best = min((x[-1] for x in progress.curve), default=math.inf)
+        progress.curve.append((len(progress.losses), progress.seconds, progress.tokens, value))
+        if value < best:
+            progress.best = [x.detach().clone() for x in self.trained]
+        values = [x[-1] for x in progress.curve]
+        progress.ended = len(values) - 1 - values.index(min(values)) >= PATIENCE
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        if self.progress.best is not None:
+            for x, best in zip(self.trained, self.progress.best, strict=True):
+                x.copy_(best)
+        self.optimizer.zero_grad()
+        self.progress.over = True
+
+    def _set_rate(self, step: int) -> None:
+        rise = max(1, min(WARM_UP, self.steps // 10))
+        factor = min(1.0, (step + 1) / rise) * 0.5 * (1 + math.cos(math.pi * min(1.0, self.share)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * max(factor, 0.01)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of a block; other threads than the main one never get it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def best_rate(
+    tensors: Sequence[Tensor], rates: Sequence[float], trial: Callable[[float], float]
+) -> tuple[float, dict[float, float]]:
+    """Try rates one after the other, a few steps each, and put the tensors back after each.
+
+    Args:
+        tensors: that a trial changes.
+        rates: to try.
+        trial: trains with a rate and returns a held-out loss.
+
+    Returns:
+        The rate with the smallest loss, and all losses; one that is no number counts as infinite.
+    """
+    before = [x.detach().clone() for x in tensors]
+    losses = {}
+    for rate in rates:
+        value = trial(rate)
+        losses[rate] = value if math.isfinite(value) else math.inf
+        with torch.no_grad():
+            for x, old in zip(tensors, before, strict=True):
+                x.copy_(old)
+    return min(losses, key=losses.__getitem__), losses
+
+
+Batches = Iterator[Mapping[str, Tensor]]
+ONCE = Reuse()
+
+
+class BreakdownError(ValueError):
+    """A loss that is no number."""
+
+
+def learned(student: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Collect the parameters of the maps of a converted model, by the names of its attentions."""
+    replaced = set(conversion(student).replaced)
+    maps = {name: list(core.parameters()) for name, core in cores(student).items() if name in replaced}
+    return {name: own for name, own in maps.items() if own}
+
+
+def learns(student: nn.Module) -> bool:
+    """Tell whether the maps of a converted model have parameters to fit."""
+    return bool(learned(student))
+
+
+def transfer(
+    student: nn.Module,
+    teacher: PreTrainedModel,
+    batches: Batches,
+    *,
+    steps: int,
+    lr: float = 5e-2,
+    seconds: float | None = None,
+    autocast: torch.dtype | None = None,
+    progress: Progress | None = None,
+    log: Log | None = None,
+    held_out: Sequence[Mapping[str, Tensor]] = (),
+    reuse: Reuse = ONCE,
+    window_dropout: float = 0.0,
+) -> list[float]:
+    """Attention transfer: fit the maps of a converted model to the original's attention; the backbone stays.
+
+    All layers at once: one pass of the original shows the queries, keys and values of each. The loss of a layer is
+
+        mean over rows i, heads of  KL(softmax(scale q_i k_j + b_ij) || phi(q_i) phi(k_j) exp(b_ij) / sum)
+
+    with positive features, over some of the rows; near keys of a core with a window have their exact weights in it.
+    With signed features, whose weights have no logarithm, it is the squared error of the outputs relative to their
+    size.
+
+    Args:
+        student: converted.
+        teacher: the same model, not converted.
+        batches: inputs of the models, without end.
+        steps: at most.
+        lr: of Adam, at its peak; it falls to nothing by a cosine.
+        seconds: at most, if given; the schedule then follows the clock.
+        autocast: the precision of the original's pass, such as ``torch.bfloat16``; maps are fitted in their own.
+        progress: of a run to go on with; ``steps`` counts all of them, and ``batches`` start where it stopped, or
+            with `Reuse.first_batch` of its steps.
+        log: called after each step with its number and the mean loss of the layers.
+        held_out: inputs to look at now and then; the maps of the best look are kept.
+        reuse: how often what the original saw of a batch serves; each time other rows of it count.
+        window_dropout: share of the rows in which near keys get the map's weights, see `attention_loss`.
+
+    Returns:
+        The mean loss of the layers, step by step.
+
+    Raises:
+        ValueError: there is nothing in the maps to learn.
+    """
+    own = learned(student)
+    if not own:
+        methods = ", ".join(sorted({x.method for x in conversion(student).layers if x.replaced})) or "nothing converted"
+        raise ValueError(
+            f"attention transfer fits what a map learns, and there is nothing to learn here ({methods}); use a learned "
+            f"method such as 'loglinear', or fine-tune."
+        )
+    watched, inside = Watched(teacher, own, autocast), cores(student)
+    parameters = [x for some in own.values() for x in some]
+    options: dict[str, Any] = {"window_dropout": window_dropout}
+    with evaluating(student, teacher):
+        held = [watched(x) for x in held_out]
+        look = partial(_held_loss, inside, held) if held else None
+        stage = Stage(torch.optim.Adam(parameters, lr=lr), steps, seconds, progress, look, log)
+        turns = reuse.steps(watched, batches, len(stage.progress.losses), steps)
+        for step in stage:
+            turn = next(turns)
+            stage.optimizer.zero_grad()
+            total = 0.0
+            for call in turn.calls:  # one call at a time, so that one graph is alive at a time
+                loss = attention_loss(inside[call.name], *call.inputs, seed=turn.seed, turn=turn.turn, **options)
+                loss.backward()
+                total += float(loss.detach()) / len(turn.calls)
+            stage.update(_finite("transfer", step, total), turn.tokens)
+    return stage.progress.losses
+
+
+def _held_loss(inside: Mapping[str, AttentionCore], held: Sequence[Sequence[AttentionCall]]) -> float:
+    with torch.no_grad():
+        losses = [float(attention_loss(inside[x.name], *x.inputs)) for calls in held for x in calls]
+    return sum(losses) / len(losses)
+
+
+def _finite(stage: str, step: int, loss: float) -> float:
+    if not math.isfinite(loss):
+        raise BreakdownError(
+            f"{stage} broke down: the loss of step {step + 1} is {loss}; use a smaller rate, or another method."
+        )
+    return loss
+
+
+def tune(
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    batches: Batches,
+    *,
+    steps: int,
+    lr: float = 1.5e-4,
+    map_lr: float = 1.5e-3,
+    seconds: float | None = None,
+    autocast: torch.dtype | None = None,
+    progress: Progress | None = None,
+    log: Log | None = None,
+    held_out: Sequence[Mapping[str, Tensor]] = (),
+) -> list[float]:
+    """Train everything but the word embeddings of a converted model against the original's hidden states and outputs.
+
+        loss = mean over layers of |h - h'|^2 / |h' - mean|^2  +  KL(p' || p), or 5 (1 - cosine of the mean outputs)
+
+    Dropout is off, as it is in the original's pass.
+
+    Args:
+        student: converted.
+        teacher: the same model, not converted.
+        batches: inputs of the models, without end.
+        steps: at most.
+        lr: of AdamW for the backbone, at its peak; 0 leaves it as it is.
+        map_lr: for what maps learn.
+        seconds: at most, if given.
+        autocast: the precision of the passes, such as ``torch.bfloat16``; weights and losses stay as they are.
+        progress: see `transfer`.
+        log: called after each step with its number and the loss.
+        held_out: inputs to look at now and then; the weights of the best look are kept.
+
+    Returns:
+        The loss, step by step.
+    """
+    maps = [x for some in learned(student).values() for x in some]
+    fixed = {id(x) for x in maps}
+    for part in (student.get_input_embeddings(), student.get_output_embeddings()):
+        fixed |= {id(x) for x in part.parameters()} if part is not None else set()
+    rest = [x for x in student.parameters() if id(x) not in fixed and x.is_floating_point() and x.requires_grad]
+    groups = [{"params": x, "lr": rate, "peak": rate} for x, rate in ((maps, map_lr), (rest, lr)) if x and rate]
+    if not groups:
+        raise ValueError(f"nothing to train: lr={lr:g}, map_lr={map_lr:g} and no map that learns.")
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    trained = [x for group in groups for x in group["params"]]  # type: ignore[attr-defined]
+
+    def losses(inputs: Mapping[str, Tensor]) -> Tensor:
+        # Entered anew in each step: within one context autocast would go on with weights of its first pass.
+        with torch.autocast(student.device.type, dtype=autocast, enabled=autocast is not None):
+            with torch.no_grad():
+                wanted = teacher(**inputs, output_hidden_states=True)
+            outputs = student(**inputs, output_hidden_states=True)
+        return output_loss(outputs, wanted, inputs)
+
+    def look() -> float:
+        with torch.no_grad():
+            return sum(float(losses(dict(x))) for x in held_out) / len(held_out)
+
+    with evaluating(student, teacher):
+        stage = Stage(optimizer, steps, seconds, progress, look if held_out else None, log)
+        for step in stage:
+            inputs = dict(next(batches))
+            loss = losses(inputs)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(trained, 1.0)
+            stage.update(_finite("tune", step, float(loss.detach())), real_tokens(inputs))
+    return stage.progress.losses
+
+
+def quick_dtype(device: torch.device) -> torch.dtype | None:
+    """Choose bfloat16 where the device multiplies it natively, else None."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
+    return torch.bfloat16 if device.type == "cpu" and torch.cpu._is_avx512_bf16_supported() else None
+
+
+# How models name the projection of the values and that of the output, within an attention and beside it.
+VALUES = ("v_proj", "value", "v_lin", "v", "Wv")
+OUTPUTS = ("o_proj", "out_proj", "out_lin", "o", "Wo", "dense", "c_proj", "proj")
+BESIDE = ("output.dense",)
+ALPHA = 2.0  # times the rank: what peft multiplies the product by, over the rank
+
+
+def lora_targets(student: nn.Module, patterns: str = "") -> list[str]:
+    """Name the linear layers that LoRA is put on.
+
+    Args:
+        student: converted.
+        patterns: of their names, such as ``*.v_proj,*.o_proj``; empty: projections of the values and outputs of every
+            converted attention.
+
+    Raises:
+        ValueError: a pattern that fits no linear layer, or a model whose projections have other names.
+    """
+    layers = {name: x for name, x in student.named_modules() if isinstance(x, nn.Linear | Conv1D)}
+    owners = Counter(id(x.weight) for x in student.modules() if isinstance(getattr(x, "weight", None), nn.Parameter))
+    # What is merged into a weight that is tied, such as a head's, would change word embeddings too.
+    linear = [name for name, x in layers.items() if owners[id(x.weight)] == 1]
+    if patterns:
+        wanted = [x.strip() for x in patterns.split(",") if x.strip()]
+        for pattern in wanted:
+            if not any(fnmatchcase(x, pattern) for x in linear):
+                tied = ", whose weight is another layer's too" if any(fnmatchcase(x, pattern) for x in layers) else ""
+                raise ValueError(
+                    f"no linear layer of {type(student).__name__} fits {pattern!r}{tied}; it has {_kinds(linear)}."
+                )
+        return [x for x in linear if any(fnmatchcase(x, y) for y in wanted)]
+    found = []
+    for attention in conversion(student).replaced:
+        parent = attention.rpartition(".")[0]
+        inside = [f"{attention}.{x}" for x in (*VALUES, *OUTPUTS)]
+        found += [x for x in (*inside, *(f"{parent}.{y}" for y in BESIDE)) if x in linear]
+    if not found:
+        raise ValueError(
+            f"the projections of the values and outputs of {type(student).__name__} are not known by name; say which "
+            f"layers by lora_layers, of {_kinds(linear)}."
+        )
+    return found
+
+
+def _kinds(names: Sequence[str]) -> str:
+    """Names with their numbers left out, each once."""
+    return ", ".join(dict.fromkeys(re.sub(r"\d+", "*", x) for x in names)) or "none"
+
+
+class Lora:
+    """LoRA inside a converted model: low-rank products beside some of its linear layers are what is left to train.
+
+        W x  ->  W x + 2 B A x        A (r, in) drawn, B (out, r) zero
+
+    Args:
+        student: converted; changed in place until `merge`.
+        targets: see `lora_targets`.
+        rank: r.
+        seed: of A.
+    """
+
+    def __init__(self, student: nn.Module, targets: Sequence[str], rank: int, seed: int = 0) -> None:
+        from peft import LoraConfig, LoraModel  # takes seconds to import
+
+        self.before = {name: x.requires_grad for name, x in student.named_parameters()}
+        rank = positive_int("rank", rank)
+        config = LoraConfig(r=rank, lora_alpha=int(ALPHA * rank), target_modules=list(targets), lora_dropout=0.0)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.tuner: Any = LoraModel(student, config, "default")
+        self.student = student
+        for some in learned(student).values():
+            for x in some:
+                x.requires_grad_(True)
+
+    def merge(self) -> None:
+        """Add the products to the weights; the model is then what it was before, with other numbers."""
+        self.tuner.merge_and_unload()
+        vars(self.student).pop("peft_config", None)
+        for name, x in self.student.named_parameters():
+            x.requires_grad_(self.before[name])

@@ -1,0 +1,315 @@
+"""A model as ONNX graphs that run without torch, compared with torch before anything is kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import CONFIG_NAME
+
+from kernelformer import __version__
+from kernelformer.conversion.settings import ExportSettings
+from kernelformer.export.graphs import Prompt, Step, Whole, causal_cores, trace_step, trace_whole
+from kernelformer.export.onnx_files import OPSET, Differences, compare, save_onnx, traced
+from kernelformer.files import PART, read_json, write_json, write_text
+from kernelformer.formatting import human_bytes
+from kernelformer.hf import load
+from kernelformer.hf.attend import KeptAttention
+from kernelformer.hf.save import KIND
+from kernelformer.lazy import require_extra
+from kernelformer.models import (
+    MODELS,
+    KernelformerConfig,
+    KernelformerForCausalLM,
+    KernelformerForMaskedLM,
+    KernelformerForSequenceClassification,
+    KernelformerModel,
+)
+from kernelformer.models.sparse_layers import SparseAttention
+from kernelformer.modules.exact import GrowingCore
+from kernelformer.records import MODEL
+from kernelformer.training.evaluation import load_model
+
+BYTES, TOKENIZER, NUMBERS = "bytes", "tokenizer", "numbers"  # what a script makes tokens from
+
+# How tokens are read from the first argument, and written.
+_READ = {
+    BYTES: ("", "list(sys.argv[1].encode())", "bytes(ids).decode(errors='replace')"),
+    TOKENIZER: (
+        "from tokenizers import Tokenizer\n",
+        'Tokenizer.from_file(str(HERE / "tokenizer.json")).encode(sys.argv[1]).ids',
+        'Tokenizer.from_file(str(HERE / "tokenizer.json")).decode(ids)',
+    ),
+    NUMBERS: ("", "[int(x) for x in sys.argv[1].split()]", "*ids"),
+}
+_EXAMPLE = {BYTES: "'a text'", TOKENIZER: "'a text'", NUMBERS: "'5 17 3'"}
+
+_GENERATE = '''"""Go on with a text, by onnxruntime and numpy alone: python generate.py {example} 100"""
+import sys
+from pathlib import Path
+{imports}import numpy as np
+import onnxruntime as ort
+
+HERE = Path(__file__).parent
+prompt, decode = (ort.InferenceSession(str(HERE / name)) for name in ("model.onnx", "decode.onnx"))
+ids, states = {read}, [x.name for x in decode.get_inputs()[1:]]
+{check}out = prompt.run(None, {{"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}})
+for _ in range(int(sys.argv[2])):
+    ids.append(int(out[0][0, -1].argmax()))
+    out = decode.run(None, {{"input_ids": np.array([ids[-1:]]), **dict(zip(states, out[1:]))}})
+print({write})
+'''
+_READ_WHOLE = '''"""Read a text, by onnxruntime and numpy alone: python run.py {example}"""
+import sys
+from pathlib import Path
+{imports}import numpy as np
+import onnxruntime as ort
+
+HERE = Path(__file__).parent
+model = ort.InferenceSession(str(HERE / "model.onnx"))
+ids = {read}
+{check}inputs = {{x.name: np.zeros((1, len(ids)), np.int64) for x in model.get_inputs()}}
+inputs |= {{"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}}
+np.set_printoptions(suppress=True, threshold=64)
+print(model.get_outputs()[0].name, model.run(None, inputs)[0])
+'''
+_CHECK = 'if {count} > {longest}:\n    sys.exit(f"this model has positions for {longest} tokens, got {{{count}}}.")\n'
+
+
+def script(generates: bool, tokens: str, longest: int | None) -> tuple[str, str]:
+    """The name and the text of a script.
+
+    Args:
+        generates: whether it goes on with a text; otherwise it reads one.
+        tokens: `BYTES`, `TOKENIZER` or `NUMBERS`.
+        longest: tokens that the model has positions for.
+    """
+    imports, read, write = _READ[tokens]
+    # The last token is written and not read again, so it needs no position.
+    count = "len(ids) + int(sys.argv[2]) - 1" if generates else "len(ids)"
+    check = "" if longest is None else _CHECK.format(count=count, longest=longest)
+    text = _GENERATE if generates else _READ_WHOLE
+    filled = text.format(imports=imports, read=read, write=write, check=check, example=_EXAMPLE[tokens])
+    return "generate.py" if generates else "run.py", filled
+
+
+def token_kind(folder: Path, vocabulary: int) -> str:
+    """What the tokens of a model are: those of its tokenizer, bytes where it has none and 256 tokens, or numbers."""
+    if (folder / "tokenizer.json").is_file():
+        return TOKENIZER
+    return BYTES if vocabulary == 256 else NUMBERS
+
+
+ENCODERS = (KernelformerModel, KernelformerForSequenceClassification, KernelformerForMaskedLM)
+OWN = (*ENCODERS, KernelformerForCausalLM)
+
+
+def check_model(model: Any) -> None:
+    """Raise a ValueError for a model that cannot be exported: what it is, and what can be."""
+    name, config = type(model).__name__, model.config
+    inner = [x for x in model.modules() if isinstance(x, SparseAttention)]
+    if inner:
+        raise ValueError(f"{type(inner[0]).__name__} of {name} cannot be exported; use a method of list_methods().")
+    if hasattr(model, "conversion"):
+        reads_tokens = getattr(model, "main_input_name", "") == "input_ids"
+        crosses = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+        fits = reads_tokens and not crosses
+    else:
+        fits = isinstance(model, OWN)
+    if not fits:
+        raise ValueError(
+            f"{name} cannot be exported: encoders of tokens and causal language models can, not models of images, "
+            f"series or pairs, nor those with an encoder and a decoder."
+        )
+    kept = [x for x, module in model.named_modules() if isinstance(module, KeptAttention)]
+    if kept:
+        raise ValueError(
+            f"{kept[0]} of {name} was kept as the original has it ({model.get_submodule(kept[0]).reason}), and cannot "
+            f"be exported; export the original, or convert one without such attentions."
+        )
+
+
+def is_causal(model: Any) -> bool:
+    """Whether a model goes on with a text."""
+    return bool(model.can_generate()) and not isinstance(model, ENCODERS)
+
+
+def growing_layers(model: Any) -> dict[int, str]:
+    """The layers of a causal model whose state keeps every key, some heads' keys included, and their methods."""
+    cores = enumerate(causal_cores(model))
+    return {i: core.method for i, core in cores if any(isinstance(x, GrowingCore) for x in core.modules())}
+
+
+def longest_of(model: Any) -> int | None:
+    """Tokens that a model has positions for; None where there is no end."""
+    if isinstance(model, OWN):
+        if isinstance(model, KernelformerForCausalLM):
+            return model.longest
+        inner = model if isinstance(model, KernelformerModel) else model.model
+        return inner.embeddings.longest
+    tables = [x for name, x in model.named_modules() if _is_position_table(name, x)]
+    # Some count from behind their padding token on.
+    rooms = [x.num_embeddings - (0 if x.padding_idx is None else x.padding_idx + 1) for x in tables]
+    rooms += [x for x in [getattr(model.config, "max_position_embeddings", None)] if x is not None and tables]
+    return min(rooms, default=None)
+
+
+def _is_position_table(name: str, module: nn.Module) -> bool:
+    last = name.rpartition(".")[2]
+    return isinstance(module, nn.Embedding) and ("position" in last or last == "wpe")
+
+
+WHOLE_FILE, STEP_FILE, RECORD = "model.onnx", "decode.onnx", "export.json"
+# What belongs to a model beside its weights, and goes along.
+COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported.
+
+    Args:
+        folder: of the files.
+        files: and their sizes in bytes.
+        kind: class of the model.
+        longest: tokens that it has positions for; None where there is no end.
+        grows: numbers of the layers whose state keeps every key.
+        differences: from torch, as shares of the largest output.
+        opset: of ONNX.
+    """
+
+    folder: Path
+    files: dict[str, int]
+    kind: str
+    longest: int | None
+    grows: list[int]
+    differences: Differences
+    opset: int = OPSET
+
+
+def export_folder(
+    folder: str | Path,
+    out: str | Path,
+    settings: ExportSettings | None = None,
+    *,
+    log: Callable[[str], None] = lambda _: None,
+) -> Exported:
+    """Export a saved model: ours, that of a run, or a converted one.
+
+    Args:
+        folder: of the model, or of the run.
+        out: folder that does not exist yet; it is there when all is done and compared, or not at all.
+        settings: default ones if None.
+        log: called with what is done.
+
+    Raises:
+        ValueError: no model, one that cannot be exported, which is said by name, or a graph that differs from torch.
+    """
+    require_extra("export to ONNX", "onnx", "onnxruntime", "onnxscript", extra="export")
+    setting, target = settings or ExportSettings(), Path(out)
+    if target.exists():
+        raise ValueError(f"{target} is there already; give the name of a folder that is not, or remove it.")
+    home, model = load_exportable(Path(folder))
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PART}")
+    part.mkdir(parents=True)
+    try:
+        result = _write(model, part, setting, log)
+        _finish(home, part, model, result, generates=(part / STEP_FILE).is_file())
+        os.replace(part, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    sizes = {x.name: x.stat().st_size for x in sorted(target.iterdir())}
+    return Exported(target, sizes, *result)
+
+
+def _write(
+    model: nn.Module, part: Path, setting: ExportSettings, log: Callable[[str], None]
+) -> tuple[str, int | None, list[int], Differences]:
+    """Write the graphs and compare them with the model."""
+    longest, steps = longest_of(model), is_causal(model) and not setting.prompt_only
+    grows = growing_layers(model) if steps else {}
+    if grows and not setting.growing:
+        raise ValueError(_keeps_keys(type(model).__name__, grows))
+    whole = Prompt(model, setting.logits == "all") if is_causal(model) else Whole(model)
+    modules: dict[str, Whole | Prompt | Step] = {WHOLE_FILE: whole}
+    log("tracing the prompt" if isinstance(whole, Prompt) else "tracing the whole sequence")
+    with traced(type(model).__name__):
+        program = trace_whole(whole, longest)
+    save_onnx(program, whole, part / WHOLE_FILE)
+    if isinstance(whole, Prompt) and steps:
+        log("tracing one token after a state")
+        step = Step(model, whole.layouts)
+        with traced(type(model).__name__), torch.no_grad():
+            after = program.module()(*whole.example(8))
+            program = trace_step(step, after)
+        save_onnx(program, step, part / STEP_FILE)
+        modules[STEP_FILE] = step
+    log("comparing with torch")
+    differences = compare(modules, part, longest, setting.steps)
+    differences.check()
+    return type(model).__name__, longest, list(grows), differences
+
+
+def _keeps_keys(name: str, grows: dict[int, str]) -> str:
+    layers = ", ".join(f"{number} ({method})" for number, method in list(grows.items())[:3])
+    layers += ", ..." if len(grows) > 3 else ""
+    return (
+        f"{name} keeps every key in {len(grows)} of its layers: {layers}. The state of its decode step grows with the "
+        f"text. Export it so with growing=True (--growing), its prompt alone with prompt_only=True (--prompt-only), or "
+        f"convert it to a method whose state has one size, such as 'favor+' or 'loglinear'."
+    )
+
+
+def _finish(home: Path, part: Path, model: Any, result: tuple[Any, ...], generates: bool) -> None:
+    """Put the tokenizer, the configuration, the script and the record beside the graphs."""
+    for path in {x for pattern in COPIED for x in home.glob(pattern) if x.is_file()}:
+        shutil.copyfile(path, part / path.name)
+    kind, longest, grows, differences = result
+    name, text = script(generates, token_kind(part, model.config.vocab_size), longest)
+    write_text(part / name, text)
+    sizes = {x.name: human_bytes(x.stat().st_size) for x in part.glob("*.onnx*")}
+    record = {"model": kind, "opset": OPSET, "longest": longest, "growing_layers": grows, "files": sizes}
+    versions = {"kernelformer": __version__, "torch": torch.__version__, **_versions("onnx", "onnxruntime")}
+    write_json(part / RECORD, {**record, "largest_difference": asdict(differences), "versions": versions})
+
+
+def _versions(*names: str) -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in names}
+
+
+def load_exportable(folder: Path) -> tuple[Path, Any]:
+    """The folder of a model and the model itself, in evaluation mode and float32.
+
+    Raises:
+        ValueError: no model, or one of a class that cannot be exported.
+    """
+    home = folder / MODEL if (folder / MODEL / CONFIG_NAME).is_file() else folder
+    if not (home / CONFIG_NAME).is_file():
+        raise ValueError(f"{folder} holds no model: there is no {CONFIG_NAME} in it, and no {MODEL}/ of a run.")
+    record = read_json(home / CONFIG_NAME)
+    kind = record.get("model_type") if isinstance(record, dict) else None
+    if kind == KIND:
+        model = load(home, dtype=torch.float32)
+    elif kind == "kernelformer":
+        names = {x.__name__: name for name, x in MODELS.items()}
+        made = next(iter(KernelformerConfig.from_dict(record).architectures or ()), "")
+        if made not in names:
+            raise ValueError(f"{home / CONFIG_NAME} names no class of ours in its architectures, got {made!r}.")
+        model = load_model(names[made], home)
+    else:
+        raise ValueError(
+            f"{home} holds a model of type {kind!r}, neither one of ours nor a converted one; convert it first: "
+            f"kernelformer convert {home} NEW_FOLDER."
+        )
+    model = model.eval().float()
+    check_model(model)
+    return home, model

@@ -1,0 +1,151 @@
+"""Positive random features of the softmax and Gaussian kernels (Performer, Sec. 2.3, Lemma 1, Theorem 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role
+from kernelformer.errors import choice, flag, positive_int
+from kernelformer.feature_maps.base import FeatureMap
+from kernelformer.feature_maps.draws import dense_or_fast
+from kernelformer.feature_maps.projection import Dense, Projection, Transform
+
+_ROW = {"softmax": -0.5, "gaussian": -1.0}
+
+
+@dataclass(frozen=True)
+class ExponentialSpec(PositiveSpec):
+    """``log phi_i(x) = w_i . x + row |x|^2 + constant``; tensors: those of the transform x -> W x."""
+
+    row: float
+    constant: float
+    transform: Transform
+
+    def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+        """One feature per frequency."""
+        return self.transform.width(tensors, head_dim)
+
+    def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
+        """The formula as it stands."""
+        return self.log_shares(x, tensors, scale, role) + self.constant
+
+    def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
+        """The formula without its constant, which cancels."""
+        norm = torch.linalg.vecdot(x, x).unsqueeze(-1)
+        return self.transform.project(x, tensors, math.sqrt(scale), norm, self.row * scale)
+
+    def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
+        """One product, where W is one matrix for all heads."""
+        if not isinstance(self.transform, Dense) or self.transform.mirrored or tensors[0].shape[:2].numel() != 1:
+            return None
+        weight, root, row = tensors[0][0, 0].t(), math.sqrt(scale), self.row * scale
+        return lambda x: torch.addmm((x * x).sum(1, True), x, weight, beta=row, alpha=root)
+
+    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
+        """In chunks, the scale folded into the frequencies once."""
+        return ExponentialChunks(self.transform.bind(tensors, math.sqrt(scale), learn), self, scale, normalize)
+
+
+class ExponentialChunks(PositiveChunks):
+    """`ExponentialSpec` on chunks."""
+
+    def __init__(self, projection: Projection, spec: ExponentialSpec, scale: float, normalize: bool) -> None:
+        self.projection, self.spec, self.scale, self.normalize = projection, spec, scale, normalize
+        self.row = spec.row * scale
+
+    def _offset(self, x: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+        offset = norm.square_().mul_(self.row)
+        return offset if self.normalize else offset.add_(self.spec.constant)
+
+    def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+        """The row's own offset cancels under normalization and is left out there."""
+        self.projection.rows(x, out, shift)
+        return out if self.normalize else out.add_(self._offset(x).unsqueeze(2))
+
+    def keys(self, x: Tensor, out: Tensor) -> Tensor:
+        """The offset is the summand of the product."""
+        return self.projection.columns(x, out, self._offset(x).unsqueeze(1))
+
+    def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
+        """The same row by row."""
+        return self.projection.rows(x, out, self._offset(x).unsqueeze(2))
+
+    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
+        self.projection.pull_rows(x, grad, out)
+        return out if self.normalize else out.addcmul_(x, grad.sum(2, keepdim=True), value=2 * self.row)
+
+    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """The same for a transposed gradient."""
+        self.projection.pull_columns(x, grad, out)
+        return out.addcmul_(x, grad.sum(1).unsqueeze(2), value=2 * self.row)
+
+    def at(self, row: int, head: int = 0) -> PositiveChunks:
+        """Row ``row`` of the projection."""
+        return ExponentialChunks(self.projection.at(row), self.spec, self.scale, self.normalize)
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Gradients of the transform's tensors."""
+        return self.projection.tensor_grads()
+
+
+class PositiveMap(FeatureMap):
+    """FAVOR+'s positive features.
+
+        phi(x) = exp(-|x|^2 / 2) / sqrt(m) [exp(w_i . x)]                     softmax kernel   (Performer, Eq. 7)
+        phi(x) = exp(-|x|^2) / sqrt(m) [exp(w_i . x)]                         Gaussian kernel
+        hyperbolic: [exp(w_i . x), exp(-w_i . x)] / sqrt(2m) instead of [exp(w_i . x)] / sqrt(m)   (Performer, Lemma 1)
+        regularized: w_i on the sphere of radius sqrt(d)                      SMREG, never above the softmax kernel
+
+    Args:
+        kernel: ``softmax`` or ``gaussian``.
+        hyperbolic: two features per frequency; M = 2 num_features.
+        regularized: rows of omega have norm sqrt(D) exactly, whatever the draw.
+
+    The others are those of `FeatureMap`.
+    """
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        num_heads: int,
+        num_features: int = 256,
+        kernel: str = "softmax",
+        hyperbolic: bool = False,
+        regularized: bool = False,
+        seed: int = 0,
+        draw: str = "orthogonal",
+        norms: str | None = None,
+        per_head: bool = False,
+        num_key_heads: int | None = None,
+    ) -> None:
+        num_features = positive_int("num_features", num_features)
+        choice("kernel", kernel, _ROW)
+        if flag("regularized", regularized):
+            if norms == "chi":
+                raise ValueError(
+                    "favor+regularized has frequencies of norm sqrt(head_dim), got norms='chi'; use favor+."
+                )
+            norms = "sqrt"
+        width = 2 * num_features if flag("hyperbolic", hyperbolic) else num_features
+        transform = Dense(mirrored=True) if hyperbolic else dense_or_fast(draw, num_features, head_dim)
+        super().__init__(
+            ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=transform),
+            head_dim=head_dim,
+            num_heads=num_heads,
+            num_features=num_features,
+            seed=seed,
+            draw=draw,
+            norms=norms,
+            per_head=per_head,
+            num_key_heads=num_key_heads,
+            settings={"kernel": kernel, "hyperbolic": hyperbolic, "regularized": regularized},
+        )
+        self._start()

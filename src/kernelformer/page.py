@@ -1,0 +1,283 @@
+"""Figures of a report as elements of its page, which follow its colours."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import math
+import re
+import shlex
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from kernelformer.formatting import visible
+
+INK = "#1b1e23"  # becomes the page's own text colour, so that figures follow light and dark
+COLOURS = ("#1a7fc3", "#d55e00", "#009e73", "#c2679a", "#b87d00", "#8a63c9", "#808080")  # 3:1 on light and dark cards
+MARKERS = "osD^vP<*"
+STYLES = len(COLOURS) * len(MARKERS)  # 7 and 8 have no common divisor, so that all pairs come
+LINES = ("-", "--", "-.", ":")
+
+
+def style(index: int) -> dict[str, Any]:
+    """Colour, marker and line of a label by its place."""
+    return {"color": COLOURS[index % 7], "marker": MARKERS[index % 8], "linestyle": LINES[index % 4]}
+
+
+def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, float]) -> str:
+    """A figure as an element of the page; ``name`` keeps its references apart from those of other figures."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color")
+    rc: dict[Any, Any] = {**dict.fromkeys(inked, INK), "axes.facecolor": "none", "axes.grid": True, "grid.alpha": 0.14}
+    rc |= {"axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 4.5, "lines.linewidth": 1.7}
+    rc |= {"font.size": 11.5}  # on a narrow screen a figure is shown smaller than it is drawn
+    rc |= {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": name}  # a $ in a label is a $
+    buffer = io.BytesIO()
+    with mpl.rc_context(rc), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser's font has it, or shows a box
+        figure = Figure(figsize=size, layout="constrained", facecolor="none")
+        axes = figure.subplots()
+        draw(axes)
+        _plain_numbers(axes.xaxis, axes.get_xlim())
+        _plain_numbers(axes.yaxis, axes.get_ylim())
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+
+    def own(key: str, value: str) -> str:
+        if key in ("id", "href"):
+            return f"{name}-{value}" if key == "id" else f"#{name}-{value[1:]}"
+        return value.replace("url(#", f"url(#{name}-").replace(INK, "currentColor")
+
+    root = ElementTree.fromstring(buffer.getvalue())
+    for node in root.iter():
+        for child in [c for c in node if c.tag.endswith(("}metadata", "}style"))]:
+            node.remove(child)
+        plain = ((key.rpartition("}")[2], value) for key, value in node.attrib.items())  # without their name spaces
+        node.tag, node.attrib = node.tag.rpartition("}")[2], {key: own(key, value) for key, value in plain}
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": visible(alt)}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:
+    """Write the numbers of a logarithmic axis as numbers: by default they are formulas, which pages do not read."""
+    from matplotlib.ticker import LogFormatter
+
+    if axis.get_scale() == "log":
+        low, high = sorted(limits)
+        narrow = low > 0 and high / low < 100  # fewer than two powers of ten: those between them are needed too
+        if isinstance(axis.get_major_formatter(), LogFormatter):
+            axis.set_major_formatter(lambda x, _: f"{x:,g}")
+            axis.set_minor_formatter(lambda x, _: f"{x:,g}" if narrow and f"{x:.0e}"[0] in "25" else "")
+
+
+def legend_key(name: str, index: int) -> str:
+    """The line and the marker of a label, for legends."""
+    return _key(index).replace("@-", f"{name}-")
+
+
+@cache
+def _key(index: int) -> str:
+    def draw(axis: Any) -> None:
+        axis.plot([0, 1, 2], [0, 0, 0], markevery=[1], **style(index))
+        axis.axis("off")
+
+    return svg("@", "", draw, (0.6, 0.2)).replace('role="img" aria-label=""', 'class="key" aria-hidden="true"', 1)
+
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+@cache
+def style_sheet() -> str:
+    """The one style sheet of all pages."""
+    return Path(__file__).with_name("page.css").read_text("utf-8")
+
+
+def safe(value: object) -> str:
+    """Any value as text that is never markup."""
+    return html.escape(visible(value), quote=True)
+
+
+def safe_label(value: str) -> str:
+    """A label; a long one breaks between its options."""
+    return safe(value).replace(":", ":<wbr>")
+
+
+def pre(value: str) -> str:
+    """Preformatted text as HTML."""
+    shown = html.escape(visible(value, keep="\n\t"), quote=True)
+    return f"<pre>\n{shown}</pre>"  # the first line break is not shown
+
+
+def html_table(name: str, head: Sequence[str], lines: Sequence[Sequence[str]], kind: str = "") -> str:
+    """A table in a box of its own that scrolls; cells are HTML, the first of a line is its heading."""
+    top = "".join(f'<th scope="col">{x}</th>' for x in head)
+    rows = "".join(
+        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{x}</td>" for x in others)}</tr>' for first, *others in lines
+    )
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{safe(name)}"><table class="{kind}">'
+        f"<caption>{safe(name)}</caption><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def figure(name: str, title: str, alt: str, draw: Callable[[Any], None], height: float = 3.3, below: str = "") -> str:
+    """A drawing with its title, and HTML below it; ``name`` keeps its references apart from those of other figures."""
+    return f"<figure><figcaption>{safe(title)}</figcaption>{svg(name, alt, draw, (5.2, height))}{below}</figure>"
+
+
+def section(title: str, *parts: str, anchor: str = "") -> str:
+    """A section of a page: a title and its parts."""
+    name = f' id="{safe(anchor)}"' if anchor else ""
+    return f"<section{name}><h2>{safe(title)}</h2>\n{''.join(parts)}</section>"
+
+
+def whole_page(title: str, about: str, main: str, kind: str = "") -> str:
+    """The page.
+
+    Args:
+        title: of the page, as it is.
+        about: one paragraph, as it is.
+        main: HTML.
+        kind: of the page, a class of the style sheet.
+    """
+    return f"""<!DOCTYPE html>
+<html lang="en"><head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{safe(title)}</title>
+<style>{style_sheet()}</style>
+</head><body class="{kind}">
+<a class="skip" href="#main_content">Skip to the content</a>
+<header><h1>{safe(title)}</h1>
+<p class="soft">{safe(about)}</p></header>
+<main id="main_content" tabindex="-1">
+{main}
+</main>
+</body></html>
+"""
+
+
+def plain(text: object) -> str:
+    """A text of others as Markdown shows it: nothing in it is obeyed, neither by Markdown nor by a browser."""
+    line = " ".join(visible(text).split())
+    return re.sub(r"([\\`*_{}\[\]#|~$:@])", r"\\\1", html.escape(line, quote=False))
+
+
+def code(text: str) -> str:
+    """A text as a string of Python inside a fenced block, which three backticks would end."""
+    return json.dumps(visible(text)).replace("`", "\\u0060")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; cells are Markdown, those of the first column stand on the left."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(x)} |" for x in lines)
+
+
+def put_section(page: str, section: str, before: str = "") -> str:
+    """Put a section into a page in place of the one with the same heading.
+
+    Args:
+        page: Markdown with headings of the second level.
+        section: begins with such a heading.
+        before: heading before which the section comes where there is none yet; default, or not there: at the end.
+    """
+    section = section.strip() + "\n"
+    heading = section.split("\n", 1)[0]
+    parts = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    names = [x.split("\n", 1)[0].rstrip() for x in parts]
+    if heading in names:
+        place = names.index(heading)
+        parts[place] = section + ("\n" if place + 1 < len(parts) else "")
+    elif before in names:
+        parts.insert(names.index(before), section + "\n")
+    else:
+        parts.append(("\n" if page and not page.endswith("\n\n") else "") + section)
+    return "".join(parts)
+
+
+WIDTH = 110
+PROSE = ("title", "about", "source", "note")  # keys whose texts are sentences: a path in them ends at a space
+_HOME = re.compile(r"(?:[A-Za-z]:)?/(?:home|Users)/[^/]+(?=/|$)|/root(?=/|$)|~[^/]*")
+_START = r"(?:file://)?(?:~[\w.-]*[\\/]|[A-Za-z]:[\\/]|/(?!/))"
+_VALUE = re.compile(rf"(?:^|(?<=[=:,]))(?:{_START}[^,:]*|~$)")
+_NAME = r"[\w.+@%-]+"
+_WORD = re.compile(rf"(?<![\w.~/\\<]){_START}{_NAME}(?:[\\/]{_NAME})*/?")
+
+
+def short_path(path: str) -> str:
+    """The last two parts of a path, none of which is the home folder; ``~`` for that folder itself."""
+    plain = path.removeprefix("file://").replace("\\", "/")
+    home = Path.home().as_posix()
+    if len(home) > 1 and (plain == home or plain.startswith(f"{home}/")):
+        rest = plain[len(home) :]
+    else:
+        match = _HOME.match(plain)
+        rest = plain[match.end() :] if match else plain
+    names = [x for x in rest.split("/") if x not in ("", ".", "..") and not re.fullmatch("[A-Za-z]:", x)]
+    return "/".join(names[-2:]) or "~"
+
+
+def short_paths(text: str, prose: bool = False) -> str:
+    """A text with its absolute paths shortened; outside of prose a path may have spaces and ends with the value."""
+
+    def word(match: re.Match[str]) -> str:
+        one = match[0][0] == "/" and match[0].count("/") == 1  # such as "and /or": a word rather than a path
+        return match[0] if one else short_path(match[0])
+
+    text = text if prose else _VALUE.sub(lambda match: short_path(match[0]), text)
+    return _WORD.sub(word, text)
+
+
+def short_command(command: str) -> str:
+    """A command line with its paths shortened, word by word."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # an open quote
+        return short_paths(command, prose=True)
+    return shlex.join(short_paths(word) for word in words)
+
+
+def portable(value: Any, key: str = "") -> Any:
+    """A copy of a record that any machine may see; ``key`` is what it is called where it stands."""
+    if isinstance(value, dict):
+        return {str(name): portable(x, str(name)) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str):
+        return short_command(value) if key == "command" else short_paths(value, prose=key in PROSE)
+    return value
+
+
+def rounded(value: Any) -> Any:
+    """A copy with seven digits of every number that is not an integer: more than a measurement has."""
+    if isinstance(value, dict):
+        return {name: rounded(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [rounded(x) for x in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def as_text(value: Any, indent: str = "") -> str:
+    """JSON to read: what fits on a line stands on one, anything else has a line for each of its items."""
+    flat = json.dumps(value, allow_nan=False)
+    if not isinstance(value, dict | list) or not value or len(indent) + len(flat) <= WIDTH:
+        return flat
+    inner = f"{indent}  "
+    if isinstance(value, dict):
+        items = [f"{json.dumps(name)}: {as_text(x, inner)}" for name, x in value.items()]
+    else:
+        items = [as_text(x, inner) for x in value]
+    opened, closed = "{}" if isinstance(value, dict) else "[]"
+    return f"{opened}\n" + ",\n".join(inner + item for item in items) + f"\n{indent}{closed}"

@@ -1,1 +1,0 @@
-"""Whole jobs, as the command line and other programs call them."""
