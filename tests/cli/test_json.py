@@ -105,7 +105,7 @@ def test_results_of_jobs_are_printed(tmp_path, monkeypatch):
     monkeypatch.setattr("kernelformer.conversion.convert.run", lambda *_, **__: made)
     monkeypatch.setattr("kernelformer.conversion.judge.judge_folder", lambda *_, **__: made)
     monkeypatch.setattr("kernelformer.conversion.report.tables", lambda _: ["a table"])
-    for name in ("tables", "remarks"):
+    for name in ("judgement_tables", "remarks"):
         monkeypatch.setattr(f"kernelformer.conversion.report.{name}", lambda _: ["a table"])
     assert invoke("convert", "m", tmp_path / "x")[0] == {"figure": 0.5}
     assert invoke("judge", tmp_path, "--original", "m")[0] == {"figure": 0.5}
