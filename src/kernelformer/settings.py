@@ -38,7 +38,6 @@ class Option:
         switch: whether there is only ``--name`` and not ``--no-name``.
         path: whether it may be a path, of which a record keeps the last part only.
         name: on the command line, as Python writes it, where saved settings have another name for it.
-        former: the name that the command line of older versions had, as Python writes it.
         shown: what stands in place of the name of an argument.
     """
 
@@ -49,7 +48,6 @@ class Option:
     switch: bool = False
     path: bool = False
     name: str | None = None
-    former: str | None = None
     shown: str | None = None
 
 

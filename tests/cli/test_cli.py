@@ -110,7 +110,7 @@ STUDIES = {
     "sparsity": ([], "kernelformer.studies.sparsity.run"),
     "redraws": (["x"], "kernelformer.studies.redraws.run"),
     "kernels": ([], "kernelformer.studies.kernels.run"),
-    "approximation": (["--encoder", "x", "--text", "y"], "kernelformer.studies.approximation.run"),
+    "approximation": (["--model", "x", "--text", "y"], "kernelformer.studies.approximation.run"),
     "positions": ([], "kernelformer.studies.positions.run"),
     "encoder": ([], "kernelformer.studies.encoder.run"),
     "overhead": ([], "kernelformer.studies.overhead.run"),
@@ -128,7 +128,7 @@ STUDIES = {
     "estimators": ([], "kernelformer.studies.estimators.run"),
     "depth": (["x", "--text", "y"], "kernelformer.studies.depth.run"),
     "amino-acids": (["x", "--text", "y"], "kernelformer.studies.amino_acids.run"),
-    "conversion": (["x", "--text", "y", "--held-out", "z"], "kernelformer.studies.conversion.run"),
+    "conversion": (["x", "--distill", "y", "--text", "z"], "kernelformer.studies.conversion.run"),
 }
 
 
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(nam
     monkeypatch.setattr(work, lambda *_, **__: pytest.fail("measured first"))
     (tmp_path / "file").write_text("in the way")
     command = [name] if name == "bench" else ["study", name]
-    result = CliRunner().invoke(app, [*command, *options, "--out", str(tmp_path / "file" / "x.png")])
+    result = CliRunner().invoke(app, [*command, *options, "--out", str(tmp_path / "file" / "x")])
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     assert str(tmp_path / "file") in result.stderr

@@ -247,7 +247,7 @@ def test_ctrl_c_in_the_demo_names_a_command_that_goes_on(tmp_path, monkeypatch):
         (["study", "sparsity"], "kernelformer.studies.sparsity.run", "goes on from there"),
         (["study", "lengths", "x"], "kernelformer.studies.lengths.run", "goes on from there"),
         (
-            ["study", "conversion", "x", "--text", "y", "--held-out", "z"],
+            ["study", "conversion", "x", "--distill", "y", "--text", "z"],
             "kernelformer.studies.conversion.run",
             "goes on",
         ),

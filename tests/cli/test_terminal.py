@@ -90,7 +90,7 @@ def test_errors_show_names_as_they_are(tmp_path, command, name):
 
 def test_results_of_a_folder_with_a_hostile_name(tmp_path):
     folder = tmp_path / "re\x1b[31msults[red]"
-    result = CliRunner().invoke(app, ["results", "--folder", str(folder)])
+    result = CliRunner().invoke(app, ["results", "--records", str(folder)])
     assert not obeyed(result.output)
     assert "re<U+001B>[31msults[red]" in "".join(result.output.splitlines())
 

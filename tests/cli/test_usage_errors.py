@@ -33,7 +33,7 @@ WRONG = [
     (["list", "metods"], "did you mean 'methods'?"),
     (["reproduce", "varance"], "unknown item 'varance'; did you mean 'variance'?"),
     (["study", "overhead", "dmo"], "unknown recipe 'dmo'; did you mean 'demo'?"),
-    (["study", "approximation", "--text", "x"], "--model is missing"),
+    (["study", "approximation", "--text", "x"], "missing option '--model'"),
     (["bench", "--modes", "cau"], "unknown mode 'cau'; did you mean 'causal'?"),
     (["evaluate", "nowhere/at/all"], "nowhere/at/all"),
 ]

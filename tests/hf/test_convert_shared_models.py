@@ -126,7 +126,7 @@ def test_the_study_reads_layers_as_the_command_does(monkeypatch, tmp_path):
         raise ValueError("enough")
 
     monkeypatch.setattr(conversion_study, "run", stop)
-    given = ["m", "--text", "a", "--held-out", "b", "--layers", "0-2,5,x.*", "--threads", "1", "--out", str(tmp_path)]
+    given = ["m", "--distill", "a", "--text", "b", "--layers", "0-2,5,x.*", "--threads", "1", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["study", "conversion", *given])
     assert "enough" in done.output
     assert seen == [(0, 1, 2, 5, "x.*")]

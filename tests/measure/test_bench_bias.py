@@ -268,7 +268,7 @@ def test_memory_is_weighed_with_a_bias():
 
 @pytest.mark.slow
 def test_the_command_takes_a_bias(tmp_path):
-    options = ["--lengths", "64", "--tasks", "causal", "--passes", "forward", "--heaps", "default", "--no-memory"]
+    options = ["--lengths", "64", "--modes", "causal", "--passes", "forward", "--heaps", "default", "--no-memory"]
     sizes = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02", "--threads", "1"]
     bias = ["--bias", "window", "--max-distance", "5", "--attention", "nprf,nprf:algorithm=direct,linformer"]
     result = CliRunner().invoke(app, ["bench", *options, *sizes, *bias, "--out", str(tmp_path)])

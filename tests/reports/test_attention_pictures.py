@@ -225,20 +225,14 @@ def test_the_command_draws_a_converted_folder(folder, converted, tmp_path, more,
     assert (tmp_path / "new" / "attention.png").stat().st_size > 10000
 
 
-def test_a_sentence_in_a_file_and_options_of_older_versions_do_the_same(folder, converted, tmp_path):
+def test_a_sentence_in_a_file_does_the_same_as_a_prompt(folder, converted, tmp_path):
     (tmp_path / "text.txt").write_text("the cat\n")
-    where = ["attention", str(folder), str(converted), "--threads", "1", "--out"]
-    now = ["--text", str(tmp_path / "text.txt"), "--layers", "0-1", "--heads", "0"]
-    before = ["--text", "the cat", "--layer", "0,1", "--head", "0"]
-    new = CliRunner().invoke(app, [*where, str(tmp_path / "new"), *now])
-    old = CliRunner().invoke(app, [*where, str(tmp_path / "old.png"), *before])
-    assert (new.exit_code, old.exit_code) == (0, 0), new.output + old.output
-    assert "warning" not in new.stderr
-    assert (tmp_path / "new" / "attention.png").read_bytes() == (tmp_path / "old.png").read_bytes()
-    assert old.stderr.count("warning: ") == 4
-    assert "--layer is called --layers now" in old.stderr
-    assert "there is no file 'the cat': it counts as the prompt" in old.stderr
-    assert "--out is a folder, in which the picture is attention.png" in old.stderr
+    command = ["attention", str(folder), str(converted), "--threads", "1", "--layers", "0-1", "--heads", "0", "--out"]
+    for name, words in {"file": ["--text", str(tmp_path / "text.txt")], "prompt": ["--prompt", "the cat"]}.items():
+        done = CliRunner().invoke(app, [*command, str(tmp_path / name), *words])
+        assert done.exit_code == 0, done.output
+    first, second = (tmp_path / name / "attention.png" for name in ("file", "prompt"))
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_an_attention_instead_of_a_converted_folder(folder):

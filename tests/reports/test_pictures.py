@@ -54,7 +54,7 @@ def test_the_command_draws_all_of_them_twice_alike_and_with_a_description(tmp_pa
     case = {"task": "bidirectional", "length": 1024, "backward": True}
     rows = [{"name": x, "case": case, "seconds": {"default": 2.5}, "note": ""} for x in ("favor+", "sdpa")]
     (folder / speed.ATTENTION).write_text(json.dumps({"rows": rows}))
-    drawn = CliRunner().invoke(app, ["results", "--pictures", "--folder", str(folder)])
+    drawn = CliRunner().invoke(app, ["results", "--pictures", "--records", str(folder)])
     assert drawn.exit_code == 0, drawn.output
     paths = [tmp_path / "docs" / "images" / f"{name}.svg" for name in PICTURES]
     assert all(described(path) for path in paths)

@@ -554,7 +554,7 @@ def test_the_command_adds_several_and_says_what_it_did(tmp_path):
     app.command()(results)
 
     def call(*options):
-        made = CliRunner().invoke(app, [*map(str, options), "--folder", str(tmp_path / "results")])
+        made = CliRunner().invoke(app, [*map(str, options), "--records", str(tmp_path / "results")])
         return made.exit_code, re.sub(r"\s+", " ", made.output)
 
     a, b, c = (compared(tmp_path, name, TWO) for name in "abc")

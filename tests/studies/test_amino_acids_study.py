@@ -103,7 +103,7 @@ def test_received_attention_is_the_sum_over_residues_alone(protein_model):
 
 
 def test_the_study_compares_models_and_goes_on(protein_model, sequences, tmp_path):
-    given = ["--text", str(sequences), "--sequences", "5", "--length", "40", "--batch", "2", "--resamples", "20"]
+    given = ["--text", str(sequences), "--samples", "5", "--length", "40", "--batch", "2", "--resamples", "20"]
     where = ["--threads", "1", "--out", str(tmp_path)]
 
     def call(attention, *more):

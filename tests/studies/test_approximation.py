@@ -79,8 +79,8 @@ def test_ridges_are_measured_at_the_longest_length_in_any_order(encoder, text):
 
 
 def test_the_study_measures_and_draws(encoder, text, tmp_path):
-    options = ["--lengths", "16,24", "--features", "4,64", "--texts", "2", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, ["study", "approximation", "--encoder", str(encoder), "--text", str(text), *options])
+    options = ["--lengths", "16,24", "--features", "4,64", "--samples", "2", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["study", "approximation", "--model", str(encoder), "--text", str(text), *options])
     assert done.exit_code == 0, done.output
     record = json.loads((tmp_path / "approximation.json").read_text())
     errors = {tuple(row[:4]): row[4] for row in record["errors"]}
@@ -94,12 +94,12 @@ def test_the_study_measures_and_draws(encoder, text, tmp_path):
     ("options", "message"),
     [
         (["--lengths", "16,99"], "has 0 texts of at least 99 tokens, and 2 were asked for"),
-        (["--encoder", "."], ". is not the folder of a model"),
+        (["--model", "."], ". is not the folder of a model"),
         (["--text", "nothing.txt"], "there is no file nothing.txt"),
     ],
 )
 def test_wrong_input_of_the_study_is_named(encoder, text, options, message):
-    given = ["study", "approximation", "--encoder", str(encoder), "--text", str(text), *options]
+    given = ["study", "approximation", "--model", str(encoder), "--text", str(text), *options]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())

@@ -158,7 +158,7 @@ def test_features_are_filled_into_the_methods():
 
 
 def test_the_command_shows_and_writes(encoder, files, tmp_path):
-    options = ["--text", str(files[0]), "--held-out", str(files[1]), "--attention", "elu", "--seconds", "0.3"]
+    options = ["--distill", str(files[0]), "--text", str(files[1]), "--attention", "elu", "--seconds", "0.3"]
     sizes = ["--length", "16", "--samples", "8", "--threads", "1", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, ["study", "conversion", str(encoder), *options, *sizes])
     assert result.exit_code == 0, result.output

@@ -82,7 +82,7 @@ def test_what_is_random_has_several_draws_and_the_rest_one(settings, result):
 
 
 def test_the_command_goes_on_and_draws(settings, encoder, text, tmp_path):
-    given = ["--text", str(text), "--draws", "2", "--texts", "3", "--length", "16", "--batch", "3"]
+    given = ["--text", str(text), "--draws", "2", "--samples", "3", "--length", "16", "--batch", "3"]
     where = ["--threads", "1", "--out", str(tmp_path)]
 
     def call(attention, *more):

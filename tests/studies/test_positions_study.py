@@ -85,7 +85,7 @@ def test_calls_are_interleaved_and_the_first_is_not_counted(monkeypatch):
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(positions, "NORMS", (1.0, 2.0))
     monkeypatch.setattr(positions, "FEATURES", (4, 16))
-    options = ["--lengths", "64,128", "--draws", "2", "--repeats", "1", "--threads", "1", "--out", str(tmp_path)]
+    options = ["--lengths", "64,128", "--draws", "2", "--rounds", "1", "--threads", "1", "--out", str(tmp_path)]
     run = CliRunner().invoke(app, ["study", "positions", *options])
     assert run.exit_code == 0, run.output
     record = json.loads((tmp_path / "positions.json").read_text())

@@ -35,12 +35,12 @@ class BenchSettings(Settings):
 
     lengths: tuple[int, ...] = option((1024, 4096, 16384), "lengths, and contexts for decoding", least=1)
     attention: tuple[str, ...] = option(
-        ("favor+",), "name or name:option=value, separated by commas; ratios refer to the first", former="methods"
+        ("favor+",), "name or name:option=value, separated by commas; ratios refer to the first"
     )
     peers: tuple[str, ...] = option(
         ("auto",), "'auto' for SDPA, what is installed, and for a bias Algorithm 1; 'none'; or names"
     )
-    tasks: tuple[str, ...] = option(TASKS, "of bidirectional, causal, decode", name="modes", former="tasks")
+    tasks: tuple[str, ...] = option(TASKS, "of bidirectional, causal, decode", name="modes")
     passes: tuple[str, ...] = option(("forward", "train"), "of forward, train (forward + backward)")
     heaps: tuple[str, ...] = option(tuple(HEAPS), "of default, kept: the allocator's settings")
     batch: int = option(1, "sequences at once", least=1)
@@ -48,7 +48,7 @@ class BenchSettings(Settings):
     head_dim: int = option(64, "width of a head", least=1)
     features: int = option(256, "number of features", least=1)
     bias: str = option("none", "relative positions: none, full (all distances), window")
-    max_distance: int = option(128, "distance beyond which such a bias is constant", least=1, former="window")
+    max_distance: int = option(128, "distance beyond which such a bias is constant", least=1)
     budget: float = option(2.0, "seconds per contender and case", least=0.01)
     memory: bool = option(True, MEMORY)
     device: str = option("cpu", "where to run: cpu, cuda, mps or xpu; cuda:1 is the second of its kind")

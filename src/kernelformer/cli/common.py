@@ -28,6 +28,7 @@ from kernelformer.terminal import VisibleConsole, text_column
 
 console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
 errors = VisibleConsole(stderr=True, soft_wrap=True)  # a path stays in one piece
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def _redirect(wanted: bool) -> bool:
@@ -118,6 +119,34 @@ def target(path: Path) -> Path:
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written; give another --out.")
     return path
+
+
+def picture_in(out: Path, name: str) -> Path:
+    """Path of the picture in the folder --out, which is made; the path of a picture is refused."""
+    if out.suffix.lower() in PICTURES and not out.is_dir():
+        raise ValueError(f"--out takes a folder, in which the picture is {name}, got the path of a picture: {out}.")
+    return target(out / name)
+
+
+def literal_text(prompt: str | None, text: str | None) -> str | None:
+    """The prompt as it was written, or read from a file; None where neither was given.
+
+    Args:
+        prompt: value of --prompt.
+        text: value of --text, a file in UTF-8, whose last line break is not part of the prompt.
+    """
+    if prompt is not None and text is not None:
+        raise ValueError(f"--prompt {prompt!r:.40} and --text {text!r:.40} both say what to read; give one of them.")
+    if text is None:
+        return prompt
+    if not os.path.isfile(text):
+        if os.path.exists(text):
+            raise ValueError(f"{text} is not a regular file; --text takes one, --prompt a text.")
+        raise ValueError(f"there is no file {text!r:.60}; --text takes a file, --prompt a text.")
+    try:
+        return Path(text).read_text("utf-8-sig").removesuffix("\n")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{text} is not UTF-8: {problem.reason}; save it as UTF-8.") from None
 
 
 def thread_count(threads: int | None) -> int:

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import (
     Json,
     Threads,
     console,
     errors,
     following,
+    literal_text,
     plain_errors,
     show_json,
     use_threads,

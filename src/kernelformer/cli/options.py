@@ -13,7 +13,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 import kernelformer
-from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import plain_errors
 from kernelformer.settings import OPTION, Option, as_text, from_text, given_as, list_type, options
 
@@ -95,7 +94,7 @@ def takes(settings: type[Any]) -> Callable[[Command], Command]:
     """Give a command the options of a settings dataclass.
 
     The command's first parameter gets the settings; its other ones stay options of its own. Arguments come first, then
-    the options of the settings, those of the command last. Former names of options work too, see `renamed`.
+    the options of the settings, those of the command last.
     """
     hints = get_type_hints(settings)
     fields = {each.name: each for each, _ in options(settings)}
@@ -117,8 +116,7 @@ def takes(settings: type[Any]) -> Callable[[Command], Command]:
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {x.name: x.annotation for x in parameters}
         run.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-        former = {how.former: given_as(each) for each, how in options(settings) if how.former}
-        return renamed(**former)(run) if former else run
+        return run
 
     return decorate
 

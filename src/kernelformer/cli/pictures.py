@@ -7,13 +7,21 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.aliases import literal_text, picture_in, renamed
-from kernelformer.cli.common import Json, Threads, console, following, plain_errors, show_json, use_threads
+from kernelformer.cli.common import (
+    Json,
+    Threads,
+    console,
+    following,
+    literal_text,
+    picture_in,
+    plain_errors,
+    show_json,
+    use_threads,
+)
 from kernelformer.cli.options import attentions
 from kernelformer.settings import PICKLE, parse_layers
 
 
-@renamed(layer="layers", head="heads")
 def attention(
     original: Annotated[Path, typer.Argument(metavar="MODEL", help="folder of transformers")],
     converted: Annotated[

@@ -8,11 +8,9 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import Json, console, following, plain_errors, show_json
 
 
-@renamed(folder="records")
 def results(
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="further ones to add", show_default=False)

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.aliases import picture_in
 from kernelformer.cli.common import (
     Json,
     Threads,
     console,
     following,
+    picture_in,
     plain_errors,
     show_json,
     starts_anew,

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kernelformer.cli.aliases import literal_text
 from kernelformer.cli.common import (
     Json,
     Threads,
     console,
     errors,
     following,
+    literal_text,
     plain_errors,
     say_unfinished,
     show_json,

@@ -13,13 +13,11 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from kernelformer.cli.aliases import renamed
 from kernelformer.cli.common import Threads, errors, plain_errors, say_unfinished, use_threads, write
 
 BLOCKS = 16  # batches that are read before they are translated: sentences of similar length go together
 
 
-@renamed(file="text")
 def translate(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="of a finished run on the task translation")],
     text: Annotated[Path | None, typer.Option(help="file with one text a line; default: standard input")] = None,

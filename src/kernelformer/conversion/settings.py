@@ -187,7 +187,7 @@ class AdviseSettings(Settings):
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
     use_length: int = option(4096, "tokens of a text in use, at which times are compared", least=2)
     tolerance: float | None = option(None, "near enough; default: perplexity ratio 1.25, or cosine 0.98", least=0)
-    budget: float = option(10.0, "minutes in all", least=0, name="minutes", former="budget")
+    budget: float = option(10.0, "minutes in all", least=0, name="minutes")
     samples: int = option(8, "texts to measure on, and as many others to fit on", least=1)
     steps: int = option(60, "of the quick fit of loglinear", least=1)
     check: bool = option(False, "convert afterwards and measure on other texts", switch=True)

@@ -36,7 +36,7 @@ class NoSettings(Settings):
 class SparsitySettings(Settings):
     """Settings of `studies.sparsity`; all others are those of the recipe ``kl-sparsity``."""
 
-    attention: tuple[str, ...] = option((), SPECS, former="methods")
+    attention: tuple[str, ...] = option((), SPECS)
     relevances: tuple[float, ...] = option((0.1, 0.5, 0.9), "probabilities that a position counts")
     seeds: int = option(1, "runs of each, with as many seeds", least=1)
     steps: int = option(800, "updates", least=1)
@@ -59,11 +59,11 @@ class RedrawsSettings(Settings):
 class ApproximationSettings(Settings):
     """Settings of `studies.approximation`."""
 
-    encoder: str = option(help=MODEL, path=True, name="model", former="encoder")
+    encoder: str = option(help=MODEL, path=True, name="model")
     text: Path = option(help=TEXTS)
     lengths: tuple[int, ...] = option((128, 256, 512), "tokens", least=1)
     features: tuple[int, ...] = option((16, 32, 64, 128, 256), "landmarks, features or rank", least=1)
-    texts: int = option(2, "texts to measure on, of each length", least=1, name="samples", former="texts")
+    texts: int = option(2, "texts to measure on, of each length", least=1, name="samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class PositionsSettings(Settings):
 
     lengths: tuple[int, ...] = option((1024, 2048, 4096, 8192, 16384), "tokens; the paper goes to 40960", least=1)
     draws: int = option(16, "of frequencies, queries and keys", least=2)
-    repeats: int = option(5, "timed calls of each forward", least=1, name="rounds", former="repeats")
+    repeats: int = option(5, "timed calls of each forward", least=1, name="rounds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class EncoderSettings(Settings):
     attention: tuple[str, ...] = option(ENCODER_ATTENTIONS, f"{SPECS}; opt, opt+qk are the bounds")
     heap: str = option("default", "default or kept: the allocator's settings")
     budget: float = option(20.0, "seconds per case and pass", least=0.01)
-    limit: float = option(60.0, MAX_SECONDS, least=0.01, name="max_seconds", former="limit")
+    limit: float = option(60.0, MAX_SECONDS, least=0.01, name="max_seconds")
     memory: bool = option(True, MEMORY)
     rounds: int = 5  # steps of each attention, interleaved; at least so many
 
@@ -167,7 +167,7 @@ class ByteModelSettings(Settings):
     width: int = option(128, "of the model: its hidden size", least=1)
     heads: int = option(4, "of the attention", least=1)
     batch: int = option(8, "samples per step", least=1)
-    lr: float = option(5e-3, "the largest; ten times that for position tables", name="learning_rate", former="lr")
+    lr: float = option(5e-3, "the largest; ten times that for position tables", name="learning_rate")
     samples: int = option(64, "validation windows", least=1)
     seed: int = option(0, SEED, least=0)
 
@@ -201,9 +201,9 @@ class ConversionSettings(Settings):
     """Settings of `studies.conversion`."""
 
     model: str = option(help=MODEL, argument=True, path=True, shown="MODEL")
-    text: Path = option(help=f"texts to learn from: {TEXTS}", name="distill", former="text")
-    held_out: Path = option(help=f"texts to measure on: {TEXTS}", name="text", former="held_out")
-    attention: tuple[str, ...] = option((), SPECS, former="methods")
+    text: Path = option(help=f"texts to learn from: {TEXTS}", name="distill")
+    held_out: Path = option(help=f"texts to measure on: {TEXTS}", name="text")
+    attention: tuple[str, ...] = option((), SPECS)
     features: int = option(128, "of each method, where --attention does not say", least=2)
     seconds: float = option(300.0, "of distillation for each method", least=0)
     length: int = option(256, "tokens of a text", least=2)
@@ -237,7 +237,7 @@ class LengthsSettings(Settings):
     generate: int = option(0, "the longest context to generate after; 0: none", least=0)
     batch: int = option(1, "sequences of a pass", least=1)
     budget: float = option(10.0, "seconds for each length and pass", least=0.01)
-    limit: float = option(60.0, MAX_SECONDS, least=0.01, name="max_seconds", former="limit")
+    limit: float = option(60.0, MAX_SECONDS, least=0.01, name="max_seconds")
     memory: bool = option(True, MEMORY)
     allow_pickle: bool = option(False, PICKLE, switch=True)
     rounds: int = 5  # passes of each, interleaved; at least so many
@@ -256,7 +256,7 @@ class ServingSettings(Settings):
     batch: int = option(1, "prompts at once", least=1)
     rounds: int = option(2, "timed prefills and tokens of each, at least", least=1)
     budget: float = option(20.0, "seconds for all prefills of a length, and for all tokens", least=0.01)
-    limit: float = option(900.0, MAX_SECONDS, least=0.01, name="max_seconds", former="limit")
+    limit: float = option(900.0, MAX_SECONDS, least=0.01, name="max_seconds")
     memory: bool = option(True, MEMORY)
     allow_pickle: bool = option(False, PICKLE, switch=True)
 
@@ -337,7 +337,7 @@ class DepthSettings(Settings):
     text: Path = option(help=TEXTS)
     attention: tuple[str, ...] = option((), SPECS)
     draws: int = option(3, "of each map that is random", least=2)
-    texts: int = option(16, "texts to measure on", least=1, name="samples", former="texts")
+    texts: int = option(16, "texts to measure on", least=1, name="samples")
     length: int = option(256, "tokens of a text, at most", least=2)
     batch: int = option(4, "texts at once", least=1)
     task: str = option("auto", KIND)
@@ -352,9 +352,7 @@ class AminoAcidsSettings(Settings):
     model: str = option(help=f"a protein language model: {MODEL}", argument=True, path=True, shown="MODEL")
     text: Path = option(help="sequences, one a line")
     attention: tuple[str, ...] = option((), SPECS)
-    sequences: int = option(
-        800, "sequences to measure on, as in the paper", least=2, name="samples", former="sequences"
-    )
+    sequences: int = option(800, "sequences to measure on, as in the paper", least=2, name="samples")
     length: int = option(128, "residues of a sequence, at most", least=2)
     batch: int = option(8, "sequences at once", least=1)
     resamples: int = option(1000, "of the sequences and of the amino acids' names", least=2)
