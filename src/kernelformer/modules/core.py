@@ -14,7 +14,6 @@ from kernelformer.attention import State
 from kernelformer.attention.state import MadeBy
 from kernelformer.contract import autocasts, compute_dtype, within_transforms
 from kernelformer.errors import flag, positive_int, shape
-from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.bias import check_bias, check_step_bias
 from kernelformer.modules.calibration import Calibrated
 from kernelformer.modules.checks import (
@@ -98,7 +97,6 @@ class AttentionCore(Remembering):
     mixes_queries = False  # whether one query's output depends on the others
     export_refusal: str = ""  # why no graph of any length can be made of it
     takes_loops = False  # whether it knows the algorithms "chunked" and "parallel"
-    delegates = False  # whether other cores attend, which look at the tokens themselves
 
     def __init__(
         self, method: str, *, head_dim: int, num_heads: int, scale: float | None = None, normalize_qk: bool = False
@@ -131,14 +129,6 @@ class AttentionCore(Remembering):
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, State]:
         """Attend.
-
-        A token with NaN or an infinity in its query, key, value or gate: a causal row that sees it is NaN, and so is
-        the row of a bad query; all other rows, their gradients and the other samples and heads are those of a call
-        without it, whatever the algorithm. What is kept in a state is NaN from then on, and so are the gradients of its
-        sample and head that come back through that state. Compiled graphs do not look at numbers, nor do calls on an
-        accelerator, which would have to wait for it: there a bad token may reach earlier rows of its own chunk (64
-        tokens; with a bias or for ``gaussian`` a tile of up to 512), and for ``softmax``, ``algorithm="fft"`` and
-        ``algorithm="parallel"`` all rows of its sequence. Keys that ``key_mask`` hides never reach anything, anywhere.
 
         Args:
             query: (B, H, L, D).
@@ -339,15 +329,10 @@ class AttentionCore(Remembering):
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
     def _attend_alone(self, call: Call) -> tuple[Tensor, State | None]:
-        """Attend with one sequence a row, whose bad tokens stay where they are seen."""
+        """Attend with one sequence a row."""
         check_export(self, call)
-        bad = BadTokens.of(call) if call.is_causal and not self.delegates else None
-        if bad is not None:  # before the norms, whose gradient at a bad token would be NaN whatever the loss
-            call = bad.remove(call)
         given = call if self._normalizes_itself(call) else self._normalized(call)
         out, after = within_transforms(self.method, self._attend, given)
-        if bad is not None:
-            out, after = bad.mark(out, call.bias), bad.mark_state(after)
         return out.to(call.query.dtype), after
 
     def _forget(self, state: State, samples: Tensor) -> State:

@@ -54,8 +54,6 @@ class MixedCore(AttentionCore):
         heads: numbers of the exact heads among all.
     """
 
-    delegates = True
-
     def __init__(self, exact: AttentionCore, linear: AttentionCore, heads: Sequence[int]) -> None:
         total = exact.num_heads + linear.num_heads
         chosen = sorted(set(heads))

@@ -25,7 +25,6 @@ from kernelformer.attention.ranks import Ranks
 from kernelformer.attention.relative.call import Layout, RelativeCall
 from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.contract import compute_dtype, lookup, no_autocast
-from kernelformer.modules.bad_tokens import BadTokens
 from kernelformer.modules.bias import check_tail
 from kernelformer.modules.checks import Bias, Call
 from kernelformer.modules.streaming import prepare_map
@@ -567,8 +566,8 @@ class LocalSplit(CoreSplit):
         return near_state(left, sinks, self.start, made_by)
 
     def goes_on(self) -> bool:
-        """See `CoreSplit`: no mask has to be made where nothing is hidden; bad tokens are a stream's to deal with."""
-        return BadTokens.of(self.call) is None
+        """See `CoreSplit`: no mask has to be made where nothing is hidden."""
+        return True
 
     def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
         """See `CoreSplit`."""
@@ -641,8 +640,8 @@ class KernelSplit(CoreSplit):
         return State((*sums, key, value, mask), mask.shape[1], made_by + core.biased.made_by(call))
 
     def goes_on(self) -> bool:
-        """See `CoreSplit`: no mask has to be made where nothing is hidden; bad tokens are a stream's to deal with."""
-        return self.core.has_near and BadTokens.of(self.call) is None
+        """See `CoreSplit`: no mask has to be made where nothing is hidden."""
+        return self.core.has_near
 
     def between(self, call: Call, own: Sequence[Tensor], sides: tuple[Side, Side], sinks: Sinks | None) -> Tensor:
         """See `CoreSplit`."""

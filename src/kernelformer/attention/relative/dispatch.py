@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernelformer.attention.blocks import all_finite
 from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
 from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.attention.relative.fft import fft_attention, is_safe
@@ -40,7 +39,7 @@ def biased_attention(call: RelativeCall, *, features: int, algorithm: str | None
         features: M.
         algorithm: ``direct``, ``fft``, ``windowed``, or None: `windowed` where the bias is known to be a straight line
             beyond a distance, or a constant by its values; else `fft` where it is faster and its rounding does not
-            show; else `direct`. A transform would spread NaN and infinities to all rows: `direct` takes its place.
+            show; else `direct`.
 
     Returns:
         (B, H, L, E).
@@ -56,21 +55,10 @@ def biased_attention(call: RelativeCall, *, features: int, algorithm: str | None
         can_read = not torch.compiler.is_compiling() and not call.query.is_meta
         if can_read and faster_by_fft(features, call.value.shape[3], layout, call.is_causal):
             chosen = "fft" if is_safe(call) else "direct"
-    if chosen == "fft" and layout.L and layout.S and call.query.shape[0] and _is_finite(call):
+    if chosen == "fft" and layout.L and layout.S and call.query.shape[0]:
         return fft_attention(call)
     if chosen == "windowed" and window is None:
         window = max(layout.L, layout.S)
     if chosen in ("direct", "fft"):
         return relative_attention(replace(call, window=None, slope=None))[0]
     return relative_attention(replace(call, window=window))[0]
-
-
-def _is_finite(call: RelativeCall) -> bool:
-    """Whether a transform may be taken; a compiled graph cannot look."""
-    query, key, value = call.query, call.key, call.value
-    if torch.compiler.is_compiling() or query.is_meta or all_finite(query, key, value):
-        return True
-    if call.key_mask is None:
-        return False
-    hidden = ~call.key_mask[:, None, :, None]
-    return all_finite(query, key.masked_fill(hidden, 0), value.masked_fill(hidden, 0))
