@@ -12,10 +12,10 @@ WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, (os.cpu_count() or 1
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml lab/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kernelformer needs Python 3.10 or newer, this is " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -e lab
 	@touch $@
 
 # The C++ peer compiles against the installed torch (no build isolation) and takes a visible nvcc for a CUDA machine,

@@ -2,7 +2,7 @@
 
 After a change that is meant, write the files again and let the difference be read with the change:
 
-    PYTHONPATH=src python tests/test_frozen.py
+    python tests/test_frozen.py
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PACKAGES = {
     "models": "kernelformer.models",
     "parallel": "kernelformer.parallel",
     "export": "kernelformer.export",
-    "tasks": "kernelformer.tasks",
-    "training": "kernelformer.training",
+    "tasks": "kernelformer_lab.tasks",
+    "training": "kernelformer_lab.training",
 }
 METHODS = ("forward", "step", "resample", "calibrate", "reset_calibration", "attention_matrix", "recall", "remember")
 METHODS += ("covariances", "eigenvalues", "new_cache", "example", "detach", "to", "nbytes", "as_json", "from_json")
@@ -191,7 +191,7 @@ def options() -> dict:
         if hasattr(command, "list_commands"):
             context = typer.Context(command)
             for name in command.list_commands(context):
-                inner = command.get_command(context, name)
+                inner = command.load(name)
                 if not inner.hidden:
                     walk(f"{path} {name}", inner)
 

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from converted_folders import change, saved
 from kernelformer.cli.app import app
-from kernelformer.data import images as npz
 from kernelformer.files import LIMITS, check_limit, limit, set_limit
 from kernelformer.hf import load
 from kernelformer.hf.load import load_source
@@ -28,11 +27,12 @@ from kernelformer.models import (
     register,
 )
 from kernelformer.modules.spec import parse_attention
-from kernelformer.records import read_object
-from kernelformer.tasks import make_task
-from kernelformer.training import Run, TrainingError, train
-from kernelformer.training.evaluation import load_model
-from kernelformer.training.session import start_from
+from kernelformer_lab.data import images as npz
+from kernelformer_lab.records import read_object
+from kernelformer_lab.tasks import make_task
+from kernelformer_lab.training import Run, TrainingError, train
+from kernelformer_lab.training.evaluation import load_model
+from kernelformer_lab.training.session import start_from
 from test_saved_by_older_versions import OLD
 from tiny_models import tiny as original
 

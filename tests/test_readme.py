@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kernelformer as kf
-from kernelformer.tasks import TASKS
+from kernelformer_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -76,9 +76,9 @@ def test_every_command_and_option_that_is_shown_exists():
     for line in listed:
         command = root
         for word in shlex.split(line, comments=True)[1:]:
-            inner = getattr(command, "commands", {})
+            inner = command.list_commands(None) if hasattr(command, "list_commands") else []
             if word in inner:
-                command = inner[word]
+                command = command.load(word)
             elif word.startswith("--"):
                 options = {name for x in command.params for name in (*x.opts, *x.secondary_opts)} | {"--help"}
                 assert word.partition("=")[0] in options, line
@@ -97,7 +97,8 @@ def test_every_target_extra_and_file_of_a_command_exists():
 
 
 def test_files_that_a_contributor_is_sent_to_are_there():
-    folders = [ROOT, ROOT / "src", *(ROOT / "src").iterdir()]
+    sources = ROOT / "src", ROOT / "lab" / "src"
+    folders = [ROOT, ROOT / "lab", *sources, *(x for source in sources for x in source.iterdir())]
     for page in (ROOT / "CONTRIBUTING.md", DOCS / "howto" / "feature-map.md", DOCS / "howto" / "task.md"):
         for path in re.findall(r"`((?:[\w.]+/)+(?:\w+\.py)?)`", page.read_text()):
             assert any((x / path).exists() for x in folders), f"{shown(page)}: {path}"
@@ -146,10 +147,10 @@ def test_every_task_recipe_command_study_and_limit_is_named():
     typer = pytest.importorskip("typer")
     from kernelformer.cli.app import app
     from kernelformer.files import LIMITS
-    from kernelformer.recipes.catalogue import RECIPES
+    from kernelformer_lab.recipes.catalogue import RECIPES
 
-    all_commands = typer.main.get_command(app).commands
+    program = typer.main.get_command(app)
     assert set(TASKS) <= named("tasks.md")
     assert set(RECIPES) <= named("recipes.md")
-    assert {*all_commands, *all_commands["study"].commands} <= named("command-line.md")
+    assert {*program.list_commands(None), *program.load("study").commands} <= named("command-line.md")
     assert set(LIMITS) <= named("files-and-safety.md")

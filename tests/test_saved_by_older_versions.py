@@ -14,7 +14,7 @@ from kernelformer.cli.app import app
 from kernelformer.formatting import visible
 from kernelformer.hf import load
 from kernelformer.parallel import load_sharded
-from kernelformer.training import Result, Run, evaluate, train
+from kernelformer_lab.training import Result, Run, evaluate, train
 from tiny_models import tokens
 
 FOLDERS = Path(__file__).parent / "fixtures"

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HOOK = ROOT / "tools" / "docs_site.py"
-PUBLIC = ("kernelformer", "kernelformer.hf", "kernelformer.models", "kernelformer.parallel", "kernelformer.tasks")
-PUBLIC += ("kernelformer.training", "kernelformer.feature_maps", "kernelformer.modules")
+PUBLIC = ("kernelformer", "kernelformer.hf", "kernelformer.models", "kernelformer.parallel", "kernelformer_lab.tasks")
+PUBLIC += ("kernelformer_lab.training", "kernelformer.feature_maps", "kernelformer.modules")
 
 
 @pytest.fixture(scope="module")

@@ -94,3 +94,10 @@ class TrainingError(RuntimeError):
 
 class StoppedError(TrainingError):
     """A run was told to stop, and has saved its state."""
+
+
+def reason(problem: BaseException) -> str:
+    """One line that says what went wrong."""
+    if isinstance(problem, OSError) and problem.strerror:
+        return problem.strerror
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0]

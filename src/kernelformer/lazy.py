@@ -8,23 +8,23 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# What `pip install 'kernelformer[train]'` brings and the packages beyond the core cannot be imported without.
-TRAIN = ("accelerate", "numpy", "rich", "safetensors", "transformers")
+# What `pip install 'kernelformer[hf]'` brings and the packages beyond the core cannot be imported without.
+HF = ("accelerate", "numpy", "rich", "safetensors", "transformers")
 
 
 class MissingExtraError(ModuleNotFoundError):
     """A part of the library whose optional dependencies are not installed."""
 
 
-def require_extra(who: str, *modules: str, extra: str = "train") -> None:
+def require_extra(who: str, *modules: str, extra: str = "hf") -> None:
     """Raise, with the command that installs them, if optional dependencies are missing.
 
     Args:
         who: what needs them, such as ``kernelformer.hf``.
-        modules: needed beside those of `TRAIN`.
+        modules: needed beside those of `HF`.
         extra: which brings them.
     """
-    missing = [name for name in (*modules, *TRAIN) if not _installed(name)]
+    missing = [name for name in (*modules, *HF) if not _installed(name)]
     if missing:
         way = f"pip install 'kernelformer[{extra}]'"
         raise MissingExtraError(f"{who} needs {', '.join(missing)}: {way}", name=missing[0])

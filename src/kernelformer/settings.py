@@ -39,6 +39,7 @@ class Option:
         path: whether it may be a path, of which a record keeps the last part only.
         name: on the command line, as Python writes it, where saved settings have another name for it.
         shown: what stands in place of the name of an argument.
+        choices: that the shell completes; a settings class checks its values itself.
     """
 
     help: str = ""
@@ -49,6 +50,7 @@ class Option:
     path: bool = False
     name: str | None = None
     shown: str | None = None
+    choices: tuple[str, ...] = ()
 
 
 def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:

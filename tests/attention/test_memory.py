@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kernelformer.bench.attention import Case
-from kernelformer.bench.benchmark import job
+from kernelformer_lab.bench.attention import Case
+from kernelformer_lab.bench.benchmark import job
 
 MIB = 2**20
 

@@ -16,13 +16,13 @@ from kernelformer.attention import reference
 from kernelformer.attention.parallel import attend as choice
 from kernelformer.attention.parallel import biased, layout, positive
 from kernelformer.attention.parallel import positive as scan
-from kernelformer.bench.attention import Case
-from kernelformer.bench.benchmark import job
 from kernelformer.modules import bias as bias_checks
 from kernelformer.modules import bias as biased_core
 from kernelformer.modules import window as near_stream
 from kernelformer.modules.reference import reference_attention
 from kernelformer.modules.spec import parse_attention
+from kernelformer_lab.bench.attention import Case
+from kernelformer_lab.bench.benchmark import job
 
 NO_MAP = [name for name in VARIANTS if VARIANTS[name][0] in ("softmax", "gaussian", "linformer", "nystromformer")]
 COVERED = [name for name in VARIANTS if name not in (*NO_MAP, *FORGETS)]

@@ -9,8 +9,9 @@ from kernelformer.cli.app import app
 
 def every_command() -> dict[str, object]:
     """Commands by their words, those of groups too."""
-    commands = {}
-    for name, command in typer.main.get_command(app).commands.items():
+    commands, program = {}, typer.main.get_command(app)
+    for name in program.list_commands(None):
+        command = program.load(name)
         inner = getattr(command, "commands", None)
         commands |= {name: command} if inner is None else {f"{name} {x}": y for x, y in inner.items()}
     return commands

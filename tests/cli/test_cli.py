@@ -11,16 +11,17 @@ import typer
 from typer.testing import CliRunner
 
 from kernelformer import formatting as units
-from kernelformer.bench import benchmark as show
-from kernelformer.bench.attention import Case, Kernelformer, contender
-from kernelformer.bench.benchmark import HEAPS, Row, WorkerError, check, job, run_case
-from kernelformer.cli import common, studies
+from kernelformer.cli import common
 from kernelformer.cli.app import app
 from kernelformer.cli.common import fail, plain_errors, thread_count
 from kernelformer.errors import StoppedError, TrainingError
-from kernelformer.studies import STUDIES as REGISTRY
-from kernelformer.studies.settings import NoSettings
-from kernelformer.training.config import everywhere
+from kernelformer_lab.bench import benchmark as show
+from kernelformer_lab.bench.attention import Case, Kernelformer, contender
+from kernelformer_lab.bench.benchmark import HEAPS, Row, WorkerError, check, job, run_case
+from kernelformer_lab.cli import studies
+from kernelformer_lab.studies import STUDIES as REGISTRY
+from kernelformer_lab.studies.settings import NoSettings
+from kernelformer_lab.training.config import everywhere
 
 SMALL = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02"]
 
@@ -66,7 +67,7 @@ def test_a_contender_that_is_off_its_definition_is_not_timed(monkeypatch):
         assert kind == "check", "timed although it is wrong"
         return {"favor+": {"error": 0.5, "tolerance": 1e-4}}
 
-    monkeypatch.setattr("kernelformer.bench.benchmark.job", wrong)
+    monkeypatch.setattr("kernelformer_lab.bench.benchmark.job", wrong)
     (row,) = run_case(case, ["favor+"], heaps=["default"], threads=1, budget=0.02, memory=True)
     assert "off its definition by 5.0e-01" in row.note
 
@@ -107,28 +108,28 @@ def test_bench_refuses_what_it_does_not_know(options, message):
 
 
 STUDIES = {
-    "sparsity": ([], "kernelformer.studies.sparsity.run"),
-    "redraws": (["x"], "kernelformer.studies.redraws.run"),
-    "kernels": ([], "kernelformer.studies.kernels.run"),
-    "approximation": (["--model", "x", "--text", "y"], "kernelformer.studies.approximation.run"),
-    "positions": ([], "kernelformer.studies.positions.run"),
-    "encoder": ([], "kernelformer.studies.encoder.run"),
-    "overhead": ([], "kernelformer.studies.overhead.run"),
-    "packing": ([], "kernelformer.studies.packing.run"),
-    "ranks": ([], "kernelformer.studies.ranks.run"),
-    "tour": ([], "kernelformer.studies.tour.run"),
-    "exported": ([], "kernelformer.studies.exported.run"),
-    "short": ([], "kernelformer.studies.short.run"),
-    "twins": ([], "kernelformer.studies.twins.run"),
-    "normalized": ([], "kernelformer.studies.normalized.run"),
-    "transfer": ([], "kernelformer.studies.transfer.run"),
-    "features": ([], "kernelformer.studies.features.run"),
-    "serving": ([], "kernelformer.studies.serving.run"),
-    "lengths": (["x"], "kernelformer.studies.lengths.run"),
-    "estimators": ([], "kernelformer.studies.estimators.run"),
-    "depth": (["x", "--text", "y"], "kernelformer.studies.depth.run"),
-    "amino-acids": (["x", "--text", "y"], "kernelformer.studies.amino_acids.run"),
-    "conversion": (["x", "--distill", "y", "--text", "z"], "kernelformer.studies.conversion.run"),
+    "sparsity": ([], "kernelformer_lab.studies.sparsity.run"),
+    "redraws": (["x"], "kernelformer_lab.studies.redraws.run"),
+    "kernels": ([], "kernelformer_lab.studies.kernels.run"),
+    "approximation": (["--model", "x", "--text", "y"], "kernelformer_lab.studies.approximation.run"),
+    "positions": ([], "kernelformer_lab.studies.positions.run"),
+    "encoder": ([], "kernelformer_lab.studies.encoder.run"),
+    "overhead": ([], "kernelformer_lab.studies.overhead.run"),
+    "packing": ([], "kernelformer_lab.studies.packing.run"),
+    "ranks": ([], "kernelformer_lab.studies.ranks.run"),
+    "tour": ([], "kernelformer_lab.studies.tour.run"),
+    "exported": ([], "kernelformer_lab.studies.exported.run"),
+    "short": ([], "kernelformer_lab.studies.short.run"),
+    "twins": ([], "kernelformer_lab.studies.twins.run"),
+    "normalized": ([], "kernelformer_lab.studies.normalized.run"),
+    "transfer": ([], "kernelformer_lab.studies.transfer.run"),
+    "features": ([], "kernelformer_lab.studies.features.run"),
+    "serving": ([], "kernelformer_lab.studies.serving.run"),
+    "lengths": (["x"], "kernelformer_lab.studies.lengths.run"),
+    "estimators": ([], "kernelformer_lab.studies.estimators.run"),
+    "depth": (["x", "--text", "y"], "kernelformer_lab.studies.depth.run"),
+    "amino-acids": (["x", "--text", "y"], "kernelformer_lab.studies.amino_acids.run"),
+    "conversion": (["x", "--distill", "y", "--text", "z"], "kernelformer_lab.studies.conversion.run"),
 }
 
 
@@ -140,7 +141,7 @@ def test_every_study_is_looked_at():
 
 @pytest.mark.parametrize("name", [*STUDIES, "bench"])
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(name, tmp_path, monkeypatch):
-    options, work = STUDIES.get(name, ([], "kernelformer.bench.benchmark.run_case"))
+    options, work = STUDIES.get(name, ([], "kernelformer_lab.bench.benchmark.run_case"))
     monkeypatch.setattr(work, lambda *_, **__: pytest.fail("measured first"))
     (tmp_path / "file").write_text("in the way")
     command = [name] if name == "bench" else ["study", name]
@@ -155,7 +156,7 @@ def test_errors_of_a_study_are_said_without_a_traceback(problem, code, tmp_path,
     def fails(*_, **__):
         raise problem
 
-    monkeypatch.setattr("kernelformer.studies.overhead.run", fails)
+    monkeypatch.setattr("kernelformer_lab.studies.overhead.run", fails)
     result = CliRunner().invoke(app, ["study", "overhead", "--out", str(tmp_path)])
     assert (result.exit_code, result.stderr) == (code, "error: why\n")
 
@@ -207,7 +208,7 @@ def test_list_names_every_method():
 
 @pytest.mark.slow
 def test_the_tour_measures_tells_and_draws(monkeypatch, tmp_path):
-    from kernelformer.studies import tour
+    from kernelformer_lab.studies import tour
 
     monkeypatch.setattr(tour, "FEATURES", (4, 8))
     monkeypatch.setattr(tour, "LENGTHS", (64,))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.cli.common import console
-from kernelformer.studies import STUDIES
+from kernelformer_lab.studies import STUDIES
 
 RECORDS = Path(__file__).parents[2] / "results" / "evidence"
 # Those that write a text, or a run whose folder has all figures.
@@ -77,7 +77,7 @@ def test_claims_of_an_item_damage_of_its_record_and_former_jobs_are_told(tmp_pat
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_prints_its_record(name, tmp_path, monkeypatch):
     study, out = STUDIES[name], tmp_path / "out"
-    file = f"kernelformer.studies.{name.replace('-', '_')}"
+    file = f"kernelformer_lab.studies.{name.replace('-', '_')}"
     steps = {"steps": lambda _: 1, "run": lambda _, folder, log, progress: (log("a sentence"), progress())}
     for what, how in {**steps, "tables": lambda _: ["a table"], "picture": lambda *_: None}.items():
         monkeypatch.setattr(f"{file}.{what}", how)
@@ -117,7 +117,8 @@ def test_results_of_jobs_are_printed(tmp_path, monkeypatch):
     assert invoke("advise", "m")[0] == {"verdict": ["good"]}
 
     monkeypatch.setattr(
-        "kernelformer.training.evaluation.evaluate", lambda *_, **__: {"loss": 1.5, "accuracy": 0.5, "loss_error": 0.1}
+        "kernelformer_lab.training.evaluation.evaluate",
+        lambda *_, **__: {"loss": 1.5, "accuracy": 0.5, "loss_error": 0.1},
     )
     value, _ = invoke("evaluate", tmp_path)
     assert value["scores"]["accuracy"] == 0.5

@@ -18,7 +18,7 @@ def test_texts_to_learn_from_and_to_measure_on_are_named_as_in_convert(tmp_path,
         seen.append((settings.text.name, settings.held_out.name))
         raise ValueError("enough")
 
-    monkeypatch.setattr("kernelformer.studies.conversion.run", stop)
+    monkeypatch.setattr("kernelformer_lab.studies.conversion.run", stop)
     command = ["study", "conversion", "m", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, [*command, "--distill", "a", "--text", "b"])
     assert "enough" in result.stderr

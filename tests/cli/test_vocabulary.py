@@ -12,7 +12,7 @@ from typer.core import TyperOption
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.cli.group import EXAMPLES, PANELS
+from kernelformer.cli.group import PANELS
 
 # Options that are the same thing wherever they stand: their help begins with the same words.
 SAME = {
@@ -46,7 +46,7 @@ def by_name():
 def test_every_option_has_its_part_of_the_help_and_words():
     for name, users in by_name().items():
         for command, option in users.items():
-            assert option.name in PANELS, f"{name} of {command}: say in cli/vocabulary.py where it stands"
+            assert option.name in PANELS, f"{name} of {command}: say in cli/group.py where it stands"
             assert option.help, f"{name} of {command} has no help"
 
 
@@ -85,10 +85,9 @@ def test_a_list_and_a_single_value_have_names_of_their_own(plural, single):
 
 
 def test_every_command_has_examples_that_it_understands(tmp_path):
-    assert EXAMPLES.keys() == COMMANDS.keys()
-    for name, examples in EXAMPLES.items():
-        assert examples
-        for words, about in examples:
+    for name, command in COMMANDS.items():
+        assert command.examples
+        for words, about in command.examples:
             assert about
             assert len(f"   kernelformer {name} {words}") < 90, "an example is one line"
             context = COMMANDS[name].make_context(name, shlex.split(words))  # an unknown option would raise

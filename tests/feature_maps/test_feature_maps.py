@@ -92,7 +92,7 @@ def test_regularized_features_estimate_a_kernel_below_the_softmax_kernel():
 
 @pytest.mark.parametrize("method", ["favor+", "favor+hyperbolic"])
 def test_the_error_falls_as_one_over_the_root_of_the_features(method):
-    from kernelformer.analysis.errors import output_errors, sample_inputs
+    from kernelformer_lab.analysis.errors import output_errors, sample_inputs
 
     errors = output_errors(method, sample_inputs(128, 8, norm=0.7), [32, 128, 512], draws=12, draw="iid")
     for few, many in itertools.pairwise(errors):

@@ -10,9 +10,9 @@ from torch.autograd import gradcheck
 
 import kernelformer as kf
 from definition import close, inputs
-from kernelformer.analysis.spectra import kernel_profile
 from kernelformer.feature_maps import NystromMap
 from kernelformer.feature_maps.landmarks import inverse_root, inverse_square_root, landmark_gram
+from kernelformer_lab.analysis.spectra import kernel_profile
 
 SIZES = {"head_dim": 8, "num_heads": 4}
 WHOLE = ("uniform", "leverage", "segments")

@@ -17,10 +17,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import kernelformer as kf
 from definition import close, inputs
 from kernelformer import kernels
-from kernelformer.analysis.spectra import kernel_profile, spectra, squared_log_variances
 from kernelformer.feature_maps import FastFoodMap, GenerativeMap, MixtureMap
 from kernelformer.feature_maps.draws import fastfood, fwht
 from kernelformer.feature_maps.reference import hadamard_matrix as hadamard
+from kernelformer_lab.analysis.spectra import kernel_profile, spectra, squared_log_variances
 from sampling import SIGMAS, estimates, pair, within
 
 LEARNED = ["gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "loglinear"]

@@ -26,8 +26,8 @@ from kernelformer.hf import convert, register, undo
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.derive import CONVERTED
 from kernelformer.modules.evaluating import evaluating
-from kernelformer.studies import conversion as conversion_study
-from kernelformer.studies.lengths import Subject
+from kernelformer_lab.studies import conversion as conversion_study
+from kernelformer_lab.studies.lengths import Subject
 from tiny_models import inputs, outputs, tiny, tokens
 
 PICKLED = ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "MPNetModel"]

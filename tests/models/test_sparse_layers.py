@@ -28,8 +28,8 @@ from kernelformer.models.sparse_layers import (
 )
 from kernelformer.modules.methods import SPARSE_LAYERS
 from kernelformer.modules.spec import parse_attention
-from kernelformer.training import Run, train
-from kernelformer.training.evaluation import evaluate
+from kernelformer_lab.training import Run, train
+from kernelformer_lab.training.evaluation import evaluate
 
 NAMES = tuple(SPARSE_LAYERS)
 SMALL = {

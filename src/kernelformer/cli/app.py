@@ -1,57 +1,121 @@
-"""Commands of ``kernelformer``."""
+"""Commands of ``kernelformer``: a table, from which each is imported when it is needed.
+
+Other distributions add theirs by an entry point of the group ``kernelformer.commands`` that names a `CommandSet`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib.metadata import entry_points
+from typing import Annotated, ClassVar
 
 import typer
 
 from kernelformer import __version__
-from kernelformer.cli import advise as advising
-from kernelformer.cli import bench as benchmark
-from kernelformer.cli import convert as converting
-from kernelformer.cli import doctor as diagnosing
-from kernelformer.cli import export as exporting
-from kernelformer.cli import judge as judging
-from kernelformer.cli import listing, pictures, reproduce, results, studies, training
-from kernelformer.cli import prepare as preparing
-from kernelformer.cli import translate as translating
 from kernelformer.cli.common import plain_errors
-from kernelformer.cli.group import Command, Group
+from kernelformer.cli.group import MODELS, PANELS, PRETRAINED, START, CommandSet, Entry, Group
 from kernelformer.files import set_limit
 
-START, MODELS, PRETRAINED, MEASURE = "Start here", "Train and use models", "Pretrained models", "Measure"
+COMMANDS = {
+    "list": Entry(
+        "kernelformer.cli.listing:list_",
+        START,
+        "Show methods, tasks and recipes, the options of one method, all settings of one recipe, or how far a run is.",
+        (
+            ("", "all methods, tasks and recipes"),
+            ("favor+", "the options of a method"),
+            ("sky-text", "the settings of a recipe"),
+            ("methods --json", "for a script"),
+        ),
+    ),
+    "doctor": Entry(
+        "kernelformer.cli.doctor:doctor",
+        START,
+        "Show versions, what is missing, threads, memory, devices and folders, and check attention against its "
+        "definition.",
+        (
+            ("", "versions, what is missing, threads, devices and a quick self-check"),
+            ("--json", "for a report"),
+        ),
+    ),
+    "generate": Entry(
+        "kernelformer.cli.generate:generate",
+        MODELS,
+        "Write text with a trained language model, in constant memory where its attention has a feature map.",
+        (('out/bytes --prompt "def " --tokens 2000', "in constant memory"),),
+    ),
+    "advise": Entry(
+        "kernelformer.cli.advise:advise",
+        PRETRAINED,
+        "Say what a pretrained model can be converted to, before it is: errors, times, what to keep, what to paste.",
+        (("MODEL --text test.jsonl --out out/advice", "what the model can be converted to, as a page too"),),
+    ),
+    "convert": Entry(
+        "kernelformer.cli.convert:convert",
+        PRETRAINED,
+        "Make a pretrained model linear: convert its attention, measure, distill, and write it as a folder.",
+        (
+            ("MODEL linear --text test.jsonl", "without training, and measured"),
+            ("MODEL linear --distill train.jsonl --minutes 30", "distilled for half an hour"),
+            ("MODEL linear --attention favor+:window=64 --layers 0-3", "another attention, in some layers"),
+        ),
+    ),
+    "judge": Entry(
+        "kernelformer.cli.judge:judge",
+        PRETRAINED,
+        "Judge a converted model beside its original: parts, recall, samples; into its report and model card.",
+        (("linear --original MODEL --text test.jsonl", "parts, recall and samples, beside the original"),),
+    ),
+    "export": Entry(
+        "kernelformer.cli.export:export",
+        PRETRAINED,
+        "Write a model as ONNX, compared with torch, with a script that runs it without torch.",
+        (("out/bytes exported", "a finished run as ONNX, with a script that generates without torch"),),
+    ),
+    "continue": Entry(
+        "kernelformer.cli.generate:continue_",
+        PRETRAINED,
+        "Let a converted decoder go on with a text, in constant memory.",
+        (('linear --prompt "Once upon a time" --tokens 200', "with a converted decoder"),),
+    ),
+    "attention": Entry(
+        "kernelformer.cli.pictures:attention",
+        PRETRAINED,
+        "Attention matrices of a model and of its converted copy, side by side (Performer, App. C.4).",
+        (
+            ('MODEL linear --prompt "A sentence."', "out/attention.png"),
+            ("MODEL --attention favor+ --layers 0-3 --heads 0,1", "without a converted model"),
+        ),
+    ),
+}
+LABORATORY = ("demo", "prepare", "train", "evaluate", "compare", "translate", "bench", "reproduce", "results", "study")
+
+
+def _entries() -> dict[str, Entry]:
+    """All commands; those that plug in replace ones of the same name."""
+    found = dict(COMMANDS)
+    for point in entry_points(group="kernelformer.commands"):
+        plugged: CommandSet = point.load()
+        found |= plugged.commands
+        PANELS.update(plugged.panels)
+    return found
+
+
+class Program(Group):
+    """The commands of this distribution and of those that plug in."""
+
+    entries = _entries()
+    missing: ClassVar[dict[str, str]] = dict.fromkeys(
+        (x for x in LABORATORY), "install the laboratory by pip install kernelformer-lab"
+    )
+
 
 app = typer.Typer(
-    cls=Group,
+    cls=Program,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
     epilog="`kernelformer COMMAND --help` has the options of a command, and examples.",
 )
-for _panel, _commands in {
-    START: (("list", listing.list_), ("demo", training.demo), ("doctor", diagnosing.doctor)),
-    MODELS: (
-        ("prepare", preparing.prepare),
-        ("train", training.train),
-        ("evaluate", training.evaluate),
-        ("compare", training.compare),
-        ("generate", training.generate),
-        ("translate", translating.translate),
-    ),
-    PRETRAINED: (
-        ("advise", advising.advise),
-        ("convert", converting.convert),
-        ("judge", judging.judge),
-        ("export", exporting.export),
-        ("continue", converting.continue_),
-        ("attention", pictures.attention),
-    ),
-    MEASURE: (("bench", benchmark.bench), ("reproduce", reproduce.reproduce), ("results", results.results)),
-}.items():
-    for _name, _command in _commands:
-        app.command(_name, cls=Command, rich_help_panel=_panel)(_command)
-app.add_typer(studies.app, name="study", rich_help_panel=MEASURE)
 
 
 def _version(wanted: bool) -> None:

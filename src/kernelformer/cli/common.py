@@ -23,7 +23,6 @@ from kernelformer.errors import StoppedError, TrainingError, WorkerError
 from kernelformer.files import FULL, finite
 from kernelformer.formatting import shortened, visible
 from kernelformer.lazy import MissingExtraError
-from kernelformer.records import unfinished
 from kernelformer.terminal import VisibleConsole, text_column
 
 console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
@@ -48,6 +47,11 @@ def starts_anew() -> str:
     return f"{typed()} starts anew"
 
 
+def goes_on() -> str:
+    """Sentence for Ctrl-C on a command that continues from what it has saved."""
+    return f"{typed()} goes on from there"
+
+
 def fail(problem: Exception, code: int = 2) -> NoReturn:
     """Print an error, or that a stop was asked for, once if all processes have it, and end the command."""
     rank = os.environ.get("RANK", "0")
@@ -61,13 +65,6 @@ def fail(problem: Exception, code: int = 2) -> NoReturn:
 def warn(text: str) -> None:
     """Print a warning on stderr."""
     errors.print(Text.assemble(("warning: ", "bold yellow"), visible(text, keep="\n")))
-
-
-def say_unfinished(folder: Path) -> None:
-    """Warn of a model that is not that of a finished run."""
-    remark = unfinished(folder)
-    if remark is not None:
-        warn(remark)
 
 
 @contextmanager

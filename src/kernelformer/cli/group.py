@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, ClassVar, NoReturn
 
 import typer
 from rich.text import Text
@@ -13,6 +16,7 @@ from kernelformer.cli.common import console, errors, fail
 from kernelformer.commands import program
 from kernelformer.errors import unknown
 
+START, MODELS, PRETRAINED, MEASURE = "Start here", "Train and use models", "Pretrained models", "Measure"
 INPUT = "Input"
 ATTENTION = "Attention"
 SIZE = "Size"
@@ -24,101 +28,75 @@ RUNNING = "Running"
 OUTPUT = "Output"
 
 _PARTS: dict[str, str] = {
-    INPUT: "allow_pickle baselines column data date encoder held_out images list_ model original pattern peers prompt "
-    "quick random recipe relevances samples sequence sequences skip_bad split task tasks text texts tokenizer add",
-    ATTENTION: "attention bias features gamma heads_exact keep keep_heads layers max_distance norms recall_heads "
-    "scale sinks window draw draws first_draw",
-    SIZE: "batch depths deep_lengths dims head_dim heads image_size length lengths median patch size sizes "
-    "crowded_length chunk width time_length step_features step_heads use_length shard_tokens validation_share "
-    "test_share ranks softmax",
-    TRAINING: "context_parallel learning_rate resume seeds set sets steps timeout tuning tuning_learning_rate",
-    DISTILLATION: "distill lora lora_layers minutes repeats seconds tune window_dropout",
-    MEASURING: "backward budget check compiled contexts errors generate gradients heap heaps judge_minutes max_seconds "
-    "memory modes no_judge passes passkey_lengths passkeys probe resamples rounds sample_tokens tolerance",
-    WRITING: "beams length_penalty temperature tokens top_k",
-    RUNNING: "device follow_links hours limits seed threads",
-    OUTPUT: "as_json force growing logits pictures prompt_only help out page records save tables version",
+    INPUT: "allow_pickle original prompt samples sequence task text",
+    ATTENTION: "attention features keep keep_heads layers recall_heads",
+    SIZE: "batch heads length use_length",
+    TRAINING: "steps",
+    DISTILLATION: "distill lora lora_layers minutes repeats tune window_dropout",
+    MEASURING: "check judge_minutes no_judge passkey_lengths passkeys probe sample_tokens tolerance",
+    WRITING: "temperature tokens top_k",
+    RUNNING: "follow_links limits seed threads",
+    OUTPUT: "as_json force growing logits prompt_only help out version",
 }
-PANELS: dict[str, str] = {name: part for part, names in _PARTS.items() for name in names.split()}
 
 
-EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
-    "list": (
-        ("", "all methods, tasks and recipes"),
-        ("favor+", "the options of a method"),
-        ("sky-text", "the settings of a recipe"),
-        ("methods --json", "for a script"),
-    ),
-    "doctor": (("", "versions, what is missing, threads, devices and a quick self-check"), ("--json", "for a report")),
-    "demo": (("", "four attentions on the source of Python's standard library"),),
-    "prepare": (
-        ("my.txt --tokenizer bytes --out corpus", "then: kernelformer train shards --data corpus"),
-        ("texts/ --tokenizer tokenizer.json --out corpus", "a folder of texts, with a tokenizer of its own"),
-    ),
-    "train": (
-        ("bytes --attention favor+ --data my.txt", "a language model of bytes, into out/bytes"),
-        ("out/bytes --resume", "go on after Ctrl-C or a crash"),
-        ("listops --set learning_rate=1e-3 --set model.hidden_size=64", "change any setting"),
-    ),
-    "evaluate": (("out/bytes --split test", "the scores on the test split"),),
-    "compare": (
-        ("listops --attention softmax,favor+,skyformer --seeds 3", "a report into out/listops"),
-        ("out/listops --resume", "go on with it"),
-    ),
-    "generate": (('out/bytes --prompt "def " --tokens 2000', "in constant memory"),),
-    "translate": (("out/rpe-translation --text my.txt", "one line for each"),),
-    "advise": (("MODEL --text test.jsonl --out out/advice", "what the model can be converted to, as a page too"),),
-    "convert": (
-        ("MODEL linear --text test.jsonl", "without training, and measured"),
-        ("MODEL linear --distill train.jsonl --minutes 30", "distilled for half an hour"),
-        ("MODEL linear --attention favor+:window=64 --layers 0-3", "another attention, in some layers"),
-    ),
-    "judge": (("linear --original MODEL --text test.jsonl", "parts, recall and samples, beside the original"),),
-    "export": (("out/bytes exported", "a finished run as ONNX, with a script that generates without torch"),),
-    "continue": (('linear --prompt "Once upon a time" --tokens 200', "with a converted decoder"),),
-    "attention": (
-        ('MODEL linear --prompt "A sentence."', "out/attention.png"),
-        ("MODEL --attention favor+ --layers 0-3 --heads 0,1", "without a converted model"),
-    ),
-    "bench": (
-        ("--lengths 1024,4096 --attention favor+,skyformer", "bench.json and bench.png in out"),
-        ("--modes causal --passes forward --peers none --json", "a part of it, for a script"),
-    ),
-    "reproduce": (
-        ("--list", "the items, and how far each is"),
-        ("variance --list", "its claims, and what decides on them"),
-        ("variance --data data --hours 2", "one of them, for at most two hours"),
-    ),
-    "results": (
-        ("--add out/sky-text", "on record, with a page of all"),
-        ("--tables", "the tables of README.md and docs from the records"),
-    ),
-    "study conversion": (("MODEL --distill train.jsonl --text test.jsonl", "all methods, before and after"),),
-    "study transfer": (("--data enwik8 --steps 800 --tuning 100", "a small model, moved to random features"),),
-    "study normalized": (("--steps 600 --features 16,64,256", "four small models, made linear"),),
-    "study lengths": (("MODEL --lengths 512,2048,8192", "time and memory of the original and the converted"),),
-    "study serving": (("--model MODEL --lengths 1024,16384", "prefill, decoding and the cache"),),
-    "study sparsity": (("--attention softmax,gmm-rks --seeds 3", "learning curves of two kernels"),),
-    "study redraws": (("out/sky-text --draws 100", "of all runs of a comparison"),),
-    "study kernels": (("", "a picture and a table"),),
-    "study features": (
-        ("--norms 1,3 --threads 1", "on synthetic queries and keys"),
-        ("--model MODEL --text test.jsonl", "and on those of a pretrained model"),
-    ),
-    "study approximation": (("--model MODEL --text test.jsonl", "inside a real encoder"),),
-    "study estimators": (("--length 1024", "smaller than the paper's"),),
-    "study depth": (("MODEL --text test.jsonl", "layer by layer"),),
-    "study amino-acids": (("MODEL --text sequences.txt", "of a protein language model"),),
-    "study positions": (("--lengths 1024,4096", "errors and times"),),
-    "study encoder": (("--sizes small --lengths 1024,4096", "whole encoders against SDPA"),),
-    "study overhead": (("listops", "of a training step of a recipe"),),
-    "study packing": (("--length 1024 --median 290", "padded against packed rows"),),
-    "study ranks": (("--ranks 2 --length 8192", "two processes of one thread each"),),
-    "study exported": (("--model MODEL --lengths 1024,4096", "an encoder and its converted copies in both runtimes"),),
-    "study short": (("--features 64 --budget 0.3", "many short sequences, and a step, beside SDPA"),),
-    "study twins": (("--images cifar10 --image-size 16 --patch 4 --seeds 3", "three pairs of models"),),
-    "study tour": (("", "two minutes of figures, in out"),),
-}
+def by_option(parts: Mapping[str, str]) -> dict[str, str]:
+    """Parts of the help by the names of the options that stand in them."""
+    return {name: part for part, names in parts.items() for name in names.split()}
+
+
+PANELS = by_option(_PARTS)
+
+
+Example = tuple[str, str]  # the words after the command's name, and what they do
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command that is imported when it is run or its own help is asked for.
+
+    Args:
+        target: ``package.module:function``, or ``package.module:app`` for a group of commands.
+        panel: of the program's help.
+        help: the first sentence of the function's docstring.
+        examples: for the end of the command's help.
+    """
+
+    target: str
+    panel: str
+    help: str
+    examples: tuple[Example, ...] = ()
+
+    @property
+    def is_group(self) -> bool:
+        """Whether it has commands of its own."""
+        return self.target.endswith(":app")
+
+    def load(self, name: str) -> Any:
+        """Import the command and build it."""
+        module, _, attribute = self.target.partition(":")
+        found = getattr(import_module(module), attribute)
+        if self.is_group:
+            group = typer.main.get_group(found)
+            group.name, group.help = name, self.help
+            return group
+        info = typer.models.CommandInfo(name, cls=Command, callback=found, help=found.__doc__)
+        command: Any = typer.main.get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
+        command.examples = self.examples
+        return command
+
+
+@dataclass(frozen=True)
+class CommandSet:
+    """Commands of a distribution.
+
+    Args:
+        commands: by name.
+        panels: of the commands' help, by the names of options.
+    """
+
+    commands: Mapping[str, Entry]
+    panels: Mapping[str, str] = field(default_factory=dict)
 
 
 # typer carries its own copy of click from some version on; the class of its usage errors is the base of this one.
@@ -128,6 +106,8 @@ ORDER = list(dict.fromkeys(PANELS.values()))
 
 class Command(TyperCommand):
     """A command whose options stand in the parts of the help that `PANELS` names, with examples at the end."""
+
+    examples: tuple[Example, ...] = ()
 
     def get_params(self, ctx: Any) -> list[Any]:
         """All parameters, those of one part of the help after another."""
@@ -140,28 +120,54 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, with the examples of this command."""
         super().format_help(ctx, formatter)
-        lines = examples(_path(ctx))
-        if lines:
+        if self.examples:
+            lines = example_lines(_path(ctx), self.examples)
             console.print(Text.assemble((" Examples\n", "bold"), *(x for line in lines for x in line)), soft_wrap=True)
 
 
 class Group(TyperGroup):
-    """A group of commands that names the nearest one, and says what is wrong with a call in one or two lines."""
+    """A group of commands that are imported on demand; errors name the nearest command in one or two lines."""
+
+    entries: ClassVar[Mapping[str, Entry]] = {}
+    missing: ClassVar[Mapping[str, str]] = {}  # names of commands that other distributions have, and what to install
 
     def get_params(self, ctx: Any) -> list[Any]:
         """All parameters."""
         return _switches_alone(super().get_params(ctx))
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of the commands, as the help shows them."""
+        return [*self.entries, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command as the help of the group shows it: `resolve_command` imports it."""
+        entry = self.entries.get(cmd_name)
+        if entry is None or cmd_name in self.commands:
+            return super().get_command(ctx, cmd_name)
+        return Command(cmd_name, help=entry.help, rich_help_panel=entry.panel)
+
+    def load(self, name: str) -> Any:
+        """Import a command."""
+        if name not in self.commands:
+            self.commands[name] = self.entries[name].load(name)
+        return self.commands[name]
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is named, or an error with the nearest name, of the studies too."""
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            known = [x for x in self.commands if not self.commands[x].hidden]
-            for name, other in self.commands.items():
-                if isinstance(other, TyperGroup):
-                    known += [f"{name} {x}" for x in other.commands]
-                    if args[0] in other.commands:
-                        ctx.fail(f"{args[0]!r} is a command of {name!r}; say `{program()} {name} {args[0]}`.")
+        """The command that is named, or an error with the nearest name, of subcommands too."""
+        if not args or args[0].startswith("-"):
+            return super().resolve_command(ctx, args)
+        if args[0] in self.missing and args[0] not in self.entries:
+            ctx.fail(f"{args[0]!r} is not installed; {self.missing[args[0]]}")
+        known = self.list_commands(ctx)
+        if args[0] not in known:
+            for name in [x for x, entry in self.entries.items() if entry.is_group]:
+                inner = self.load(name).list_commands(ctx)
+                if args[0] in inner:
+                    ctx.fail(f"{args[0]!r} is a command of {name!r}; say `{program()} {name} {args[0]}`.")
+                known += [f"{name} {x}" for x in inner]
             ctx.fail(str(unknown("command", args[0], known)))
+        if args[0] in self.entries:
+            self.load(args[0])
         return super().resolve_command(ctx, args)
 
     def main(self, args: Any = None, prog_name: Any = None, standalone_mode: bool = True, **settings: Any) -> Any:  # type: ignore[override]
@@ -180,12 +186,9 @@ class Group(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def examples(path: str) -> list[tuple[str, tuple[str, str]]]:
+def example_lines(path: str, examples: Iterable[Example]) -> list[tuple[str, tuple[str, str]]]:
     """Examples of a command for the end of its help: each with what it does, which is printed dimly."""
-    return [
-        (f"   kernelformer {path} {words}".rstrip(), (f"   # {about}\n", "dim"))
-        for words, about in EXAMPLES.get(path, ())
-    ]
+    return [(f"   kernelformer {path} {words}".rstrip(), (f"   # {about}\n", "dim")) for words, about in examples]
 
 
 def _path(ctx: Any) -> str:

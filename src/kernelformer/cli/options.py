@@ -2,60 +2,32 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-import kernelformer
 from kernelformer.cli.common import plain_errors
 from kernelformer.settings import OPTION, Option, as_text, from_text, given_as, list_type, options
 
 Complete = Callable[[str], list[str]]
-_TABLES = ("METHODS", "SPARSE_LAYERS")
 
 
 @cache
 def method_names() -> tuple[str, ...]:
-    """Names of all methods, from the text of their tables: importing these would import torch."""
-    names: list[str] = []
-    text = (Path(kernelformer.__file__).parent / "modules" / "methods.py").read_text("utf-8")
-    for node in ast.parse(text).body:
-        if not isinstance(node, ast.AnnAssign) or ast.unparse(node.target) not in _TABLES:
-            continue
-        if isinstance(node.value, ast.Dict):
-            names += [x.value for x in node.value.keys if isinstance(x, ast.Constant) and isinstance(x.value, str)]
-    return tuple(names)
+    """Names of all methods, and of the sparse layers that models can have."""
+    from kernelformer.modules.methods import METHODS, SPARSE_LAYERS  # imports torch: completion alone needs it
 
-
-def recipes(incomplete: str) -> list[str]:
-    """Recipes, and tasks, whose name means their first recipe."""
-    from kernelformer.recipes.catalogue import RECIPES
-
-    return _starting(incomplete, (*RECIPES, *(x.task for x in RECIPES.values())))
+    return (*METHODS, *SPARSE_LAYERS)
 
 
 def attentions(incomplete: str) -> list[str]:
     """Names of methods; after a comma further ones."""
     before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{x}" for x in _starting(last, method_names())]
-
-
-def items(incomplete: str) -> list[str]:
-    """Items of ``kernelformer reproduce``."""
-    from kernelformer.evidence.items import ITEMS
-
-    return _starting(incomplete, ITEMS)
-
-
-def listed(incomplete: str) -> list[str]:
-    """What ``kernelformer list`` takes."""
-    return _starting(incomplete, ("methods", "tasks", "recipes", *method_names(), *recipes("")))
+    return [f"{before}{comma}{x}" for x in starting(last, method_names())]
 
 
 def one_of(*names: str) -> Complete:
@@ -63,27 +35,13 @@ def one_of(*names: str) -> Complete:
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
-        return [f"{before}{comma}{x}" for x in _starting(last, names)]
+        return [f"{before}{comma}{x}" for x in starting(last, names)]
 
     return complete
 
 
-# By the name of the option: what an option is called says what it takes, in every command.
-COMPLETIONS: dict[str, Complete] = {
-    "attention": attentions,
-    "baselines": one_of("sdpa", "eager"),
-    "bias": one_of("none", "full", "window"),
-    "heap": one_of("default", "kept"),
-    "heaps": one_of("default", "kept"),
-    "modes": one_of("bidirectional", "causal", "decode"),
-    "passes": one_of("forward", "train"),
-    "recipe": recipes,
-    "sizes": one_of("regular", "small", "arena"),
-    "task": one_of("auto", "encoder", "masked", "causal", "seq2seq"),
-}
-
-
-def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
+def starting(incomplete: str, names: Iterable[str]) -> list[str]:
+    """The names that begin with what was typed, sorted."""
     return sorted({x for x in names if x.startswith(incomplete)})
 
 
@@ -139,7 +97,7 @@ def _parameter(each: Field[Any], how: Option, hint: Any) -> inspect.Parameter:
     kind = str if text else hint if item is None else list[item]  # type: ignore[valid-type]
     bound = None if text else how.least
     name = given_as(each)
-    complete = COMPLETIONS.get(name)
+    complete = attentions if name == "attention" else one_of(*how.choices) if how.choices else None
     info: Any
     if how.argument:
         info = typer.Argument(help=how.help, metavar=how.shown, autocompletion=complete)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kernelformer.errors import choice
-from kernelformer.settings import KIND, PICKLE, SEED, SKIP_BAD, TEXTS, Settings, option, parse_layers, same_option
+from kernelformer.settings import KIND, PICKLE, SEED, TEXTS, Settings, option, parse_layers, same_option
 
 FEATURES = 128  # or landmarks, or the rank, where nobody says
 
@@ -71,7 +71,11 @@ class ConvertSettings(Settings):
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
     samples: int = option(8, "texts to measure on; causal: windows", least=1)
     batch: int = option(4, "texts, or windows, at once", least=1)
-    task: str = option("auto", "what the model is: auto, encoder, masked, causal or seq2seq")
+    task: str = option(
+        "auto",
+        "what the model is: auto, encoder, masked, causal or seq2seq",
+        choices=("auto", "encoder", "masked", "causal", "seq2seq"),
+    )
     allow_pickle: bool = option(False, PICKLE, switch=True)
     seed: int = option(0, f"{SEED} of draws and of the order of texts", least=0)
     passkeys: int = option(4, "numbers hidden in long texts that a decoder is asked for, of each length", least=0)
@@ -191,7 +195,7 @@ class AdviseSettings(Settings):
     samples: int = option(8, "texts to measure on, and as many others to fit on", least=1)
     steps: int = option(60, "of the quick fit of loglinear", least=1)
     check: bool = option(False, "convert afterwards and measure on other texts", switch=True)
-    task: str = option("auto", KIND)
+    task: str = option("auto", KIND, choices=("auto", "encoder", "masked", "causal", "seq2seq"))
     allow_pickle: bool = option(False, PICKLE, switch=True)
     seed: int = option(0, f"{SEED} of the choice of texts", least=0)
 
@@ -218,37 +222,3 @@ class ExportSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("logits", self.logits, LOGITS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareSettings(Settings):
-    """What to make of which texts.
-
-    Args:
-        texts: paths of files and folders, see `data.text_stream.TextStream`.
-        tokenizer: "bytes", a ``tokenizer.json``, a folder with one or of a run, or a name on the hub.
-        out: folder of the shards.
-        column: of the texts in ``.jsonl``, ``.csv`` and ``.tsv`` files.
-        pattern: which files of a folder, as a glob; None: "**/*.txt".
-        validation_share: of texts that have no splits of their own.
-        test_share: the same for the test; training has the rest.
-        shard_tokens: tokens of a shard.
-        skip_bad: leave bad rows out, and say how many, instead of raising at the first.
-        seed: of the division of rows.
-    """
-
-    texts: tuple[str, ...] = option(
-        help="files (plain text, or .jsonl, .csv, .tsv with a column of texts) and folders",
-        argument=True,
-        path=True,
-        shown="TEXTS",
-    )
-    tokenizer: str = option(help="bytes, a tokenizer.json, a folder with one, or a name on the hub", path=True)
-    out: Path = option(help="folder for the shards and their index")
-    column: str = option("text", "of the texts, in .jsonl, .csv and .tsv files")
-    pattern: str | None = option(None, "which files of a folder, as a glob; default: **/*.txt")
-    validation_share: float = option(0.05, "held out of texts without splits of their own", least=0)
-    test_share: float = option(0.05, "the same for the test", least=0)
-    shard_tokens: int = option(1 << 24, "tokens of a shard", least=1)
-    skip_bad: bool = option(False, SKIP_BAD, switch=True)
-    seed: int = option(0, f"{SEED} of the division of rows", least=0)

@@ -25,17 +25,14 @@ from kernelformer.hf.attend import KeptAttention
 from kernelformer.hf.save import KIND
 from kernelformer.lazy import require_extra
 from kernelformer.models import (
-    MODELS,
-    KernelformerConfig,
     KernelformerForCausalLM,
     KernelformerForMaskedLM,
     KernelformerForSequenceClassification,
     KernelformerModel,
 )
+from kernelformer.models.saved import load_saved, model_folder
 from kernelformer.models.sparse_layers import SparseAttention
 from kernelformer.modules.exact import GrowingCore
-from kernelformer.records import MODEL
-from kernelformer.training.evaluation import load_model
 
 BYTES, TOKENIZER, NUMBERS = "bytes", "tokenizer", "numbers"  # what a script makes tokens from
 
@@ -292,19 +289,13 @@ def load_exportable(folder: Path) -> tuple[Path, Any]:
     Raises:
         ValueError: no model, or one of a class that cannot be exported.
     """
-    home = folder / MODEL if (folder / MODEL / CONFIG_NAME).is_file() else folder
-    if not (home / CONFIG_NAME).is_file():
-        raise ValueError(f"{folder} holds no model: there is no {CONFIG_NAME} in it, and no {MODEL}/ of a run.")
+    home = model_folder(folder)
     record = read_json(home / CONFIG_NAME)
     kind = record.get("model_type") if isinstance(record, dict) else None
     if kind == KIND:
         model = load(home, dtype=torch.float32)
     elif kind == "kernelformer":
-        names = {x.__name__: name for name, x in MODELS.items()}
-        made = next(iter(KernelformerConfig.from_dict(record).architectures or ()), "")
-        if made not in names:
-            raise ValueError(f"{home / CONFIG_NAME} names no class of ours in its architectures, got {made!r}.")
-        model = load_model(names[made], home)
+        model = load_saved(home)
     else:
         raise ValueError(
             f"{home} holds a model of type {kind!r}, neither one of ours nor a converted one; convert it first: "

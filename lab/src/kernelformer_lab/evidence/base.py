@@ -1,0 +1,247 @@
+"""What an item of evidence is: a table or figure of a paper, what it claims, and what is measured to judge that.
+
+An item is written down before it is run: its claims have a rule each that says which outcome counts for the paper and
+which against it, and its parts say what is trained or studied, at which size and with how many seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol, get_args, get_type_hints
+
+from kernelformer.settings import Settings
+from kernelformer_lab.recipes.catalogue import change, find_recipe
+from kernelformer_lab.recipes.papers.base import CPU
+from kernelformer_lab.studies import STUDIES, Study
+from kernelformer_lab.training.config import FREE, Run
+
+DATA = "data:"  # before a path below the folder of all data, in settings
+TRAINING, STUDY = "training", "study"
+MAIN = "main"  # the part of an item that has one
+OWN = "this library"
+PAPERS = {
+    "Performer": "2009.14794",
+    "KL-Transformer": "2110.08323",
+    "Skyformer": "2111.00035",
+    "NPRF with RPE": "2106.12566",
+    OWN: "",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run or one study: what a process of the queue does.
+
+    Args:
+        part: name of the part of its item.
+        kind: "training" or "study".
+        name: the attention of a run, or the name of a study.
+        seed: of a run; a study has its seeds in its settings.
+        request: what the process is told, as JSON: a run, or the settings of a study.
+        key: what the result depends on, as a hash; a job with the same key is never done twice, but for probes that
+            it did not have.
+        data: folders below that of all data that it reads.
+        probes: what is measured on a trained model besides.
+    """
+
+    part: str
+    kind: str
+    name: str
+    seed: int
+    request: Mapping[str, Any]
+    key: str
+    data: tuple[str, ...] = ()
+    probes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training runs of a recipe: every attention with every seed.
+
+    Args:
+        name: of the part, unique in its item.
+        recipe: its name.
+        attentions: specs, as `kernelformer compare` takes them.
+        settings: what differs from the recipe, as ``--set``; texts that begin with "data:" are paths below the folder
+            of all data.
+        seeds: how many, from 0 on.
+        probes: names of `evidence.probes.PROBES`, measured on every trained model.
+        by_curve: whether the learning curve is judged, so that the steps between evaluations are part of a job.
+    """
+
+    name: str
+    recipe: str
+    attentions: Sequence[str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int = 3
+    probes: tuple[str, ...] = ()
+    by_curve: bool = False
+
+    def jobs(self) -> list[Job]:
+        """All runs, seed by seed, so that a stopped queue has all attentions of a seed."""
+        from kernelformer_lab.comparison import make_plan  # names of items are completed by the shell, without torch
+
+        run = change(find_recipe(self.recipe).run(CPU), {"save_every": None, "keep": 1, **self.settings})
+        run = change(run, {"save_every": run.save_every or max(50, run.steps // 4)})
+        jobs = []
+        for each in make_plan("", run, self.attentions, self.seeds, Path()).runs:
+            request = each.as_json()
+            every = {"eval_every": each.eval_every} if self.by_curve or each.select == "best" else {}
+            key = _hash(TRAINING, {**_chosen(each), **every})
+            jobs.append(Job(self.name, TRAINING, each.label, each.seed, request, key, _data(request), self.probes))
+        return jobs
+
+
+@dataclass(frozen=True)
+class StudyPart:
+    """One study of `kernelformer_lab.studies` with its settings.
+
+    Args:
+        name: of the part, unique in its item.
+        study: its name.
+        settings: by name; texts that begin with "data:" are paths below the folder of all data.
+    """
+
+    name: str
+    study: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def jobs(self) -> list[Job]:
+        """The study itself."""
+        settings = dict(self.settings)
+        study_settings(STUDIES[self.study], settings)  # checked before anything is run
+        key = _hash(STUDY, self.study, settings)
+        request = {"study": self.study, "settings": settings}
+        return [Job(self.name, STUDY, self.study, 0, request, key, _data(settings))]
+
+
+def study_settings(study: Study, given: Mapping[str, Any]) -> Settings:
+    """Settings of a study from plain values: lists become tuples, and texts paths where it takes paths."""
+    hints = get_type_hints(study.settings)
+
+    def fit(name: str, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return tuple(value)
+        takes_path = Path in (hints.get(name), *get_args(hints.get(name)))
+        return Path(value) if isinstance(value, str) and takes_path else value
+
+    return study.settings(**{name: fit(name, x) for name, x in given.items()})
+
+
+class Rule(Protocol):
+    """What decides on a claim; `text` is the rule in words, for the page, written before anything was run."""
+
+    @property
+    def text(self) -> str:
+        """Which outcome counts for the claim and which against it."""
+        ...
+
+    def __call__(self, entries: Sequence[Mapping[str, Any]]) -> Finding:
+        """Judge the claim by the jobs on record."""
+        ...
+
+
+SUPPORTS, CONTRADICTS, OPEN, MISSING_RESULT = "supports", "contradicts", "open", "not run"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the record says of a claim.
+
+    Args:
+        verdict: "supports", "contradicts", "open" (measured, and it cannot be told) or "not run".
+        ours: the figures with their spread.
+    """
+
+    verdict: str
+    ours: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of a paper that a measurement can support or contradict.
+
+    Args:
+        text: what the paper claims.
+        printed: the paper's figures; "not in the paper", "not compared ..." where the claim is not one of it.
+        rule: what decides.
+        late: what of it was decided when runs that it judges were on record, for the page; rules come before runs else.
+    """
+
+    text: str
+    printed: str
+    rule: Rule
+    late: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """Whether no paper claims it."""
+        return self.printed.startswith("not ")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table or figure of a paper.
+
+    Args:
+        name: what it shows, in a word: "variance", "stability".
+        paper: a key of `PAPERS`.
+        where: table, figure or section.
+        about: one sentence on what is measured.
+        size: how far that is from the paper's size.
+        parts: what is trained and studied.
+        claims: what is judged by it.
+        hours: of one core, roughly.
+        value: what its picture shows of a run, as a path into the entry of a job (see `evidence.rules`).
+        unit: of that value, in words.
+        study_values: what its picture shows of the record of a study, by name.
+    """
+
+    name: str
+    paper: str
+    where: str
+    about: str
+    size: str
+    parts: Sequence[Training | StudyPart]
+    claims: Sequence[Claim]
+    hours: float
+    value: str = "result.value"
+    unit: str = ""
+    study_values: Callable[[Mapping[str, Any]], Mapping[str, float]] | None = None
+
+    def jobs(self) -> list[Job]:
+        """All jobs of all parts: one seed of every part, then the next one."""
+        return sorted((job for part in self.parts for job in part.jobs()), key=lambda job: job.seed)
+
+
+def _chosen(run: Run) -> dict[str, Any]:
+    """The settings of a run that change its result and are not the defaults: new settings change no old hash."""
+    values = run.as_json()
+    defaults = {x.name: x.default_factory() if x.default_factory is not MISSING else x.default for x in fields(Run)}
+    return {name: x for name, x in values.items() if name not in FREE and x != defaults[name]}
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _data(value: Any) -> tuple[str, ...]:
+    """The folders of data that settings name."""
+    if isinstance(value, Mapping):
+        return tuple(dict.fromkeys(x for y in value.values() for x in _data(y)))
+    if isinstance(value, list | tuple):
+        return tuple(dict.fromkeys(x for y in value for x in _data(y)))
+    return (value.removeprefix(DATA).split("/")[0],) if isinstance(value, str) and value.startswith(DATA) else ()
+
+
+def located(value: Any, data: Path) -> Any:
+    """Settings in which ``data:NAME`` is the path of NAME below the folder of all data."""
+    if isinstance(value, Mapping):
+        return {key: located(x, data) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [located(x, data) for x in value]
+    return str(data / value.removeprefix(DATA)) if isinstance(value, str) and value.startswith(DATA) else value

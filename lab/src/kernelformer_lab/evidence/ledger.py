@@ -1,0 +1,475 @@
+"""The ledger as one HTML page with a picture for every item."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kernelformer.errors import TrainingError
+from kernelformer.files import write_text
+from kernelformer.formatting import short_names
+from kernelformer.page import COLOURS, figure, html_table, plain, safe, section, table, whole_page
+from kernelformer_lab.analysis.statistics import Mean, mean_over_seeds
+from kernelformer_lab.evidence.base import (
+    CONTRADICTS,
+    MAIN,
+    MISSING_RESULT,
+    OPEN,
+    OWN,
+    PAPERS,
+    SUPPORTS,
+    TRAINING,
+    Claim,
+    Finding,
+    Item,
+)
+from kernelformer_lab.evidence.items import ITEMS
+from kernelformer_lab.evidence.records import current, read_jobs, refresh
+from kernelformer_lab.evidence.rules import ALWAYS, SAMPLES, mean_of, runs_of, shown, value_of
+from kernelformer_lab.training.checkpoints import locked
+
+ABOUT = (
+    "What the four papers claim, what this library gets at the size of two CPU cores, and whether that supports the "
+    "claim, contradicts it or leaves it open. A verdict needs a difference of more than two standard errors over seeds "
+    "and samples together, or Student's quantile where that is larger. A difference taken sample by sample leaves out "
+    "what is hard for both models. Rules are in the records."
+)
+OVERLAP = (
+    "Bars are standard errors of each mean. Differences sample by sample have smaller ones, so that they can be told "
+    "also where bars overlap."
+)
+
+
+def page_text(judged: Sequence[Judged], outside: Sequence[Outside]) -> str:
+    """The whole page."""
+    parts = [_overview(judged)]
+    for paper, number in PAPERS.items():
+        for each in judged:
+            if each.item.paper == paper:
+                parts.append(_item(each, f"{paper} ({number})" if number else "beyond the papers"))
+    rows = [[safe(x.paper), safe(x.where), _coded(x.reason)] for x in outside]
+    others = html_table("Other items", ["paper", "item", "where it stands"], rows)
+    parts.append(section("Other items of the papers", others))
+    return whole_page("Ledger of the papers' claims", ABOUT, "\n".join(parts), "ledger")
+
+
+def _coded(text: str) -> str:
+    """A text whose parts between backticks are code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", safe(text))
+
+
+def _verdict(verdict: str) -> str:
+    return f'<span class="verdict {verdict.replace(" ", "")}">{safe(verdict)}</span>'
+
+
+def _overview(judged: Sequence[Judged]) -> str:
+    rows = [
+        [
+            f'<a href="#{safe(x.item.name)}">{safe(x.item.name)}</a>',
+            safe(f"{x.item.paper}, {x.item.where}"),
+            safe(x.progress),
+            ", ".join(_verdict(finding.verdict) for finding in x.findings),
+        ]
+        for x in judged
+    ]
+    return section("Items", html_table("Items", ["item", "stands for", "on record", "claims"], rows))
+
+
+def _claim(claim: Claim) -> str:
+    return _coded(claim.text) + (f"<br><small>{_coded(claim.late)}</small>" if claim.late else "")
+
+
+def _item(each: Judged, paper: str) -> str:
+    item = each.item
+    rows = [
+        [_claim(claim), safe(claim.printed), _coded(finding.ours) or "–", _verdict(finding.verdict)]  # noqa: RUF001
+        for claim, finding in each.claims
+    ]
+    measured = _rows(item, each.entries)
+    rules = "".join(f"<li>{_coded(claim.text)}: <small>{_coded(claim.rule.text)}</small></li>" for claim in item.claims)
+    parts = [
+        f"<p>{safe(item.about)}.</p>",
+        f'<p class="soft">{safe(paper)}, {safe(item.where)}. Size: {safe(item.size)}. On record: '
+        f"{safe(each.progress)}; <code>kernelformer reproduce {safe(item.name)}</code>, about {item.hours:g} core "
+        "hours.</p>",
+        html_table(f"Claims of {item.name}", ["claim", "printed", "here", "verdict"], rows),
+        f"<details><summary>Rules</summary><ul>{rules}</ul></details>",
+        *_pictures(item, measured),
+        *([f'<p class="soft">{safe(OVERLAP)}</p>'] if _has_samples(each.entries) else []),
+        *_figures(item, measured),
+    ]
+    return section(item.name, *parts, anchor=item.name)
+
+
+def _has_samples(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether runs on record can be compared sample by sample."""
+    return any(SAMPLES in entry.get("probes", {}) for entry in entries)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is on record of one attention, or of one variant of a study: a value a seed, and their mean."""
+
+    part: str
+    name: str
+    values: list[float]
+    mean: Mean | None
+    seeds: int
+
+
+def _rows(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[_Row]:
+    """All that was measured, part by part; the seeds of a study are parts of their own there, and one here."""
+    rows = []
+    for part, name in dict.fromkeys((x["part"], x["name"]) for x in entries if x["kind"] == TRAINING):
+        runs = runs_of(entries, part, name)
+        values = [x for x in (value_of(run, item.value) for run in runs) if math.isfinite(x)]
+        rows.append(_Row(part, name, values, mean_of(entries, part, name, item.value), len(runs)))
+    records = [item.study_values(x["record"]) for x in entries if "record" in x and item.study_values is not None]
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record[name] for record in records if math.isfinite(record.get(name, math.nan))]
+        rows.append(_Row(MAIN, name, values, mean_over_seeds(values) if values else None, len(records)))
+    return rows
+
+
+def _figures(item: Item, rows: Sequence[_Row]) -> list[str]:
+    """A table of all that was measured, what no claim is about among it: mean, standard error, seeds."""
+    if not rows:
+        return []
+    cells = [
+        [
+            safe(x.part),
+            f"<code>{safe(x.name)}</code>",
+            "none" if x.mean is None else shown(x.mean),
+            f"{x.seeds}, {x.seeds - len(x.values)} without" if len(x.values) < x.seeds else str(x.seeds),
+        ]
+        for x in rows
+    ]
+    made = html_table(f"Figures of {item.name}", ["part", "attention", safe(item.unit or "value"), "seeds"], cells)
+    return [f"<details><summary>All figures</summary>{made}</details>"]
+
+
+def _pictures(item: Item, rows: Sequence[_Row]) -> list[str]:
+    """A panel for each part: means with standard errors, and a point for each seed."""
+    panels = []
+    for index, part in enumerate(dict.fromkeys(x.part for x in rows)):
+        mine = [x for x in rows if x.part == part]
+        if any(x.values for x in mine):
+            panels.append(_panel(item, part, mine, f"{item.name}-{index}"))
+    return [f'<div class="figures">{"".join(panels)}</div>'] if panels else []
+
+
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """Names with the options alone that tell them apart, or that make another method of one; the table has all."""
+    parts = {name: name.split(":") for name in names if ">" not in name}
+
+    def common(head: str | None) -> set[str]:
+        """The options that all have, of one method or of any."""
+        mine = [set(x) for x in parts.values() if head in (None, x[0])]
+        return set.intersection(*mine) if len(mine) > 1 or head is not None else set()
+
+    everywhere, told = common(None), {name: name for name in names}
+    for name, (head, *options) in parts.items():
+        own = common(head)
+        kept = [x for x in options if (x not in own or x.split("=")[0] in ALWAYS) and x not in everywhere]
+        told[name] = ":".join([head, *kept])
+    short = short_names(told.values(), 26)
+    return {name: short[label] for name, label in told.items()}
+
+
+def _panel(item: Item, part: str, rows: Sequence[_Row], anchor: str) -> str:
+    short = _labels([x.name for x in rows])
+
+    def draw(axis: Any) -> None:
+        for place, row in enumerate(rows):
+            colour = COLOURS[place % 7]
+            axis.plot(row.values, [place] * len(row.values), "o", color=colour, alpha=0.4, markersize=4)
+            if row.mean is not None:
+                error = row.mean.error if math.isfinite(row.mean.error) else 0.0
+                axis.errorbar([row.mean.value], [place], xerr=[error], fmt="D", color=colour, capsize=3)
+        axis.set_yticks(range(len(rows)), [short[x.name] for x in rows])
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.set_xlabel(item.unit or "value")
+
+    told = "; ".join(f"{x.name} {x.mean.value:.4g}" for x in rows if x.mean is not None)
+    title = item.unit or "value"
+    title = title if part == MAIN else f"{title}, {part}"
+    return figure(anchor, title, f"{title}: {told}", draw, height=0.9 + 0.32 * len(rows))
+
+
+@dataclass(frozen=True)
+class Outside:
+    """An item of a paper that the queue does not measure.
+
+    Args:
+        paper: a key of `evidence.base.PAPERS`.
+        where: table, figure or theorem.
+        reason: the study or test that has it, or why nobody has tried.
+    """
+
+    paper: str
+    where: str
+    reason: str
+
+
+P, K, S, N = "Performer", "KL-Transformer", "Skyformer", "NPRF with RPE"
+GPU = "Not attempted: needs GPUs"
+RECIPE = "the settings are recipes"
+
+OUTSIDE: tuple[Outside, ...] = (
+    Outside(P, "Eq. 1 to 8, 11, Lemma 1, 2, Algorithm 1", "Tests, against definitions and closed forms in float64."),
+    Outside(
+        P,
+        "Theorem 1 to 4, 7, Lemma 4, Fig. 2, Fig. 4",
+        "`kernelformer study estimators` (results/performer): positive features lose to trigonometric ones for short "
+        "queries and keys (norms 0.5 and 1), and beat them for long ones (2), by less where denominators are clamped; "
+        "for Fig. 4 the paper does not say its norms. Theorem 2 has a misprint.",
+    ),
+    Outside(P, "Theorem 5, 6", "The general forms of Theorem 3 and 2, which are measured."),
+    Outside(P, "Fig. 1, Fig. 8, Lemma 3, 5, 6", "Nothing to measure: diagrams, and steps of proofs."),
+    Outside(P, "Fig. 5, 6: Linformer, Reformer", "Not attempted: on ListOps Reformer is in the item listops."),
+    Outside(
+        P, "Fig. 3, Fig. 20", "`kernelformer study encoder`: time and memory of whole encoders, 2 cores for a GPU."
+    ),
+    Outside(P, "Fig. 7 left (ImageNet64, 12,288 tokens)", f"{GPU}; {RECIPE} (`performer-imagenet64`)."),
+    Outside(P, "Fig. 7 right (proteins of 8,192 tokens)", f"{GPU}; {RECIPE} (`performer-protein-long`)."),
+    Outside(
+        P, "Table 1, Fig. 9 (statistics of TrEMBL)", "Not attempted: TrEMBL of January 2019 is not to be had here."
+    ),
+    Outside(P, "Table 2, out of distribution", "Not attempted: the held-out families of Pfam are not to be had here."),
+    Outside(
+        P,
+        "Fig. 10 to 12 (attention matrices)",
+        "`kernelformer attention` draws them for any model; the patterns that are described are not judged.",
+    ),
+    Outside(
+        P,
+        "Fig. 13 (amino acids and BLOSUM)",
+        "`kernelformer study amino-acids` (results/performer) on AntiBERTy, trained with exact attention, not on a "
+        "Performer: correlation 0.341 ± 0.005 against 0.058 ± 0.004 with random weights.",
+    ),
+    Outside(
+        P,
+        "Fig. 14 (error over layers)",
+        "`kernelformer study depth` on MiniLM (results/performer): errors are largest after the last layer.",
+    ),
+    Outside(
+        P,
+        "Fig. 16, 17 (eight kernels)",
+        "Not attempted: 16 models at a size where they would differ; a recipe has them (`performer-protein-kernels`).",
+    ),
+    Outside(
+        P,
+        "Fig. 18 (the Linear Transformer diverges)",
+        f"{GPU}: it is about 36 layers; with 2 and 3 layers `elu` is stable in every run on record.",
+    ),
+    Outside(
+        P,
+        "Fig. 19 (Long Range Arena)",
+        "Its tasks are the items listops, text, image, retrieval and pathfinder; the mean score over all of them is "
+        "not judged, and Path-X not attempted.",
+    ),
+    Outside(P, "App. D.2 (ImageNet64 in bits per dimension)", f"{GPU}; {RECIPE} (`performer-imagenet64`)."),
+    Outside(
+        K,
+        "Eq. 1 to 12, Lemma S.2, Theorem 3",
+        "Tests, against definitions and simulation; misprints are in docs/papers.",
+    ),
+    Outside(K, "Theorem 1, 2, Lemma S.1, S.3, Fig. 2", "Nothing to measure: Turing completeness, a diagram."),
+    Outside(
+        K,
+        "Fig. 9, 10 (RSD, PI and AGV go together)",
+        "`kernelformer study redraws` has the correlations; the six kernels of the item variance have all three.",
+    ),
+    Outside(
+        K, "Table 1 (complexities)", "`kernelformer bench`: time over length; formulas in docs/reference/methods.md."
+    ),
+    Outside(
+        K, "Table 2, Table 5 at full size", f"{GPU}; {RECIPE} (`kl-listops`, `kl-text`, `kl-retrieval`, `kl-image`)."
+    ),
+    Outside(
+        K,
+        "Fig. 1, 3, 8 (accuracy, memory, speed)",
+        "Not attempted at full size; comparisons on record show all three at the size of a CPU.",
+    ),
+    Outside(K, "Fig. 4, 7 (memory)", "`kernelformer bench` and `kernelformer study encoder`."),
+    Outside(
+        K,
+        "Table 3 after pre-training on WikiText-103",
+        f"{GPU}; {RECIPE} (`kl-wikitext`, `kl-glue-*`); in small the items snli and sentences.",
+    ),
+    Outside(K, "Table 6, 7, 8", "Settings: the recipes have them, number for number, with departures in their notes."),
+    Outside(K, "Sec. 4.3 (which model to use)", "Advice, not a measurement; README has ours."),
+    Outside(S, "Lemma 1, 3, Eq. 1 to 6, the iteration", "Tests; Lemma 3's open interval is a misprint."),
+    Outside(
+        S,
+        "Fig. 1, Theorem 2, App. F",
+        "`kernelformer study approximation`; on pretrained weights the condition numbers come out the other way round.",
+    ),
+    Outside(
+        S,
+        "Table 1: BigBird, Reformer, Informer",
+        "Trained in the item listops, through transformers' own modules; time and memory in results/speed/sparse.",
+    ),
+    Outside(
+        S, "Table 1: Linformer", "In the recipes `sky-*`; not trained here: it mixes positions of one fixed length."
+    ),
+    Outside(
+        S,
+        "Table 2 (time and memory of training)",
+        "`kernelformer study encoder` with all of its methods (results/speed/sparse): times and peaks of a CPU.",
+    ),
+    Outside(S, "Fig. 2 (accuracy over time)", "The comparisons on record; seeds and rates in the item stability."),
+    Outside(N, "Eq. 1 to 13, Lemma 2, Theorem 3, Algorithm 1", "Tests, against the direct sum in float64."),
+    Outside(N, "Proposition 1", "Nothing to measure."),
+    Outside(
+        N,
+        "Fig. 1a, 1b",
+        "`kernelformer study positions`: errors over norms, and time; at 1024 to 16384 tokens of a CPU the FFT is not "
+        "the fastest.",
+    ),
+    Outside(N, "Table 1 (GLUE after pre-training on 160 GB)", f"{GPU}; {RECIPE} (`rpe-pretrain`, `rpe-glue-*`)."),
+    Outside(
+        N,
+        "Table 1: Linformer, Nystromformer, SMYRF, FCA",
+        "Not attempted: the paper quotes their figures from elsewhere.",
+    ),
+    Outside(N, "Table 2 at full size (WikiText-103)", f"{GPU}; {RECIPE} (`rpe-wikitext`)."),
+    Outside(N, "Table 2: random feature attention with a gate", "`rfa-gate` is a method; not trained here."),
+    Outside(N, "Table 3 at full size (IWSLT14)", f"{GPU}; {RECIPE} (`rpe-translation`)."),
+    Outside(N, "Table 4 at full size, fine-tuned row", f"{GPU}; {RECIPE} (`rpe-imagenet`, `rpe-imagenet-finetune`)."),
+    Outside(N, "Table 5, App. A", "Settings: in the recipes."),
+    Outside(N, "Table 6 (ImageNet32)", f"{GPU}; {RECIPE} (`rpe-imagenet32`)."),
+)
+
+
+PAGE, SUMMARY = "ledger.html", "README.md"
+LATE = r"\*"  # an asterisk, in Markdown
+VERDICTS = (SUPPORTS, CONTRADICTS, OPEN, MISSING_RESULT)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An item with what is on record of it and what that says of its claims.
+
+    Args:
+        item: as it is now.
+        entries: jobs on record of the item as it is now.
+        findings: one for each of its claims.
+    """
+
+    item: Item
+    entries: Sequence[Mapping[str, Any]]
+    findings: Sequence[Finding]
+
+    @property
+    def claims(self) -> list[tuple[Claim, Finding]]:
+        """Claims with their findings."""
+        return list(zip(self.item.claims, self.findings, strict=True))
+
+    @property
+    def progress(self) -> str:
+        """How many of its jobs are on record."""
+        return f"{len(self.entries)} of {len(self.item.jobs())} jobs"
+
+
+def judge(item: Item, records: Path) -> Judged:
+    """Judge all claims of an item by what is on record."""
+    entries = current(item, read_jobs(records, item))
+    return Judged(item, entries, [claim.rule(entries) for claim in item.claims])
+
+
+def write_ledger(records: Path) -> list[Path]:
+    """Write ``ledger.html``, with pictures, and ``README.md``, in short, into the folder of the records.
+
+    Claims and rules in the records are brought up to date with the items, but while a queue works on them: it does so
+    itself, and what it adds meanwhile must not be lost.
+    """
+    with suppress(TrainingError), locked(records):
+        for item in ITEMS.values():
+            refresh(records, item)
+    judged = [judge(item, records) for item in ITEMS.values()]
+    records.mkdir(parents=True, exist_ok=True)
+    write_text(records / PAGE, page_text(judged, OUTSIDE))
+    write_text(records / SUMMARY, summary_text(judged))
+    return [records / PAGE, records / SUMMARY]
+
+
+def counts(judged: Sequence[Judged]) -> dict[str, int]:
+    """How many claims have which verdict."""
+    verdicts = [finding.verdict for x in judged for finding in x.findings]
+    return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
+
+
+def summary_text(judged: Sequence[Judged]) -> str:
+    """The ledger as Markdown: a table of claims by paper, and what was not attempted."""
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts(judged).items())
+    parts = [
+        "# Ledger of the papers' claims",
+        f"Made by `kernelformer reproduce` from the records beside this page; pictures and rules: [{PAGE}]({PAGE}). "
+        f"A verdict needs a difference of more than two standard errors, over seeds and over samples "
+        f"together, or Student's quantile where that is larger; everything else is open. A difference taken sample by "
+        f"sample leaves out what is hard for both models; in the others the errors of both are added. Sizes are those "
+        f"of two CPU cores, far from the papers', so that a verdict is about the claim at this size. Claims: {told}.",
+        "## In short",
+        f"What of a claim with a mark ({LATE}) was decided when runs were on record, its rule, its margin or its "
+        "words, stands in the table.",
+        *_in_short(judged),
+    ]
+    for paper, number in PAPERS.items():
+        mine = [x for x in judged if x.item.paper == paper]
+        title = f"{paper} ([{number}](https://arxiv.org/abs/{number}))" if number else "Beyond the papers"
+        rows = [
+            [
+                f"[{x.item.name}]({x.item.name}.json), {plain(x.item.where)}" if x.entries else x.item.name,
+                plain(f"{claim.text} ({claim.late})" if claim.late else claim.text),
+                plain(claim.printed),
+                finding.ours.replace("|", "\\|") or plain(f"not run: {x.item.hours:g} core hours"),
+                f"**{finding.verdict}**" if finding.verdict in (SUPPORTS, CONTRADICTS) else finding.verdict,
+            ]
+            for x in mine
+            for claim, finding in x.claims
+        ]
+        if rows:
+            head = ["item", "claim", "printed", "here", "verdict"]
+            parts += [f"## {title}", _left(table(head, rows))]
+        sizes = [f"- **{x.item.name}** ({x.progress}): {plain(x.item.size)}." for x in mine]
+        if sizes:
+            parts += ["Sizes:", "\n".join(sizes)]
+    rows = [[x.paper, plain(x.where), x.reason] for x in OUTSIDE]
+    parts += ["## Other items of the papers", _left(table(["paper", "item", "where it stands"], rows))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _in_short(judged: Sequence[Judged]) -> list[str]:
+    """The claims by their verdict, decided ones in words, the others by the names of their items."""
+    parts, papers = [], list(PAPERS)
+    judged = sorted(judged, key=lambda x: papers.index(x.item.paper))
+    for verdict, title in ((SUPPORTS, "Supported at this size"), (CONTRADICTS, "Contradicted at this size")):
+        claims = [
+            f"- {plain(claim.text)} ({_source(x.item, claim)})."
+            for x in judged
+            for claim, finding in x.claims
+            if finding.verdict == verdict
+        ]
+        parts += [f"{title}:", "\n".join(claims)] if claims else []
+    for verdict, title in ((OPEN, "Open"), (MISSING_RESULT, "Not run")):
+        names = [x.item.name for x in judged for finding in x.findings if finding.verdict == verdict]
+        told = (f"{name} ({names.count(name)})" if names.count(name) > 1 else name for name in dict.fromkeys(names))
+        parts += [f"{title}, claims of: {', '.join(told)}."] if names else []
+    return parts
+
+
+def _source(item: Item, claim: Claim) -> str:
+    """Whose claim it is, its item, and whether something of it was decided late."""
+    whose = "our question" if claim.ours and item.paper != OWN else item.paper
+    return f"{whose}, {item.name}{LATE if claim.late else ''}"
+
+
+def _left(text: str) -> str:
+    """A table whose columns are all texts."""
+    return text.replace("---:", "---", -1)

@@ -1,0 +1,453 @@
+"""Learning the Transformer Kernel: Tables 6 and 7 (Long Range Arena), App. E (sparsity); `kernels_on_glue` has Table 8.
+
+Table 6 follows the code of Long Range Arena, so what it leaves open is taken from there: eps of Adam, gradients that
+are never shortened, norms before each part, a classifier with a ReLU and the feed-forward part's width. What is said of
+"its code" is in the repository that the paper names; Image and GLUE are not there.
+
+Table 7 counts draws of noise, M of Eq. 5, which agrees with that code on ListOps and Retrieval. Smoothing s is relative
+to K(x, x): there it is a constant feature of 1 where that is 2 for the mixtures, and 1 for the others.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from kernelformer_lab.recipes.papers.base import Recipe, arena_rate, network, pair, several, steps_of
+from kernelformer_lab.training.config import Run
+
+
+def _glue(name: str, text: str, other: str | None, labels: int, metric: str) -> dict[str, Any]:
+    return {"data": f"hub:nyu-mll/glue:{name}", "text": text, "other": other, "labels": labels, "glue": metric}
+
+
+# Labels of the test splits are -1, which is to say secret. MNLI is validated on its matched half; the other by
+# validation_split="validation_mismatched".
+GLUE: dict[str, dict[str, Any]] = {
+    "cola": _glue("cola", "sentence", None, 2, "matthews"),
+    "sst2": _glue("sst2", "sentence", None, 2, "accuracy"),
+    "mrpc": _glue("mrpc", "sentence1", "sentence2", 2, "f1"),
+    "qqp": _glue("qqp", "question1", "question2", 2, "f1"),
+    "stsb": _glue("stsb", "sentence1", "sentence2", 1, "pearson"),
+    "mnli": _glue("mnli", "premise", "hypothesis", 3, "accuracy"),
+    "qnli": _glue("qnli", "question", "sentence", 2, "accuracy"),
+    "rte": _glue("rte", "sentence1", "sentence2", 2, "accuracy"),
+    "wnli": _glue("wnli", "sentence1", "sentence2", 2, "accuracy"),
+}
+
+
+# Training samples of each.
+SAMPLES = {
+    "cola": 8_551,
+    "sst2": 67_349,
+    "mrpc": 3_668,
+    "qqp": 363_846,
+    "stsb": 5_749,
+    "mnli": 392_702,
+    "qnli": 104_743,
+    "rte": 2_490,
+    "wnli": 635,
+}
+TITLES = {
+    "cola": "is an English sentence acceptable?",
+    "sst2": "is a sentence of a film review positive?",
+    "mrpc": "do two sentences say the same?",
+    "qqp": "do two questions ask the same?",
+    "stsb": "how similar are two sentences? a number",
+    "mnli": "does a sentence follow from another, contradict it, or neither?",
+    "qnli": "does a sentence answer a question?",
+    "rte": "does a sentence follow from another?",
+    "wnli": "does a sentence with a resolved pronoun follow from another?",
+}
+START = (
+    "Without --set start=FOLDER of a pre-training run of the same size, and --set task.tokenizer=FOLDER for its "
+    "vocabulary, all weights are new. The first token of the pooling is new in any case.",
+    "Labels of GLUE's tests are secret: results are those of validation.",
+)
+MISMATCHED = (
+    "Validation is the matched half; --set task.validation_split=validation_mismatched, a second run, has the other.",
+)
+
+
+# Both components of the mixtures have one covariance and opposite means (footnote 2); noise is iid (Eq. 5, 7, 10).
+MIXTURE = "tied=True:draw=iid"
+KERNELS = (
+    f"gmm-rks:{MIXTURE}:smoothing=0.5",
+    "fastfood-rks",
+    "generative-rks:draw=iid",
+    f"gmm-prf:{MIXTURE}",
+    "fastfood-prf",
+    "generative-prf:draw=iid",
+)
+TABLE_7 = {
+    "listops": (256, 64, 256, 256, 64, 128),
+    "text": (128, 64, 256, 256, 64, 128),
+    "retrieval": (64, 32, 128, 128, 32, 64),
+    "image": (128, 8, 128, 128, 8, 8),
+}
+ARENA: dict[str, Any] = {
+    "beta1": 0.9,
+    "beta2": 0.98,
+    "eps": 1e-9,
+    "max_grad_norm": None,
+    "redraw": 100,  # Sec. 2.2
+    "redraw_to_end": True,
+    "eval_every": 500,
+    "save_every": 1000,
+}
+# What the sizes for a CPU share: rates for a short run.
+SHORT: dict[str, Any] = {
+    "schedule": "cosine",
+    "max_grad_norm": 1.0,
+    "save_every": None,
+    "eval_batch_size": 32,
+    "redraw_to_end": False,
+}
+SMALL = network(2, 2, 64, 128, head_dim=32, dropout=0.0, classifier_size=64)
+
+
+ANY_KERNEL = (
+    "full: noise is drawn iid, anew every 100 steps to the end; in its code at every forward pass, in evaluation too, "
+    "and the same for all heads, which have their own here.",
+    "M counts draws: the mixtures have twice as many frequencies; in its code GMM-PRF has one component.",
+    "Kernel parameters are never decayed, in its code they are. Mixtures start at S = I with small means, there at "
+    "Xavier's values. The generator has four hidden layers, as printed, there at most two.",
+)
+BASELINES = (
+    "full: elu, favor+ and relu stand beside the kernels: the paper quotes LinearElu and Performer from Long Range "
+    "Arena, whose Performer is relu without projection.",
+    "The paper's accuracies are means over 100 runs: --seeds says how many; each has one draw in evaluation.",
+)
+SMOOTHING = "full: smoothing of GMM-RKS is half of K(x, x), as in its code; the paper has none."
+DROPPED = "full: softmax drops 0.1 of its weights, as in its code."
+CUT = (
+    "a cosine of rates for a short run; draws are orthogonal, the last before the rate falls to a quarter, gradients "
+    "are cut to norm 1, no dropout."
+)
+
+
+def kernels(task: str, dropout: float = 0.1) -> list[str]:
+    """Softmax, the paper's methods with their numbers of samples (Table 7), and the other linear ones of Table 2.
+
+    Args:
+        task: of Table 7.
+        dropout: of softmax's attention weights.
+    """
+    own = [f"{x}:num_features={m}" for x, m in zip(KERNELS, TABLE_7[task], strict=True)]
+    linear = ["elu", "favor+:num_features=256", "relu:projection=False:eps=1e-3"]
+    return [f"softmax:attention_dropout={dropout}", *own, *linear]
+
+
+def _arena(layers: int, heads: int, width: int, feed: int, **more: Any) -> dict[str, Any]:
+    """A model of Table 6."""
+    own = {"hidden_act": "gelu", "positions": "sinusoidal", "pooling": "cls", "dropout": 0.1}
+    return network(layers, heads, width, feed, **{**own, **more}, classifier_size=feed, classifier_act="relu")
+
+
+LISTOPS = pair(
+    "ListOps of Long Range Arena: nested operators over digits, lengths 500 to 2000",
+    "Learning the Transformer Kernel, Tables 6 and 7",
+    full=partial(
+        Run,
+        task="listops",
+        attention="fastfood-prf:num_features=64",
+        model=_arena(6, 8, 512, 2048, head_dim=64),
+        batch_size=32,
+        weight_decay=0.1,
+        **arena_rate(5e-3, 1000, 10_000),
+        **ARENA,
+    ),
+    compared=kernels("listops"),
+    cpu={
+        **SHORT,
+        "task_options": {
+            "min_length": 10,
+            "max_length": 128,
+            "max_depth": 6,
+            "max_args": 5,
+            "train_samples": 50_000,
+            "validation_samples": 1000,
+            "test_samples": 1000,
+        },
+        "model": SMALL,
+        "steps": 800,
+        "learning_rate": 2e-3,
+        "warmup_steps": 80,
+        "eval_every": 200,
+    },
+    note=(
+        *ANY_KERNEL,
+        *BASELINES,
+        SMOOTHING,
+        DROPPED,
+        "cpu: expressions of 11 to 127 tokens, at most 6 deep, with up to 5 arguments; 2 layers of width 64; " + CUT,
+    ),
+)
+
+TEXT = pair(
+    "Text of Long Range Arena: reviews of IMDb, positive or negative, byte by byte",
+    "Learning the Transformer Kernel, Tables 6 and 7",
+    full=partial(
+        Run,
+        task="text",
+        attention="fastfood-prf:num_features=64",
+        task_options={"data": "hub:stanfordnlp/imdb", "length": 4000, "validation_split": "test"},
+        model=_arena(4, 4, 256, 1024, head_dim=64),
+        batch_size=32,
+        weight_decay=0.1,
+        **arena_rate(5e-2, 8000, 20_000),
+        **ARENA,
+    ),
+    compared=[x.replace("smoothing=0.5", "smoothing=0.0648") for x in kernels("text")],
+    cpu={
+        **SHORT,
+        "task_options": {"length": 512, "validation_samples": 500, "validation_split": None},
+        "model": SMALL,
+        "steps": 400,
+        "batch_size": 16,
+        "learning_rate": 3e-3,
+        "warmup_steps": 40,
+        "eval_every": 100,
+    },
+    note=(
+        *ANY_KERNEL,
+        *BASELINES,
+        "full: validation is IMDb's test split, as in Long Range Arena: accuracies are the test's, and nothing is held "
+        "back from training.",
+        "full: GMM-RKS has 128 draws, 512 features; in its code 32 draws, 128 features: --attention "
+        f"gmm-rks:{MIXTURE}:smoothing=0.0648:num_features=32.",
+        "full: smoothing of GMM-RKS is 0.0648 of K(x, x), as in its code (a constant feature of 0.36, whose square is "
+        "added to a K(x, x) of 2); the paper has none.",
+        DROPPED,
+        "cpu: the first 512 bytes; validation is a share of the training reviews; 2 layers of width 64; " + CUT,
+    ),
+)
+
+RETRIEVAL = pair(
+    "Retrieval of Long Range Arena: does one paper cite the other? two texts, byte by byte",
+    "Learning the Transformer Kernel, Tables 6 and 7",
+    full=partial(
+        Run,
+        task="retrieval",
+        attention="fastfood-prf:num_features=32",
+        task_options={"length": 4000},
+        model=_arena(4, 4, 128, 512, head_dim=32),
+        batch_size=32,
+        weight_decay=0.1,
+        **arena_rate(5e-2, 8000, 5000),
+        **ARENA,
+    ),
+    compared=kernels("retrieval"),
+    cpu={
+        **SHORT,
+        "task_options": {"length": 256, "pairs": "halves", "validation_samples": 500},
+        "model": SMALL,
+        "steps": 400,
+        "batch_size": 16,
+        "learning_rate": 2e-3,
+        "warmup_steps": 40,
+        "eval_every": 100,
+    },
+    note=(
+        *ANY_KERNEL,
+        *BASELINES,
+        SMOOTHING,
+        DROPPED,
+        "full: 5,000 steps end before the warm-up of 8,000 does.",
+        "The classifier has one hidden layer, in Long Range Arena two.",
+        "cpu: halves of single texts, as of IMDb, of 256 bytes; 2 layers of width 64; " + CUT,
+    ),
+)
+
+IMAGE = pair(
+    "Image of Long Range Arena: CIFAR-10 as 1024 grey pixels",
+    "Learning the Transformer Kernel, Tables 6 and 7 (App. C.2)",
+    full=partial(
+        Run,
+        task="grey",
+        attention=f"{KERNELS[0]}:num_features=128",
+        task_options={"data": "hub:uoft-cs/cifar10"},
+        model=_arena(1, 8, 128, 128, head_dim=8, dropout=0.3, positions="learned"),
+        steps=steps_of(200, 45_000, 256),
+        batch_size=256,
+        learning_rate=5e-4,
+        weight_decay=0.0,
+        warmup_steps=175,
+        schedule="cosine",
+        **ARENA,
+    ),
+    compared=kernels("image", dropout=0.2),
+    cpu={
+        **SHORT,
+        "task_options": {"validation_samples": 500},
+        "model": network(1, 2, 64, 128, head_dim=16, dropout=0.0, classifier_size=128),
+        "steps": 300,
+        "batch_size": 16,
+        "learning_rate": 2e-3,
+        "warmup_steps": 30,
+        "eval_every": 100,
+    },
+    note=(
+        *ANY_KERNEL,
+        *BASELINES,
+        SMOOTHING,
+        "full: softmax drops 0.2 of its weights, as in Long Range Arena's code.",
+        "full: 200 epochs of 45,000 images, a tenth being the validation.",
+        "cpu: 1 layer of width 64, 2 heads of 16; " + CUT,
+    ),
+)
+
+SPARSITY = pair(
+    "sum of the values that are marked as relevant: which kernels learn to ignore?",
+    "Learning the Transformer Kernel, App. E",
+    full=partial(
+        Run,
+        task="sparsity",
+        attention=f"gmm-prf:{MIXTURE}:num_features=64",
+        task_options={"train_samples": 160_000, "validation_samples": 40_000, "relevance": 0.1, "length": 200},
+        model=network(3, 4, 64, 64, head_dim=16, positions="learned", pooling="cls", classifier_size=64),
+        steps=400_000,
+        batch_size=400,
+        learning_rate=5e-6,
+        beta2=0.98,
+        eps=1e-9,
+        weight_decay=0.1,
+        schedule="constant",
+        max_grad_norm=None,
+        redraw=100,
+        redraw_to_end=True,
+        eval_every=400,
+        save_every=4000,
+    ),
+    compared=["softmax", *several((KERNELS[0], KERNELS[3]), (64,))],
+    cpu={
+        "task_options": {"length": 48, "train_samples": 16_000, "validation_samples": 2000, "test_samples": 2000},
+        "steps": 800,
+        "batch_size": 32,
+        "learning_rate": 1e-3,
+        "warmup_steps": 40,
+        "eval_every": 100,
+        "eval_batch_size": 100,
+        "save_every": None,
+        "max_grad_norm": 1.0,
+        "redraw_to_end": False,
+    },
+    note=(
+        *ANY_KERNEL,
+        SMOOTHING,
+        "The paper's three data sets: --set task.relevance=0.1, 0.5, 0.9; `kernelformer study sparsity` draws the "
+        "learning curves of the three.",
+        "full: it does not say how many steps: here 1,000 epochs.",
+        "Heads are of 16, so 4. The answer is read off a learned token in front, in the paper off the first pair.",
+        "cpu: 48 pairs, 800 steps with batches of 32; draws are orthogonal, gradients are cut to norm 1.",
+    ),
+)
+
+LEARNED_KERNELS: dict[str, Recipe] = {
+    "kl-listops": LISTOPS,
+    "kl-text": TEXT,
+    "kl-retrieval": RETRIEVAL,
+    "kl-image": IMAGE,
+    "kl-sparsity": SPARSITY,
+}
+
+
+TABLE_8: dict[str, Any] = {
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "weight_decay": 0.01,
+    "batch_size": 64,
+    "schedule": "linear",
+    "max_grad_norm": None,
+    "redraw": 100,
+    "redraw_to_end": True,
+    "eval_every": 1000,
+    "save_every": 1000,
+}
+BERT_LIKE = network(3, 10, 300, 512, head_dim=64, dropout=0.1, hidden_act="gelu", positions="sinusoidal")
+SHORT_SENTENCES = network(2, 4, 96, 192, head_dim=32, dropout=0.0)
+WORDPIECE = {"kind": "wordpiece", "vocab_size": 30_522, "length": 512}
+TRIED = ["softmax", *several(KERNELS, (64, 128))]
+WORDS = 103_227_021  # of WikiText-103
+PRETRAINING = steps_of(5, WORDS // 512, 64)
+
+WIKITEXT = pair(
+    "masked language modelling of WikiText-103, before fine-tuning",
+    "Learning the Transformer Kernel, Table 8 and Sec. 3.3",
+    full=partial(
+        Run,
+        task="masked",
+        attention="fastfood-prf:num_features=64",
+        task_options={"data": "hub:Salesforce/wikitext:wikitext-103-raw-v1", **WORDPIECE},
+        model=BERT_LIKE,
+        steps=PRETRAINING,
+        learning_rate=5e-4,
+        warmup_steps=10_000,
+        **TABLE_8,
+    ),
+    compared=TRIED,
+    cpu={
+        **SHORT,
+        "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 128},
+        "model": SHORT_SENTENCES,
+        "steps": 500,
+        "batch_size": 16,
+        "learning_rate": 3e-3,
+        "warmup_steps": 50,
+        "eval_every": 100,
+    },
+    note=(
+        *ANY_KERNEL,
+        SMOOTHING,
+        f"full: five epochs of {WORDS:,} words in windows of 512 are {PRETRAINING:,} steps; the paper's are of its "
+        f"tokens, whose number it does not say, nor the vocabulary's: BERT's 30,522.",
+        "cpu: 4,000 tokens, windows of 128, 2 layers of width 96; " + CUT,
+    ),
+)
+
+
+def _fine_tuning(name: str) -> Recipe:
+    steps = steps_of(10, SAMPLES[name], 64)
+    return pair(
+        f"GLUE: {TITLES[name]}",
+        "Learning the Transformer Kernel, Table 8 and Sec. 3.3",
+        full=partial(
+            Run,
+            task="sentences",
+            attention="fastfood-prf:num_features=64",
+            task_options={**GLUE[name], **WORDPIECE},
+            model={**BERT_LIKE, "pooling": "cls", "classifier_size": 128, "classifier_act": "tanh"},
+            steps=steps,
+            learning_rate=1e-4,
+            warmup_steps=steps // 10,
+            **TABLE_8,
+        ),
+        compared=TRIED,
+        cpu={
+            **SHORT,
+            "task_options": {"length": 128, "vocab_size": 4000, "validation_samples": 1000},
+            "model": SHORT_SENTENCES,
+            "steps": 500,
+            "batch_size": 16,
+            "learning_rate": 1e-3,
+            "warmup_steps": 50,
+            "eval_every": 100,
+        },
+        note=(
+            *ANY_KERNEL,
+            SMOOTHING,
+            "The paper tries the learning rates 2e-3, 5e-4, 1e-4, 2e-5, 5e-6, here 1e-4, and does not say how many "
+            "seeds: --seeds.",
+            f"full: 10 epochs of {SAMPLES[name]:,} samples.",
+            "Table 13, what FastFood learns: --attention fastfood-rks:learn=none:num_features=64, and learn=S.",
+            *START,
+            *(MISMATCHED if name == "mnli" else ()),
+            "cpu: 4,000 tokens, up to 128 a sample, 2 layers of width 96, as kl-wikitext; " + CUT,
+        ),
+    )
+
+
+KERNELS_ON_GLUE: dict[str, Recipe] = {
+    "kl-wikitext": WIKITEXT,
+    **{f"kl-glue-{x}": _fine_tuning(x) for x in ("sst2", "mrpc", "qqp", "mnli", "qnli", "wnli", "rte", "cola")},
+}

@@ -1,0 +1,409 @@
+"""Similarity of amino acids in the attention of a protein language model: Performer (2009.14794), App. C.4, Fig. 13.
+
+As Vig et al. (2006.15222) define it: of each head the share of its attention that goes to each amino acid, over many
+sequences; two amino acids are similar if their shares go together over all heads. The paper shows a trained Performer
+beside BLOSUM62; here are a pretrained model, the same model with attention replaced and nothing trained, and one with
+random weights, each compared with BLOSUM62 by numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Generator, Tensor
+
+from kernelformer.conversion.readers import hash_files
+from kernelformer.conversion.texts import order, read_texts
+from kernelformer.errors import shape
+from kernelformer.hf import convert
+from kernelformer.hf.load import Source, load_source
+from kernelformer.modules import parse_method
+from kernelformer.modules.evaluating import evaluating
+from kernelformer.settings import plain
+from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
+from kernelformer_lab.studies.settings import AminoAcidsSettings as Settings
+
+AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
+_SCORES = """
+ 4
+-1  5
+-2  0  6
+-2 -2  1  6
+ 0 -3 -3 -3  9
+-1  1  0  0 -3  5
+-1  0  0  2 -4  2  5
+ 0 -2  0 -1 -3 -2 -2  6
+-2  0  1 -1 -3  0  0 -2  8
+-1 -3 -3 -3 -1 -3 -3 -4 -3  4
+-1 -2 -3 -4 -1 -2 -3 -4 -3  2  4
+-1  2  0 -1 -3  1  1 -2 -1 -3 -2  5
+-1 -1 -2 -3 -1  0 -2 -3 -2  1  2 -1  5
+-2 -3 -3 -3 -2 -3 -3 -3 -1  0  0 -3  0  6
+-1 -2 -2 -1 -3 -1 -1 -2 -2 -3 -3 -1 -2 -4  7
+ 1 -1  1  0 -1  0  0  0 -1 -2 -2  0 -1 -2 -1  4
+ 0 -1  0 -1 -1 -1 -1 -2 -2 -1 -1 -1 -1 -2 -1  1  5
+-3 -3 -4 -4 -2 -2 -3 -2 -2 -3 -2 -3 -1  1 -4 -3 -2 11
+-2 -2 -2 -3 -2 -1 -2 -3  2 -1 -1 -2 -1  3 -3 -2 -2  2  7
+ 0 -3 -3 -3 -1 -2 -2 -3 -3  3  1 -2  1 -1 -2 -2  0 -3 -1  4
+"""
+
+
+def blosum62() -> Tensor:
+    """Scores of BLOSUM62 (Henikoff and Henikoff, 1992), (20, 20) in float64, in the order of `AMINO_ACIDS`."""
+    matrix = torch.zeros(20, 20, dtype=torch.float64)
+    for row, line in enumerate(_SCORES.split("\n")[1:-1]):
+        matrix[row, : row + 1] = torch.tensor([float(x) for x in line.split()], dtype=torch.float64)
+    return matrix + matrix.tril(-1).T
+
+
+def attention_similarity(received: Tensor) -> Tensor:
+    """Similarity of amino acids by the attention that they receive: Pearson correlation over all heads.
+
+        p_ha = received_ha / sum_b received_hb        s_ab = corr_h(p_ha, p_hb)
+
+    Args:
+        received: (*, H, A), attention of each head to each amino acid, summed over queries, keys and sequences.
+
+    Returns:
+        (*, A, A), from -1 to 1.
+    """
+    if received.dim() < 2 or received.shape[-2] < 2:
+        raise ValueError(f"received must be (heads, amino acids) of at least two heads, got {shape(received)}.")
+    share = received.double() / received.double().sum(-1, keepdim=True)
+    centred = share - share.mean(-2, keepdim=True)
+    unit = centred / centred.norm(dim=-2, keepdim=True).clamp_min(1e-300)
+    similarity: Tensor = unit.mT @ unit
+    return similarity
+
+
+def pairs_of(matrix: Tensor) -> Tensor:
+    """The entries above the diagonal of symmetric matrices, (*, A, A) -> (*, A (A - 1) / 2)."""
+    row, column = torch.triu_indices(matrix.shape[-1], matrix.shape[-1], 1)
+    return matrix[..., row, column]
+
+
+def pearson(x: Tensor, y: Tensor) -> Tensor:
+    """Pearson's correlation over the last dimension, (*, N) and (*, N) -> (*)."""
+    x, y = (z.double() - z.double().mean(-1, keepdim=True) for z in (x, y))
+    correlation: Tensor = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1)).clamp_min(1e-300)
+    return correlation
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Ranks over the last dimension from 1, equal values having the mean of theirs, (*, N) in float64."""
+    below = (x.unsqueeze(-1) > x.unsqueeze(-2)).double().sum(-1)
+    same = (x.unsqueeze(-1) == x.unsqueeze(-2)).double().sum(-1)
+    return below + 0.5 * (same + 1)
+
+
+def spearman(x: Tensor, y: Tensor) -> Tensor:
+    """Spearman's correlation over the last dimension, (*, N) and (*, N) -> (*)."""
+    return pearson(ranks(x), ranks(y))
+
+
+def renamed_correlations(similarity: Tensor, scores: Tensor, count: int, gen: Generator) -> Tensor:
+    """Pearson's correlation of the pairs of two matrices after random renamings of one's amino acids, (count).
+
+    Pairs that share an amino acid are not independent, so that chance is told by such renamings (Mantel's test) and not
+    by the number of pairs.
+    """
+    wanted = pairs_of(scores)
+    values = []
+    for _ in range(count):
+        order = torch.randperm(similarity.shape[-1], generator=gen)
+        values.append(pearson(pairs_of(similarity[order][:, order]), wanted))
+    return torch.stack(values)
+
+
+GROUPS = "AVILMCFWYHKRDENQSTGP"  # by their chemistry, so that similar ones stand together
+COLUMNS = 4
+
+
+def picture(result: Result, path: Path) -> None:
+    """Draw heat maps of all matrices, diagonals left out, each with colours from its smallest to its largest pair."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    order = [AMINO_ACIDS.index(x) for x in GROUPS]
+    panels = [("BLOSUM62", blosum62())]
+    for row in result.rows:
+        title = f"{row.model}\nPearson {row.pearson:.3f} ± {row.standard_error:.3f}"
+        panels.append((title, torch.tensor(row.similarity, dtype=torch.float64)))
+    columns = min(COLUMNS, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(4.2 * columns, 4.3 * lines), squeeze=False, constrained_layout=True
+    )
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, (title, matrix) in zip(axes.flat, panels, strict=False):
+        axis.set_axis_on()
+        shown = matrix[order][:, order].fill_diagonal_(math.nan)
+        values = pairs_of(matrix)
+        image = axis.imshow(shown.numpy(), cmap="Blues", vmin=float(values.min()), vmax=float(values.max()))
+        axis.set_title(title, fontsize="medium")
+        axis.set_xticks(range(len(GROUPS)), list(GROUPS), fontsize="x-small")
+        axis.set_yticks(range(len(GROUPS)), list(GROUPS), fontsize="x-small")
+        figure.colorbar(image, ax=axis, shrink=0.75)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+__all__ = ["picture", "record", "run", "steps", "tables"]
+NAME = "amino-acids"
+ORIGINAL, INITIALIZED = "original", "random weights"
+METHODS = (
+    "favor+:num_features=256",
+    "favor+:num_features=256:window=16:sinks=1",
+    "nystromformer:num_landmarks=32",
+    "wildcat:num_landmarks=32:window=16:sinks=1",
+)
+PAIRS = ("DE", "FY")  # that the paper names as recognized
+
+
+@dataclass(frozen=True)
+class Row:
+    """The similarities that one model's attention gives.
+
+    Args:
+        model: `ORIGINAL`, `INITIALIZED` or the spec that the original was converted to.
+        similarity: (20, 20), of `attention_similarity`.
+        pearson: correlation with BLOSUM62 over the 190 pairs of different amino acids.
+        spearman: the same of ranks.
+        chance: share of renamings of the amino acids with at least this Pearson correlation.
+        resampled: Pearson correlations after resampling the sequences; the same resamples for every model.
+        places: of `PAIRS` among all pairs, 1 being the most similar one.
+    """
+
+    model: str
+    similarity: tuple[tuple[float, ...], ...]
+    pearson: float
+    spearman: float
+    chance: float
+    resampled: tuple[float, ...]
+    places: dict[str, int]
+
+    @property
+    def standard_error(self) -> float:
+        """Of the Pearson correlation, over resampled sequences."""
+        return float(torch.tensor(self.resampled, dtype=torch.float64).std())
+
+
+@dataclass
+class Result:
+    """What the study has measured.
+
+    Args:
+        about: the model and the sequences.
+        rows: one for each model.
+    """
+
+    about: dict[str, Any]
+    rows: list[Row]
+
+    def difference(self, row: Row) -> tuple[float, float]:
+        """A model's Pearson correlation minus the original's, and its standard error over the same resamples."""
+        first = self.rows[0]
+        gaps = torch.tensor(row.resampled, dtype=torch.float64) - torch.tensor(first.resampled, dtype=torch.float64)
+        return row.pearson - first.pearson, float(gaps.std())
+
+    def likeness(self, row: Row) -> float:
+        """Pearson correlation of a model's similarities with the original's."""
+        one, two = (pairs_of(torch.tensor(x.similarity, dtype=torch.float64)) for x in (row, self.rows[0]))
+        return float(pearson(one, two))
+
+
+def models_of(settings: Settings) -> list[str]:
+    """The names of all models, in their order."""
+    return list(dict.fromkeys((ORIGINAL, INITIALIZED, *(settings.attention or METHODS))))
+
+
+def steps(settings: Settings) -> int:
+    """How often `run` calls ``progress``."""
+    return len(models_of(settings))
+
+
+@torch.no_grad()
+def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
+    """Measure every model that the record in ``folder`` does not have, of the same settings.
+
+    Raises:
+        ValueError: a model that does not read amino acids, too few sequences, or a record of other ones.
+    """
+    source = load_source(settings.model, allow_pickle=settings.allow_pickle)
+    residues = residue_ids(source)
+    sequences = chosen_sequences(settings)
+    about = {
+        "model": Path(settings.model).name,
+        "text": hash_files([settings.text]),
+        "residues": sum(map(len, sequences)),
+    }
+    result = Result(about, _finished(folder, settings, about))
+    for name in models_of(settings):
+        if not any(x.model == name for x in result.rows):
+            log(name)
+            model = _model(source, name, settings.seed)
+            batches = _batches(source, sequences, settings)
+            received = torch.cat([received_attention(model, inputs, residues) for inputs in batches])
+            result.rows.append(make_row(name, received, settings))
+            write_record(folder, NAME, settings, record(result))
+        progress()
+    result.rows.sort(key=lambda x: models_of(settings).index(x.model))
+    return result
+
+
+def residue_ids(source: Source) -> Tensor:
+    """Token ids of the amino acids, (20), in the order of `AMINO_ACIDS`.
+
+    Raises:
+        ValueError: the tokenizer has no token for one of them.
+    """
+    tokenizer = source.tokenizer
+    ids = [] if tokenizer is None else tokenizer.convert_tokens_to_ids(list(AMINO_ACIDS))
+    if len(set(ids)) < len(AMINO_ACIDS) or tokenizer.unk_token_id in ids:
+        raise ValueError(f"{source.path} has no token for each of the amino acids {AMINO_ACIDS}; is it of proteins?")
+    return torch.tensor(ids)
+
+
+def chosen_sequences(settings: Settings) -> list[str]:
+    """Sequences in an order that the seed gives, their first residues, in capitals."""
+    texts = [x for x in ("".join(x.split()).upper() for x in read_texts(settings.text)) if len(x) > 1]
+    if len(texts) < settings.sequences:
+        raise ValueError(
+            f"{settings.text} has {len(texts)} sequences of two residues or more, and {settings.sequences} were asked "
+            f"for; say --samples {len(texts)}."
+        )
+    return [texts[i][: settings.length] for i in order(0, settings.sequences, len(texts), settings.seed)]
+
+
+def _batches(source: Source, sequences: Sequence[str], settings: Settings) -> Iterator[dict[str, Tensor]]:
+    for first in range(0, len(sequences), settings.batch):
+        some = [" ".join(x) for x in sequences[first : first + settings.batch]]
+        tokens = source.tokenizer(some, padding=True, return_tensors="pt")
+        yield {name: tokens[name] for name in ("input_ids", "attention_mask")}
+
+
+def _model(source: Source, name: str, seed: int) -> Any:
+    """The model of a row, which hands out its attention weights."""
+    if name == INITIALIZED:
+        from transformers import set_seed
+
+        set_seed(seed)
+        model = type(source.model)(source.model.config).eval()
+    else:
+        model = copy.deepcopy(source.model)
+    if name in (ORIGINAL, INITIALIZED):
+        model.set_attn_implementation("eager")  # others have no weights to hand out
+        return model
+    method, options = parse_method(name)
+    return convert(model, method, **options)
+
+
+@torch.no_grad()
+def received_attention(model: Any, inputs: dict[str, Tensor], residues: Tensor) -> Tensor:
+    """Attention of each head to each amino acid, summed over queries and keys that are amino acids.
+
+    Args:
+        model: which hands out its weights (B, H, L, L), one for each layer.
+        inputs: ``input_ids`` and ``attention_mask``, (B, L).
+        residues: token ids of the amino acids, (A).
+
+    Returns:
+        (B, all heads of all layers, A) in float64.
+    """
+    with evaluating(model):
+        weights = model(**inputs, output_attentions=True).attentions
+    which = (inputs["input_ids"].unsqueeze(-1) == residues).double()  # (B, L, A)
+    real = which.sum(-1)
+    return torch.cat([torch.einsum("bhij,bi,bja->bha", x.double(), real, which) for x in weights], 1)
+
+
+def make_row(name: str, received: Tensor, settings: Settings) -> Row:
+    """The similarities of a model and how they go with BLOSUM62.
+
+    Args:
+        name: of the model.
+        received: (N, H, A), of `received_attention`, for each sequence.
+        settings: of the study.
+    """
+    scores, gen = blosum62(), torch.Generator().manual_seed(settings.seed)
+    similarity = attention_similarity(received.sum(0))
+    values, wanted = pairs_of(similarity), pairs_of(scores)
+    n = len(received)
+    picks = torch.randint(n, (settings.resamples, n), generator=gen)
+    counts = torch.zeros(settings.resamples, n, dtype=torch.float64).scatter_add_(
+        1, picks, torch.ones_like(picks).double()
+    )
+    resampled = pearson(pairs_of(attention_similarity(torch.einsum("rn,nha->rha", counts, received))), wanted)
+    own = float(pearson(values, wanted))
+    renamed = renamed_correlations(similarity, scores, settings.resamples, gen)
+    place = (len(values) + 1 - ranks(values)).round().int()
+    rows, columns = torch.triu_indices(len(AMINO_ACIDS), len(AMINO_ACIDS), 1).tolist()
+    names = [{AMINO_ACIDS[i], AMINO_ACIDS[j]} for i, j in zip(rows, columns, strict=True)]
+    return Row(
+        model=name,
+        similarity=tuple(tuple(round(x, 6) for x in row) for row in similarity.tolist()),
+        pearson=own,
+        spearman=float(spearman(values, wanted)),
+        chance=float((1 + (renamed >= own).sum()) / (1 + len(renamed))),
+        resampled=tuple(round(x, 6) for x in resampled.tolist()),
+        places={pair: int(place[names.index(set(pair))]) for pair in PAIRS},
+    )
+
+
+def _finished(folder: Path, settings: Settings, about: dict[str, Any]) -> list[Row]:
+    """Rows that an earlier call of the same settings, but for the methods, has left."""
+    kept = read_record(folder, NAME)
+    if kept is None:
+        return []
+    here = {**plain(settings), "attention": kept["settings"]["attention"]}
+    if kept["settings"] != here or any(kept[name] != x for name, x in about.items()):
+        raise ValueError(f"{folder / NAME}.json has figures of another model, text or size; give another --out.")
+    rows = []
+    for row in kept["rows"]:
+        if row["model"] in models_of(settings):
+            own = {name: x for name, x in row.items() if name != "standard_error"}
+            similarity = tuple(tuple(x) for x in row["similarity"])
+            rows.append(Row(**{**own, "similarity": similarity, "resampled": tuple(row["resampled"])}))
+    return rows
+
+
+def tables(result: Result) -> list[Table]:
+    """One table: correlations with BLOSUM62 and with the original."""
+    about = result.about
+    out = Table(
+        title=f"Amino acids in the attention of {about['model']}, {about['residues']} residues, and BLOSUM62",
+        caption="± standard error over sequences; chance: share of renamings of the amino acids that go with BLOSUM62 "
+        "as well; places among 190 pairs",
+    )
+    out.add_column("model", no_wrap=True)
+    heads = ("Pearson", "Spearman", "chance", "minus original", "with original", *(f"place of {x}" for x in PAIRS))
+    for name in heads:
+        out.add_column(name, justify="right", no_wrap=True)
+    for row in result.rows:
+        gap, error = result.difference(row)
+        out.add_row(
+            row.model,
+            f"{row.pearson:.3f} ± {row.standard_error:.3f}",
+            f"{row.spearman:.3f}",
+            f"{row.chance:.3f}",
+            "" if row is result.rows[0] else f"{gap:+.3f} ± {error:.3f}",
+            f"{result.likeness(row):.3f}",
+            *(str(row.places[x]) for x in PAIRS),
+        )
+    return [out]
+
+
+def record(result: Result) -> dict[str, Any]:
+    """The model, the sequences, the order of the amino acids and every row, with its standard error."""
+    rows = [{**asdict(x), "standard_error": x.standard_error} for x in result.rows]
+    return {**result.about, "amino_acids": AMINO_ACIDS, "rows": rows}

@@ -1,0 +1,378 @@
+"""Which method converts a pretrained model best: quality as converted, and after minutes of distillation.
+
+After Performer (2009.14794), Fig. 5, which transfers the weights of a Transformer into a Performer and fine-tunes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor
+
+from kernelformer.conversion.passkey import embeddings, probe_accuracy
+from kernelformer.conversion.readers import hash_files
+from kernelformer.conversion.texts import batches, inputs_for, mask_tokens, packed_rows, read_labelled, read_texts
+from kernelformer.conversion.tune import Reuse
+from kernelformer.errors import positive_int
+from kernelformer.formatting import short_names
+from kernelformer.hf.load import Source, load_source
+from kernelformer.modules.spec import parse_method
+from kernelformer.settings import plain
+from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
+from kernelformer_lab.studies.settings import ConversionSettings as Settings
+
+
+class Quality:
+    """Scores of a model on held-out texts.
+
+    encoder: mean cosine of the mean-pooled outputs to the original's; accuracy of a linear probe on them.
+    masked: share of masked tokens that are the model's likeliest, and their perplexity.
+    causal: perplexity of the next token at ``length`` tokens.
+    """
+
+    def __init__(self, source: Source, settings: Settings) -> None:
+        self.source, self.settings = source, settings
+        self.batches = list(self._batches(read_texts(settings.held_out), settings.samples))
+        with torch.no_grad():
+            self.reference = self._embed(source.model, self.batches) if source.task == "encoder" else None
+        self.labelled = None
+        if settings.probe:
+            if source.task != "encoder":
+                raise ValueError(f"a probe is for encoders, {source.path} is one for {source.task!r}; leave it out.")
+            self.labelled = [
+                read_labelled(x, settings.probe, settings.seed) for x in (settings.text, settings.held_out)
+            ]
+
+    def _batches(self, texts: Sequence[str], count: int) -> Iterator[dict[str, Tensor]]:
+        """Batches with each text once; of masked models again with other tokens hidden, if they are too few."""
+        task, size = self.source.task, self.settings
+        inputs_for(self.source, texts, size.length, size.batch, size.seed)  # checks the tokenizer
+        if task == "causal":
+            rows = packed_rows(texts, self.source.tokenizer, size.length)
+            if len(rows[0]) < size.length:
+                raise ValueError(f"the held-out text has {len(rows[0])} tokens, length is {size.length}; give more.")
+            count = min(count, len(rows))
+        elif task == "encoder":
+            count = min(count, len(texts))
+        plain = "encoder" if task == "masked" else task
+        rows_of_texts = batches(texts, self.source.tokenizer, size.length, size.batch, size.seed, task=plain)
+        for first in range(0, count, size.batch):
+            yield {name: x[: count - first] for name, x in next(rows_of_texts).items()}
+
+    @torch.no_grad()
+    def __call__(self, model: Any) -> dict[str, float]:
+        """Scores of a model by name."""
+        kind = {"encoder": self._encoder, "masked": self._masked, "causal": self._causal}.get(self.source.task)
+        if kind is None:
+            raise ValueError(f"{self.source.path} is for {self.source.task!r}, which this study does not measure.")
+        return kind(model)
+
+    def _embed(self, model: Any, batches: Sequence[dict[str, Tensor]]) -> Tensor:
+        from kernelformer.conversion.losses import pooled
+
+        vectors = (pooled(model(**x)[0], x["attention_mask"]) for x in batches)
+        return torch.cat([F.normalize(x, dim=-1) for x in vectors])
+
+    def _encoder(self, model: Any) -> dict[str, float]:
+        assert self.reference is not None
+        cosines = (self._embed(model, self.batches) * self.reference).sum(-1)
+        scores = {"cosine": float(cosines.mean()), "least cosine": float(cosines.min())}
+        if self.labelled is not None:
+            scores["probe"] = self._probe(model)
+        return scores
+
+    def _probe(self, model: Any) -> float:
+        """Accuracy on held-out texts of a linear classifier of the embeddings."""
+        assert self.labelled is not None
+        size = self.settings
+        both = [
+            (embeddings(model, self.source.tokenizer, texts, size.length, size.batch * 4), torch.tensor(labels))
+            for texts, labels in self.labelled
+        ]
+        return probe_accuracy(both[0], both[1])
+
+    def _masked(self, model: Any) -> dict[str, float]:
+        right = count = 0
+        loss = 0.0
+        for number, batch in enumerate(self.batches):
+            ids = batch["input_ids"]
+            hidden, chosen = mask_tokens(ids, self.source.tokenizer, self.settings.seed + number)
+            logits = model(input_ids=hidden, attention_mask=batch["attention_mask"]).logits
+            picked, wanted = logits[chosen], ids[chosen]
+            right += int((picked.argmax(-1) == wanted).sum())
+            loss += float(F.cross_entropy(picked, wanted, reduction="sum"))
+            count += len(wanted)
+        return {"accuracy": right / max(1, count), "perplexity": float(torch.tensor(loss / max(1, count)).exp())}
+
+    def _causal(self, model: Any) -> dict[str, float]:
+        total = count = 0.0
+        for batch in self.batches:
+            logits = model(**batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+            wanted = batch["input_ids"][:, 1:].flatten()
+            total += float(F.cross_entropy(logits, wanted, reduction="sum"))
+            count += len(wanted)
+        return {"perplexity": float(torch.tensor(total / count).exp())}
+
+
+NAME = "conversion"
+# At equal features: of hyperbolic maps a frequency makes two, and elu has as many as a head has dimensions.
+METHODS = (
+    "favor+:num_features={m}",
+    "favor+hyperbolic:num_features={half}",
+    "gmm-prf:num_features={m}",
+    "fastfood-prf:num_features={m}",
+    "loglinear:num_features={m}",
+    "skyformer:num_landmarks={m}:kernel=softmax",
+    "nprf:num_features={m}",
+    "elu",
+    "hedgehog:num_features={m}",
+    "wildcat:num_landmarks={m}",
+    "local:window=32:sinks=1",
+    "favor+:num_features={m}:window=32:sinks=1",
+    "loglinear:num_features={m}:window=32:sinks=1",
+    "wildcat:num_landmarks={m}:window=32:sinks=1",
+)
+# Settings that all figures of a record share; the others may differ where a study goes on.
+SHARED = ("length", "batch", "seconds", "samples", "probe", "layers", "seed")
+TRANSFER = 0.6  # share of the time for attention transfer, where a map learns
+LOG_EVERY = 20  # steps of distillation
+RATE = 1e-2  # of transfer
+STARTS = 4  # batches that maps start by
+REUSE = Reuse(16, 4)
+
+
+@dataclass
+class Row:
+    """One method: scores by name, of the original, as converted and distilled."""
+
+    method: str
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # stage -> name -> value
+    steps: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    parameters: int = 0  # of the maps
+    problem: str = ""  # why it cannot
+
+
+def method_specs(features: int, methods: Sequence[str] = METHODS) -> list[str]:
+    """Specs of methods with their number of features filled in."""
+    positive_int("features", features)
+    return [x.format(m=features, half=max(1, features // 2)) for x in methods]
+
+
+@dataclass
+class Result:
+    """What the study has measured.
+
+    Args:
+        about: the model, the texts and the settings that all rows share.
+        rows: the original's first, then one for each method.
+    """
+
+    about: dict[str, Any]
+    rows: list[Row]
+
+
+def methods_of(settings: Settings) -> Sequence[str]:
+    """The specs that are asked for, or `METHODS` with as many features."""
+    return settings.attention or method_specs(settings.features)
+
+
+def steps(settings: Settings) -> int:
+    """How often `run` calls ``progress``."""
+    return 1 + len(methods_of(settings))
+
+
+def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
+    """Convert and distill by each method; rows that the record has, of the same settings, are not made again."""
+    methods = methods_of(settings)
+    for method in methods:
+        parse_method(method)
+    source = load_source(settings.model, task=settings.task, allow_pickle=settings.allow_pickle)
+    texts = read_texts(settings.text)
+    about = {
+        "model": Path(settings.model).name,
+        "config": hashlib.sha256(source.model.config.to_json_string().encode()).hexdigest()[:16],
+        "task": source.task,
+        "text": [settings.text.name, hash_files([settings.text])],
+        "held_out": [settings.held_out.name, hash_files([settings.held_out])],
+        "setting": {name: x for name, x in plain(settings).items() if name in SHARED},
+        "threads": torch.get_num_threads(),  # time is what they share
+    }
+    result = Result(about, _finished_rows(folder, about))
+    quality = Quality(source, settings)
+
+    def keep(row: Row) -> None:
+        result.rows.append(row)
+        write_record(folder, NAME, settings, record(result))
+
+    if not any(x.method == "original" for x in result.rows):
+        log("original")
+        keep(Row("original", {"original": quality(source.model)}))
+    progress()
+    for method in methods:
+        if not any(x.method == method for x in result.rows):
+            keep(_measure(source, texts, quality, method, settings, log))
+        progress()
+    return result
+
+
+def _finished_rows(folder: Path, about: dict[str, Any]) -> list[Row]:
+    """Rows that an earlier call has left, if they are of the same model, texts and settings."""
+    earlier = read_record(folder, NAME)
+    if earlier is None:
+        return []
+    for name, value in about.items():
+        if earlier.get(name) != value:
+            raise ValueError(
+                f"{folder / NAME}.json has figures of another {name}: {earlier.get(name)!r:.80} and not "
+                f"{value!r:.80}; give another --out."
+            )
+    return [Row(**x) for x in earlier["rows"]]
+
+
+def record(result: Result) -> dict[str, Any]:
+    """The model, the texts and the settings, and every row."""
+    return {**result.about, "rows": [asdict(x) for x in result.rows]}
+
+
+def _measure(source: Source, texts: Sequence[str], quality: Quality, method: str, settings: Settings, log: Log) -> Row:
+    """One method: convert a copy of the model, distill it and score both; the reason where it cannot be converted."""
+    from kernelformer.conversion.tune import learned
+    from kernelformer.hf import convert
+
+    name, options = parse_method(method)
+    row = Row(method)
+    try:
+        student = convert(copy.deepcopy(source.model), name, layers=settings.layers, **options)
+    except ValueError as problem:
+        row.problem = str(problem)
+        return row
+    row.parameters = sum(x.numel() for some in learned(student).values() for x in some)
+    log(f"{method}: as converted")
+    start = time.monotonic()
+    _start(source, student, texts, settings)
+    started = time.monotonic() - start  # time that is taken from the distillation, since maps learn in it
+    row.scores["converted"] = quality(student)
+    if settings.seconds:
+        settings = replace(settings, seconds=max(0.0, settings.seconds - started))
+        start = time.monotonic() - started
+        row.steps = distill(source, student, texts, settings, lambda x: log(f"{method}: {x}"))
+        row.seconds = time.monotonic() - start
+        row.scores["distilled"] = quality(student)
+        if settings.save is not None:
+            folder = settings.save / method.replace(":", "-").replace("=", "")
+            student.save_pretrained(folder)
+            if source.tokenizer is not None:
+                source.tokenizer.save_pretrained(folder)
+    return row
+
+
+def _start(source: Source, student: Any, texts: Sequence[str], settings: Settings) -> None:
+    """Start free maps at the original's keys, see `start_maps`; others stay as they are."""
+    from kernelformer.conversion.transfer import start_student
+
+    inputs = inputs_for(source, texts, settings.length, settings.batch, settings.seed + 3)
+    start_student(student, source.model, [next(inputs) for _ in range(STARTS)])
+
+
+def distill(source: Source, student: Any, texts: Sequence[str], settings: Settings, log: Log) -> dict[str, int]:
+    """Attention transfer where a map learns, then fine-tuning, within the seconds of the settings."""
+    from kernelformer.conversion.tune import learns, quick_dtype, transfer, tune
+
+    torch.manual_seed(settings.seed)
+    share = TRANSFER if learns(student) else 0.0
+    steps = {}
+    many, precision = 10**9, quick_dtype(source.model.device)
+
+    def log_loss(stage: str) -> Callable[[int, float], None]:
+        return lambda step, loss: log(f"{stage} {step}: {loss:.4f}") if step % LOG_EVERY == 0 else None
+
+    if share:
+        inputs = inputs_for(source, texts, settings.length, settings.batch, settings.seed + 1)
+        seconds = share * settings.seconds
+        losses = transfer(
+            student,
+            source.model,
+            inputs,
+            steps=many,
+            lr=RATE,
+            seconds=seconds,
+            autocast=precision,
+            log=log_loss("transfer"),
+            reuse=REUSE,
+        )
+        steps["transfer"] = len(losses)
+    inputs = inputs_for(source, texts, settings.length, settings.batch, settings.seed + 2)
+    seconds = (1 - share) * settings.seconds
+    losses = tune(student, source.model, inputs, steps=many, seconds=seconds, autocast=precision, log=log_loss("tune"))
+    steps["tune"] = len(losses)
+    return steps
+
+
+def tables(result: Result) -> list[Table]:
+    """One table: the scores of each method, as converted and distilled."""
+    rows = result.rows
+    first = next(x for x in rows if x.method == "original")
+    names = list(first.scores["original"])
+    out = Table(title="Quality of converted models, held-out text: as converted, and distilled")
+    out.add_column("method", no_wrap=True)
+    for name in names:
+        for stage in ("converted", "distilled"):
+            out.add_column(f"{name}, {stage}", justify="right")
+    out.add_column("steps", justify="right")
+    out.add_row("original", *(f"{first.scores['original'][x]:.4f}" for x in names for _ in range(2)), "")
+    short = short_names(row.method for row in rows)
+    for row in rows:
+        if row is first:
+            continue
+        if row.problem:
+            out.add_row(short[row.method], row.problem[:60])
+            continue
+        cells = [
+            f"{row.scores[stage][x]:.4f}" if stage in row.scores else ""
+            for x in names
+            for stage in ("converted", "distilled")
+        ]
+        out.add_row(short[row.method], *cells, " + ".join(str(x) for x in row.steps.values()))
+    return [out]
+
+
+def picture(result: Result, path: Path) -> None:
+    """Draw the first score of each method, as converted and distilled, against the original's."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = result.rows
+    first = next(x for x in rows if x.method == "original")
+    name, best = next(iter(first.scores["original"].items()))
+    shown = [x for x in rows if x is not first and not x.problem]
+    figure, axis = plt.subplots(figsize=(7, 0.45 * len(shown) + 1.6), constrained_layout=True)
+    for height, row in enumerate(shown):
+        values = [row.scores[x][name] for x in ("converted", "distilled") if x in row.scores]
+        axis.plot(values, [height] * len(values), color="0.7", zorder=1)
+        for value, colour in zip(values, ("C1", "C0"), strict=False):
+            axis.scatter([value], [height], color=colour, zorder=2)
+    axis.axvline(best, color="0.4", linestyle=":")
+    for label, colour in (("as converted", "C1"), ("distilled", "C0")):
+        axis.scatter([], [], color=colour, label=label)
+    axis.plot([], [], color="0.4", linestyle=":", label="original")
+    axis.set_yticks(range(len(shown)), [x.method for x in shown])
+    axis.invert_yaxis()
+    if name == "perplexity":
+        axis.set_xscale("log")
+    axis.set_xlabel(name)
+    axis.grid(True, axis="x", alpha=0.2)
+    figure.legend(loc="outside upper center", ncols=3, fontsize="small")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,299 @@
+"""What a converted decoder saves when it is served: prefill, decoding and the cache over the length of the prompt.
+
+The original with transformers' SDPA against its converted copies. Tokens are random: only speed is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from kernelformer.formatting import human_bytes, human_time, short_names
+from kernelformer.modules.spec import parse_method
+from kernelformer.quiet import silent_libraries
+from kernelformer.timing import MOST_ROUNDS, Figures, Step, time_rounds
+from kernelformer_lab.bench.harness import fill_rows, peak_memory, run_in_process
+from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP
+from kernelformer_lab.studies.base import Log, Progress, write_record
+from kernelformer_lab.studies.lengths import (
+    BASELINES,
+    SPARE,
+    TINY,
+    TOKEN,
+    Result,
+    Row,
+    Subject,
+    cache_bytes,
+    contender,
+    describe,
+    headline,
+    picture,
+    read_rows,
+)
+from kernelformer_lab.studies.lengths import tables as curves
+from kernelformer_lab.studies.settings import ServingSettings
+
+PREFILL = "prefill"
+# The sizes of SmolLM2-135M.
+SIZES = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Served(Subject):
+    """The decoder that is measured.
+
+    Args:
+        folder: of a pretrained one, or its ``.gguf`` file; "": a Llama of `SIZES` with random weights.
+    """
+
+    folder: str = ""
+
+    def build(self, length: int, head: bool = True) -> tuple[Any, list[str]]:
+        """Build the model with its head; see `Subject.build`."""
+        model, stretched = super().build(length, head)
+        if not model.can_generate():
+            raise ValueError(f"{self.folder} is a {type(model).__name__}, which does not generate; give a decoder.")
+        return model, stretched
+
+    def _drawn(self, head: bool) -> Any:
+        if self.folder:
+            return super()._drawn(head)
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**SIZES))  # type: ignore[arg-type]
+
+
+def empty_cache(model: Any, name: str) -> Any:
+    """Make the cache that a contender generates with: transformers' own, or states."""
+    from transformers import DynamicCache
+
+    from kernelformer.hf import new_cache
+
+    return DynamicCache(config=model.config) if name in BASELINES else new_cache(model)
+
+
+@torch.no_grad()
+def prefill(model: Any, tokens: Tensor, cache: Any, chunk: int) -> None:
+    """Read a prompt (B, L) into a cache, ``chunk`` tokens at a time; only the last token gets logits.
+
+    Cost: O(chunk) memory beyond the cache where all attentions are linear.
+    """
+    for part in tokens.split(chunk, 1):
+        model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+class Contender:
+    """One way to serve the model: it reads the prompt into a new cache, and goes on from the last one.
+
+    Args:
+        model: the original.
+        name: see `measure.lengths.contender`.
+        chunk: tokens that a converted model reads at once. The original reads all at once: SDPA is causal without a
+            mask then, and would need one of chunk x S numbers for pieces.
+    """
+
+    def __init__(self, model: Any, name: str, chunk: int) -> None:
+        self.model, self.name, self.chunk = contender(model, name), name, chunk
+        self.cache: Any = None
+
+    def read(self, tokens: Tensor) -> None:
+        """Read a prompt (B, L)."""
+        self.cache = empty_cache(self.model, self.name)
+        prefill(self.model, tokens, self.cache, tokens.shape[1] if self.name in BASELINES else self.chunk)
+
+    @torch.no_grad()
+    def go_on(self, token: Tensor) -> None:
+        """Take one token (B, 1) more."""
+        self.model(input_ids=token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+
+def measure(
+    what: str, subject: Mapping[str, Any], length: int, names: Sequence[str], chunk: int, rounds: int, budget: float
+) -> dict[str, dict[str, Figures]]:
+    """Measure contenders in this process.
+
+    Args:
+        what: ``time`` of prefill and of a token after it, or ``memory`` of the prefill of one contender.
+        subject: fields of `Served`.
+        length: tokens of the prompt.
+        names: of the contenders.
+        chunk: see `Contender`.
+        rounds: at least so many prefills and tokens of each are timed, after one that warms up.
+        budget: seconds for timing all prefills, and as many for all tokens.
+
+    Returns:
+        Of each contender the figures of ``prefill`` and ``token``; ``peak`` is the memory of a prefill beyond the
+        weights, and the bytes of the cache of a token.
+    """
+    this = Served(**subject)
+    model, _ = this.build(length + SPARE)
+    tokens, one = this.tokens(model, length), this.tokens(model, 1, seed=1)
+    served = {name: Contender(model, name, chunk) for name in names}
+    if what == "memory":
+        (name, mine), *_ = served.items()
+        mine.read(tokens[:, :TINY])
+        return {name: {"prefill": {"peak": peak_memory(_steps(served, "read", tokens))[name]}}}
+    first = time_rounds(_steps(served, "read", tokens), rounds, budget)
+    ready = {name: x for name, x in served.items() if "problem" not in first[name]}
+    sizes = {name: cache_bytes(x.cache) for name, x in ready.items()}
+    after = time_rounds(_steps(ready, "go_on", one), rounds, budget)
+    tokens_of = {name: {**x, "peak": sizes[name]} for name, x in after.items()}
+    return {name: {"prefill": x, "token": tokens_of.get(name, x)} for name, x in first.items()}
+
+
+def _steps(served: Mapping[str, Contender], what: str, tokens: Tensor) -> dict[str, Step]:
+    calls: dict[str, Callable[..., None]] = {name: getattr(x, what) for name, x in served.items()}
+    return {name: Step(partial(call, tokens)) for name, call in calls.items()}
+
+
+__all__ = ["check", "picture", "record", "run", "steps", "tables"]
+NAME = "serving"
+ORIGINAL = "sdpa"
+PARTS = {PREFILL: "prefill", TOKEN: "token"}  # of the figures of `measure.serving`, by kind of row
+
+
+def check(settings: ServingSettings) -> None:
+    """Raise ValueError for settings that are not known, before anything is measured."""
+    for spec in settings.attention:
+        parse_method(spec)
+    for what in ("lengths", "attention"):
+        if not getattr(settings, what):
+            raise ValueError(f"{what} must name at least one, got {getattr(settings, what)!r}.")
+    if settings.rounds > MOST_ROUNDS:
+        raise ValueError(f"rounds must be at most {MOST_ROUNDS}, got {settings.rounds}.")
+
+
+def contenders(settings: ServingSettings) -> list[str]:
+    """Return the names of all contenders, the original first."""
+    return list(dict.fromkeys((ORIGINAL, *settings.attention)))
+
+
+def steps(settings: ServingSettings) -> int:
+    """Return how many processes measure: for each length one of all times, and one of each one's memory."""
+    check(settings)
+    return len(set(settings.lengths)) * (1 + settings.memory * len(contenders(settings)))
+
+
+def run(
+    settings: ServingSettings, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
+) -> Result:
+    """Measure everything that ``folder`` does not hold yet, short prompts first; see `studies.base`."""
+    check(settings)
+    result = _described(settings)
+    result.rows = read_rows(folder, NAME, result.about)
+    for length in sorted(set(settings.lengths)):
+        rows = [result.row(PREFILL, length, name) for name in contenders(settings)]
+        for row in rows:
+            row.note = result.refusal(row, settings.limit) if row.seconds is None else ""
+        for row in rows if settings.memory else ():
+            log(f"{length} tokens: memory of {row.attention}")
+            if row.peak is None:
+                _measure("memory", [row], settings)
+                write_record(folder, NAME, settings, record(result))
+            progress()
+        log(f"{length} tokens: timing")
+        pairs = [(row, result.row(TOKEN, length, row.attention)) for row in rows]
+        pairs = [pair for pair in pairs if any(x.seconds is None for x in pair)]  # a prefill comes before its token
+        times, after = [row for row, _ in pairs], [token for _, token in pairs]
+        for row, token in pairs:
+            token.note = row.note
+        _measure("time", [*times, *after], settings)
+        write_record(folder, NAME, settings, record(result))
+        progress()
+    return result
+
+
+def record(result: Result) -> dict[str, Any]:
+    """Return the result as plain JSON."""
+    rows = [{**asdict(row), "tokens per second": speed(result, row)} for row in result.rows]
+    return {"about": result.about, "stretched": result.stretched, "rows": rows, "crossovers": result.crossovers()}
+
+
+def speed(result: Result, row: Row) -> float | None:
+    """Return the tokens per second of a prefill, or of decoding."""
+    count = result.about["batch"] * (row.length if row.kind == PREFILL else 1)
+    return None if row.seconds is None else count / row.seconds
+
+
+def tables(result: Result) -> list[Table]:
+    """Return a line for each contender and length, then the tables of ratios and crossovers as of lengths."""
+    out = Table(title=f"{headline(result)}, served", title_justify="left")
+    out.add_column("tokens", justify="right", no_wrap=True)
+    out.add_column("attention", no_wrap=True)
+    for name in ("prefill", "tokens/s", "a token after it", "tokens/s", "cache", "peak"):
+        out.add_column(name, justify="right", no_wrap=True)
+    first = sorted((x for x in result.rows if x.kind == PREFILL), key=lambda x: x.length)
+    short = short_names(x.attention for x in first)
+    for row in first:
+        token = result.row(TOKEN, row.length, row.attention)
+        times = [x for part in (row, token) for x in _time(result, part)]
+        out.add_row(str(row.length), short[row.attention], *times, human_bytes(token.peak), human_bytes(row.peak))
+    return [out, *curves(result)]
+
+
+def _time(result: Result, row: Row) -> tuple[str, str]:
+    rate = speed(result, row)
+    return ("not run", "") if row.seconds is None or rate is None else (human_time(row.seconds), f"{rate:,.1f}")
+
+
+def _subject(settings: ServingSettings) -> Served:
+    random = not settings.model
+    return Served(settings.model, "causal" if random else "auto", random, settings.allow_pickle, settings.batch)
+
+
+def _described(settings: ServingSettings) -> Result:
+    """A result without rows; what is wrong with the model or an attention is said before anything is measured."""
+    subject = _subject(settings)
+    with silent_libraries():
+        model, stretched = subject.build(max(settings.lengths) + SPARE)
+    for name in contenders(settings):
+        contender(model, name)
+    name = Path(settings.model).resolve().name if settings.model else "a Llama of SmolLM2-135M's sizes"
+    about = describe(model, subject, name, "causal")
+    return Result({**about, "chunk": settings.chunk}, (ORIGINAL,), stretched=stretched)
+
+
+def _measure(what: str, rows: Sequence[Row], settings: ServingSettings) -> None:
+    """Fill in rows of one length, by one process."""
+
+    def measure(running: list[Row]) -> list[Figures]:
+        names = list(dict.fromkeys(row.attention for row in running))
+        figures = job({"what": what, "length": running[0].length, "names": names}, settings)
+        return [figures[row.attention][PARTS[row.kind]] for row in running]
+
+    fill_rows(rows, measure)
+
+
+def job(request: Mapping[str, Any], settings: ServingSettings) -> dict[str, dict[str, Figures]]:
+    """Run `measure.serving.measure` in a process of its own.
+
+    Args:
+        request: what, length and names of the contenders.
+        settings: of the model and the time to spend.
+    """
+    return run_in_process(
+        measure,
+        threads=torch.get_num_threads(),
+        allocator=MEMORY_HEAP if request["what"] == "memory" else HEAPS["default"],
+        subject=asdict(_subject(settings)),
+        chunk=settings.chunk,
+        rounds=settings.rounds,
+        budget=settings.budget,
+        **request,
+    )

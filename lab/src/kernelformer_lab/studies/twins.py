@@ -1,0 +1,319 @@
+"""Our models beside plain PyTorch ones of the same size: what first weights, pooling and the head cost.
+
+All are trained with exact softmax attention by the same short loop (AdamW, linear warm-up and decay) on the same
+batches; a seed is that of the first weights and of the order of the samples. An image model reads patches of small grey
+images, an encoder classifies ListOps, a decoder models the bytes of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers.utils.generic import ModelOutput
+
+from kernelformer.errors import choice
+from kernelformer.models import MODELS, KernelformerConfig
+from kernelformer.settings import plain
+from kernelformer_lab.data.batching import Sample, spread_evenly
+from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
+from kernelformer_lab.studies.settings import TwinsSettings as Settings
+from kernelformer_lab.tasks import Task, make_task
+
+
+class PlainTwin(nn.Module):
+    """`torch.nn.TransformerEncoder` between an embedding and one linear layer, with PyTorch's own first weights.
+
+    Positions are learned, from a standard deviation of 0.02, as vision transformers and GPT-2 have them. A classifier
+    takes the mean of the real tokens; a language model is causal, and its last layer is tied to the tokens.
+
+    Args:
+        config: of our model, for the sizes.
+        kind: of our model: "image", "classifier" or "causal-lm".
+    """
+
+    def __init__(self, config: KernelformerConfig, kind: str) -> None:
+        super().__init__()
+        self.kind, width = kind, config.hidden_size
+        if kind == "image":
+            rows, columns = config.image_size or (0, 0)
+            size = config.patch_size
+            self.embed: nn.Module = nn.Conv2d(config.num_channels, width, size, stride=size)
+            length = (rows // size) * (columns // size)
+        else:
+            self.embed = nn.Embedding(config.vocab_size, width)
+            length = config.max_position_embeddings
+        self.places = nn.Parameter(0.02 * torch.randn(1, length, width))
+        layer = nn.TransformerEncoderLayer(
+            width, config.num_attention_heads, config.feed_forward, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.stack = nn.TransformerEncoder(
+            layer, config.num_hidden_layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        self.head = nn.Linear(width, config.vocab_size if kind == "causal-lm" else int(config.num_labels or 0))
+        if kind == "causal-lm":
+            nn.init.normal_(self.embed.weight, std=width**-0.5)  # a tied table has to serve as the last layer too
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> ModelOutput:
+        """Predict, and give the mean cross-entropy; the arguments are those of our models."""
+        x = self.embed(pixel_values).flatten(2).transpose(1, 2) if input_ids is None else self.embed(input_ids)
+        x = x + self.places[:, : x.shape[1]]
+        hidden = None if attention_mask is None else attention_mask == 0
+        options: dict[str, Any] = {}
+        if self.kind == "causal-lm":
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
+            options = {"mask": mask, "is_causal": True}
+        x = self.stack(x, src_key_padding_mask=hidden, **options)
+        if self.kind != "causal-lm":
+            real = x.new_ones(x.shape[:2]) if hidden is None else (~hidden).to(x.dtype)
+            x = (x * real.unsqueeze(-1)).sum(1) / real.sum(1, keepdim=True)
+        logits = self.head(x)
+        if labels is None:
+            return ModelOutput(logits=logits)
+        wanted, given = (labels[:, 1:], logits[:, :-1]) if self.kind == "causal-lm" else (labels, logits)
+        return ModelOutput(loss=nn.functional.cross_entropy(given.flatten(0, -2), wanted.flatten()), logits=logits)
+
+
+@torch.no_grad()
+def torch_weights(model: nn.Module) -> None:
+    """Give linear layers and convolutions the first weights that PyTorch has: uniform, of variance 1 / (3 inputs)."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d) and module is not getattr(
+            model, "lm_head", None
+        ):  # tied to tokens
+            module.reset_parameters()
+
+
+PLAIN = "plain PyTorch"
+OURS = "ours"
+WEIGHTS = ("PyTorch's first weights", "first weights 0.02")
+SMALL, UNSCALED = "positions from 0.02", "tokens not scaled"
+SINUSOIDS = "sinusoidal positions"  # what texts have by default
+EMBEDDINGS = (SMALL, UNSCALED, f"{SMALL}, {UNSCALED}")  # ours are sqrt(d) (token + position), of equal size
+# What of our model is made as the plain one has it, or as others have it.
+VARIANTS = {
+    "image": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token", SMALL, f"{WEIGHTS[0]}, {SMALL}"),
+    "classifier": (PLAIN, OURS, *WEIGHTS, "one-layer head", "first token", *EMBEDDINGS, SINUSOIDS),
+    "causal-lm": (PLAIN, OURS, *WEIGHTS, *EMBEDDINGS, SINUSOIDS),
+}
+WARMUP = 0.05  # of the steps
+EVALUATED = 2000  # samples of the validation split, at most
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The score of one training.
+
+    Args:
+        task: its name.
+        variant: of the model.
+        seed: of first weights and of the order of samples.
+        parameters: of the model.
+        loss: on validation, in nats.
+        accuracy: on validation; of a language model that of the next byte.
+    """
+
+    task: str
+    variant: str
+    seed: int
+    parameters: int
+    loss: float
+    accuracy: float
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What it is known by."""
+        return self.task, self.variant, self.seed
+
+    @property
+    def score(self) -> float:
+        """Bits per byte, or the accuracy in percent."""
+        return self.loss / math.log(2) if self.task == "bytes" else 100 * self.accuracy
+
+
+def tasks(settings: Settings) -> list[Task]:
+    """The tasks of the study; images only where there are some."""
+    options: dict[str, dict[str, Any]] = {
+        "images": {"data": str(settings.images), "channels": 1, "size": settings.image_size, "resize": True},
+        "listops": {"min_length": 8, "max_length": 64, "max_depth": 4, "max_args": 4, "train_samples": 20_000},
+        "bytes": {"length": 128},
+    }
+    names = [choice("task of the study", name, options) for name in settings.tasks]
+    if names == ["images"] and settings.images is None:
+        raise ValueError(
+            "the task images needs a folder of images, got tasks=('images',) and images=None; give images."
+        )
+    return [make_task(name, **options[name]) for name in names if name != "images" or settings.images is not None]
+
+
+def build(task: Task, variant: str, settings: Settings) -> nn.Module:
+    """A model of a task."""
+    changes: dict[str, Any] = {}
+    if variant == "first weights 0.02":
+        changes["initializer_range"] = 0.02
+    if variant == "first token":
+        changes["pooling"] = "cls"
+    if SMALL in variant:
+        changes["position_range"] = 0.02
+    if UNSCALED in variant:
+        changes["embedding_scale"] = 1.0
+    config = KernelformerConfig(
+        hidden_size=settings.width,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        attention="softmax",
+        positions="sinusoidal" if variant == SINUSOIDS else "learned",
+        patch_size=settings.patch,
+        **{**{"num_labels": 10}, **task.settings(), **changes},
+    )
+    if variant == PLAIN:
+        return PlainTwin(config, task.model)
+    model = MODELS[task.model](config)
+    if WEIGHTS[0] in variant:
+        torch_weights(model)
+    if variant == "one-layer head":
+        model.head = nn.Linear(config.hidden_size, int(config.num_labels or 0))
+    return model
+
+
+def fit(model: nn.Module, task: Task, data: Dataset[Sample], settings: Settings, seed: int) -> None:
+    """Train a model; the order of the samples depends on the seed alone."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    warm = max(1, round(WARMUP * settings.steps))
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, (settings.steps - step) / max(1, settings.steps - warm))
+    )
+    order, size = torch.Generator().manual_seed(seed), len(data)  # type: ignore[arg-type]
+    model.train()
+    for _ in range(settings.steps):
+        chosen = torch.randint(size, (settings.batch,), generator=order).tolist()
+        loss = model(**task.collate([data[i] for i in chosen])).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, data: Dataset[Sample], settings: Settings) -> tuple[float, float]:
+    """Loss and accuracy on a part of the validation split that is spread over all of it."""
+    chosen = spread_evenly(len(data), EVALUATED if task.model != "causal-lm" else EVALUATED // 16)  # type: ignore[arg-type]
+    model.eval()
+    loss = right = labels = 0.0
+    for first in range(0, len(chosen), settings.batch):
+        batch = task.collate([data[i] for i in chosen[first : first + settings.batch]])
+        wanted: Tensor = batch["labels"]
+        out = model(**batch)
+        given = out.logits
+        if task.model == "causal-lm":
+            wanted, given = wanted[:, 1:], given[:, :-1]
+        loss += float(out.loss) * wanted.numel()
+        right += float((given.argmax(-1) == wanted).sum())
+        labels += wanted.numel()
+    return loss / labels, right / labels
+
+
+def measure(
+    task: Task, splits: tuple[Dataset[Sample], Dataset[Sample]], variant: str, seed: int, settings: Settings
+) -> Trained:
+    """Train one model on the first of two splits, and score it on the second."""
+    torch.manual_seed(seed)
+    model = build(task, variant, settings)
+    fit(model, task, splits[0], settings, seed)
+    loss, accuracy = evaluate(model, task, splits[1], settings)
+    parameters = sum(x.numel() for x in model.parameters())
+    return Trained(task.name, variant, seed, parameters, loss, accuracy)
+
+
+def steps(settings: Settings) -> int:
+    """How often `run` calls ``progress``."""
+    return settings.seeds * sum(len(VARIANTS[task.model]) for task in tasks(settings))
+
+
+def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> list[Trained]:
+    """Train all that ``folder`` does not have yet."""
+    old = read_record(folder, "twins") or {}
+    earlier = {**plain(Settings()), **old.get("settings", {})}  # of a record that is older than an option: its default
+    same = earlier == plain(settings)
+    result = [Trained(**x) for x in old.get("trained", [])] if same else []
+    for task in tasks(settings):
+        splits = None  # read once for all models, and only where there is one to train
+        for seed in range(settings.seeds):
+            for variant in VARIANTS[task.model]:
+                if (task.name, variant, seed) not in {x.key for x in result}:
+                    log(f"{task.name}: {variant}, seed {seed}")
+                    splits = splits or (task.split("train"), task.split("validation"))
+                    result.append(measure(task, splits, variant, seed, settings))
+                    write_record(folder, "twins", settings, record(result))
+                progress()
+    return result
+
+
+def summary(result: Sequence[Trained]) -> list[dict[str, Any]]:
+    """Mean and standard error over seeds of each variant's score: accuracy in percent, or bits per byte."""
+    rows = []
+    for task, variant in dict.fromkeys((x.task, x.variant) for x in result):
+        of = [x for x in result if (x.task, x.variant) == (task, variant)]
+        scores = [x.score for x in of]
+        error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
+        metric = "bits per byte" if task == "bytes" else "accuracy %"
+        row = {"task": task, "variant": variant, "metric": metric, "mean": statistics.mean(scores), "error": error}
+        rows.append({**row, "seeds": len(of), "parameters": of[0].parameters})
+    return rows
+
+
+def tables(result: Sequence[Trained]) -> list[Table]:
+    """A row for each task and variant."""
+    out = Table("task", "model", "metric", title="Our models and plain PyTorch ones", title_justify="left")
+    for name in ("mean", "± error", "parameters"):
+        out.add_column(name, justify="right")
+    for row in summary(result):
+        figures = (f"{row['mean']:.2f}", f"{row['error']:.2f}", f"{row['parameters']:,}")
+        out.add_row(row["task"], row["variant"], row["metric"], *figures)
+    return [out]
+
+
+def record(result: Sequence[Trained]) -> dict[str, Any]:
+    """Every training, and means over seeds."""
+    return {"trained": [asdict(x) for x in result], "summary": summary(result)}
+
+
+def picture(result: Sequence[Trained], path: Path) -> None:
+    """Draw a panel for each task: a point for each seed, a bar at the mean."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = summary(result)
+    names = list(dict.fromkeys(x["task"] for x in rows))
+    figure, axes = plt.subplots(1, len(names), figsize=(4.6 * len(names), 3.2), constrained_layout=True, squeeze=False)
+    for axis, task in zip(axes[0], names, strict=True):
+        mine = [x for x in rows if x["task"] == task]
+        for place, row in enumerate(mine):
+            scores = [x.score for x in result if (x.task, x.variant) == (task, row["variant"])]
+            axis.scatter(scores, [place] * len(scores), s=18)
+            axis.plot([row["mean"]] * 2, [place - 0.3, place + 0.3], color="gray")
+        axis.set_yticks(range(len(mine)), [x["variant"] for x in mine])
+        axis.invert_yaxis()
+        axis.set_title(task)
+        axis.set_xlabel(mine[0]["metric"])
+        axis.grid(True, axis="x", alpha=0.2)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,99 @@
+"""Text from a trained model: streamed, counted, timed, and shown as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernelformer import generation as decoding
+from kernelformer.generation import ByteStreamer, Sampled, decode_costs, room, sample_bytes
+from kernelformer.models import MODELS, KernelformerConfig
+from kernelformer_lab.cli.training import _write
+
+
+def tiny(attention, **more):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return MODELS["causal-lm"](KernelformerConfig(attention=attention, **sizes, **more))
+
+
+def test_decode_costs_tell_constant_states_from_growing_ones():
+    rows = decode_costs(tiny("favor+:num_features=8"), (8, 40), repeats=2)
+    assert [row[0] for row in rows] == [8, 40]
+    assert rows[0][2] == rows[1][2]
+    rows = decode_costs(tiny("softmax"), (8, 40), repeats=2)
+    assert rows[0][2] < rows[1][2]
+    assert rows == tuple(sorted(rows))
+
+
+BOUNDED = [
+    ("elu", {"positions": "learned", "max_position_embeddings": 30}),
+    ("nprf:num_features=8:relative=1d", {"max_position_embeddings": 30}),
+    ("nprf:num_features=8:relative=1d:max_length=30", {}),
+]
+
+
+@pytest.mark.parametrize(("attention", "settings"), BOUNDED)
+def test_a_model_writes_and_is_timed_as_far_as_it_has_positions(attention, settings):
+    model = tiny(attention, **settings)
+    assert [row[0] for row in decode_costs(model, (8, 26, 27), repeats=3)] == [8, 26]
+    assert room(model, "abc") == 28
+    assert sample_bytes(model, "abc", tokens=28).tokens == 28
+    with pytest.raises(ValueError, match=r"for 30 tokens: after a prompt of 3 bytes it can write 28, got tokens=29"):
+        sample_bytes(model, "abc", tokens=29)
+    assert room(tiny("elu"), "abc") is None
+
+
+def test_the_bytes_of_writing_are_those_of_a_cache_that_has_taken_single_tokens():
+    model = tiny("nprf:num_features=8:relative=1d:max_distance=8")
+    ids, cache = torch.zeros(1, 20, dtype=torch.long), model.new_cache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        prompt = cache.nbytes
+        model(ids[:, :1], past_key_values=cache)
+    assert sample_bytes(model, "a" * 20, tokens=12).state_bytes == cache.nbytes > prompt  # windows get room once
+
+
+def test_sampled_text_is_streamed_and_counted():
+    parts = []
+    made = sample_bytes(tiny("elu"), "a", tokens=12, write=parts.append)
+    assert made.tokens == 12
+    assert made.state_bytes > 0
+    assert "".join(parts) == made.text
+    assert sample_bytes(tiny("elu"), "a", tokens=12).text == made.text
+    assert sample_bytes(tiny("elu"), "a", tokens=12, temperature=0).text != made.text
+    assert sample_bytes(tiny("elu", use_cache=False), "a", tokens=5).state_bytes == 0
+    with pytest.raises(ValueError, match="at least one character"):
+        sample_bytes(tiny("elu"), "", tokens=3)
+    with pytest.raises(ValueError, match="over 256 bytes, this one has 16"):
+        sample_bytes(tiny("elu", vocab_size=16), "a", tokens=3)
+
+
+def test_a_model_writes_beyond_its_training_length_without_a_reminder(capfd):
+    sample_bytes(tiny("elu", max_position_embeddings=4), "a", tokens=12)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_text_goes_out_with_its_control_characters_visible(monkeypatch, capsys):
+    text = ":smile: [bold]x[/]\t\x1b[31m" + 200 * "y" + "\n"
+
+    def fake(model, prompt, write, **settings):
+        write(text)
+        return Sampled(text, len(text), 1.0, 0)
+
+    monkeypatch.setattr(decoding, "sample_bytes", fake)
+    _write(None, "a\r", tokens=3)
+    out, err = capsys.readouterr()
+    assert out == "a<U+000D>" + text.replace("\x1b", "<U+001B>")
+    assert "bytes in 1.0 s" in err
+
+
+def test_a_character_in_two_tokens_is_written_when_it_is_whole():
+    parts = []
+    streamer = ByteStreamer(parts.append)
+    streamer.put(torch.tensor([[97]]))
+    for byte in "é!".encode():
+        streamer.put(torch.tensor([byte]))
+    streamer.put(torch.tensor([0xC3]))
+    streamer.end()
+    assert "".join(parts) == "é!\N{REPLACEMENT CHARACTER}"
