@@ -41,10 +41,10 @@ bench: $(PEERS)
 	$(BIN)/kernelformer bench
 
 tables: $(READY)
-	$(BIN)/kernelformer results --tables
+	$(BIN)/python tools/pages tables
 
 pictures: $(READY)
-	$(BIN)/kernelformer results --pictures
+	$(BIN)/python tools/pages pictures
 
 $(SITE): $(READY) pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

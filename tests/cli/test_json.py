@@ -131,10 +131,8 @@ def test_results_of_jobs_are_printed(tmp_path, monkeypatch):
     assert invoke("attention", "m", "--attention", "elu", "--out", tmp_path)[0] == {"layers": []}
 
 
-def test_shards_and_a_page_of_results_are_told(tmp_path):
+def test_shards_are_told(tmp_path):
     (tmp_path / "a.txt").write_text("some text, and more of it\n" * 50)
     value, beside = invoke("prepare", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "shards")
     assert value["splits"]["train"]["tokens"] > 100
     assert "train by: kernelformer train shards" in beside
-    value, _ = invoke("results", "--tables", "--records", tmp_path)
-    assert value == {"written": []}

@@ -564,5 +564,6 @@ def test_the_command_adds_several_and_says_what_it_did(tmp_path):
     assert "comparisons on record: 3." in said
     (tmp_path / "results" / "other.json").write_text("{}")
     assert "of another kind, and not on the page: other.json." in call()[1]
+    assert '"on_record": [ ' in call("--json")[1]
     code, said = call("--add", tmp_path)
     assert (code, "has no comparison.json" in said) == (2, True)

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from kernelformer.errors import WorkerError
-from kernelformer_lab.reports.tables import speed
-from kernelformer_lab.reports.tables.records import Records
 from kernelformer_lab.studies import STUDIES
 from kernelformer_lab.studies import short as study
 from kernelformer_lab.studies.settings import ShortSettings
+from pages import speed
+from pages.records import Records
 
 SMALL = {"sizes": ("3x4", "1x40"), "features": (8,), "heads": 2, "head_dim": 8, "step_features": 8, "budget": 0.001}
 
@@ -40,8 +40,8 @@ def test_every_case_is_timed_shown_and_recorded(here, tmp_path):
     assert (first.row_count, second.row_count) == (2, 3)
     short.save(settings, result, tmp_path / "speed" / "short")
     records = Records(tmp_path)
-    assert speed.short(records).count("\n") == 3
-    assert "3 x 4" in speed.short(records)
+    assert speed.short_speed(records).count("\n") == 3
+    assert "3 x 4" in speed.short_speed(records)
     assert speed.short_step(records).count("\n") == 4
     short.picture(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -116,10 +116,7 @@ COMMANDS = CommandSet(
             "kernelformer_lab.cli.results:results",
             MEASURE,
             "Put comparisons on record, and show all that are on record on one page.",
-            (
-                ("--add out/sky-text", "on record, with a page of all"),
-                ("--tables", "the tables of README.md and docs from the records"),
-            ),
+            (("--add out/sky-text", "on record, with a page of all"),),
         ),
         "study": Entry(
             "kernelformer_lab.cli.studies:app",

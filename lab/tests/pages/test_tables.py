@@ -6,19 +6,31 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from typer.testing import CliRunner
 
-from kernelformer.cli.app import app
 from kernelformer.settings import split_names
 from kernelformer_lab.evidence.ledger import OUTSIDE
 from kernelformer_lab.reports.results import read_results, results_page
-from kernelformer_lab.reports.tables import TABLES, choice, conversion, speed, training
-from kernelformer_lab.reports.tables.fill import BEGIN, END, fill_pages, filled, write_tables
-from kernelformer_lab.reports.tables.records import ABSENT, Records, grid, joined, spread, times
+from pages import choice, conversion, scale, speed, studies, training  # noqa: F401  # each adds its tables
+from pages.records import (
+    ABSENT,
+    BEGIN,
+    END,
+    TABLES,
+    Records,
+    fill_pages,
+    filled,
+    grid,
+    joined,
+    spread,
+    times,
+    write_tables,
+)
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results"
@@ -32,19 +44,19 @@ def bench_row(name, seconds, *, task="bidirectional", length=1024, backward=Fals
 
 
 def test_every_table_of_the_pages_is_the_one_that_the_records_give():
-    texts = fill_pages(RESULTS, TABLES)
+    texts = fill_pages(RESULTS)
     stale = [str(page.relative_to(ROOT)) for page, text in texts.items() if page.read_text(encoding="utf-8") != text]
-    assert not stale, "write them by `kernelformer results --tables`"
+    assert not stale, "write them by `make tables`"
 
 
 def test_the_short_table_and_the_long_one_begin_with_the_same_cosine():
-    tables = [table(Records(RESULTS)) for table in (choice.brief, choice.choice)]
+    tables = [table(Records(RESULTS)) for table in (choice.choice_brief, choice.choice)]
     short, long = (re.search(r"a pretrained encoder, without.*? (0\.\d{3})", x)[1] for x in tables)
     assert short == long
 
 
 def test_every_table_stands_on_a_page():
-    shown = {name for page in fill_pages(RESULTS, TABLES) for name in BEGIN.findall(page.read_text(encoding="utf-8"))}
+    shown = {name for page in fill_pages(RESULTS) for name in BEGIN.findall(page.read_text(encoding="utf-8"))}
     assert shown == TABLES.keys()
 
 
@@ -102,16 +114,13 @@ def test_figures_are_formatted_as_pages_have_them():
     assert grid(["a", "b"], [["", "1"]]) == "| a | b |\n| --- | --- |\n| | 1 |"
 
 
-def test_the_command_writes_tables_and_takes_nothing_else_with_them(tmp_path):
+def test_the_script_writes_the_tables_that_changed(tmp_path):
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "README.md").write_text(f"<!-- table figures -->\n{END}\n")
-    given = ["results", "--tables", "--records", str(folder)]
-    assert "pages with changed tables: 1" in CliRunner().invoke(app, given).output
-    assert "pages with changed tables: 0" in CliRunner().invoke(app, given).output
-    refused = CliRunner().invoke(app, [*given, "--add", "out"])
-    assert refused.exit_code
-    assert "--tables goes with --records alone" in " ".join(refused.output.split())
+    given = [sys.executable, ROOT / "tools" / "pages", "tables", "--records", folder]
+    done = [subprocess.run(given, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert done == [f"written: {folder / 'README.md'}\ntables: 1 files changed.\n", "tables: 0 files changed.\n"]
 
 
 def test_figures_in_the_text_of_pages_are_those_of_the_records():

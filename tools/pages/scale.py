@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernelformer.formatting import human_bytes, human_time
 from kernelformer_lab.analysis.scaling import Exchange, LinearCost, Link, RingAttention, ring_least_tokens
-from kernelformer_lab.reports.tables.records import ABSENT, Records, grid
+from pages.records import ABSENT, Records, grid, table
 
 RANKS = "speed/ranks/ranks.json"
 LENGTH = 32768  # tokens of a rank; shorter runs are trials
@@ -62,7 +62,8 @@ def _kind(causal: bool) -> str:
     return "causal" if causal else "bidirectional"
 
 
-def efficiency(records: Records) -> str:
+@table
+def ranks_efficiency(records: Records) -> str:
     """Times of ranks and of independent processes that run at the same time; a trial run says that it is one."""
     rows, longest = [], 0
     for x in Plan(records.get(RANKS)).times:
@@ -70,12 +71,13 @@ def efficiency(records: Records) -> str:
         rows.append([f"`{x['attention']}`, {_kind(x['causal'])}", f"{x['ranks']} x {x['length']}", *times])
         longest = max(longest, x["length"])
     head = ["forward + backward, one thread a rank", "ranks x tokens", "independent", "over ranks", "efficiency"]
-    table = grid([*head, "without exchange"], rows or [["", "", "", "", ABSENT, ""]])
+    made = grid([*head, "without exchange"], rows or [["", "", "", "", ABSENT, ""]])
     trial = f"\n\nA trial run with {longest} tokens of a rank: its times, and all that follow from them, are no record."
-    return table + trial if 0 < longest < LENGTH else table
+    return made + trial if 0 < longest < LENGTH else made
 
 
-def sent(records: Records) -> str:
+@table
+def ranks_bytes(records: Records) -> str:
     """Bytes that a rank was seen to give to the others, beside the formula."""
     rows = []
     for x in Plan(records.get(RANKS)).times:
@@ -88,7 +90,8 @@ def sent(records: Records) -> str:
     return grid(head, rows or [["", "", ABSENT, "", ""]])
 
 
-def memory(records: Records) -> str:
+@table
+def ranks_memory(records: Records) -> str:
     """Peak memory of a rank when ranks and tokens grow together."""
     peaks = Plan(records.get(RANKS)).peaks
     counts = sorted({x["ranks"] for x in peaks})
@@ -102,7 +105,8 @@ def memory(records: Records) -> str:
     return grid(head, rows) if rows else grid(["peak beyond the inputs", ""], [["", ABSENT]])
 
 
-def traffic(records: Records) -> str:
+@table
+def scale_bytes(records: Records) -> str:
     """Bytes that a rank of many sends in one layer, beside those of ring attention."""
     plan = Plan(records.get(RANKS))
     if not plan.rows:
@@ -120,7 +124,8 @@ def traffic(records: Records) -> str:
     return grid(["ranks", *ours, f"ring attention, {' / '.join(TOKENS)} tokens"], rows)
 
 
-def needed(records: Records) -> str:
+@table
+def scale_memory(records: Records) -> str:
     """Memory of a rank for one causal attention layer, forward and backward, for each attention on record."""
     plan = Plan(records.get(RANKS))
     rows = []
@@ -137,21 +142,28 @@ def needed(records: Records) -> str:
     return grid(head, rows or [["", "", ABSENT, *[""] * len(TOKENS)]])
 
 
-def layer_times(number: int) -> Callable[[Records], str]:
-    """A table of the time of one layer: of an attention of the record, causal, and of ring attention."""
+@table
+def scale_plain(records: Records) -> str:
+    """Time of one layer of the first attention of the record, and of ring attention."""
+    return _layer_times(records, 0)
 
-    def table(records: Records) -> str:
-        plan, rows = Plan(records.get(RANKS)), []
-        costs = plan.costs(causal=True)
-        name = [*costs, "", ""][number]
-        for label, tokens in TOKENS.items() if name and plan.softmax else ():
-            rows += [[f"{label}, {count}", *_layer(plan, costs[name], tokens // count, count)] for count in COUNTS]
-        what = f"`{name}`" if name else "attention"
-        head = [f"tokens, ranks: {what}, causal", "tokens of a rank", "work", f"exchange, {' / '.join(LINKS)}"]
-        head += ["ring attention: work", "its exchange", f"takes, {MIDDLE}"]
-        return grid(head, rows or [[ABSENT, *[""] * (len(head) - 1)]])
 
-    return table
+@table
+def scale_near(records: Records) -> str:
+    """Time of one layer of the second attention of the record, which has a window, and of ring attention."""
+    return _layer_times(records, 1)
+
+
+def _layer_times(records: Records, number: int) -> str:
+    plan, rows = Plan(records.get(RANKS)), []
+    costs = plan.costs(causal=True)
+    name = [*costs, "", ""][number]
+    for label, tokens in TOKENS.items() if name and plan.softmax else ():
+        rows += [[f"{label}, {count}", *_layer(plan, costs[name], tokens // count, count)] for count in COUNTS]
+    what = f"`{name}`" if name else "attention"
+    head = [f"tokens, ranks: {what}, causal", "tokens of a rank", "work", f"exchange, {' / '.join(LINKS)}"]
+    head += ["ring attention: work", "its exchange", f"takes, {MIDDLE}"]
+    return grid(head, rows or [[ABSENT, *[""] * (len(head) - 1)]])
 
 
 def _layer(plan: Plan, cost: LinearCost, tokens: int, count: int) -> list[str]:
@@ -173,7 +185,8 @@ def _long_time(seconds: float) -> str:
     return human_time(seconds) if seconds < 360_000 else f"{seconds / 3600:,.0f} h"
 
 
-def limits(records: Records) -> str:
+@table
+def scale_limits(records: Records) -> str:
     """Tokens of a rank from which the exchange no longer matters, by the speed of a rank and of its link."""
     plan, rows = Plan(records.get(RANKS)), []
     if plan.rows and plan.softmax:
@@ -187,7 +200,8 @@ def limits(records: Records) -> str:
     return grid(["a rank is", "causal", *LINKS], rows or [["", "", *[ABSENT] * len(LINKS)]])
 
 
-def speeds(records: Records) -> str:
+@table
+def scale_speeds(records: Records) -> str:
     """What the tables of the plan are computed from."""
     plan, rows = Plan(records.get(RANKS)), []
     for causal in (False, True):

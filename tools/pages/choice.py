@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from kernelformer_lab.reports.tables import conversion, speed, training
-from kernelformer_lab.reports.tables.records import ABSENT, Records, grid, joined
+from pages import conversion, speed, training
+from pages.records import ABSENT, Records, grid, joined, show, table
 
-LONGER = {4096: "4096", 8192: "8192"}
+LONGER = (4096, 8192)
 
 
 def _encoder(records: Records) -> str:
     ratios = [speed.encoder_ratio(records, "regular", n) for n in LONGER]
-    return joined([ABSENT if x is None else f"{x:.1f}x" for x in ratios])
+    return joined([show(x, "{:.1f}x") for x in ratios])
 
 
 def _skyformer(records: Records) -> str:
@@ -39,22 +39,18 @@ def _near(records: Records) -> str:
     )
 
 
-def _three(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.3f}"
-
-
 def _wildcat(records: Records) -> str:
     def mean(attention: str, length: int) -> str:
         some = conversion.wildcat_cosine(records, attention, length)
-        return f"{fmean(some):.3f}" if some else ABSENT
+        return show(fmean(some) if some else None)
 
     near, long = "wildcat:num_landmarks=64:window=32:sinks=1", conversion.untrained_cosine(records)
     others = {"skyformer": "skyformer:num_landmarks=128:kernel=softmax", "loglinear": "loglinear:num_features=128"}
     others["favor+"] = "favor+:num_features=128"
     cosines = {k: conversion.cosine(records, "minilm-methods", x) for k, x in others.items()}
-    rest = ", ".join(f"`{k}` {ABSENT if x is None else f'{x:.2f}'}" for k, x in cosines.items())
+    rest = ", ".join(f"`{k}` {show(x, '{:.2f}')}" for k, x in cosines.items())
     return (
-        f"MiniLM, every layer, three seeds: mean cosine {_three(long)} to the original's embeddings at 512 tokens "
+        f"MiniLM, every layer, three seeds: mean cosine {show(long)} to the original's embeddings at 512 tokens "
         f"(128 landmarks, the default); with 64 {mean(near, 512)}, and {mean(near, 256)} at 256 tokens; there without "
         f"the window {mean('wildcat:num_landmarks=64', 256)} (64) and {mean('wildcat:num_landmarks=128', 256)} (128). "
         f"With 128 features, one seed, 256 tokens: {rest}"
@@ -96,10 +92,9 @@ def _decoder(records: Records) -> str:
 def _learned(records: Records) -> str:
     bench, ratios = records.bench(speed.LEARNED), []
     for row in bench.rows:
-        case, heap = row["case"], "default"
-        base = bench.seconds("favor+", case["task"], case["length"], backward=case["backward"])
-        if row["name"] != "favor+" and base and heap in row["seconds"]:
-            ratios.append(row["seconds"][heap] / base)
+        ratio = bench.ratio(row["name"], "favor+", **{x: row["case"][x] for x in ("task", "length", "backward")})
+        if row["name"] != "favor+" and ratio is not None:
+            ratios.append(ratio)
     said = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ABSENT
     return f"time over that of `favor+` at equal features, 16384 tokens: {said}"
 
@@ -131,6 +126,7 @@ def _translation(records: Records) -> str:
     )
 
 
+@table
 def choice(records: Records) -> str:
     """Which method to take, and what was measured of it."""
     training_speed = speed.against_sdpa(records, "bidirectional", backward=True)
@@ -196,7 +192,8 @@ def choice(records: Records) -> str:
     return grid(["You want", "Take", "Measured on two CPU cores, against torch's own attention (SDPA)"], rows)
 
 
-def brief(records: Records) -> str:
+@table
+def choice_brief(records: Records) -> str:
     """Which method to take, in a line each; `choice` says more."""
     bench = records.bench(speed.ATTENTION)
     faster = bench.faster("favor+", "sdpa", "bidirectional", speed.LONG, backward=True)
@@ -217,12 +214,12 @@ def brief(records: Records) -> str:
         [
             "a pretrained encoder, without training",
             "`wildcat` with `window=32, sinks=1`",
-            f"MiniLM at 512 tokens: cosine {_three(conversion.untrained_cosine(records))} to its own embeddings",
+            f"MiniLM at 512 tokens: cosine {show(conversion.untrained_cosine(records))} to its own embeddings",
         ],
         [
             "the same, with minutes of distillation",
             "`loglinear` with `window=64, sinks=1`",
-            f"MiniLM at 256 tokens: cosine {_three(distilled)}",
+            f"MiniLM at 256 tokens: cosine {show(distilled)}",
         ],
         [
             "a pretrained decoder",
@@ -233,6 +230,7 @@ def brief(records: Records) -> str:
     return grid(["You want", "Take", "Measured on two CPU cores, against torch's SDPA"], rows)
 
 
+@table
 def short(records: Records) -> str:
     """At which lengths linear attention is not faster yet."""
     both = [speed.against_sdpa(records, x, backward=False) for x in ("bidirectional", "causal")]
@@ -243,6 +241,7 @@ def short(records: Records) -> str:
     )
 
 
+@table
 def figures(records: Records) -> str:
     """The main figures."""
     long = records.bench(speed.MEMORY)
@@ -259,7 +258,7 @@ def figures(records: Records) -> str:
         ),
         "a whole encoder (6 layers, d = 512), forward + backward, L = 4096 / 8192, against SDPA": _encoder(records),
         "the same: its time over that with attention that returns V, the best that any could do": (
-            joined([ABSENT if x is None else f"{1 / x:.2f}x" for x in bounds])
+            joined([show(x and 1 / x, "{:.2f}x") for x in bounds])
         ),
         "`skyformer`, 128 landmarks, L = 16384, forward + backward, against SDPA": _skyformer(records),
         "relative bias, `nprf`, window 128, L = 16384, forward + backward, against SDPA, bidirectional / causal": (

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kernelformer.formatting import human_bytes, human_time
-from kernelformer_lab.reports.tables import TABLES, scale
-from kernelformer_lab.reports.tables.records import Records
+from pages import scale
+from pages.records import TABLES, Records
 
 SIZES = {"heads": 8, "head_dim": 64, "value_dim": 64, "features": 64, "facts": 17}
 

@@ -6,7 +6,7 @@ import math
 from statistics import fmean, stdev
 from typing import Any
 
-from kernelformer_lab.reports.tables.records import ABSENT, Records, grid
+from pages.records import ABSENT, Records, grid, table
 
 PLACE = "conversion/"
 WILDCAT = "mean cosine of sentence embeddings to the original, nothing trained"
@@ -23,7 +23,7 @@ ADVISED = {"MiniLM": "minilm", "AntiBERTy": "antiberty", "SmolLM2": "smollm2", "
 
 def _study(records: Records, name: str) -> dict[str, dict[str, Any]]:
     """Rows of the study of conversion by method, without the original."""
-    rows = records.get(f"{PLACE}{name}.json").get("rows", [])
+    rows = records.rows(f"{PLACE}{name}.json")
     return {x["method"]: x for x in rows if x["method"] != "original"}
 
 
@@ -44,11 +44,13 @@ def _methods(records: Records, name: str) -> str:
     return grid(["cosine to the original", "as converted", "distilled", "steps (transfer + tuning)"], rows)
 
 
-def methods(records: Records) -> str:
+@table
+def methods_distilled(records: Records) -> str:
     """MiniLM by eight methods, five minutes of distillation each."""
     return _methods(records, "minilm-methods")
 
 
+@table
 def methods_windows(records: Records) -> str:
     """MiniLM by methods with windows, one minute of distillation each."""
     return _methods(records, "minilm-methods-windows")
@@ -56,7 +58,7 @@ def methods_windows(records: Records) -> str:
 
 def wildcat_cosine(records: Records, attention: str, length: int) -> list[float]:
     """Cosines of an untrained conversion by `wildcat`, by seed."""
-    rows = records.get(f"{PLACE}minilm-wildcat.json").get(WILDCAT, [])
+    rows = records.rows(f"{PLACE}minilm-wildcat.json", WILDCAT)
     some = [x for x in rows if (x["attention"], x["length"]) == (attention, length)]
     return [seed["cosine"] for row in some for seed in row["seeds"]]
 
@@ -67,9 +69,10 @@ def untrained_cosine(records: Records) -> float | None:
     return fmean(some) if some else None
 
 
+@table
 def wildcat(records: Records) -> str:
     """Conversions by `wildcat` without training, mean and range of three seeds."""
-    rows = records.get(f"{PLACE}minilm-wildcat.json").get(WILDCAT, [])
+    rows = records.rows(f"{PLACE}minilm-wildcat.json", WILDCAT)
     cells = []
     for name in dict.fromkeys(x["attention"] for x in rows):
         row = [f"`{name}`"]
@@ -80,11 +83,11 @@ def wildcat(records: Records) -> str:
     return grid(["cosine, three seeds", "256 tokens", "512 tokens"], cells)
 
 
+@table
 def antiberty(records: Records) -> str:
     """Accuracy at masked residues, nothing trained."""
-    record = records.get(f"{PLACE}antiberty.json")
     rows = []
-    for row in record.get("rows", []):
+    for row in records.rows(f"{PLACE}antiberty.json"):
         scores = row["scores"].get("converted") or row["scores"]["original"]
         name = row["method"] if row["method"] == "original" else f"`{row['method']}`"
         rows.append([name, f"{100 * scores['accuracy']:.1f}%", f"{scores['perplexity']:.2f}"])
@@ -109,6 +112,7 @@ def perplexities(records: Records, name: str) -> dict[str, float]:
     return dict(zip(STAGES, stages, strict=True))
 
 
+@table
 def decoders(records: Records) -> str:
     """SmolLM2 converted in four ways: perplexity and its ratio to the original's."""
     rows = []
@@ -125,7 +129,7 @@ def decoders(records: Records) -> str:
     return grid(["perplexity (times the original's)", "minutes", *STAGES], rows)
 
 
-def passkeys(records: Records, name: str, model: str) -> dict[int, dict[str, Any]]:
+def hidden_numbers(records: Records, name: str, model: str) -> dict[int, dict[str, Any]]:
     """What a model of a conversion found again, by the length of the text."""
     record = records.get(f"{PLACE}{name}.json")
     rows = record["judged"]["recall"] if record else []
@@ -134,16 +138,17 @@ def passkeys(records: Records, name: str, model: str) -> dict[int, dict[str, Any
 
 def found(records: Records, name: str, model: str) -> str:
     """How many hidden numbers a model found, of how many."""
-    rows = passkeys(records, name, model).values()
+    rows = hidden_numbers(records, name, model).values()
     return f"{sum(sum(x['right']) for x in rows)} of {sum(len(x['right']) for x in rows)}" if rows else ABSENT
 
 
-def recall(records: Records) -> str:
+@table
+def passkeys(records: Records) -> str:
     """Hidden numbers found, and the log-probability of a digit, by the length of the text."""
     lengths, rows = (512, 1024, 2048, 4096), []
     for shown, name in DECODERS.items():
         for model in ("original", "converted", "window and sinks alone"):
-            some = passkeys(records, name, model)
+            some = hidden_numbers(records, name, model)
             cells = [
                 f"{sum(some[n]['right'])} of {len(some[n]['right'])} ({some[n]['log_prob']:.2f})" if n in some else ""
                 for n in lengths
@@ -152,20 +157,22 @@ def recall(records: Records) -> str:
     return grid(["conversion", "model", *(f"{n} tokens" for n in lengths)], rows)
 
 
+@table
 def recall_heads(records: Records) -> str:
     """Hidden numbers found by SmolLM2 with six heads exact, by the length of the text."""
     rows, name = [], "smollm2-recall-heads"
     for shown, model in {"original": "original", "converted, six heads exact": "converted"}.items():
-        some = passkeys(records, name, model).values()
+        some = hidden_numbers(records, name, model).values()
         rows.append([shown, *(f"{sum(x['right'])} of {len(x['right'])} ({x['log_prob']:.2f})" for x in some)])
-    return grid(["tokens", *map(str, passkeys(records, name, "original"))], rows)
+    return grid(["tokens", *map(str, hidden_numbers(records, name, "original"))], rows)
 
 
+@table
 def kernel_gain(records: Records) -> str:
     """What the kernel adds to the log-probability of a digit, text by text: mean and standard error."""
     lengths, rows = (512, 1024, 2048, 4096), []
     for shown, name in DECODERS.items():
-        whole, near = (passkeys(records, name, x) for x in ("converted", "window and sinks alone"))
+        whole, near = (hidden_numbers(records, name, x) for x in ("converted", "window and sinks alone"))
         cells = []
         for n in lengths:
             if n not in whole:
@@ -177,9 +184,10 @@ def kernel_gain(records: Records) -> str:
     return grid(["log-probability of a digit, converted minus window and sinks", *map(str, lengths)], rows)
 
 
+@table
 def keep(records: Records) -> str:
     """Which attentions to keep: perplexities by seed."""
-    seeds = records.get(f"{PLACE}smollm2-keep.json").get(KEEP, [])
+    seeds = records.rows(f"{PLACE}smollm2-keep.json", KEEP)
     names = ["original", "keep 20", "last ten linear", "ten smallest own errors linear", "all linear"]
     rows = []
     for name in names:
@@ -188,6 +196,7 @@ def keep(records: Records) -> str:
     return grid(["perplexity", *(f"seed {x['seed']}" for x in seeds)], rows)
 
 
+@table
 def normalized(records: Records) -> str:
     """What random features add to the loss of models trained with exact attention."""
     rows = []
@@ -205,7 +214,8 @@ def _loss(kind: str, value: float) -> float:
     return math.log(value) if kind == "perplexity ratio" else 1 - value
 
 
-def checks(records: Records) -> str:
+@table
+def advice_checks(records: Records) -> str:
     """How far advice was off: the loss that was got over that expected."""
     off: dict[str, list[float]] = {"measured": [], "predicted": []}
     for name in ADVISED.values():
@@ -220,11 +230,12 @@ def checks(records: Records) -> str:
     return grid(["", "checks", "loss got within 1.5 times that expected", "farthest off"], rows)
 
 
-def checked(records: Records) -> str:
+@table
+def advice_checked(records: Records) -> str:
     """Every check of advice: what was expected, and what came out."""
     rows = []
     for shown, name in ADVISED.items():
-        for x in records.get(f"advice/{name}.json").get("checks", []):
+        for x in records.rows(f"advice/{name}.json", "checks"):
             size = "" if x["features"] is None else f", {x['features']}"
             got = [f"{value:.3f}" for value in (x["expected"], x["got"]["value"])]
             rows.append([shown, f"`{x['attention']}`{size}", x["way"], *got])

@@ -6,7 +6,7 @@ import math
 from statistics import fmean
 from typing import Any
 
-from kernelformer_lab.reports.tables.records import ABSENT, Records, grid, spread
+from pages.records import ABSENT, Records, grid, show, spread, table
 
 PLACE = "comparisons/"
 BIASED = "nprf:num_features=64:relative=1d:max_distance=64"
@@ -51,14 +51,14 @@ def values(records: Records, name: str, label: str, key: str = "value") -> list[
 def mean(records: Records, name: str, label: str, digits: int = 2) -> str:
     """The mean of a label's runs."""
     some = values(records, name, label)
-    return f"{fmean(some):.{digits}f}" if some else ABSENT
+    return show(fmean(some) if some else None, f"{{:.{digits}f}}")
 
 
 def of_item(records: Records, item: str, attention: str, part: str = "main", scale: float = 1.0) -> str:
     """The mean of an attention's runs in an item of the evidence, with the settings that the item has now."""
-    jobs = [x for x in records.get(f"evidence/{item}.json").get("jobs", []) if not x.get("superseded")]
+    jobs = [x for x in records.rows(f"evidence/{item}.json", "jobs") if not x.get("superseded")]
     some = [scale * x["result"]["value"] for x in jobs if (x["part"], x["name"]) == (part, attention)]
-    return f"{fmean(some):.1f}" if some else ABSENT
+    return show(fmean(some) if some else None, "{:.1f}")
 
 
 def _score(record: dict[str, Any], result: dict[str, Any]) -> str:
@@ -72,6 +72,7 @@ def _score(record: dict[str, Any], result: dict[str, Any]) -> str:
     return f"{value:.2f}"
 
 
+@table
 def papers_tasks(records: Records) -> str:
     """The papers' tasks, one seed each."""
     rows = [["", "accuracy", "accuracy", "accuracy", "bits per byte", "perplexity", "BLEU (perplexity)"]]
@@ -84,6 +85,7 @@ def papers_tasks(records: Records) -> str:
     return grid(["one seed", *TASKS], rows)
 
 
+@table
 def language_models(records: Records) -> str:
     """Byte language models, mean and standard deviation of three seeds."""
     names = {"`nprf` + bias (window 64)": BIASED, "`softmax`": "softmax", "`elu`": "elu"}
@@ -92,6 +94,7 @@ def language_models(records: Records) -> str:
     return grid(["bits per byte, three seeds", *LANGUAGE], rows)
 
 
+@table
 def rotary(records: Records) -> str:
     """Byte language models with rotary positions and windows."""
     files = [f"2026-11-17-rotary-{x}" for x in LANGUAGE.values()]
@@ -99,6 +102,7 @@ def rotary(records: Records) -> str:
     return grid(["bits per byte, three seeds", *LANGUAGE], rows)
 
 
+@table
 def recall(records: Records) -> str:
     """Accuracy of recall over all and at large distances, with each seed's."""
     name = "2026-11-17-recall"
@@ -111,6 +115,7 @@ def recall(records: Records) -> str:
     return grid(["attention", "accuracy, three seeds", "each seed", "at distances beyond 16"], rows)
 
 
+@table
 def cross_attention(records: Records) -> str:
     """Cross-attention of unit vectors and of others."""
     rows = []

@@ -9,14 +9,22 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from kernelformer.cli.app import app
-from kernelformer_lab.reports.pictures import PICTURES, overview, write_pictures
-from kernelformer_lab.reports.pictures.algorithms import LENGTHS, kept_bytes
-from kernelformer_lab.reports.pictures.windows import LENGTH, SINKS, WINDOW, parts
-from kernelformer_lab.reports.tables import speed
-from kernelformer_lab.reports.tables.records import Records
+from pages import speed
+from pages.pictures import (
+    LENGTH,
+    LENGTHS,
+    PICTURES,
+    SINKS,
+    WINDOW,
+    kept_bytes,
+    near_parts,
+    overview,
+    overview_numbers,
+    overview_words,
+    write_pictures,
+)
+from pages.records import Records
 
 ROOT = Path(__file__).parents[3]
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "results"
@@ -28,8 +36,8 @@ def described(path: Path) -> str:
 
 
 def test_the_numbers_of_the_picture_on_file_are_those_of_the_records():
-    words = overview.overview(Records(RESULTS)).words()
-    assert described(IMAGES / "overview.svg") == words, "draw it by `kernelformer results --pictures`"
+    words = overview_words(*overview_numbers(Records(RESULTS)))
+    assert described(IMAGES / "overview.svg") == words, "draw it by `make pictures`"
     assert "favor+" in words
     assert "SmolLM2" in words
 
@@ -43,20 +51,19 @@ def test_every_picture_is_on_file_is_shown_on_a_page_and_is_small():
 
 
 def test_the_letters_of_the_overview_can_be_read_at_the_width_of_a_phone(tmp_path):
-    overview.picture(Records(tmp_path), tmp_path / "overview.svg")
+    overview(Records(tmp_path), tmp_path / "overview.svg")
     width = float(ElementTree.parse(tmp_path / "overview.svg").getroot().attrib["viewBox"].split()[2])
     assert 12.5 * 328 / width > 10  # pixels of a letter, on a screen of 360 with margins of 16
 
 
-def test_the_command_draws_all_of_them_twice_alike_and_with_a_description(tmp_path):
+def test_all_of_them_are_drawn_twice_alike_and_with_a_description(tmp_path):
     folder = tmp_path / "results"
     (folder / speed.ATTENTION).parent.mkdir(parents=True)
     case = {"task": "bidirectional", "length": 1024, "backward": True}
     rows = [{"name": x, "case": case, "seconds": {"default": 2.5}, "note": ""} for x in ("favor+", "sdpa")]
     (folder / speed.ATTENTION).write_text(json.dumps({"rows": rows}))
-    drawn = CliRunner().invoke(app, ["results", "--pictures", "--records", str(folder)])
-    assert drawn.exit_code == 0, drawn.output
     paths = [tmp_path / "docs" / "images" / f"{name}.svg" for name in PICTURES]
+    assert write_pictures(folder) == paths
     assert all(described(path) for path in paths)
     assert "favor+: 1024: 2.5 s" in described(paths[0])
     first = [path.read_text() for path in paths]
@@ -74,7 +81,7 @@ def test_near_and_far_are_drawn_by_their_definition(causal):
     i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     visible = (j <= i) if causal else torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     near = visible & (((i - j).abs() < WINDOW) | (j < SINKS))
-    assert torch.equal(parts(causal), visible.int() + near.int())
+    assert torch.equal(near_parts(causal), visible.int() + near.int())
 
 
 def test_a_stream_of_features_keeps_the_same_and_one_of_keys_more():
