@@ -1,4 +1,4 @@
-"""Figures of a report as elements of its page, which follow its colours."""
+"""Parts of HTML pages and of Markdown: templates, figures in the page's own colours, tables, and records to publish."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from kernelformer.formatting import visible
 
@@ -29,8 +32,8 @@ def style(index: int) -> dict[str, Any]:
     return {"color": COLOURS[index % 7], "marker": MARKERS[index % 8], "linestyle": LINES[index % 4]}
 
 
-def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """A figure as an element of the page; ``name`` keeps its references apart from those of other figures."""
+def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, float]) -> Markup:
+    """Draw an element of a page; ``name`` keeps its references apart from those of other figures."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -61,7 +64,7 @@ def svg(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, flo
         plain = ((key.rpartition("}")[2], value) for key, value in node.attrib.items())  # without their name spaces
         node.tag, node.attrib = node.tag.rpartition("}")[2], {key: own(key, value) for key, value in plain}
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": visible(alt)}
-    return ElementTree.tostring(root, encoding="unicode")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
 def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:
@@ -76,9 +79,9 @@ def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:
             axis.set_minor_formatter(lambda x, _: f"{x:,g}" if narrow and f"{x:.0e}"[0] in "25" else "")
 
 
-def legend_key(name: str, index: int) -> str:
+def legend_key(name: str, index: int) -> Markup:
     """The line and the marker of a label, for legends."""
-    return _key(index).replace("@-", f"{name}-")
+    return Markup(_key(index).replace("@-", f"{name}-"))
 
 
 @cache
@@ -87,83 +90,90 @@ def _key(index: int) -> str:
         axis.plot([0, 1, 2], [0, 0, 0], markevery=[1], **style(index))
         axis.axis("off")
 
-    return svg("@", "", draw, (0.6, 0.2)).replace('role="img" aria-label=""', 'class="key" aria-hidden="true"', 1)
+    return str(svg("@", "", draw, (0.6, 0.2))).replace('role="img" aria-label=""', 'class="key" aria-hidden="true"', 1)
 
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-
-
-@cache
-def style_sheet() -> str:
-    """The one style sheet of all pages."""
-    return Path(__file__).with_name("page.css").read_text("utf-8")
-
-
-def safe(value: object) -> str:
-    """Any value as text that is never markup."""
-    return html.escape(visible(value), quote=True)
-
-
-def safe_label(value: str) -> str:
-    """A label; a long one breaks between its options."""
-    return safe(value).replace(":", ":<wbr>")
-
-
-def pre(value: str) -> str:
-    """Preformatted text as HTML."""
-    shown = html.escape(visible(value, keep="\n\t"), quote=True)
-    return f"<pre>\n{shown}</pre>"  # the first line break is not shown
-
-
-def html_table(name: str, head: Sequence[str], lines: Sequence[Sequence[str]], kind: str = "") -> str:
-    """A table in a box of its own that scrolls; cells are HTML, the first of a line is its heading."""
-    top = "".join(f'<th scope="col">{x}</th>' for x in head)
-    rows = "".join(
-        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{x}</td>" for x in others)}</tr>' for first, *others in lines
-    )
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{safe(name)}"><table class="{kind}">'
-        f"<caption>{safe(name)}</caption><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
-
-
-def figure(name: str, title: str, alt: str, draw: Callable[[Any], None], height: float = 3.3, below: str = "") -> str:
-    """A drawing with its title, and HTML below it; ``name`` keeps its references apart from those of other figures."""
-    return f"<figure><figcaption>{safe(title)}</figcaption>{svg(name, alt, draw, (5.2, height))}{below}</figure>"
-
-
-def section(title: str, *parts: str, anchor: str = "") -> str:
-    """A section of a page: a title and its parts."""
-    name = f' id="{safe(anchor)}"' if anchor else ""
-    return f"<section{name}><h2>{safe(title)}</h2>\n{''.join(parts)}</section>"
-
-
-def whole_page(title: str, about: str, main: str, kind: str = "") -> str:
-    """The page.
+class Drawing(NamedTuple):
+    """A figure of a page.
 
     Args:
-        title: of the page, as it is.
-        about: one paragraph, as it is.
-        main: HTML.
-        kind: of the page, a class of the style sheet.
+        title: above it.
+        svg: the figure itself.
+        legend: keys and labels below it.
     """
-    return f"""<!DOCTYPE html>
-<html lang="en"><head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{safe(title)}</title>
-<style>{style_sheet()}</style>
-</head><body class="{kind}">
-<a class="skip" href="#main_content">Skip to the content</a>
-<header><h1>{safe(title)}</h1>
-<p class="soft">{safe(about)}</p></header>
-<main id="main_content" tabindex="-1">
-{main}
-</main>
-</body></html>
-"""
+
+    title: str
+    svg: Markup
+    legend: Sequence[tuple[Markup, str]] = ()
+
+
+def figure(
+    name: str,
+    title: str,
+    told: str,
+    draw: Callable[[Any], None],
+    height: float = 3.3,
+    legend: Sequence[tuple[Markup, str]] = (),
+) -> Drawing:
+    """Draw a figure of a page.
+
+    Args:
+        name: keeps its references apart from those of other figures.
+        title: above it.
+        told: its figures in words, for screen readers.
+        draw: draws on the axis that it is given.
+        height: in inches.
+        legend: keys and labels below it.
+    """
+    return Drawing(title, svg(name, f"{title}: {told}", draw, (5.2, height)), legend)
+
+
+def safe(value: object) -> Markup:
+    """Escape any value; markup stays as it is."""
+    return value if isinstance(value, Markup) else escape(visible(value))
+
+
+def safe_label(value: object) -> Markup:
+    """Escape a label, which may break between its options where it is long; markup stays as it is."""
+    return value if isinstance(value, Markup) else safe(value).replace(":", Markup(":<wbr>"))
+
+
+def coded(value: object) -> Markup:
+    """Escape a text whose parts between backticks are code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(safe(value))))
+
+
+def small(value: object) -> Markup:
+    """A remark below or behind a value; empty for an empty one."""
+    return Markup("<small>{}</small>").format(safe(value)) if value else Markup()
+
+
+def _lines(value: object) -> Markup:
+    """Escape preformatted text."""
+    return escape(visible(value, keep="\n\t"))
+
+
+def render(template: Path, title: str, about: str, kind: str = "", **values: Any) -> str:
+    """Make a page from a template that extends ``page.html``; every value is escaped.
+
+    Args:
+        template: of the page; it may use the macros of ``parts.html``.
+        title: of the page.
+        about: one paragraph.
+        kind: of the page, a class of the style sheet.
+        values: that the template shows.
+    """
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=safe,
+    )
+    environment.filters |= {"label": safe_label, "coded": coded, "small": small, "lines": _lines}
+    return environment.get_template(template.name).render(title=title, about=about, kind=kind, **values)
 
 
 def plain(text: object) -> str:

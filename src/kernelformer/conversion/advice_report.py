@@ -6,6 +6,7 @@ import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -14,19 +15,7 @@ from kernelformer.conversion.losses import RATIO, Figure, value_of_loss
 from kernelformer.conversion.profile import AttentionProfile
 from kernelformer.conversion.trials import Candidate, Errors, Expected, Timing, crossover
 from kernelformer.formatting import human_ratio, visible
-from kernelformer.page import (
-    COLOURS,
-    figure,
-    html_table,
-    legend_key,
-    portable,
-    pre,
-    safe,
-    safe_label,
-    section,
-    style,
-    whole_page,
-)
+from kernelformer.page import COLOURS, Drawing, figure, legend_key, portable, render, style
 
 
 @dataclass
@@ -405,6 +394,9 @@ def _way(trial: Trial) -> str:
     return "measured" if trial.figure is not None else "predicted" if trial.expected is not None else ""
 
 
+CHECK_HEAD = ("attention", "expected", "by", "got on other texts")
+
+
 def check_rows(advice: Advice) -> list[list[str]]:
     """A row for each check: what was expected and what came."""
     return [[visible(x.label), f"{x.expected:.4f}", x.way, f"{x.got.value:.4f}"] for x in advice.checks]
@@ -421,8 +413,7 @@ def tables(advice: Advice) -> list[Table]:
         _table("Candidates (time: of exact attention's)", trial_head(advice), trial_rows(advice)),
     ]
     if advice.checks:
-        head = ["attention", "expected", "by", "got on other texts"]
-        shown.append(_table(f"Checked by conversions: {advice.kind}", head, check_rows(advice)))
+        shown.append(_table(f"Checked by conversions: {advice.kind}", CHECK_HEAD, check_rows(advice)))
     return shown
 
 
@@ -455,41 +446,28 @@ def page(advice: Advice) -> str:
         f"{advice.model}, {len(advice.attentions)} attentions, {'causal' if advice.causal else 'bidirectional'}; "
         f"{advice.rows} texts of up to {advice.length} tokens; {advice.minutes:.1f} minutes"
     )
-    parts = [
-        section("Verdict", *(f"<p>{safe(x)}</p>" for x in verdict(advice)), *map(pre, paste_lines(advice))),
-        section("Pictures", f'<div class="figures">{"".join(_pictures(advice))}</div>'),
-        section("Attentions", _html_table("attentions", layer_head(advice), layer_rows(advice)), _legend()),
-        section("Candidates", _html_table("candidates", trial_head(advice), trial_rows(advice))),
-    ]
-    if advice.checks:
-        head = ["attention", "expected", "by", "got on other texts"]
-        parts.append(section("Checked by conversions", _html_table("checks", head, check_rows(advice))))
-    notes = [*advice.remarks, *(f"left out for time: {x}" for x in advice.left_out)]
-    notes += [f"cannot be: {label} ({reason})" for label, reason in advice.refused.items()]
-    if notes:
-        parts.append(section("Notes", "<ul>", *(f"<li>{safe(x)}</li>" for x in notes), "</ul>"))
-    return whole_page("What this model can be converted to", about, "\n".join(parts))
-
-
-def _legend() -> str:
-    words = (
-        "|q|, |k|: root mean square norms of sqrt(scale) q and k. dim.: statistical dimension of 128 tokens. near: "
-        "share of a query's weight on keys nearer than 32, 64, 128 tokens; first: on the first tokens; far: on neither "
-        "those within 64 tokens nor the first 4. favor+ predicted: relative error of the weights by the closed form. "
-        "The other columns: relative error of the output."
+    return render(
+        Path(__file__).with_name("advice.html"),
+        "What this model can be converted to",
+        about,
+        verdict=verdict(advice),
+        commands=paste_lines(advice),
+        pictures=_pictures(advice),
+        layers=(layer_head(advice), layer_rows(advice)),
+        trials=(trial_head(advice), trial_rows(advice)),
+        checks=(CHECK_HEAD, check_rows(advice)),
+        notes=[
+            *advice.remarks,
+            *(f"left out for time: {x}" for x in advice.left_out),
+            *(f"cannot be: {label} ({reason})" for label, reason in advice.refused.items()),
+        ],
     )
-    return f'<p class="soft">{safe(words)}</p>'
-
-
-def _html_table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [[safe_label(row[0]), *map(safe, row[1:])] for row in rows]
-    return html_table(name, [safe_label(x) for x in head], cells, "results")
 
 
 Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # by label, x and y
 
 
-def _pictures(advice: Advice) -> list[str]:
+def _pictures(advice: Advice) -> list[Drawing]:
     calls = "attention, in the order of the calls"
     drawn = [
         _lines(
@@ -499,14 +477,14 @@ def _pictures(advice: Advice) -> list[str]:
     ]
     title = f"{advice.kind} against the mean error"
     told = [f"{x.label} {x.figure.value:.4g} at {x.errors.mean:.3g}" for x in advice.trials if x.figure is not None]
-    drawn.append(figure("runs", title, f"{title}: {', '.join(told)}", lambda axis: _draw_runs(axis, advice)))
+    drawn.append(figure("runs", title, ", ".join(told), lambda axis: _draw_runs(axis, advice)))
     if advice.curve:
         scales = {"xlabel": "tokens", "ylabel": "seconds", "xscale": "log", "yscale": "log"}
         drawn.append(_lines("times", "Time by length", _times(advice), **scales))
     return drawn
 
 
-def _lines(name: str, title: str, lines: Lines, **axes: Any) -> str:
+def _lines(name: str, title: str, lines: Lines, **axes: Any) -> Drawing:
     """A figure of lines with its legend below it, and their ends in words."""
 
     def draw(axis: Any) -> None:
@@ -514,9 +492,9 @@ def _lines(name: str, title: str, lines: Lines, **axes: Any) -> str:
             axis.plot(x, y, **style(index))
         axis.set(**axes)
 
-    keys = (f"<li>{legend_key(f'{name}{i}', i)}{safe_label(label)}</li>" for i, label in enumerate(lines))
+    keys = [(legend_key(f"{name}{i}", i), label) for i, label in enumerate(lines)]
     told = ", ".join(f"{label} from {y[0]:.3g} to {y[-1]:.3g}" for label, (_, y) in lines.items() if y)
-    return figure(name, title, f"{title}: {told}", draw, below=f'<ul class="legend">{"".join(keys)}</ul>')
+    return figure(name, title, told, draw, legend=keys)
 
 
 def _errors(advice: Advice) -> Lines:

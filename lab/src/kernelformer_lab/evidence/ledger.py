@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from kernelformer.errors import TrainingError
 from kernelformer.files import write_text
 from kernelformer.formatting import short_names
-from kernelformer.page import COLOURS, figure, html_table, plain, safe, section, table, whole_page
+from kernelformer.page import COLOURS, Drawing, coded, figure, plain, render, safe, small, table
 from kernelformer_lab.analysis.statistics import Mean, mean_over_seeds
 from kernelformer_lab.evidence.base import (
     CONTRADICTS,
@@ -39,76 +40,55 @@ ABOUT = (
     "and samples together, or Student's quantile where that is larger. A difference taken sample by sample leaves out "
     "what is hard for both models. Rules are in the records."
 )
-OVERLAP = (
-    "Bars are standard errors of each mean. Differences sample by sample have smaller ones, so that they can be told "
-    "also where bars overlap."
-)
 
 
 def page_text(judged: Sequence[Judged], outside: Sequence[Outside]) -> str:
     """The whole page."""
-    parts = [_overview(judged)]
-    for paper, number in PAPERS.items():
-        for each in judged:
-            if each.item.paper == paper:
-                parts.append(_item(each, f"{paper} ({number})" if number else "beyond the papers"))
-    rows = [[safe(x.paper), safe(x.where), _coded(x.reason)] for x in outside]
-    others = html_table("Other items", ["paper", "item", "where it stands"], rows)
-    parts.append(section("Other items of the papers", others))
-    return whole_page("Ledger of the papers' claims", ABOUT, "\n".join(parts), "ledger")
-
-
-def _coded(text: str) -> str:
-    """A text whose parts between backticks are code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", safe(text))
-
-
-def _verdict(verdict: str) -> str:
-    return f'<span class="verdict {verdict.replace(" ", "")}">{safe(verdict)}</span>'
-
-
-def _overview(judged: Sequence[Judged]) -> str:
-    rows = [
+    papers = {paper: f"{paper} ({number})" if number else "beyond the papers" for paper, number in PAPERS.items()}
+    overview = [
         [
-            f'<a href="#{safe(x.item.name)}">{safe(x.item.name)}</a>',
-            safe(f"{x.item.paper}, {x.item.where}"),
-            safe(x.progress),
-            ", ".join(_verdict(finding.verdict) for finding in x.findings),
+            Markup('<a href="#{0}">{0}</a>').format(x.item.name),
+            f"{x.item.paper}, {x.item.where}",
+            x.progress,
+            Markup(", ").join(_verdict(finding.verdict) for finding in x.findings),
         ]
         for x in judged
     ]
-    return section("Items", html_table("Items", ["item", "stands for", "on record", "claims"], rows))
+    return render(
+        Path(__file__).with_name("ledger.html"),
+        "Ledger of the papers' claims",
+        ABOUT,
+        "ledger",
+        overview=overview,
+        items=[_item(x) | {"paper": told} for paper, told in papers.items() for x in judged if x.item.paper == paper],
+        outside=[[x.paper, x.where, coded(x.reason)] for x in outside],
+    )
 
 
-def _claim(claim: Claim) -> str:
-    return _coded(claim.text) + (f"<br><small>{_coded(claim.late)}</small>" if claim.late else "")
+def _verdict(verdict: str) -> Markup:
+    return Markup('<span class="verdict {}">{}</span>').format(verdict.replace(" ", ""), verdict)
 
 
-def _item(each: Judged, paper: str) -> str:
-    item = each.item
-    rows = [
-        [_claim(claim), safe(claim.printed), _coded(finding.ours) or "–", _verdict(finding.verdict)]  # noqa: RUF001
+def _item(each: Judged) -> dict[str, Any]:
+    """Values of the template for one item."""
+    measured = _rows(each.item, each.entries)
+    claims = [
+        [
+            coded(claim.text) + (Markup("<br>") + small(coded(claim.late)) if claim.late else ""),
+            claim.printed,
+            coded(finding.ours) or "–",  # noqa: RUF001
+            _verdict(finding.verdict),
+        ]
         for claim, finding in each.claims
     ]
-    measured = _rows(item, each.entries)
-    rules = "".join(f"<li>{_coded(claim.text)}: <small>{_coded(claim.rule.text)}</small></li>" for claim in item.claims)
-    parts = [
-        f"<p>{safe(item.about)}.</p>",
-        f'<p class="soft">{safe(paper)}, {safe(item.where)}. Size: {safe(item.size)}. On record: '
-        f"{safe(each.progress)}; <code>kernelformer reproduce {safe(item.name)}</code>, about {item.hours:g} core "
-        "hours.</p>",
-        html_table(f"Claims of {item.name}", ["claim", "printed", "here", "verdict"], rows),
-        f"<details><summary>Rules</summary><ul>{rules}</ul></details>",
-        *_pictures(item, measured),
-        *([f'<p class="soft">{safe(OVERLAP)}</p>'] if _has_samples(each.entries) else []),
-        *_figures(item, measured),
-    ]
-    return section(item.name, *parts, anchor=item.name)
-
-
-def _has_samples(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether runs on record can be compared sample by sample."""
-    return any(SAMPLES in entry.get("probes", {}) for entry in entries)
+    return {
+        "item": each.item,
+        "progress": each.progress,
+        "claims": claims,
+        "pictures": _pictures(each.item, measured),
+        "has_samples": any(SAMPLES in entry.get("probes", {}) for entry in each.entries),
+        "figures": _figures(measured),
+    }
 
 
 @dataclass(frozen=True)
@@ -136,31 +116,27 @@ def _rows(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[_Row]:
     return rows
 
 
-def _figures(item: Item, rows: Sequence[_Row]) -> list[str]:
-    """A table of all that was measured, what no claim is about among it: mean, standard error, seeds."""
-    if not rows:
-        return []
-    cells = [
+def _figures(rows: Sequence[_Row]) -> list[list[str]]:
+    """Rows of a table of all that was measured, also of what no claim is about: mean, standard error, seeds."""
+    return [
         [
-            safe(x.part),
-            f"<code>{safe(x.name)}</code>",
+            x.part,
+            Markup("<code>{}</code>").format(safe(x.name)),
             "none" if x.mean is None else shown(x.mean),
             f"{x.seeds}, {x.seeds - len(x.values)} without" if len(x.values) < x.seeds else str(x.seeds),
         ]
         for x in rows
     ]
-    made = html_table(f"Figures of {item.name}", ["part", "attention", safe(item.unit or "value"), "seeds"], cells)
-    return [f"<details><summary>All figures</summary>{made}</details>"]
 
 
-def _pictures(item: Item, rows: Sequence[_Row]) -> list[str]:
+def _pictures(item: Item, rows: Sequence[_Row]) -> list[Drawing]:
     """A panel for each part: means with standard errors, and a point for each seed."""
     panels = []
     for index, part in enumerate(dict.fromkeys(x.part for x in rows)):
         mine = [x for x in rows if x.part == part]
         if any(x.values for x in mine):
             panels.append(_panel(item, part, mine, f"{item.name}-{index}"))
-    return [f'<div class="figures">{"".join(panels)}</div>'] if panels else []
+    return panels
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
@@ -181,7 +157,7 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
     return {name: short[label] for name, label in told.items()}
 
 
-def _panel(item: Item, part: str, rows: Sequence[_Row], anchor: str) -> str:
+def _panel(item: Item, part: str, rows: Sequence[_Row], anchor: str) -> Drawing:
     short = _labels([x.name for x in rows])
 
     def draw(axis: Any) -> None:
@@ -198,7 +174,7 @@ def _panel(item: Item, part: str, rows: Sequence[_Row], anchor: str) -> str:
     told = "; ".join(f"{x.name} {x.mean.value:.4g}" for x in rows if x.mean is not None)
     title = item.unit or "value"
     title = title if part == MAIN else f"{title}, {part}"
-    return figure(anchor, title, f"{title}: {told}", draw, height=0.9 + 0.32 * len(rows))
+    return figure(anchor, title, told, draw, height=0.9 + 0.32 * len(rows))
 
 
 @dataclass(frozen=True)

@@ -13,26 +13,14 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
 from kernelformer.errors import integer
 from kernelformer.files import write_text
 from kernelformer.formatting import human_bytes, human_time, short_names, visible
-from kernelformer.page import (
-    COLOURS,
-    INK,
-    LINES,
-    figure,
-    html_table,
-    legend_key,
-    pre,
-    safe,
-    safe_label,
-    section,
-    style,
-    whole_page,
-)
+from kernelformer.page import COLOURS, INK, LINES, Drawing, figure, legend_key, render, safe, safe_label, small, style
 from kernelformer_lab.records import RESULT, RUN, Result, part, read_head, read_metrics, read_result, reading
 
 FOLDER = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)", re.DOTALL)
@@ -556,57 +544,45 @@ def _best(metric: str, ranked: Sequence[Summary], rows: Sequence[Summary]) -> st
     return f"{text}, which is beyond the spread over seeds ({spread:.2g})."
 
 
-def _legend(comparison: Comparison, name: str) -> str:
-    items = (f"<li>{legend_key(f'{name}{i}', i)}{safe_label(label)}</li>" for i, label in enumerate(comparison.labels))
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def _learning(comparison: Comparison) -> str:
+def _learning(comparison: Comparison) -> list[Drawing]:
     curve, names = comparison.curve.replace("_", " "), ", ".join(comparison.labels)
     scores = {i: smoothed(run.evaluation, comparison.curve, 0) for i, run in enumerate(comparison.runs)}
     losses = {i: smoothed(run.training, "loss", 0.04) for i, run in enumerate(comparison.runs)}
-    parts = []
+    made = []
     for kind, curves, height in ((curve, scores, 3.3), ("smoothed training loss", losses, 2.1)):
         for x, over in enumerate(("steps", "training seconds") if any(curves.values()) else ()):
             draw = partial(draw_curves, comparison=comparison, curves=curves, x=x, mark=curves is scores)
             title = f"{kind[:1].upper()}{kind[1:]} over {over}"
-            parts.append(figure(f"curve{height:.0f}{x}", title, f"{title}: {names}", draw, height))
-    note = (
-        "Lines are means over the seeds that finished, bands one standard deviation to either side. Thin lines are "
-        "runs without a result; a cross is where one diverged. Frames fit what comes after the first eighth of a run."
-    )
-    figures = f'<div class="figures">{"".join(parts)}</div><p class="soft">{note}</p>'
-    return section("Learning curves", _legend(comparison, "learning"), figures) if parts else ""
+            made.append(figure(f"curve{height:.0f}{x}", title, names, draw, height))
+    return made
 
 
-def _cost(comparison: Comparison) -> str:
+def _cost(comparison: Comparison) -> list[Drawing]:
     rows = [row for row in comparison.summary() if row.tokens_per_second is not None]
+    made, mark = [], f" {MARK} (not comparable)" if comparison.unequal else ""
     if not rows:
-        return ""
-    parts, mark = [], f" {MARK} (not comparable)" if comparison.unequal else ""
+        return []
     for name, title, values, show in (
         ("speed", "Training speed, tokens/s", [r.tokens_per_second or 0.0 for r in rows], "{:,.0f}".format),
         ("memory", "Peak memory", [float(r.peak_bytes or 0) for r in rows], human_bytes),
     ):
-        given, title = {row.label: value for row, value in zip(rows, values, strict=True)}, f"{title}{mark}"
-        alt = f"{title}: {', '.join(f'{label} {show(value)}' for label, value in given.items())}"
+        given = {row.label: value for row, value in zip(rows, values, strict=True)}
+        told = ", ".join(f"{label} {show(value)}" for label, value in given.items())
         draw = partial(draw_bars, comparison=comparison, values=given, show=show)
-        parts.append(figure(name, title, alt, draw, 0.4 + 0.36 * len(rows)))
-    return section("Speed and memory", f'<div class="figures">{"".join(parts)}</div>')
+        made.append(figure(name, f"{title}{mark}", told, draw, 0.4 + 0.36 * len(rows)))
+    return made
 
 
-def _decoding(comparison: Comparison) -> str:
+def _decoding(comparison: Comparison) -> list[Drawing]:
     names = ", ".join(row.label for row in comparison.summary() if row.decode)
-    if not names:
-        return ""
-    parts = [
-        figure(name, title, f"{title}: {names}", partial(draw_decode, comparison=comparison, column=column, show=show))
+    return [
+        figure(name, title, names, partial(draw_decode, comparison=comparison, column=column, show=show))
         for name, title, column, show in (
             ("latency", "Time per token over the length of the context", 1, human_time),
             ("state", "Size of the state over the length of the context", 2, human_bytes),
         )
+        if names
     ]
-    return section("Decoding", _legend(comparison, "decoding"), f'<div class="figures">{"".join(parts)}</div>')
 
 
 def flat(record: Mapping[str, Any], start: str = "") -> dict[str, str]:
@@ -620,8 +596,11 @@ def flat(record: Mapping[str, Any], start: str = "") -> dict[str, str]:
     return out
 
 
-def records_table(comparison: Comparison, name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """Once what all runs share, then what tells labels apart."""
+HtmlTable = tuple[str, Sequence[str], Sequence[Sequence[str]], str]  # the arguments of the macro `table`
+
+
+def records_tables(comparison: Comparison, name: str, records: Sequence[Mapping[str, Any]]) -> list[HtmlTable]:
+    """Tables of what all runs share, and of what tells labels apart; one without rows is left out."""
     plain = [flat(record) for record in records]
     same, other = [], []
     for key in dict.fromkeys(key for record in plain for key in record):
@@ -629,12 +608,14 @@ def records_table(comparison: Comparison, name: str, records: Sequence[Mapping[s
         for run, record in zip(comparison.runs, plain, strict=True):
             by[run.label][record.get(key, NONE)] = None
         if len({value for values in by.values() for value in values}) == 1:
-            same.append([safe(key), safe(*by[comparison.labels[0]])])
+            same.append([key, *by[comparison.labels[0]]])
         elif key not in ("label", "seed"):
-            other.append([safe(key), *(safe(" | ".join(values)) for values in by.values())])
-    out = html_table(f"{name} of all runs", ["of all runs", ""], same) if same else ""
-    head = ["by label", *map(safe_label, comparison.labels)]
-    return out + (html_table(f"{name} by label", head, other) if other else "")
+            other.append([key, *(" | ".join(values) for values in by.values())])
+    both: list[HtmlTable] = [
+        (f"{name} of all runs", ["of all runs", ""], same, ""),
+        (f"{name} by label", ["by label", *comparison.labels], other, ""),
+    ]
+    return [x for x in both if x[2]]
 
 
 def _ends(run: RunRecord, metric: str) -> list[str]:
@@ -651,19 +632,14 @@ def _ends(run: RunRecord, metric: str) -> list[str]:
     return [measured(result.value, result.value_error), test, norms or NONE]
 
 
-def _details(comparison: Comparison) -> str:
-    rows, metric = [], comparison.metric
-    for run in comparison.runs:
-        shown = (run.seed, run.state, *_ends(run, metric), run.step, run.path)
-        rows.append([safe_label(run.label), *map(safe, shown)])
+def _every_run(comparison: Comparison) -> HtmlTable:
+    metric = comparison.metric
+    rows = [
+        [run.label, *map(str, (run.seed, run.state, *_ends(run, metric), run.step, run.path))]
+        for run in comparison.runs
+    ]
     head = ["run", "seed", "state", f"{metric} ± standard error over samples", f"test {metric}", "gradient norm"]
-    every = html_table("every run", [*map(safe, [*head, "steps", "folder"])], rows)
-    settings = records_table(comparison, "settings", [run.settings for run in comparison.runs])
-    environment = records_table(comparison, "environment", [run.environment for run in comparison.runs])
-    commands = pre("\n".join(dict.fromkeys(run.command for run in comparison.runs)))
-    parts = (("Every run", every), ("Settings", settings), ("Environment", environment))
-    folded = "".join(f"<details><summary>{title}</summary>\n{part}</details>\n" for title, part in parts if part)
-    return section("Settings and environment", folded) + section("Commands to reproduce", commands)
+    return "every run", [*head, "steps", "folder"], rows, ""
 
 
 def results_table(
@@ -671,11 +647,11 @@ def results_table(
     places: Mapping[str, int],
     *,
     prefix: str = "row",
-    show: Callable[[str], str] = safe_label,
+    show: Callable[[str], Markup] = safe_label,
     below: Mapping[str, str] | None = None,
     more: Sequence[Sequence[str]] = (),
-) -> str:
-    """One row per label with the key of its curves, the best first.
+) -> HtmlTable:
+    """Make a table with a row for each label and the key of its curves, the best first.
 
     Args:
         comparison: of runs.
@@ -683,28 +659,37 @@ def results_table(
         prefix: keeps references apart from those of other tables.
         show: a label as HTML.
         below: text that stands under the metric, by label.
-        more: further lines of HTML, as long as the others.
+        more: further lines, as long as the others.
     """
     head, lines = cells(comparison)
-    marked = []
-    for row, line in zip(comparison.summary(), lines, strict=True):
-        index = comparison.labels.index(row.label)
-        note = f"<small>{safe(row.note)}</small>" if row.note else ""
-        key = legend_key(f"{prefix}{index}", places[row.label])
-        marked.append([f"{key}{show(row.label)}{note}", *map(safe, line[1:])])
-        if (below or {}).get(row.label):
-            marked[-1][1] += f"<small>{safe((below or {})[row.label])}</small>"
+    marked: list[Sequence[str]] = []
+    for row, (_, value, *rest) in zip(comparison.summary(), lines, strict=True):
+        key = legend_key(f"{prefix}{comparison.labels.index(row.label)}", places[row.label])
+        label = key + show(row.label) + small(row.note)
+        marked.append([label, safe(value) + small((below or {}).get(row.label)), *rest])
     kind = "results best" if len(lines) > 1 and comparison.summary()[0].values else "results"
-    return html_table("results", [*map(safe, head)], [*marked, *more], kind)
+    return "results", head, [*marked, *more], kind
 
 
 def _page(comparison: Comparison, samples: Mapping[str, str]) -> str:
-    results = results_table(comparison, {label: i for i, label in enumerate(comparison.labels)})
-    mark = f"{MARK} {incomparable(comparison)}" if comparison.unequal else ""
-    texts = "".join(f"<h3>{safe(name)}</h3>\n{pre(said)}" for name, said in samples.items())
-    main = f"""<p>{safe(" ".join(words(comparison)))}</p>
-{section("Results", results, f'<p class="soft">{safe(" ".join((CAPTION, mark)).rstrip())}</p>')}
-{_learning(comparison)}{_cost(comparison)}{_decoding(comparison)}
-{section("Samples", texts) if texts else ""}
-{_details(comparison)}"""
-    return whole_page(comparison.title, comparison.subtitle, main)
+    mark = f" {MARK} {incomparable(comparison)}" if comparison.unequal else ""
+    labels = list(enumerate(comparison.labels))
+    return render(
+        Path(__file__).with_name("comparison.html"),
+        comparison.title,
+        comparison.subtitle,
+        words=" ".join(words(comparison)),
+        results=results_table(comparison, {label: i for i, label in labels}),
+        caption=CAPTION + mark,
+        keys=lambda name: [(legend_key(f"{name}{i}", i), label) for i, label in labels],
+        learning=_learning(comparison),
+        cost=_cost(comparison),
+        decoding=_decoding(comparison),
+        samples=samples,
+        details={
+            "Every run": [_every_run(comparison)],
+            "Settings": records_tables(comparison, "settings", [run.settings for run in comparison.runs]),
+            "Environment": records_tables(comparison, "environment", [run.environment for run in comparison.runs]),
+        },
+        commands="\n".join(dict.fromkeys(run.command for run in comparison.runs)),
+    )

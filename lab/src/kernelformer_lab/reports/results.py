@@ -16,6 +16,8 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from kernelformer.errors import flag, integer, number
 from kernelformer.files import write_text
 from kernelformer.formatting import human_bytes, human_time
@@ -24,16 +26,15 @@ from kernelformer.modules.spec import join_sides, parse_blocks, parse_sides
 from kernelformer.page import (
     COLOURS,
     STYLES,
+    Drawing,
     as_text,
     figure,
-    html_table,
     legend_key,
     portable,
-    pre,
+    render,
     rounded,
     safe,
-    section,
-    whole_page,
+    small,
 )
 from kernelformer_lab.records import BY_NAME, Result, part
 from kernelformer_lab.reports.comparison import (
@@ -41,6 +42,7 @@ from kernelformer_lab.reports.comparison import (
     MARK,
     NONE,
     Comparison,
+    HtmlTable,
     Point,
     RunRecord,
     Summary,
@@ -49,7 +51,7 @@ from kernelformer_lab.reports.comparison import (
     draw_points,
     draw_sizes,
     flat,
-    records_table,
+    records_tables,
     results_table,
     score,
     smoothed,
@@ -409,23 +411,6 @@ ABOUT = (
     "Attentions trained on the same data in the same order, by kernelformer compare; every section has the command "
     "that makes it again. This page is made by kernelformer results."
 )
-KEY = (
-    '<p class="soft">Mean, below it the standard deviation over n seeds; ↑ higher is better, ↓ lower is better. '
-    '<mark class="top">Best</mark> of those shown, <mark class="linear">best</mark> below quadratic time.{more}</p>'
-)
-LEFT_OUT = (
-    " Encoders and decoders of different kinds, and smaller numbers of features where a task has several, are in the "
-    "task's own section."
-)
-COST = (
-    "Medians of training time over seeds, below them the largest peak memory, beyond what the process had before. "
-    "Compare within a column: tasks differ in steps, and may have been measured on different machines. A star is at "
-    "what cannot be compared within its column either; the task's own section says why."
-)
-READING = (
-    f"{CAPTION} In figures lines are means over those seeds, bands and bars one standard deviation to either side; "
-    "thin lines are runs without a result, a cross is where one diverged. Time is that of training, without evaluation."
-)
 
 
 def write_results(
@@ -471,11 +456,16 @@ def results_page(records: Sequence[Recorded]) -> str:
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
         some = chain([slug], (f"{slug}-{i}" for i in count(1)))
         anchors[name] = next(x for x in some if x not in anchors.values())
-    newest = [some[-1] for some in by_name.values()]
-    places = _places(records)
-    shown = [_task(anchors[name], some, places) for name, some in by_name.items()]
-    main = "\n".join([_overview(newest, anchors, places), *shown])
-    return whole_page("Results on record", ABOUT, main, "wide")
+    newest, places = [some[-1] for some in by_name.values()], _places(records)
+    return render(
+        Path(__file__).with_name("results.html"),
+        "Results on record",
+        ABOUT,
+        "wide",
+        caption=CAPTION,
+        **_overview(newest, anchors, places),
+        tasks=[_task(anchors[name], some, places) for name, some in by_name.items()],
+    )
 
 
 def _places(records: Sequence[Recorded]) -> dict[str, int]:
@@ -491,25 +481,20 @@ def _places(records: Sequence[Recorded]) -> dict[str, int]:
     return styles
 
 
-def _method(label: str) -> str:
+def _method(label: str) -> Markup:
     """The label as HTML: methods, and small what is optional."""
-    both = sides(label)
-    shown = []
-    for side in both if both[0] != both[1] else both[:1]:
-        some = []
-        for method in parts(side):
-            options = f"<small>{safe(', '.join(method.options))}</small>" if method.options else ""
-            some.append(f"{safe(str(method.plain))}{options}")
-        shown.append(" + ".join(some))
-    return " &gt; ".join(shown)
+    return Markup(" &gt; ").join(
+        Markup(" + ").join(safe(x.plain) + small(", ".join(x.options)) for x in parts(side))
+        for side in dict.fromkeys(sides(label))
+    )
 
 
 def _arrow(comparison: Comparison) -> str:
-    """The metric and its sense, as HTML."""
-    return f"{safe(comparison.metric.replace('_', ' '))}&nbsp;{'↑' if comparison.higher_is_better else '↓'}"
+    """The metric and its sense."""
+    return f"{comparison.metric.replace('_', ' ')}\N{NO-BREAK SPACE}{'↑' if comparison.higher_is_better else '↓'}"
 
 
-def _score_cells(comparison: Comparison, rows: Sequence[Summary]) -> tuple[dict[str, str], int]:
+def _score_cells(comparison: Comparison, rows: Sequence[Summary]) -> tuple[dict[str, Markup], int]:
     """Means and deviations by label as HTML, and their usual number of seeds.
 
     The best of these rows and the best below quadratic time have marks.
@@ -523,38 +508,41 @@ def _score_cells(comparison: Comparison, rows: Sequence[Summary]) -> tuple[dict[
     for row in rows:
         mean, _, spread = score(rows, row).partition(" ± ")
         kinds = ["top"] * (row.mean == best) + ["linear"] * (row.mean == quick and linear(row.label))
+        shown = safe(mean)
         if kinds and row.mean is not None and len(means) > 1:
-            mean = f'<mark class="{" ".join(kinds)}">{mean}</mark>'
+            shown = Markup('<mark class="{}">{}</mark>').format(" ".join(kinds), mean)
         notes = [f"± {spread}"] * bool(spread) + [f"n = {len(row.values)}"] * (0 < len(row.values) < count)
-        cells[row.label] = mean + (f"<small>{', '.join(notes)}</small>" if notes else "")
+        cells[row.label] = shown + small(", ".join(notes))
     return cells, count
 
 
-def _overview(records: Sequence[Recorded], anchors: Mapping[str, str], places: Mapping[str, int]) -> str:
+def _overview(
+    records: Sequence[Recorded], anchors: Mapping[str, str], places: Mapping[str, int]
+) -> dict[str, HtmlTable | str | bool]:
+    """Values of the template for the two tables of attentions by tasks."""
     columns = [_column(record, records) for record in records]
     labels = sorted({label for column in columns for label in column}, key=rank)
     heads, plain, values, costs = ["attention"], ["attention"], [], []
     for record, column in zip(records, columns, strict=True):
         scores, count = _score_cells(record.comparison, list(column.values()))
-        plain.append(f'<a href="#{anchors[record.name]}">{safe(record.name)}</a>')
-        heads.append(f"{plain[-1]}<small>{_arrow(record.comparison)}</small><small>n = {count}</small>")
+        link = Markup('<a href="#{}">{}</a>').format(anchors[record.name], safe(record.name))
+        plain.append(link)
+        heads.append(link + small(_arrow(record.comparison)) + small(f"n = {count}"))
         values.append({label: scores[row.label] for label, row in column.items()})
         mark = MARK if record.comparison.unequal else ""
         costs.append({label: _cost(row, mark) for label, row in column.items()})
 
-    def by_task(name: str, prefix: str, head: Sequence[str], columns: Sequence[Mapping[str, str]]) -> str:
-        keys = [f"{legend_key(f'{prefix}{i}', places[label])}{_method(label)}" for i, label in enumerate(labels)]
+    def by_task(name: str, prefix: str, head: Sequence[str], columns: Sequence[Mapping[str, str]]) -> HtmlTable:
+        keys = [legend_key(f"{prefix}{i}", places[label]) + _method(label) for i, label in enumerate(labels)]
         lines = [[k, *(x.get(label, NONE) for x in columns)] for k, label in zip(keys, labels, strict=True)]
-        return html_table(name, head, lines, "results overview")
+        return name, head, lines, "results overview"
 
-    left = any(len(column) < len(x.comparison.labels) for x, column in zip(records, columns, strict=True))
-    first = by_task("attentions by tasks", "all", heads, values)
-    second = by_task("training time and peak memory by tasks", "cost", plain, costs)
-    return (
-        section("Attentions by tasks", first, KEY.format(more=LEFT_OUT if left else ""))
-        + section("Training time and peak memory", second, f'<p class="soft">{COST}{_waiting(records)}</p>')
-        + section("How to read what follows", f"<p>{READING}</p>")
-    )
+    return {
+        "scores": by_task("attentions by tasks", "all", heads, values),
+        "costs": by_task("training time and peak memory by tasks", "cost", plain, costs),
+        "left_out": any(len(column) < len(x.comparison.labels) for x, column in zip(records, columns, strict=True)),
+        "waiting": _waiting(records),
+    }
 
 
 def _column(record: Recorded, records: Sequence[Recorded]) -> dict[str, Summary]:
@@ -570,9 +558,7 @@ def _column(record: Recorded, records: Sequence[Recorded]) -> dict[str, Summary]
 
 
 def _cost(row: Summary, mark: str) -> str:
-    if row.seconds is None:
-        return NONE
-    return f"{safe(human_time(row.seconds))}{mark}<small>{safe(human_bytes(row.peak_bytes))}</small>"
+    return NONE if row.seconds is None else safe(human_time(row.seconds) + mark) + small(human_bytes(row.peak_bytes))
 
 
 def _waiting(records: Sequence[Recorded]) -> str:
@@ -583,32 +569,30 @@ def _waiting(records: Sequence[Recorded]) -> str:
         shares = [x.input_seconds / x.seconds for x in ends if math.isfinite(x.input_seconds)]
         if shares:
             waits.append(f"{record.name} {max(shares):.1%}")
-    return f" Of that time runs waited for their next batch at most: {safe(', '.join(waits))}." if waits else ""
+    return ", ".join(waits)
 
 
-def _task(anchor: str, records: Sequence[Recorded], places: Mapping[str, int]) -> str:
-    """One task: its newest comparison, and folded the earlier ones."""
+def _task(anchor: str, records: Sequence[Recorded], places: Mapping[str, int]) -> dict[str, Any]:
+    """Values of the template for one task: its newest comparison, and the earlier ones."""
     *earlier, record = records
     comparison = record.comparison
     mine = {label: places[normalized(label)] for label in comparison.labels}
-    said = " ".join(x for x in (_sentence(record.source), _sentence(record.note)) if x)
-    body = [
-        f"<p>{safe(_sentence(comparison.subtitle))}</p>" if comparison.about else "",
-        f'<p class="soft">{safe(_settings(record))}</p>',
-        f'<p class="distance"><strong>Against the paper:</strong> {safe(said)}</p>' if said else "",
-        f"<p>{safe(' '.join(words(comparison)))}</p>",
-        _results(record, mine, anchor),
-        _pairs(comparison),
-        _figures(record, mine, anchor),
-        _origin(record),
-    ]
+    before = []
     for i, old in enumerate(earlier):
         looks = {label: places[normalized(label)] for label in old.comparison.labels}
-        body.append(
-            f"<details><summary>Before, {safe(old.date or old.path.name)}</summary>\n"
-            f"{_results(old, looks, f'{anchor}-before{i}')}{_origin(old)}</details>"
-        )
-    return section(record.name, *body, anchor=anchor)
+        before.append(_origin(old) | {"results": _results(old, looks, f"{anchor}-before{i}")})
+    return _origin(record) | {
+        "name": record.name,
+        "anchor": anchor,
+        "about": _sentence(comparison.subtitle) if comparison.about else "",
+        "setting": _settings(record),
+        "distance": " ".join(x for x in (_sentence(record.source), _sentence(record.note)) if x),
+        "words": " ".join(words(comparison)),
+        "results": _results(record, mine, anchor),
+        "pairs": _pairs(comparison),
+        "figures": _figures(record, mine, anchor),
+        "before": before,
+    }
 
 
 def _sentence(text: str) -> str:
@@ -635,16 +619,16 @@ def _settings(record: Recorded) -> str:
     return "; ".join(f"{what}{text}" for what, text in given if text) + "."
 
 
-def _results(record: Recorded, places: Mapping[str, int], anchor: str) -> str:
+def _results(record: Recorded, places: Mapping[str, int], anchor: str) -> HtmlTable:
     comparison = record.comparison
     others = {row.label: _others(row, comparison) for row in comparison.summary()}
     more = []
     for name, scores in record.baselines.items():
         value = f"{scores[comparison.metric]:.4g}" if comparison.metric in scores else NONE
         rest = _listed({key: x for key, x in scores.items() if key != comparison.metric})
-        below = f"<small>{safe(rest)}</small>" if rest else ""
         blank = [NONE] * (len(cells(comparison)[0]) - 2)
-        more.append([f'<span class="plain"></span>{safe(name)}<small>no model</small>', safe(value) + below, *blank])
+        label = Markup('<span class="plain"></span>') + safe(name) + small("no model")
+        more.append([label, safe(value) + small(rest), *blank])
     return results_table(comparison, places, prefix=f"{anchor}-row", show=_method, below=others, more=more)
 
 
@@ -662,20 +646,19 @@ def _listed(scores: Mapping[str, float]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in scores.items())
 
 
-def _pairs(comparison: Comparison) -> str:
-    """Encoders by decoders (NPRF with RPE, Table 3), where somebody has mixed them."""
+def _pairs(comparison: Comparison) -> tuple[str, HtmlTable] | None:
+    """Title and table of encoders by decoders (NPRF with RPE, Table 3), where there are pairs."""
     rows = {sides(row.label): row for row in comparison.summary()}
     if all(first == second for first, second in rows):
-        return ""
+        return None
     scores, count = _score_cells(comparison, list(rows.values()))
     encoders, decoders = (sorted({pair[i] for pair in rows}, key=rank) for i in (0, 1))
     lines = [[_method(x), *(scores[rows[x, y].label] if (x, y) in rows else NONE for y in decoders)] for x in encoders]
     head = ["encoder \\ decoder", *map(_method, decoders)]
-    title = f"<h3>Encoders by decoders, {_arrow(comparison)}, n = {count}</h3>"
-    return title + html_table("encoders by decoders", head, lines, "pairs") + KEY.format(more="")
+    return f"Encoders by decoders, {_arrow(comparison)}, n = {count}", ("encoders by decoders", head, lines, "pairs")
 
 
-def _figures(record: Recorded, places: Mapping[str, int], anchor: str) -> str:
+def _figures(record: Recorded, places: Mapping[str, int], anchor: str) -> list[Drawing]:
     comparison, curve = record.comparison, record.curve.replace("_", " ")
     rows = [row for row in comparison.summary() if row.mean is not None]
     metric = comparison.metric.replace("_", " ")
@@ -687,18 +670,17 @@ def _figures(record: Recorded, places: Mapping[str, int], anchor: str) -> str:
         draw: Callable[..., None] = partial(
             draw_curves, comparison=comparison, curves=curves, x=1, mark=True, places=places
         )
-        made.append(figure(f"{anchor}-curve", title, f"{title}: {names}", draw))
+        made.append(figure(f"{anchor}-curve", title, names, draw))
     if len(rows) > 1 and not comparison.unequal:
         points = [(places[x.label], x.tokens_per_second or 0.0, x.mean or 0.0, x.deviation or 0.0) for x in rows]
         title = f"Final {metric} over training speed"
         told = ", ".join(f"{x.label} {x.mean:.4g} at {x.tokens_per_second or 0:,.0f} tokens/s" for x in rows)
         draw = partial(draw_points, rows=points, name="tokens/s")
-        made.append(figure(f"{anchor}-speed", title, f"{title}: {told}", draw))
-    made += _sizes(comparison, places, anchor)
-    return f'<div class="figures">{"".join(made)}</div>' if made else ""
+        made.append(figure(f"{anchor}-speed", title, told, draw))
+    return made + _sizes(comparison, places, anchor)
 
 
-def _sizes(comparison: Comparison, places: Mapping[str, int], anchor: str) -> list[str]:
+def _sizes(comparison: Comparison, places: Mapping[str, int], anchor: str) -> list[Drawing]:
     """The metric over the number of features (NPRF with RPE, Fig. 3a), where labels differ in nothing else."""
     rows = {row.label: row for row in comparison.summary() if row.mean is not None}
     sizes = {base: {size: x for size, x in some.items() if x in rows} for base, some in series(rows).items()}
@@ -712,23 +694,18 @@ def _sizes(comparison: Comparison, places: Mapping[str, int], anchor: str) -> li
         return []
     levels = {places[x]: row.mean or 0.0 for x, row in rows.items() if exact(x)}
     named = dict(zip(lines, sizes, strict=True)) | {places[x]: x for x in rows if places[x] in levels}
-    keys = (f"<li>{legend_key(f'{anchor}-size{i}', i)}{_method(x)}</li>" for i, x in named.items())
+    keys = [(legend_key(f"{anchor}-size{i}", i), _method(x)) for i, x in named.items()]
     title = f"Final {comparison.metric.replace('_', ' ')} over the number of features"
     draw = partial(draw_sizes, series=lines, levels=levels, name="features")
-    legend = f'<ul class="legend">{"".join(keys)}</ul>'
-    return [figure(f"{anchor}-size", title, f"{title}: {', '.join(sizes)}", draw, below=legend)]
+    return [figure(f"{anchor}-size", title, ", ".join(sizes), draw, legend=keys)]
 
 
-def _origin(record: Recorded) -> str:
-    """Where the figures come from: the date, the seeds, the versions, the command, and all settings."""
+def _origin(record: Recorded) -> dict[str, Any]:
+    """Values of the template for the origin of the figures: the record, its address, the versions, and all settings."""
     versions = ", ".join(f"{key} {x}" for key, x in flat(record.environment).items() if key != "date")
-    seeds = ", ".join(map(str, record.seeds))
-    target = quote(record.path.name, errors="surrogateescape")
-    file = f'<a href="./{target}">{safe(record.path.name)}</a>'
-    settings = records_table(record.comparison, "settings", [run.settings for run in record.comparison.runs])
-    when = f"Measured on {record.date}" if record.date else "Measured at an unknown date"
-    return (
-        f'<p class="soft">{safe(when)}, seed{"s" * (len(record.seeds) > 1)} {safe(seeds)}; all numbers: {file}. '
-        f"{safe(_sentence(versions))}</p>{pre(record.command) if record.command else ''}"
-        f'<details class="settings"><summary>All settings</summary>\n{settings}</details>'
-    )
+    return {
+        "record": record,
+        "file": quote(record.path.name, errors="surrogateescape"),
+        "versions": _sentence(versions),
+        "settings": records_tables(record.comparison, "settings", [run.settings for run in record.comparison.runs]),
+    }
