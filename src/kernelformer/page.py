@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
+from rich.table import Table
 
 from kernelformer.formatting import visible
 
@@ -148,13 +149,8 @@ def small(value: object) -> Markup:
     return Markup("<small>{}</small>").format(safe(value)) if value else Markup()
 
 
-def _lines(value: object) -> Markup:
-    """Escape preformatted text."""
-    return escape(visible(value, keep="\n\t"))
-
-
 def render(template: Path, title: str, about: str, kind: str = "", **values: Any) -> str:
-    """Make a page from a template that extends ``page.html``; every value is escaped.
+    """Make an HTML page from a template that extends ``page.html``; every value is escaped.
 
     Args:
         template: of the page; it may use the macros of ``parts.html``.
@@ -163,21 +159,32 @@ def render(template: Path, title: str, about: str, kind: str = "", **values: Any
         kind: of the page, a class of the style sheet.
         values: that the template shows.
     """
-    environment = Environment(
+    environment = _environment(template, autoescape=True, finalize=safe)
+    environment.filters |= {"label": safe_label, "coded": coded}
+    environment.filters["lines"] = lambda x: escape(visible(x, keep="\n\t"))
+    return environment.get_template(template.name).render(title=title, about=about, kind=kind, **values)
+
+
+def render_markdown(template: Path, **values: Any) -> str:
+    """Make Markdown from a template; every value is escaped by `plain` but what has the filter ``safe``."""
+    environment = _environment(template, finalize=lambda x: x if isinstance(x, Markup) else plain(x))
+    environment.filters |= {"code": lambda x: Markup(code(x)), "quoted": lambda x: Markup(quoted(x))}
+    return environment.get_template(template.name).render(**values)
+
+
+def _environment(template: Path, **options: Any) -> Environment:
+    return Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
-        autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=safe,
+        **options,
     )
-    environment.filters |= {"label": safe_label, "coded": coded, "small": small, "lines": _lines}
-    return environment.get_template(template.name).render(title=title, about=about, kind=kind, **values)
 
 
 def plain(text: object) -> str:
-    """A text of others as Markdown shows it: nothing in it is obeyed, neither by Markdown nor by a browser."""
+    """Escape a text for Markdown, in one line: nothing in it is markup, neither for Markdown nor for a browser."""
     line = " ".join(visible(text).split())
     return re.sub(r"([\\`*_{}\[\]#|~$:@])", r"\\\1", html.escape(line, quote=False))
 
@@ -187,8 +194,23 @@ def code(text: str) -> str:
     return json.dumps(visible(text)).replace("`", "\\u0060")
 
 
+def quoted(text: str) -> str:
+    """Quote a text of others, line by line."""
+    return "\n>\n".join(f"> {plain(x)}" for x in text.splitlines() if x.strip()) or "> (nothing)"
+
+
+def text_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
+    """A table for the terminal; the first ``left`` columns stand on the left."""
+    made = Table(title=title)
+    for i, name in enumerate(head):
+        made.add_column(name, justify="left" if i < left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; cells are Markdown, those of the first column stand on the left."""
+    """A table of Markdown; its cells are Markdown, those of the first column stand on the left."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return "\n".join(f"| {' | '.join(x)} |" for x in lines)
 

@@ -28,7 +28,6 @@ from kernelformer.conversion.passkey import (  # noqa: E402
     tells_numbers,
 )
 from kernelformer.conversion.report import (  # noqa: E402
-    HEADING,
     NOT_JUDGED,
     Recall,
     licence_of,
@@ -41,6 +40,7 @@ from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.page import put_section  # noqa: E402
 from tiny_models import tiny, tokens  # noqa: E402
 
+HEADING = "## How it was judged"
 WORDS = ["the", "pass", "key", "is", ".", *map(str, range(10)), *(f"##{i}" for i in range(10)), "one", "two", "three"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 

@@ -15,7 +15,7 @@ from kernelformer.conversion.losses import RATIO, Figure, value_of_loss
 from kernelformer.conversion.profile import AttentionProfile
 from kernelformer.conversion.trials import Candidate, Errors, Expected, Timing, crossover
 from kernelformer.formatting import human_ratio, visible
-from kernelformer.page import COLOURS, Drawing, figure, legend_key, portable, render, style
+from kernelformer.page import COLOURS, Drawing, figure, legend_key, portable, render, style, text_table
 
 
 @dataclass
@@ -404,26 +404,13 @@ def check_rows(advice: Advice) -> list[list[str]]:
 
 def tables(advice: Advice) -> list[Table]:
     """Tables for the terminal: of the attentions, of the candidates, and of the checks."""
+    looks = f"What the attentions look at, means over heads (0 is {visible(advice.attentions[0])})"
     shown = [
-        _table(
-            f"What the attentions look at, means over heads (0 is {visible(advice.attentions[0])})",
-            layer_head(advice),
-            layer_rows(advice),
-        ),
-        _table("Candidates (time: of exact attention's)", trial_head(advice), trial_rows(advice)),
+        text_table(looks, layer_head(advice), layer_rows(advice)),
+        text_table("Candidates (time: of exact attention's)", trial_head(advice), trial_rows(advice)),
+        text_table(f"Checked by conversions: {advice.kind}", CHECK_HEAD, check_rows(advice)),
     ]
-    if advice.checks:
-        shown.append(_table(f"Checked by conversions: {advice.kind}", CHECK_HEAD, check_rows(advice)))
-    return shown
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title)
-    for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return shown if advice.checks else shown[:2]
 
 
 def record(advice: Advice) -> dict[str, Any]:

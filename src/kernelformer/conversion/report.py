@@ -1,4 +1,4 @@
-"""What a conversion says of itself: tables for the terminal, a picture, a model card."""
+"""Report of a conversion and of a judgement: tables for the terminal, a picture, a model card."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kernelformer.files import check_regular, finite
 from kernelformer.formatting import human_time, visible
 from kernelformer.hf.load import auto_classes
 from kernelformer.hf.pretrained import gguf_file
-from kernelformer.page import code, plain, table
+from kernelformer.page import plain, render_markdown, table, text_table
 
 
 @dataclass
 class ConversionResult:
-    """What a conversion did and measured: everything that its report, its model card and its record show.
+    """Everything that the report, the model card and the record of a conversion show.
 
     Args:
-        setting: how to convert, a dataclass of plain values and paths: `pipelines.convert_settings.ConvertSettings`.
+        setting: how to convert, a dataclass of plain values and paths: `conversion.settings.ConvertSettings`.
         source: name of the folder, or on the hub.
         model: class of the original.
         length: tokens of a text.
@@ -45,7 +45,7 @@ class ConversionResult:
         remarks: what a user should know.
         environment: versions and machine.
         licence: of the source, as it states it; empty: it does not.
-        judged: what was measured beside the original: `reports.judgement.Judgement`; None: nothing.
+        judged: what was measured beside the original: `Judgement`; None: nothing.
         tokens: that were learned from, counted each time; None: not counted.
         seconds: that the distillation took; None: not known.
     """
@@ -195,9 +195,9 @@ def _skip(file: BinaryIO, kind: int) -> None:
         file.seek(struct.calcsize(f"<{_NUMBERS[kind]}"), 1)
 
 
-HEADING = "## How it was judged"
 NOT_JUDGED = "It was not judged beside its original; `kernelformer judge` does that."
-GUESS = "-2.3"  # log of 1/10, what guessing a digit gives
+# The log of 1/10 is what guessing a digit gives.
+RECALL_NOTE = "share right, and log-probability of a digit, where guessing gives -2.3; mean ± standard error"
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Sample:
-    """What models write after the same beginning, by the model's name."""
+    """Continuations of one beginning, by the model's name."""
 
     prompt: str
     texts: dict[str, str]
@@ -235,7 +235,7 @@ class Sample:
 
 @dataclass
 class Judgement:
-    """What was measured of a converted model beside its original.
+    """Measurements of a converted model beside its original.
 
     Args:
         figures: of the whole model by part, see `part_figures`.
@@ -318,18 +318,12 @@ def probe_sentence(probe: Probe) -> str:
 
 
 def judgement_tables(judgement: Judgement) -> list[Table]:
-    """For the terminal: the parts, and the numbers that were found again."""
-    shown = []
-    titles = ("Both models, and the parts of a hybrid by themselves", f"Numbers hidden in texts ({_recall_note()})")
-    for title, (head, rows) in zip(titles, (figure_rows(judgement), recall_rows(judgement)), strict=True):
-        if not rows:
-            continue
-        shown.append(each := Table(title=title))
-        for name in head:
-            each.add_column(name, justify="right" if name and name != "tokens" else "left")
-        for row in rows:
-            each.add_row(*row)
-    return shown
+    """Tables for the terminal: the parts, and the numbers that were found again."""
+    shown = {
+        "Both models, and the parts of a hybrid by themselves": figure_rows(judgement),
+        f"Numbers hidden in texts ({RECALL_NOTE})": recall_rows(judgement),
+    }
+    return [text_table(title, head, rows) for title, (head, rows) in shown.items() if rows]
 
 
 def remarks(judgement: Judgement | None) -> list[str]:
@@ -340,40 +334,23 @@ def remarks(judgement: Judgement | None) -> list[str]:
     return [*probed, *(f"note: {x}" for x in judgement.remarks)]
 
 
-def _recall_note() -> str:
-    return f"share right, and log-probability of a digit, where guessing gives {GUESS}; mean ± standard error"
-
-
 def card_section(judgement: Judgement | None) -> str:
     """Section of a model card that says how the model was judged, or that it was not."""
+    return render_markdown(Path(__file__).with_name("judged.md"), **_judged(judgement))
+
+
+def _judged(judgement: Judgement | None) -> dict[str, Any]:
+    """Values of the template ``judged.md``."""
     if judgement is None:
-        return f"{HEADING}\n\n{NOT_JUDGED}\n"
-    head, rows = figure_rows(judgement)
-    parts = [HEADING, f"Measured on {plain(judgement.measured_on)}.", table(head, rows)]
-    if NEAR in judgement.figures:
-        parts.append(
-            "Where attention was replaced, near tokens and the first ones are attended to exactly, the others by a "
-            "kernel; each part by itself shows what the other one is good for. Attentions and heads that were kept "
-            "exact are so in every column."
-        )
-    if judgement.recall:
-        parts += [
-            "A number of five digits stands in a long text, and the text ends with the question for it: "
-            f"{_recall_note()}.",
-            table(*recall_rows(judgement)),
-        ]
-    if judgement.probe is not None:
-        parts.append(f"- {probe_sentence(judgement.probe)}")
-    for sample in judgement.samples:
-        written = {"beginning": sample.prompt, **{f"{name} model": x for name, x in sample.texts.items()}}
-        parts += [f"{name.capitalize()}:\n\n{_quote(x)}" for name, x in written.items()]
-    parts += [f"- note: {plain(x)}" for x in judgement.remarks]
-    return "\n\n".join(parts) + "\n"
-
-
-def _quote(text: str) -> str:
-    """A text of others as a quotation, line by line."""
-    return "\n>\n".join(f"> {plain(x)}" for x in text.splitlines() if x.strip()) or "> (nothing)"
+        return {"judged": None, "probe": None, "not_judged": NOT_JUDGED}
+    return {
+        "judged": judgement,
+        "parts": table(*figure_rows(judgement)),
+        "is_hybrid": NEAR in judgement.figures,
+        "recall": table(*recall_rows(judgement)) if judgement.recall else None,
+        "recall_note": RECALL_NOTE,
+        "probe": None if judgement.probe is None else probe_sentence(judgement.probe),
+    }
 
 
 STEEP = 8.0  # a relative error from which on an axis is logarithmic: a few tokens of decoders have huge states
@@ -381,7 +358,7 @@ HOPELESS = 100.0  # a predicted error beyond which the number says nothing
 
 
 def tables(result: ConversionResult) -> list[Table]:
-    """For the terminal: attention by attention, how errors add up, and the judgement."""
+    """Tables for the terminal: errors by attention, errors by layer, and the judgement."""
     return [_attentions(result), _depths(result), *([] if result.judged is None else judgement_tables(result.judged))]
 
 
@@ -396,7 +373,7 @@ def _predicted(row: Row) -> str:
 
 
 def _called(row: Row, start: int = 0) -> str:
-    """Its name from a place on, and which call it is where there are several."""
+    """Name of an attention from a position on, with the number of the call where there are several."""
     return f"{row.name[start:]} ({row.call + 1})" if row.call else row.name[start:]
 
 
@@ -410,39 +387,31 @@ def _common(names: Sequence[str]) -> int:
 
 
 def _attentions(result: ConversionResult) -> Table:
-    labels = list(result.reports)
-    table = Table(title=f"{visible(result.source)}: relative error of each attention, at the original's inputs")
+    labels, cells = list(result.reports), []
     start = _common([x.name for x in result.reports[labels[-1]].rows])
-    table.add_column("attention", overflow="fold")
-    table.add_column("method", no_wrap=True)
-    for name in ("|q| rms, max", "|k| rms, max", "predicted", *labels, "worst head"):
-        table.add_column(name, justify="right")
     for rows in zip(*(result.reports[x].rows for x in labels), strict=True):
         last = rows[-1]
         worst = max(range(len(last.heads)), key=last.heads.__getitem__)
-        table.add_row(
-            visible(_called(last, start)),
-            last.method,
-            *(f"{x.rms:.3g}, {x.largest:.3g}" for x in (last.query, last.key)),
-            _predicted(last),
-            *(_number(x.error) for x in rows),
-            f"{worst}: {_number(last.heads[worst])}",
-        )
-    return table
+        norms = [f"{x.rms:.3g}, {x.largest:.3g}" for x in (last.query, last.key)]
+        cells.append([visible(_called(last, start)), last.method, *norms, _predicted(last)])
+        cells[-1] += [*(_number(x.error) for x in rows), f"{worst}: {_number(last.heads[worst])}"]
+    head = ["attention", "method", "|q| rms, max", "|k| rms, max", "predicted", *labels, "worst head"]
+    title = f"{visible(result.source)}: relative error of each attention, at the original's inputs"
+    return text_table(title, head, cells, left=2)
 
 
 def _depths(result: ConversionResult) -> Table:
     reports: list[Report] = list(result.reports.values())
-    table = Table(title="The model by itself: relative error of hidden states, where errors add up")
-    for name in ("after", *result.reports):
-        table.add_column(name, justify="left" if name == "after" else "right")
+    shown = text_table(
+        "The model by itself: relative error of hidden states, where errors add up", ["after", *result.reports], []
+    )
     for part in reports[0].hidden:
+        prefix = "" if part == "layers" else f"{part} "
         for i, values in enumerate(zip(*(x.hidden[part] for x in reports), strict=True)):
-            prefix = "" if part == "layers" else f"{part} "
-            table.add_row(f"{prefix}layer {i}" if i else f"{prefix}embeddings", *map(_number, values))
+            shown.add_row(f"{prefix}layer {i}" if i else f"{prefix}embeddings", *map(_number, values))
     for name, whole in figures(result).items():
-        table.add_row(name, *map(_number, whole), style="bold")
-    return table
+        shown.add_row(name, *map(_number, whole), style="bold")
+    return shown
 
 
 def figures(result: ConversionResult) -> dict[str, list[float | None]]:
@@ -507,82 +476,50 @@ def picture(result: ConversionResult, path: Path) -> None:
     plt.close(figure)
 
 
+VERSIONS = ("kernelformer", "torch", "transformers", "python")
+
+
 def model_card(result: ConversionResult, name: str) -> str:
-    """README.md of a converted model.
+    """Make README.md of a converted model.
 
     Args:
         result: what was done.
         name: of the folder.
     """
-    layers = result.conversion
-    replaced = [x for x in layers if x["method"] != "softmax"]
-    grows = [x for x in layers if x["method"] == "softmax" and "linear already" not in x.get("reason", "")]
-    heads = {x["name"]: x["exact_heads"] for x in replaced if x["exact_heads"]}
-    options = replaced[0]["options"] if replaced else {}
-    method = replaced[0]["method"] if replaced else "softmax"
-    said = ", ".join(f"{x} = {y}" for x, y in options.items()) or "defaults"
-    auto = next(iter(auto_classes(result.model)), "AutoModel")
-    sections = [
-        _front_matter(result),
-        f"# {plain(name)}",
-        f"{plain(result.source)} ({plain(result.model)}) with "
-        + (
-            "linear-time attention in place of softmax attention."
-            if replaced
-            else "its own softmax attention: a check."
-        ),
-        "```python\nimport kernelformer.hf  # transformers knows this folder after it\n"
-        f"from transformers import {auto}\n\n"
-        f"model = {auto}.from_pretrained({code(name)})  # path of this folder; or kernelformer.hf.load({code(name)})\n"
-        "```",
-        "After that import pipelines and sentence-transformers open the folder, too; without it no program does.",
-        "## What was done",
-        "\n".join(
-            f"- {x}"
-            for x in (
-                f"source: {plain(result.source)}, class {plain(result.model)}",
-                f"licence of the source: {plain(result.licence or NOT_STATED)}",
-                f"attention: {plain(method)}, {plain(said)}",
-                f"replaced: {len(replaced)} of {len(layers)} attentions",
-                f"kept exact: {_kept(result)}",
-                *_near(options),
-                f"exact heads: {_heads(result)}",
-                *_learning(result),
-                *(f"{what}: {plain(used)}" for what, used in result.texts.items()),
-                f"length of texts: at most {result.length} tokens",
-                *(f"note: {plain(x)}" for x in result.remarks),
-            )
-        ),
-        "## Figures",
-        _figures(result),
-        "![errors by layer](report.png)",
-        "Relative errors against the original. Of a single attention it is that of its output at the original's "
-        "queries, keys and values; hidden states are those of the model running by itself, where errors add up. All "
-        "of them are in report.json.",
-        card_section(result.judged).rstrip(),
-        "## What it is not good for",
-        _limits(result, linear=bool(replaced), quadratic=bool(grows or heads)),
-        "## Versions",
-        ", ".join(f"{plain(x)} {plain(y)}" for x, y in result.environment.items() if x in VERSIONS),
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-VERSIONS = ("kernelformer", "torch", "transformers", "python")
-
-
-def _front_matter(result: ConversionResult) -> str:
-    """Metadata that the hub reads; what is not surely a name of its kind is left out."""
-    lines = ["library_name: kernelformer", "tags: [linear-attention, kernelformer]"]
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", result.source, re.ASCII):
-        lines.append(f"base_model: {result.source}")
-    if re.fullmatch(r"[a-z][a-z0-9.-]*", result.licence):
-        lines.append(f"license: {result.licence}")
-    return "\n".join(["---", *lines, "---"])
+    replaced = [x for x in result.conversion if x["method"] != "softmax"]
+    exact = [x for x in result.conversion if x["method"] == "softmax" and "linear already" not in x.get("reason", "")]
+    options: dict[str, Any] = replaced[0]["options"] if replaced else {}
+    last: Report = list(result.reports.values())[-1]
+    # Metadata that the hub reads; what is not surely a name of its kind is left out.
+    names_model = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", result.source, re.ASCII)
+    names_licence = re.fullmatch(r"[a-z][a-z0-9.-]*", result.licence)
+    return render_markdown(
+        Path(__file__).with_name("card.md"),
+        result=result,
+        name=name,
+        base_model=result.source if names_model else "",
+        license=result.licence if names_licence else "",
+        not_stated=NOT_STATED,
+        auto=next(iter(auto_classes(result.model)), "AutoModel"),
+        replaced=len(replaced),
+        method=replaced[0]["method"] if replaced else "softmax",
+        options=", ".join(f"{x} = {y}" for x, y in options.items()) or "defaults",
+        kept=_kept(result),
+        near=_near(options),
+        heads=_heads(result),
+        learning=_learning(result),
+        learned=any(result.losses.values()),
+        figures=_figures(result),
+        output=f"{last.output:.2g}",
+        measured_on=result.texts.get("measured on", f"{last.samples} rows of random tokens"),
+        grows=exact or any(x["exact_heads"] for x in replaced),
+        versions=", ".join(f"{x} {y}" for x, y in result.environment.items() if x in VERSIONS),
+        **_judged(result.judged),
+    )
 
 
 def _kept(result: ConversionResult) -> str:
-    """What was kept exact, and why."""
+    """Attentions that were kept exact, with the reasons."""
     setting, kept = result.setting, [x for x in result.conversion if x["method"] == "softmax"]
     reasons: dict[str, list[str]] = {}
     asked = [f"not among --layers {setting.layers}"] if setting.layers else []
@@ -595,18 +532,16 @@ def _kept(result: ConversionResult) -> str:
     return "; ".join(parts) or "none"
 
 
-def _near(options: dict[str, Any]) -> list[str]:
-    """What a hybrid attends to exactly in the attentions that were replaced."""
+def _near(options: dict[str, Any]) -> str:
+    """Tokens that a hybrid attends to exactly in the attentions that were replaced."""
     window, sinks = options.get("window"), options.get("sinks", 0)
-    if window is None and not sinks:
-        return []
     near = [f"tokens less than {window} away"] if window is not None else []
     near += ["the first token" if sinks == 1 else f"the first {sinks} tokens"] if sinks else []
-    return [f"exact within each replaced attention: {' and '.join(near)}"]
+    return " and ".join(near)
 
 
 def _heads(result: ConversionResult) -> str:
-    """Heads that stay exact, and why."""
+    """Heads that stay exact, with the reasons."""
     parts = []
     for why, heads in result.exact_heads.items():
         named = "; ".join(f"{plain(name)}: {', '.join(map(str, x))}" for name, x in heads.items())
@@ -650,28 +585,3 @@ def _figures(result: ConversionResult) -> str:
     for i, some in enumerate(zip(*(x.rows for x in reports.values()), strict=True)):
         rows.append([f"attention {i}: {plain(_called(some[-1]))}", *(_number(x.error) for x in some)])
     return table(["", *reports], rows)
-
-
-def _limits(result: ConversionResult, *, linear: bool, quadratic: bool) -> str:
-    last: Report = list(result.reports.values())[-1]
-    used = result.texts.get("measured on", f"{last.samples} rows of random tokens")
-    lines = [
-        f"{'It is not the original: its' if linear else 'Its'} output differs by {last.output:.2g} (relative), "
-        f"measured on {plain(used)}, at most {result.length} tokens each. {_task(result)}; try it on yours before you "
-        f"rely on it.",
-        "Texts of another kind or much longer than these were not looked at.",
-        "Attention dropout is left out in training, since there are no weights to drop.",
-        "Short inputs: below a few hundred tokens exact attention is as fast and exact.",
-    ]
-    if quadratic:
-        lines.append("What was kept exact still takes time and, in generation, memory that grow with the length.")
-    if linear and not any(result.losses.values()):
-        lines.append("Nothing was distilled: weights that were trained with softmax attention meet another one.")
-    return "\n".join(f"- {x}" for x in lines)
-
-
-def _task(result: ConversionResult) -> str:
-    judged: Judgement | None = result.judged
-    if judged is None or judged.probe is None:
-        return "How well it does at a task has not been measured"
-    return f"Of tasks it was tried on one: {probe_sentence(judged.probe)}"
