@@ -145,7 +145,7 @@ def coded(value: object) -> Markup:
 
 
 def small(value: object) -> Markup:
-    """A remark below or behind a value; empty for an empty one."""
+    """Mark up a remark below or behind a value; empty for an empty one."""
     return Markup("<small>{}</small>").format(safe(value)) if value else Markup()
 
 
@@ -190,7 +190,7 @@ def plain(text: object) -> str:
 
 
 def code(text: str) -> str:
-    """A text as a string of Python inside a fenced block, which three backticks would end."""
+    """Write a text as a string of Python inside a fenced block, which three backticks would end."""
     return json.dumps(visible(text)).replace("`", "\\u0060")
 
 
@@ -247,7 +247,7 @@ _WORD = re.compile(rf"(?<![\w.~/\\<]){_START}{_NAME}(?:[\\/]{_NAME})*/?")
 
 
 def short_path(path: str) -> str:
-    """The last two parts of a path, none of which is the home folder; ``~`` for that folder itself."""
+    """Return the last two parts of a path, without the home folder; ``~`` for that folder itself."""
     plain = path.removeprefix("file://").replace("\\", "/")
     home = Path.home().as_posix()
     if len(home) > 1 and (plain == home or plain.startswith(f"{home}/")):
@@ -260,7 +260,7 @@ def short_path(path: str) -> str:
 
 
 def short_paths(text: str, prose: bool = False) -> str:
-    """A text with its absolute paths shortened; outside of prose a path may have spaces and ends with the value."""
+    """Shorten the absolute paths in a text; outside of prose a path may have spaces and ends with the value."""
 
     def word(match: re.Match[str]) -> str:
         one = match[0][0] == "/" and match[0].count("/") == 1  # such as "and /or": a word rather than a path
@@ -271,7 +271,7 @@ def short_paths(text: str, prose: bool = False) -> str:
 
 
 def short_command(command: str) -> str:
-    """A command line with its paths shortened, word by word."""
+    """Shorten the paths in a command line, word by word."""
     try:
         words = shlex.split(command)
     except ValueError:  # an open quote
@@ -280,7 +280,7 @@ def short_command(command: str) -> str:
 
 
 def portable(value: Any, key: str = "") -> Any:
-    """A copy of a record that any machine may see; ``key`` is what it is called where it stands."""
+    """Copy a record without what is of this machine; ``key`` is its name in what holds it."""
     if isinstance(value, dict):
         return {str(name): portable(x, str(name)) for name, x in value.items()}
     if isinstance(value, list | tuple):
@@ -293,7 +293,7 @@ def portable(value: Any, key: str = "") -> Any:
 
 
 def rounded(value: Any) -> Any:
-    """A copy with seven digits of every number that is not an integer: more than a measurement has."""
+    """Copy a record with seven digits of every number that is not an integer: more than a measurement has."""
     if isinstance(value, dict):
         return {name: rounded(x) for name, x in value.items()}
     if isinstance(value, list):
@@ -302,7 +302,7 @@ def rounded(value: Any) -> Any:
 
 
 def as_text(value: Any, indent: str = "") -> str:
-    """JSON to read: what fits on a line stands on one, anything else has a line for each of its items."""
+    """Write JSON for readers: a value that fits on a line has one line, others a line for each item."""
     flat = json.dumps(value, allow_nan=False)
     if not isinstance(value, dict | list) or not value or len(indent) + len(flat) <= WIDTH:
         return flat

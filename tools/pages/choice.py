@@ -1,4 +1,4 @@
-"""The tables that tell a reader which method to take, and the main figures, with their numbers from the records."""
+"""Tables for choosing a method, and the main figures."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _translation(records: Records) -> str:
 
 @table
 def choice(records: Records) -> str:
-    """Which method to take, and what was measured of it."""
+    """A method for each purpose, with its measurements."""
     training_speed = speed.against_sdpa(records, "bidirectional", backward=True)
     bias = joined([speed.bias_training(records, x) for x in ("bidirectional", "causal")])
     rows = [
@@ -194,7 +194,7 @@ def choice(records: Records) -> str:
 
 @table
 def choice_brief(records: Records) -> str:
-    """Which method to take, in a line each; `choice` says more."""
+    """A method for each purpose, in a line each; `choice` has more."""
     bench = records.bench(speed.ATTENTION)
     faster = bench.faster("favor+", "sdpa", "bidirectional", speed.LONG, backward=True)
     longest = records.bench(speed.DECODE).faster("favor+", "sdpa", "decode", 65536)
@@ -232,7 +232,7 @@ def choice_brief(records: Records) -> str:
 
 @table
 def short(records: Records) -> str:
-    """At which lengths linear attention is not faster yet."""
+    """Lengths at which linear attention is not faster yet."""
     both = [speed.against_sdpa(records, x, backward=False) for x in ("bidirectional", "causal")]
     return (
         f"- **Not faster when short.** A forward of `favor+` at 1024 / 4096 / 16384 tokens against SDPA (above 1: "

@@ -130,14 +130,14 @@ def decoders(records: Records) -> str:
 
 
 def hidden_numbers(records: Records, name: str, model: str) -> dict[int, dict[str, Any]]:
-    """What a model of a conversion found again, by the length of the text."""
+    """Passkey retrieval by a model of a conversion, by the length of the text."""
     record = records.get(f"{PLACE}{name}.json")
     rows = record["judged"]["recall"] if record else []
     return {x["length"]: x for x in rows if x["model"] == model}
 
 
 def found(records: Records, name: str, model: str) -> str:
-    """How many hidden numbers a model found, of how many."""
+    """Number of hidden numbers that a model found, of how many."""
     rows = hidden_numbers(records, name, model).values()
     return f"{sum(sum(x['right']) for x in rows)} of {sum(len(x['right']) for x in rows)}" if rows else ABSENT
 
@@ -169,7 +169,7 @@ def recall_heads(records: Records) -> str:
 
 @table
 def kernel_gain(records: Records) -> str:
-    """What the kernel adds to the log-probability of a digit, text by text: mean and standard error."""
+    """Gain of the kernel in the log-probability of a digit, text by text: mean and standard error."""
     lengths, rows = (512, 1024, 2048, 4096), []
     for shown, name in DECODERS.items():
         whole, near = (hidden_numbers(records, name, x) for x in ("converted", "window and sinks alone"))
@@ -186,7 +186,7 @@ def kernel_gain(records: Records) -> str:
 
 @table
 def keep(records: Records) -> str:
-    """Which attentions to keep: perplexities by seed."""
+    """Perplexities by the attentions that are kept exact, by seed."""
     seeds = records.rows(f"{PLACE}smollm2-keep.json", KEEP)
     names = ["original", "keep 20", "last ten linear", "ten smallest own errors linear", "all linear"]
     rows = []
@@ -198,7 +198,7 @@ def keep(records: Records) -> str:
 
 @table
 def normalized(records: Records) -> str:
-    """What random features add to the loss of models trained with exact attention."""
+    """Increase of the loss by random features in models trained with exact attention."""
     rows = []
     for name, model in records.get(f"{PLACE}normalized.json").get("models", {}).items():
         base, cells = model["bits_per_byte"], []
@@ -216,7 +216,7 @@ def _loss(kind: str, value: float) -> float:
 
 @table
 def advice_checks(records: Records) -> str:
-    """How far advice was off: the loss that was got over that expected."""
+    """Error of advice: the measured loss over the expected one."""
     off: dict[str, list[float]] = {"measured": [], "predicted": []}
     for name in ADVISED.values():
         record = records.get(f"advice/{name}.json")
@@ -232,7 +232,7 @@ def advice_checks(records: Records) -> str:
 
 @table
 def advice_checked(records: Records) -> str:
-    """Every check of advice: what was expected, and what came out."""
+    """Every check of advice: the expected figure and the measured one."""
     rows = []
     for shown, name in ADVISED.items():
         for x in records.rows(f"advice/{name}.json", "checks"):

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 class Plan:
-    """What the record says of one rank, as the formulas take it.
+    """Measurements of one rank, as the formulas take them.
 
     Args:
         record: of the study `ranks`.
@@ -36,7 +36,7 @@ class Plan:
         self.rows = [x for x in self.times if x["ranks"] == fewest]
 
     def costs(self, causal: bool) -> dict[str, LinearCost]:
-        """What the attentions of the record take, by their specs."""
+        """Costs of the attentions of the record, by their specs."""
         rows = [x for x in self.rows if x["causal"] == causal]
         return {
             x["attention"]: LinearCost(Exchange(**x["exchange"]), x["work"] / x["length"], x["merge"]) for x in rows
@@ -202,7 +202,7 @@ def scale_limits(records: Records) -> str:
 
 @table
 def scale_speeds(records: Records) -> str:
-    """What the tables of the plan are computed from."""
+    """Measurements that the tables of the plan are computed from."""
     plan, rows = Plan(records.get(RANKS)), []
     for causal in (False, True):
         for name, cost in plan.costs(causal).items():

@@ -304,9 +304,9 @@ def test_what_came_out_is_said_in_words(tmp_path):
     assert "within the spread over seeds (0.3): the two cannot be told apart" in said((2.0, 2.3), (2.1, 2.4))
     assert "ahead of a (2.000) by 0.9; with one seed there is no spread" in said((2.0,), (1.0, 1.2), (3.0,))
     assert "Best are a and b, level at bits per byte 2.000." in said((2.0,), (2.0,))
-    assert "a (bits per byte 2.000) has nobody to be compared to." in said((2.0,))
+    assert "a (bits per byte 2.000) is the only one with a value." in said((2.0,))
     text = said((2.0,), (math.nan,))
-    assert "nobody to be compared to" in text
+    assert "is the only one with a value" in text
     assert "Diverged (a loss was not finite): b (seed 0, step 200)." in text
 
 

@@ -1,4 +1,4 @@
-"""An advice in words and tables, and as a record."""
+"""Report of an advice: words, tables, a page and a record."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kernelformer.page import COLOURS, Drawing, figure, legend_key, portable, re
 
 @dataclass
 class Trial:
-    """A candidate and what is known of it.
+    """Measurements and estimates of one candidate.
 
     Args:
         candidate: what was tried.
         errors: of its attention.
         timing: at the length of use; None: not timed.
         figure: of the model with it, really run; None: not run.
-        expected: where it was not run, by the others that were; None: nobody can tell.
+        expected: where it was not run, by the others that were; None: not known.
         steps: of a quick fit, where the candidate is fitted.
     """
 
@@ -40,7 +40,7 @@ class Trial:
 
     @property
     def fitted(self) -> bool:
-        """Whether its maps were fitted."""
+        """True where its maps were fitted."""
         return self.candidate.fitted
 
     @property
@@ -108,7 +108,7 @@ MINUTES, RANK = "30", "8"  # of the distillation that is advised; all weights of
 
 @dataclass
 class Advice:
-    """What `advise` says of a model.
+    """Result of `advise` for a model.
 
     Args:
         model: class of the model.
@@ -182,7 +182,7 @@ class Advice:
         return crossover(self.curve)
 
     def within(self, trial: Trial) -> bool:
-        """Whether a trial was run and is near enough."""
+        """True where a trial was run and is within the tolerance."""
         return trial.figure is not None and trial.figure.within(self.tolerance)
 
     def expected_value(self, trial: Trial) -> float | None:
@@ -229,7 +229,7 @@ LAYER_COLUMNS = ("attention", "|q|", "|k|", "dim.", "near 32", "64", "128", "fir
 
 
 def verdict(advice: Advice) -> list[str]:
-    """Three lines: what it can be converted to, when that pays and what stays exact, what distillation may add."""
+    """Three lines: the conversion without training, its speed and exact parts, and the gain of distillation."""
     return [_first_line(advice), _second_line(advice) + _recall_words(advice), _third_line(advice)]
 
 
@@ -307,7 +307,7 @@ def _third_line(advice: Advice) -> str:
 
 
 def kept_words(kept: Kept) -> str:
-    """What is kept exact, in words."""
+    """Name the attentions or heads that are kept exact."""
     if kept.layers:
         return f"attention{'s' * (len(kept.layers) > 1)} {number_ranges(kept.layers)}"
     count = sum(map(len, kept.heads.values()))
@@ -315,7 +315,7 @@ def kept_words(kept: Kept) -> str:
 
 
 def paste_lines(advice: Advice) -> list[str]:
-    """Commands to paste: without training where that is near enough, distilled where that is, or where nothing is."""
+    """Commands to paste: without training where that is near enough; distilled where that is, or nothing is."""
     good = advice.within(advice.trial(advice.chosen)) or advice.exact is not None
     lines = [advice.convert_line(advice.chosen)] if good else []
     if advice.distilled is not None and (not good or advice.within(advice.trial(advice.distilled))):
@@ -398,7 +398,7 @@ CHECK_HEAD = ("attention", "expected", "by", "got on other texts")
 
 
 def check_rows(advice: Advice) -> list[list[str]]:
-    """A row for each check: what was expected and what came."""
+    """A row for each check: the expected figure and the measured one."""
     return [[visible(x.label), f"{x.expected:.4f}", x.way, f"{x.got.value:.4f}"] for x in advice.checks]
 
 

@@ -1,4 +1,4 @@
-"""Attention matrices of a model and of what it was converted to, side by side (Performer, C.4)."""
+"""Attention matrices of a model and of its conversion, side by side (Performer, C.4)."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def spread(count: int, wanted: int) -> list[int]:
 
 
 def chosen(pairs: Sequence[Pair], layers: Sequence[int] | None, heads: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Which attentions and heads to draw, (attention, head) row by row; None: a few, evenly apart."""
+    """Choose attentions and heads to draw, (attention, head) row by row; None: a few, evenly apart."""
     fewest = min(x.exact.shape[1] for x in pairs)
     rows = spread(len(pairs), 3) if layers is None else list(layers)
     for row in rows:
@@ -179,7 +179,7 @@ def chosen(pairs: Sequence[Pair], layers: Sequence[int] | None, heads: Sequence[
 
 
 def label(token: str, longest: int = 12) -> str:
-    """A token as it can be drawn: nothing invisible, nothing that the font lacks, and not too long."""
+    """Write a token as it can be drawn: nothing invisible, nothing that the font lacks, and not too long."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     font = get_font(findfont(FontProperties()))
@@ -198,7 +198,7 @@ def draw_pairs(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> None:
-    """The first sample's matrices as a PNG: a grid of pairs, or for a single head a large pair and its difference.
+    """Draw the first sample's matrices as a PNG: a grid of pairs, or of one head a large pair and its difference.
 
     Both matrices of a pair have one scale of colours, from 0 to their largest weight, by its square root, so that small
     weights are seen too; weights below zero have a colour of their own.
@@ -240,7 +240,7 @@ def draw_pairs(
 
 
 class _Frame:
-    """Where everything goes, in inches: a grid of layers and heads, two matrices in each cell, three for a single one.
+    """Layout in inches: a grid of layers and heads, two matrices in each cell, three for a single one.
 
     Args:
         length: of the text.
@@ -265,7 +265,7 @@ class _Frame:
         self.size = max(width, 5.2), self.top + self.rows * self.high + self.bottom
 
     def box(self, index: int, which: float, width: float | None = None) -> tuple[float, float, float, float]:
-        """A matrix of a cell, or what stands right of it, in shares of the figure."""
+        """Place of a matrix of a cell, or of its scale, in shares of the figure."""
         row, column = divmod(index, self.columns)
         x = self.left + column * self.wide + which * (self.side + self.gap)
         y = self.size[1] - self.top - row * self.high - self.side
@@ -273,24 +273,24 @@ class _Frame:
         return x / w, y / h, (self.side if width is None else width) / w, self.side / h
 
     def beside(self, index: int) -> tuple[float, float]:
-        """The left edge, at the height of a cell."""
+        """Place at the left edge, at the height of a cell."""
         _, y, _, h = self.box(index, 0)
         return 0.08 / self.size[0], y + h / 2
 
     def above(self, index: int) -> tuple[float, float]:
-        """Over the title of a cell."""
+        """Place above the title of a cell."""
         x, y, _, h = self.box(index, 0)
         return x, y + h + 0.21 / self.size[1]
 
     def corner(self, down: float) -> tuple[float, float]:
-        """So far below the upper left corner."""
+        """Place so many inches below the upper left corner."""
         return 0.08 / self.size[0], 1 - down / self.size[1]
 
 
 def _draw_pair(
     figure: Any, frame: _Frame, index: int, weights: Sequence[Any], distance: float, names: tuple[str, str]
 ) -> None:
-    """One cell: both matrices with their scale; for a single cell the difference too."""
+    """Draw one cell: both matrices with their scale; for a single cell the difference too."""
     import matplotlib as mpl
     from matplotlib.colors import CenteredNorm, PowerNorm
 
@@ -323,7 +323,7 @@ def _draw_pair(
 
 
 def _ticks(axis: Any, frame: _Frame, index: int, which: int) -> None:
-    """Tokens where they fit, else their numbers; only along the left and the lower edge of the picture."""
+    """Label tokens where they fit, else number them; only along the left and the lower edge of the picture."""
     row, column = divmod(index, frame.columns)
     if frame.labels is not None:
         axis.set_xticks(range(len(frame.labels)), frame.labels, rotation=90, size=frame.points)
@@ -442,7 +442,7 @@ def read_protein(tokenizer: Any, sequence: str) -> dict[str, Tensor]:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token stands for, its name where that is blank."""
+    """Decode each token; its name where its text is blank."""
     names = tokenizer.convert_ids_to_tokens(list(ids))
     return [tokenizer.decode([x]).strip() or str(name) for x, name in zip(ids, names, strict=True)]
 
@@ -455,7 +455,7 @@ def spec(model: Any) -> str:
 
 
 def table(result: AttentionPair) -> Table:
-    """For the terminal: the distance of each attention's heads."""
+    """Table for the terminal with the distances of each attention's heads."""
     out = Table(title=f"Total variation distance, {result.names[0]} and {result.names[1]}, {len(result.tokens)} tokens")
     out.add_column("layer", justify="right")
     out.add_column("attention", no_wrap=True)

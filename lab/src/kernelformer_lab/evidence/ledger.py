@@ -93,7 +93,7 @@ def _item(each: Judged) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Row:
-    """What is on record of one attention, or of one variant of a study: a value a seed, and their mean."""
+    """Values on record of one attention, or of one variant of a study, by seed, and their mean."""
 
     part: str
     name: str
@@ -103,7 +103,7 @@ class _Row:
 
 
 def _rows(item: Item, entries: Sequence[Mapping[str, Any]]) -> list[_Row]:
-    """All that was measured, part by part; the seeds of a study are parts of their own there, and one here."""
+    """Rows of all that was measured, part by part; the seeds of a study, each a part on record, are one here."""
     rows = []
     for part, name in dict.fromkeys((x["part"], x["name"]) for x in entries if x["kind"] == TRAINING):
         runs = runs_of(entries, part, name)
@@ -144,7 +144,7 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
     parts = {name: name.split(":") for name in names if ">" not in name}
 
     def common(head: str | None) -> set[str]:
-        """The options that all have, of one method or of any."""
+        """Options that all names have, of one method or of any."""
         mine = [set(x) for x in parts.values() if head in (None, x[0])]
         return set.intersection(*mine) if len(mine) > 1 or head is not None else set()
 
@@ -184,7 +184,7 @@ class Outside:
     Args:
         paper: a key of `evidence.base.PAPERS`.
         where: table, figure or theorem.
-        reason: the study or test that has it, or why nobody has tried.
+        reason: the study or test that has it, or why there is none.
     """
 
     paper: str
@@ -330,7 +330,7 @@ VERDICTS = (SUPPORTS, CONTRADICTS, OPEN, MISSING_RESULT)
 
 @dataclass(frozen=True)
 class Judged:
-    """An item with what is on record of it and what that says of its claims.
+    """An item with its record and the findings on its claims.
 
     Args:
         item: as it is now.
@@ -349,7 +349,7 @@ class Judged:
 
     @property
     def progress(self) -> str:
-        """How many of its jobs are on record."""
+        """Number of its jobs that are on record."""
         return f"{len(self.entries)} of {len(self.item.jobs())} jobs"
 
 
@@ -376,7 +376,7 @@ def write_ledger(records: Path) -> list[Path]:
 
 
 def counts(judged: Sequence[Judged]) -> dict[str, int]:
-    """How many claims have which verdict."""
+    """Count the claims by verdict."""
     verdicts = [finding.verdict for x in judged for finding in x.findings]
     return {verdict: verdicts.count(verdict) for verdict in VERDICTS}
 
@@ -441,7 +441,7 @@ def _in_short(judged: Sequence[Judged]) -> list[str]:
 
 
 def _source(item: Item, claim: Claim) -> str:
-    """Whose claim it is, its item, and whether something of it was decided late."""
+    """Source and item of a claim, with a mark where something of it was decided late."""
     whose = "our question" if claim.ours and item.paper != OWN else item.paper
     return f"{whose}, {item.name}{LATE if claim.late else ''}"
 

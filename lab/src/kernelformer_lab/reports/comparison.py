@@ -42,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run left in its folder."""
+    """Contents of the folder of one run."""
 
     path: Path
     label: str
@@ -54,22 +54,22 @@ class RunRecord:
     evaluation: tuple[Point, ...]
     result: Result | None = None  # None: unfinished
     started: str = ""  # the day, where the record tells it
-    resumed: tuple[Mapping[str, Any], ...] = ()  # environments in which it went on
+    resumed: tuple[Mapping[str, Any], ...] = ()  # environments in which it was resumed
 
     @property
     def conditions(self) -> list[dict[str, Any]]:
-        """What its speed was measured under, where it started and wherever it went on."""
+        """Conditions of its speed, at its start and at each resumption."""
         return [conditions_of(x) for x in (self.environment, *self.resumed)]
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss, or the final value, was not finite."""
+        """True where a loss, or the final value, was not finite."""
         losses = [p.values["loss"] for p in (*self.training, *self.evaluation)]
         return not all(map(math.isfinite, losses)) or (self.result is not None and not self.scored)
 
     @property
     def scored(self) -> bool:
-        """Whether it finished with a finite value."""
+        """True where it finished with a finite value."""
         return self.result is not None and math.isfinite(self.result.value)
 
     @property
@@ -225,23 +225,23 @@ class Comparison:
 
     @property
     def subtitle(self) -> str:
-        """What the task is; behind a semicolon stands how it gets data, which a comparison has."""
+        """The task; behind a semicolon stands how it gets data, which a comparison has."""
         return self.about.partition(";")[0]
 
     @property
     def curve(self) -> str:
-        """What is drawn over time: the metric, or the loss where the metric is known at the end alone."""
+        """The figure that is drawn over time: the metric, or the loss where the metric is known at the end alone."""
         known = any(self.metric in p.values for run in self.runs for p in run.evaluation)
         return self.metric if known else "loss"
 
     @property
     def tested(self) -> bool:
-        """Whether runs have selected their best weights and scored them on the test split."""
+        """True where runs have selected their best weights and scored them on the test split."""
         return any(run.result is not None and self.metric in run.result.test for run in self.runs)
 
     @property
     def unequal(self) -> str:
-        """Under which different conditions speed and memory were measured; empty where they can be compared."""
+        """Conditions of speed and memory that differ; empty where they can be compared."""
         ended = [run for run in self.runs if run.result is not None]
         differences = []
         for key in CONDITIONS:
@@ -315,7 +315,7 @@ def spread_text(column: Sequence[Spread], spread: Spread) -> str:
 
 
 def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """The summary as text: the head and a row per label; decoding only if somebody did."""
+    """The summary as text: the head and a row per label; decoding only where it was measured."""
     rows, mark = comparison.summary(), MARK if comparison.unequal else ""
     better = "higher" if comparison.higher_is_better else "lower"
     metric = comparison.metric
@@ -468,7 +468,7 @@ def draw_bars(axis: Any, comparison: Comparison, values: Mapping[str, float], sh
 
 
 def draw_decode(axis: Any, comparison: Comparison, column: int, show: Callable[[float], str]) -> None:
-    """Over the context: seconds per token (``column`` 1) or bytes of state (2)."""
+    """Draw seconds per token (``column`` 1) or bytes of state (2) over the context."""
     for row in comparison.summary():
         points = [(r[0], r[column]) for r in row.decode if r[0] > 0 and r[column] > 0]  # both axes are logarithmic
         if points:
@@ -484,7 +484,7 @@ def draw_decode(axis: Any, comparison: Comparison, column: int, show: Callable[[
 
 
 def write_report(comparison: Comparison, path: Path | str, *, samples: Mapping[str, str] | None = None) -> None:
-    """Write the report in one piece: a reader sees the old file or the new one, never a half.
+    """Write the report, all or nothing: a reader sees the old file or the new one.
 
     Args:
         comparison: of runs, finished or not.
@@ -500,7 +500,7 @@ def write_report(comparison: Comparison, path: Path | str, *, samples: Mapping[s
 
 
 def words(comparison: Comparison) -> list[str]:
-    """What came out, in sentences: the best and by how much, the fastest, the lost and the unfinished."""
+    """The outcome in sentences: the best and by how much, the fastest, the diverged and the unfinished."""
     rows = comparison.summary()
     ranked = [row for row in rows if row.mean is not None]
     said = [_best(comparison.metric.replace("_", " "), ranked, rows)]
@@ -530,7 +530,7 @@ def _best(metric: str, ranked: Sequence[Summary], rows: Sequence[Summary]) -> st
         return f"No run has finished with a finite {metric}, so that nothing can be said about the best."
     shown = [score(rows, row) for row in ranked[:2]]
     if len(ranked) < 2:
-        return f"{ranked[0].label} ({metric} {shown[0]}) has nobody to be compared to."
+        return f"{ranked[0].label} ({metric} {shown[0]}) is the only one with a value."
     a, b = ranked[:2]
     gap = abs((a.mean or 0.0) - (b.mean or 0.0))
     if gap == 0:

@@ -71,13 +71,13 @@ class RecordedRun(RunRecord):
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss, or the final value, was not finite."""
+        """True where a loss, or the final value, was not finite."""
         return self.result is not None and (self.result.diverged or not self.scored)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A comparison with all that is known of how it was made; texts are empty where nobody wrote them.
+    """A comparison with all that is known of how it was made; texts may be empty.
 
     Args:
         path: of its file.
@@ -128,7 +128,7 @@ def read_results(folder: Path | str, without: Collection[Path] = ()) -> list[Rec
 
 
 def in_order(records: Iterable[Recorded]) -> list[Recorded]:
-    """By name, then by date; a name has one metric."""
+    """Sort records by name, then by date; a name has one metric."""
     ordered = sorted(records, key=lambda x: (x.name, x.date, x.path.stem != x.name))
     for one, other in pairwise(ordered):
         a, b = one.comparison, other.comparison
@@ -153,7 +153,7 @@ def load(path: Path) -> Any:
 
 
 def parse(path: Path, record: Any) -> Recorded | None:
-    """A record from what its file holds: of `kernelformer compare` or of `make_record`; None: of another kind."""
+    """Read a record of `kernelformer compare` or of `make_record`; None: of another kind."""
     if not isinstance(record, dict) or "runs" not in record:
         return None
     try:
@@ -240,7 +240,7 @@ def _run(path: Path, index: int, record: Mapping[str, Any]) -> RecordedRun:
 
 
 def _conditions(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the run was measured under, one after the other, where its comparison found differences."""
+    """Conditions that a run was measured under, one after the other, where its comparison found differences."""
     rows: list[dict[str, Any]] = part({"conditions": [], **raw}, "conditions", list)
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"conditions must be objects, got {rows!r:.60}.")
@@ -263,7 +263,7 @@ def _points(rows: Any, curve: str) -> tuple[Point, ...]:
 
 
 def _result(record: dict[str, Any]) -> Result:
-    """Null is what JSON has for a number that is none; what else is null was not measured."""
+    """Read a result; a value of null is NaN, and others that are null were not measured."""
     plain = {key: x for key, x in record.items() if x is not None}
     if "value" in record:
         plain.setdefault("value", math.nan)
@@ -287,7 +287,7 @@ def _made(record: Mapping[str, Any]) -> str:
 
 
 def make_record(folder: Path | str, results: Path, day: str | None = None) -> tuple[Path, str]:
-    """What is to be kept of a comparison, and where: ``RESULTS/DATE-NAME.json`` and its text.
+    """Make the record of a comparison: its path, ``RESULTS/DATE-NAME.json``, and its text.
 
     Settings that all runs share stand once; nothing of the machine's paths is left, and no number is NaN.
 
@@ -364,12 +364,12 @@ def normalized(label: str) -> str:
 
 
 def exact(label: str) -> bool:
-    """Whether the label is a method that attends to all tokens exactly, without options."""
+    """True for a method that attends to all tokens exactly, without options."""
     return label in METHODS and METHODS[label].family == "exact" and METHODS[label].quadratic
 
 
 def linear(label: str) -> bool:
-    """Whether all its methods are known and none takes time quadratic in the length."""
+    """True where all methods of a label are known and none takes time quadratic in the length."""
     methods = {part.method for side in sides(label) for part in parts(side)}
     return methods <= METHODS.keys() and not any(METHODS[x].quadratic for x in methods)
 
@@ -443,7 +443,7 @@ def write_results(
 
 
 def results_page(records: Sequence[Recorded]) -> str:
-    """The page; the same records give the same text.
+    """Make the page; the same records give the same text.
 
     Args:
         records: in the order of `read_results`: of those of one name the last is shown, the others are folded.
