@@ -27,7 +27,7 @@ from kernelformer.conversion.advice_report import (  # noqa: E402  # noqa: E402
     paste_lines,
     record,
     tables,
-    trial_rows,
+    trial_table,
     verdict,
 )
 from kernelformer.conversion.advise import advise, check  # noqa: E402
@@ -131,7 +131,7 @@ def test_a_verdict_counts_the_rows_that_were_measured_and_offers_to_keep_what_im
     advice = replace(advices[kind][1], trials=[replace(x) for x in advices[kind][1].trials], exact=None)
     chosen = advice.trial(advice.chosen)
     chosen.figure = replace(chosen.figure, value=1.1 if kind == "LlamaForCausalLM" else 0.9886)
-    measured = [x[0] for x in trial_rows(advice) if x[-1] == "measured"]
+    measured = [x[0] for x in trial_table(advice)[1] if x[-1] == "measured"]
     fitted = [x for x in measured if x.endswith("fitted")]
     assert f"of {len(measured) - len(fitted)} run untrained and {len(fitted)} fitted: " in verdict(advice)[0]
     for better, value in ((False, chosen.figure.value), (True, 1.0)):

@@ -158,7 +158,7 @@ def test_figures_in_the_text_on_performer_are_those_of_the_records():
     assert f"{short[0][0]:.0f} to {short[0][-1]:.0f} times larger at norm 0.5, {short[1][0]:.1f} to " in first
     assert f"to {short[1][-1]:.0f} times at norm 1" in first
     acids = {x["model"]: (x["pearson"], x["standard_error"]) for x in records.get(ACIDS)["rows"]}
-    for page in (first, second, " ".join(x.reason for x in OUTSIDE)):
+    for page in (first, second, " ".join(reason for _, _, reason in OUTSIDE)):
         assert "{:.3f} ± {:.3f}".format(*acids["original"]) in page
         assert "{:.3f} ± {:.3f}".format(*acids["random weights"]) in page
     depth = records.get("performer/depth.json")["rows"]

@@ -323,32 +323,29 @@ def paste_lines(advice: Advice) -> list[str]:
     return lines
 
 
-def layer_rows(advice: Advice) -> list[list[str]]:
-    """A row for each attention: its profile, and the error of the chosen trial and of a window alone."""
+def layer_table(advice: Advice) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: the profile of each attention, and the errors of the chosen trial and of a window alone."""
     chosen = advice.trial(advice.chosen)
     local = next((x for x in advice.trials if x.candidate.name == "local" and x.candidate.window == 64), None)
     closed = next((x.errors.predicted for x in advice.trials if x.errors.predicted is not None), None)
     rows = []
     for i, ((name, call), profile) in enumerate(zip(advice.calls, advice.profiles, strict=True)):
-        place = str(advice.attentions.index(name))
-        label = f"{place}, call {call}" if call else place
-        worst = max(range(len(chosen.errors.heads[i])), key=chosen.errors.heads[i].__getitem__)
+        place, heads = str(advice.attentions.index(name)), chosen.errors.heads[i]
+        numbers = [statistics.fmean(x) for x in (profile.query, profile.key, profile.dimension)]
+        shares = [statistics.fmean(x) for x in (*profile.near.values(), *profile.first.values(), profile.far)]
+        worst = max(range(len(heads)), key=heads.__getitem__)
         rows.append(
             [
-                label,
-                *_profile_cells(profile),
+                f"{place}, call {call}" if call else place,
+                *(f"{x:.3g}" for x in numbers),
+                *(f"{x:.0%}" for x in shares),
                 "" if closed is None else closed_words(closed[i]),
                 "" if local is None else f"{local.errors.layers[i]:.3f}",
                 f"{chosen.errors.layers[i]:.3f}",
-                f"{worst}: {chosen.errors.heads[i][worst]:.3f}",
+                f"{worst}: {heads[worst]:.3f}",
             ]
         )
-    return rows
-
-
-def layer_head(advice: Advice) -> list[str]:
-    """Names of the columns of `layer_rows`."""
-    return [*LAYER_COLUMNS, "favor+ predicted", "window 64 alone", advice.chosen, "worst head"]
+    return [*LAYER_COLUMNS, "favor+ predicted", "window 64 alone", advice.chosen, "worst head"], rows
 
 
 def closed_words(error: float) -> str:
@@ -356,59 +353,37 @@ def closed_words(error: float) -> str:
     return "worthless" if error > WORTHLESS else f"{error:.3f}"
 
 
-def _profile_cells(profile: AttentionProfile) -> list[str]:
-    shares = [*profile.near.values(), *profile.first.values(), profile.far]
-    numbers = [statistics.fmean(x) for x in (profile.query, profile.key, profile.dimension)]
-    return [*(f"{x:.3g}" for x in numbers), *(f"{statistics.fmean(x):.0%}" for x in shares)]
+def trial_table(advice: Advice) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the trials, the smallest error first."""
+    digits, rows = 3 if advice.kind == RATIO else 4, []
+    for x in sorted(advice.trials, key=lambda x: x.errors.mean):
+        value = advice.expected_value(x) if x.figure is None else x.figure.value
+        rows.append(
+            [
+                visible(x.label),
+                f"{x.errors.mean:.3f}",
+                "" if x.errors.predicted is None else closed_words(statistics.median(x.errors.predicted)),
+                "" if x.timing is None else human_ratio(x.timing.ratio),
+                CANNOT_TELL if value is None else f"{value:.{digits}f}",
+                "measured" if x.figure is not None else "predicted" if x.expected is not None else "",
+            ]
+        )
+    return ["attention", "error", "predicted", f"time at {advice.use_length}", advice.kind, ""], rows
 
 
-def trial_rows(advice: Advice) -> list[list[str]]:
-    """A row for each trial, the smallest error first."""
-    return [
-        [visible(x.label), f"{x.errors.mean:.3f}", _predicted(x), _ratio(x), _figure(advice, x), _way(x)]
-        for x in sorted(advice.trials, key=lambda x: x.errors.mean)
-    ]
-
-
-def trial_head(advice: Advice) -> list[str]:
-    """Names of the columns of `trial_rows`."""
-    return ["attention", "error", "predicted", f"time at {advice.use_length}", advice.kind, ""]
-
-
-def _predicted(trial: Trial) -> str:
-    known = trial.errors.predicted
-    return "" if known is None else closed_words(statistics.median(known))
-
-
-def _ratio(trial: Trial) -> str:
-    return "" if trial.timing is None else human_ratio(trial.timing.ratio)
-
-
-def _figure(advice: Advice, trial: Trial) -> str:
-    digits = 3 if advice.kind == RATIO else 4
-    value = advice.expected_value(trial) if trial.figure is None else trial.figure.value
-    return CANNOT_TELL if value is None else f"{value:.{digits}f}"
-
-
-def _way(trial: Trial) -> str:
-    return "measured" if trial.figure is not None else "predicted" if trial.expected is not None else ""
-
-
-CHECK_HEAD = ("attention", "expected", "by", "got on other texts")
-
-
-def check_rows(advice: Advice) -> list[list[str]]:
-    """A row for each check: the expected figure and the measured one."""
-    return [[visible(x.label), f"{x.expected:.4f}", x.way, f"{x.got.value:.4f}"] for x in advice.checks]
+def check_table(advice: Advice) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the checks: the expected figures and the measured ones."""
+    rows = [[visible(x.label), f"{x.expected:.4f}", x.way, f"{x.got.value:.4f}"] for x in advice.checks]
+    return ["attention", "expected", "by", "got on other texts"], rows
 
 
 def tables(advice: Advice) -> list[Table]:
     """Tables for the terminal: of the attentions, of the candidates, and of the checks."""
     looks = f"What the attentions look at, means over heads (0 is {visible(advice.attentions[0])})"
     shown = [
-        text_table(looks, layer_head(advice), layer_rows(advice)),
-        text_table("Candidates (time: of exact attention's)", trial_head(advice), trial_rows(advice)),
-        text_table(f"Checked by conversions: {advice.kind}", CHECK_HEAD, check_rows(advice)),
+        text_table(looks, *layer_table(advice)),
+        text_table("Candidates (time: of exact attention's)", *trial_table(advice)),
+        text_table(f"Checked by conversions: {advice.kind}", *check_table(advice)),
     ]
     return shown if advice.checks else shown[:2]
 
@@ -440,9 +415,9 @@ def page(advice: Advice) -> str:
         verdict=verdict(advice),
         commands=paste_lines(advice),
         pictures=_pictures(advice),
-        layers=(layer_head(advice), layer_rows(advice)),
-        trials=(trial_head(advice), trial_rows(advice)),
-        checks=(CHECK_HEAD, check_rows(advice)),
+        layers=layer_table(advice),
+        trials=trial_table(advice),
+        checks=check_table(advice),
         notes=[
             *advice.remarks,
             *(f"left out for time: {x}" for x in advice.left_out),
