@@ -40,7 +40,6 @@ from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.page import put_section  # noqa: E402
 from tiny_models import tiny, tokens  # noqa: E402
 
-HEADING = "## How it was judged"
 WORDS = ["the", "pass", "key", "is", ".", *map(str, range(10)), *(f"##{i}" for i in range(10)), "one", "two", "three"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 
@@ -186,12 +185,12 @@ def test_a_conversion_that_is_stopped_while_it_is_judged_leaves_a_whole_model_th
     assert [x.name for x in tmp_path.iterdir()] == ["d"]
     assert load(target)(**{"input_ids": tokens(1, 9)}).logits.isfinite().all()
     assert json.loads((target / "report.json").read_text())["judged"] is None
-    assert f"{HEADING}\n\n{NOT_JUDGED}\n" in (target / "README.md").read_text()
+    assert f"## How it was judged\n\n{NOT_JUDGED}\n" in (target / "README.md").read_text()
     quiet = {"passkeys": 0, "sample_tokens": 0, "samples": 2, "length": 16}
     judge_pipeline.judge_folder(target, decoder, JudgeSettings(text=text, **quiet))
     assert json.loads((target / "report.json").read_text())["judged"]["figures"]
     card = (target / "README.md").read_text()
-    assert card.count(HEADING) == 1
+    assert card.count("## How it was judged") == 1
     assert NOT_JUDGED not in card
 
 
