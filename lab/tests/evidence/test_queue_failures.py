@@ -15,8 +15,7 @@ from kernelformer_lab.evidence import ledger, queue
 from kernelformer_lab.evidence.base import located
 from kernelformer_lab.evidence.items import ITEMS
 from kernelformer_lab.evidence.ledger import judge, write_ledger
-from kernelformer_lab.evidence.queue import missing_data, pending, run_here, run_queue
-from kernelformer_lab.evidence.quick import shrunk
+from kernelformer_lab.evidence.queue import missing_data, pending, run_here, run_queue, shrunk
 from kernelformer_lab.evidence.records import damage, left, read_jobs, record_path, refresh, superseded
 from kernelformer_lab.training.checkpoints import locked
 

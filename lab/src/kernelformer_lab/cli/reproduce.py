@@ -175,8 +175,7 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
 
 
 def _quick(items: list[Item]) -> None:
-    from kernelformer_lab.evidence.queue import Place, run_here
-    from kernelformer_lab.evidence.quick import make_data, shrunk
+    from kernelformer_lab.evidence.queue import Place, make_data, run_here, shrunk
 
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder) / "data", Path(folder) / "out", Path(folder) / "records")

@@ -184,12 +184,12 @@ _LATE = ("timed out", "timeout")
 _GONE = ("connection closed", "connection reset", "broken pipe", "connection refused", "socket closed")
 
 
-class AbsentError(TrainingError):
-    """A run whose processes wait for one that has ended or hangs."""
+class RankLostError(TrainingError):
+    """A process of a run has ended or hangs, and the others wait for it."""
 
 
-class Presence(TrainerCallback):
-    """Writes down where this process is, and names those that do not answer.
+class RankWatchdog(TrainerCallback):
+    """Record the position of each rank, and name the ranks that no longer answer.
 
     Args:
         store: that the processes have in common.
@@ -224,30 +224,30 @@ class Presence(TrainerCallback):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Say of an exchange between processes that fails in here which of them is absent.
+        """Say of an exchange between processes that fails in here which rank is lost.
 
         Raises:
-            AbsentError: in place of what torch.distributed raises.
+            RankLostError: in place of what torch.distributed raises.
         """
         try:
             yield
         except RuntimeError as problem:
             if isinstance(problem, TrainingError) or not (said := self.explain(problem)):
                 raise
-            raise AbsentError(said) from None
+            raise RankLostError(said) from None
 
     def explain(self, problem: RuntimeError) -> str:
-        """Say who is absent, where that was noticed, and what to do; empty for an error of another kind."""
+        """Name the lost ranks, the call that noticed it, and what to do; empty for an error of another kind."""
         text = str(problem).lower()
         late, gone = (any(x in text for x in words) for words in (_LATE, _GONE))
         if not (late or gone):
             return ""
-        absent = _answer(self._absent, _PATIENCE)
+        lost = _answer(self._lost, _PATIENCE)
         who, at = "another process", ""
-        if absent:
-            who = " and ".join(f"process {rank}" for rank in absent)
+        if lost:
+            who = " and ".join(f"process {rank}" for rank in lost)
             at = "; last heard of: " + "; ".join(
-                f"process {rank} in {x['where']} (pid {x['pid']} on {x['host']})" for rank, x in absent.items() if x
+                f"process {rank} in {x['where']} (pid {x['pid']} on {x['host']})" for rank, x in lost.items() if x
             )
         call = f"{self.where}, {_call(problem.__traceback__)}"
         again = (
@@ -261,7 +261,7 @@ class Presence(TrainerCallback):
             )
         return f"process {self.rank} has lost {who} in {call}{at}. It has ended: see what it said; {again}."
 
-    def _absent(self) -> dict[int, dict[str, Any]]:
+    def _lost(self) -> dict[int, dict[str, Any]]:
         """The processes that have not noticed anything, with what they wrote down last."""
         self.store.set(f"{_PREFIX}/waited/{self.rank}", "1")
         others = [rank for rank in range(self.world) if rank != self.rank]
@@ -272,16 +272,16 @@ class Presence(TrainerCallback):
         return {rank: json.loads(self.store.get(x)) if self.store.check([x]) else {} for rank, x in lines.items()}
 
 
-def presence(args: TrainingArguments, folder: Path, timeout: float) -> Presence | None:
-    """Make one for this process; None where it is alone."""
+def rank_watchdog(args: TrainingArguments, folder: Path, timeout: float) -> RankWatchdog | None:
+    """Make a watchdog for this process; None if it is the only one."""
     if args.world_size == 1:
         return None
     store = dist.distributed_c10d._get_default_store()
-    return Presence(store, rank=args.process_index, world=args.world_size, timeout=timeout, folder=folder)
+    return RankWatchdog(store, rank=args.process_index, world=args.world_size, timeout=timeout, folder=folder)
 
 
 def _answer(ask: Callable[[], T], seconds: float) -> T | None:
-    """What a call returns, or None if it fails or takes longer: the store may be in the process that is absent."""
+    """What a call returns, or None if it fails or takes longer: the store may be in the lost process."""
     answers: list[T] = []
 
     def run() -> None:

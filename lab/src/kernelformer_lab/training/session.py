@@ -39,7 +39,7 @@ from kernelformer.weight_headers import saved_shapes, weight_files
 from kernelformer_lab.data.tokenization import TOKENIZER, load_tokenizer
 from kernelformer_lab.records import MODEL, RESULT, RUN, Result, read_head, read_object
 from kernelformer_lab.tasks import Task, make_task
-from kernelformer_lab.training.callbacks import Bar, Board, LastDraw, Stop, presence
+from kernelformer_lab.training.callbacks import Bar, Board, LastDraw, Stop, rank_watchdog
 from kernelformer_lab.training.checkpoints import (
     STAGE,
     clear,
@@ -317,7 +317,7 @@ def train(
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM; the run was saved before.
-        AbsentError: another process has ended, or has not answered in time; it is named.
+        RankLostError: another process has ended, or has not answered in time; it is named.
         TrainingError: the folder holds another run, or one on other data, is damaged, in use, or cannot be written.
         ValueError: settings that do not fit one another, the task, the model or the number of processes.
     """
@@ -326,10 +326,9 @@ def train(
     with silent_libraries(), ExitStack() as stack:
         args = training_arguments(run, folder, positive_int("timeout", timeout))
         main = args.process_index == 0
-        present = presence(args, folder, timeout)
-        if present is not None:
-            stack.enter_context(present.watching())
-            callbacks = [present, *callbacks]
+        if (watchdog := rank_watchdog(args, folder, timeout)) is not None:
+            stack.enter_context(watchdog.watching())
+            callbacks = [watchdog, *callbacks]
         console = VisibleConsole(soft_wrap=True)  # a path stays in one piece
         say = _voice(console, log) if main and not quiet else _nothing
         bar = main and not quiet and console.is_terminal
