@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from kernelformer.conversion.readers import unreadable
 from kernelformer.errors import choice, flag, integer, positive_int
 from kernelformer.files import check_inside, check_limit, check_regular, replacing, walk
 from kernelformer_lab.data.arrays import cache_folder, writing
-from kernelformer_lab.data.batching import Sample, check_indices, check_limits, spread_evenly
+from kernelformer_lab.data.batching import Sample, Samples, check_limits, spread_evenly
 from kernelformer_lab.data.image_cache import Encoded, Files, Form, Frames, Int64, Rows, Uint8, decode, grey, mapped
 from kernelformer_lab.data.sources import (
     ALIASES,
@@ -143,7 +142,7 @@ def image_size(size: int | Sequence[int]) -> tuple[int, int]:
     return positive_int("size", size), positive_int("size", size)
 
 
-class Album(Dataset[Sample]):
+class Album(Samples):
     """Images of a split by index; a sample is pixels (rows, columns, channels) uint8, and labels where there are some.
 
     Args:
@@ -159,11 +158,8 @@ class Album(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = check_indices(indices, len(self))
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Images with their labels."""
         return self.samples(self.images(chosen), chosen)
 
     def images(self, indices: Int64) -> Uint8:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from kernelformer.errors import choice, integer
 from kernelformer.files import check_regular, read_json, replacing, write_json
-from kernelformer_lab.data.batching import IGNORED, Sample, check_indices
+from kernelformer_lab.data.batching import IGNORED, Sample, Samples
 from kernelformer_lab.data.sources import SPLITS, mix_bits
 
 _ROUNDS = 6
@@ -460,7 +460,7 @@ class ShardWriter:
         return hashlib.sha256(values.tobytes()).hexdigest()
 
 
-class ShardWindows(Dataset[Sample]):
+class ShardWindows(Samples):
     """Windows of ``length`` tokens, one after the other; neighbours share one token.
 
     Window i has tokens i (length - 1) to i (length - 1) + length - 1. Its model predicts all but the first of them, so
@@ -483,11 +483,9 @@ class ShardWindows(Dataset[Sample]):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        return [self.sample(index) for index in check_indices(indices, self.count).tolist()]
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Whole windows."""
+        return [self.sample(index) for index in chosen.tolist()]
 
     def sampler(self, count: int, seed: int) -> Sampler[int]:
         """The order of training: `PermutedOrder`, which needs no list of all windows."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from kernelformer.errors import integer, positive_int
 from kernelformer_lab.analysis.statistics import GROUPS, UNKNOWN, Numbers
-from kernelformer_lab.data.arrays import cache_folder
+from kernelformer_lab.data.arrays import cache_file, cache_folder
 from kernelformer_lab.data.batching import Sample, check_limits
 from kernelformer_lab.data.sources import SPLITS
 
@@ -244,6 +245,26 @@ class CacheOption(SampleOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.cache_path = cache_folder(self.cache)
+
+
+class MadeCache(CacheOption):
+    """A cache of samples that are made, for all splits at once: a function of options, seed and format."""
+
+    counts: dict[str, int]  # samples of each split, in the order in which they are made
+    rules: Any  # a dataclass of plain values
+    format: int  # to be raised when the same options come to mean other samples
+
+    @property
+    def record(self) -> str:
+        """All that the samples depend on."""
+        return json.dumps(
+            {"format": self.format, "seed": self.seed, **self.counts, **asdict(self.rules)}, sort_keys=True
+        )
+
+    @property
+    def path(self) -> Path:
+        """The file of the samples in the cache."""
+        return cache_file(self.cache_path, self.name, self.record)
 
 
 @dataclass(kw_only=True, eq=False)

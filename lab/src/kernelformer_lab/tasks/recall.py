@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, number, positive_int
-from kernelformer_lab.data.batching import IGNORED, Sample, check_indices
+from kernelformer_lab.data.batching import IGNORED, Sample, Samples
 from kernelformer_lab.data.sources import SPLITS, uniform
 from kernelformer_lab.tasks.base import Classification, MadeSamples, Outcome
 
@@ -70,7 +70,7 @@ class RecallRules:
         return self.num_keys + self.num_values + self.num_fillers
 
 
-class RecallRows(Dataset[Sample]):
+class RecallRows(Samples):
     """Rows by number, made when they are asked for: row i is a function of (rules, seed, i), whatever the batch.
 
     A sample is ``input_ids`` (L), ``labels`` (L), the answers after the keys of queries and elsewhere -100, and
@@ -90,12 +90,9 @@ class RecallRows(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = self.numbers.start + check_indices(indices, len(self))
-        rows = zip(*map(torch.from_numpy, self._make(chosen)), strict=True)
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Rows of tokens with labels and distances."""
+        rows = zip(*map(torch.from_numpy, self._make(self.numbers.start + chosen)), strict=True)
         return [{"input_ids": ids, "labels": labels, "distances": far} for ids, labels, far in rows]
 
     def _make(self, numbers: Int64) -> tuple[Int64, Int64, Int64]:

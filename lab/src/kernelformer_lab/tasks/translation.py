@@ -22,7 +22,7 @@ from kernelformer.conversion.readers import EXTENSIONS, Row, hash_files, not_utf
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.files import check_inside
 from kernelformer_lab.analysis.statistics import GROUPS, Numbers, jackknife, standard_error
-from kernelformer_lab.data.batching import IGNORED, Sample, check_indices, padded, spread_evenly
+from kernelformer_lab.data.batching import IGNORED, Sample, Samples, padded, spread_evenly
 from kernelformer_lab.data.sources import ALIASES, SPLITS, Rows, Source, text_value
 from kernelformer_lab.data.tokenization import TOKENIZER, Vocabulary, load_tokenizer
 from kernelformer_lab.tasks.base import Outcome, RowOptions
@@ -165,7 +165,7 @@ class Tokens(NamedTuple):
         return Tokens(self.flat[position < length], np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)]))
 
 
-class Pairs(Dataset[Sample]):
+class Pairs(Samples):
     """Some of the pairs, by index: input_ids and labels, both (L) int64, and the reference, a text.
 
     Args:
@@ -186,14 +186,11 @@ class Pairs(Dataset[Sample]):
         """(N) numbers of tokens, those of the longer side."""
         return np.maximum(self.source.lengths, self.target.lengths)[self.chosen]
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = self.chosen[check_indices(indices, len(self))].tolist()
+    def take(self, chosen: NDArray[np.int64]) -> list[Sample]:
+        """Both sides of pairs, and the targets as they were written."""
         return [
             {"input_ids": self.source.text(i), "labels": self.target.text(i), "reference": self.references[i]}
-            for i in chosen
+            for i in self.chosen[chosen].tolist()
         ]
 
 
