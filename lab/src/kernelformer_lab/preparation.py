@@ -24,8 +24,8 @@ from kernelformer_lab.data.shards import (
     verify,
 )
 from kernelformer_lab.data.sources import SPLITS
-from kernelformer_lab.data.text_files import RULE, Piece, TextStream
-from kernelformer_lab.data.tokenization import TOKENIZER, ShardTokenizer, shard_tokenizer
+from kernelformer_lab.data.text_files import RULE, TextStream
+from kernelformer_lab.data.tokenization import TOKENIZER, ShardTokenizer, rounds, shard_tokenizer
 from kernelformer_lab.training.checkpoints import locked
 
 UNFINISHED = "prepare.json"  # there from the first file to the last
@@ -148,7 +148,7 @@ def _write_shards(
 
     dtype = np.dtype(dtype_for(tokenizer.size)).newbyteorder("<")
     writers = {split: ShardWriter(out, split, dtype, whole, written) for split in SPLITS}
-    for pieces in _rounds(stream.pieces()):
+    for pieces in rounds(stream.pieces(), lambda x: len(x.content), _ROUND):
         for piece, tokens in zip(pieces, tokenizer.encode([x.content for x in pieces]), strict=True):
             if piece.complete and tokenizer.end is not None:
                 tokens = np.append(tokens, tokens.dtype.type(tokenizer.end))
@@ -157,20 +157,6 @@ def _write_shards(
         progress(stream.done, sum(stream.sizes))
     with _writing(out):
         return {split: ShardSplit(x.close(), x.text_bytes) for split, x in writers.items()}
-
-
-def _rounds(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in order, a limited number of bytes at once."""
-    some: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        some.append(piece)
-        size += len(piece.content)
-        if size >= _ROUND:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
 
 
 def _check_amounts(splits: dict[str, ShardSplit], stream: TextStream, settings: PrepareSettings, log: Log) -> None:

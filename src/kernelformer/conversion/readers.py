@@ -195,8 +195,8 @@ def column_bytes(path: Path, column: str) -> bytes:
     return "".join(texts).encode()
 
 
-def read_texts(path: Path, field: str = "text") -> Iterator[str]:
-    """The texts of a file, one after the other; blank lines are skipped.
+def each_text(path: Path, field: str = "text") -> Iterator[str]:
+    """Yield the texts of a file; blank lines are skipped.
 
     Args:
         path: ``.jsonl`` with ``field`` in each line, or any other text file, one text a line; UTF-8.

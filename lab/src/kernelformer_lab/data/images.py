@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kernelformer.conversion.readers import unreadable
 from kernelformer.errors import choice, flag, integer, positive_int
 from kernelformer.files import check_inside, check_limit, check_regular, replacing, walk
-from kernelformer_lab.data.arrays import cache_folder, writing
+from kernelformer_lab.data.arrays import cache_folder, reading, writing
 from kernelformer_lab.data.batching import Sample, Samples, check_limits, spread_evenly
 from kernelformer_lab.data.image_cache import Encoded, Files, Form, Frames, Int64, Rows, Uint8, decode, grey, mapped
 from kernelformer_lab.data.sources import (
@@ -120,12 +120,8 @@ def pixels(path: Path, name: str, head: Head, cache: Path) -> Uint8:
         with writing(unpacked), replacing(unpacked) as part, part.open("wb") as out:
             for block in _blocks(path, name):
                 out.write(block)
-    try:
+    with reading(unpacked):
         return mapped(unpacked, head.shape)
-    except (OSError, ValueError) as problem:
-        raise ValueError(
-            f"the cache file {unpacked} cannot be used ({problem}); delete it, and it will be made again."
-        ) from None
 
 
 HASHED = 1 << 30  # bytes of a folder of images that a fingerprint reads

@@ -498,23 +498,3 @@ def moved_at_once(attention: str, plus: float = 0.0) -> Callable[[Record], float
 def moved_tuned(attention: str, plus: float = 0.0) -> Callable[[Record], float]:
     """The bits per byte that an attention of the study ``transfer`` has after fine-tuning, and a margin."""
     return lambda record: _number(_moved(record, attention)["tuned"][-1][1]) + plus
-
-
-@dataclass(frozen=True)
-class OfStudy:
-    """A rule over the record of one study.
-
-    Args:
-        part: of the item.
-        text: the rule in words.
-        judge: from the record to verdict and figures.
-    """
-
-    part: str
-    text: str
-    judge: Callable[[Record], Finding]
-
-    def __call__(self, entries: Sequence[Entry]) -> Finding:
-        """Judge by the study, if it is on record."""
-        records = studies_of(entries, [self.part])
-        return self.judge(records[0]) if records else Finding(MISSING_RESULT, "")
