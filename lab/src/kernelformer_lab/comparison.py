@@ -275,7 +275,7 @@ def report(plan: Plan) -> Comparison:
 
 
 def _figures(comparison: Comparison) -> dict[str, Any]:
-    """The numbers of a report, for whoever wants to go on with them."""
+    """The numbers of a report, for further use."""
     runs = [
         {
             "label": run.label,
@@ -300,7 +300,7 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
 
 
 def _samples(plan: Plan) -> dict[str, str]:
-    """What the models of the first seed have written."""
+    """Samples written by the models of the first seed."""
     texts = {}
     for run in plan.runs:
         file = plan.folder_of(run) / SAMPLE

@@ -37,10 +37,10 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings(Settings):
-    """What to make of which texts.
+    """Settings of `prepare`.
 
     Args:
-        texts: paths of files and folders, see `data.text_stream.TextStream`.
+        texts: paths of files and folders, see `data.text_files.TextStream`.
         tokenizer: "bytes", a ``tokenizer.json``, a folder with one or of a run, or a name on the hub.
         out: folder of the shards.
         column: of the texts in ``.jsonl``, ``.csv`` and ``.tsv`` files.
@@ -81,7 +81,7 @@ def prepare(
     The folder gets ``SPLIT-NNNNN.bin``, plain little-endian integers (uint8 for bytes, uint16 or uint32 by the size of
     the vocabulary); ``SPLIT-NNNNN.documents.bin``, 64-bit integers that say after how many tokens of the split the
     documents end that end in this shard; ``tokenizer.json``; and at the end ``index.json`` (see
-    `data.shard_index.ShardIndex`). Where the tokenizer has a token for the end of a text, it stands after every
+    `data.shards.ShardIndex`). Where the tokenizer has a token for the end of a text, it stands after every
     document; not after a plain text that was given as a file and is divided by position.
 
     Every file is whole or not there. A folder that is finished with the same settings and texts (names and sizes) is
@@ -214,7 +214,7 @@ def _check_same(out: Path, index: ShardIndex, made: dict[str, Any], tokenizer: S
 
 @contextmanager
 def _writing(out: Path) -> Iterator[None]:
-    """What the disk does not take in here is an error with a way out."""
+    """Turn errors of writing into one with a way out."""
     try:
         yield
     except OSError as problem:

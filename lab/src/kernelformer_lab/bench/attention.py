@@ -165,7 +165,7 @@ def _near_tokens(core: AttentionCore) -> tuple[int, int]:
 
 
 def _is_positive(core: AttentionCore) -> bool:
-    """Whether its weights are positive and normalized, so that they and a bias add up in log space."""
+    """True if its weights are positive and normalized, so that they and a bias add up in log space."""
     return isinstance(core, KernelCore) and core.normalize and isinstance(core.feature_map.spec, PositiveSpec)
 
 

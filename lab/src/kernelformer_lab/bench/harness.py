@@ -146,13 +146,13 @@ def peak_memory(steps: Mapping[str, Step]) -> dict[str, int]:
 
 
 def too_large(count: float) -> str | None:
-    """Why ``count`` bytes at once are no use here, or None: beyond the memory a figure would be that of the disk."""
+    """The reason not to allocate ``count`` bytes, or None: beyond the memory a figure would be that of the disk."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None if count < 0.7 * memory else f"needs about {count / 2**30:.0f} GiB"
 
 
 def over_limit(seconds: float | None, limit: float) -> str | None:
-    """Why a step that is expected to take ``seconds`` is not run, or None; so where nothing is known of it."""
+    """The reason not to run a step that is expected to take ``seconds``; None to run it, also if that is unknown."""
     if seconds is None or seconds <= limit:
         return None
     return f"about {human_time(seconds)}, and the limit is {human_time(limit)}"

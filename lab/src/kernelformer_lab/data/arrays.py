@@ -77,7 +77,7 @@ def load_arrays(path: Path, record: str, read: Callable[[Arrays], Data]) -> Data
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn whatever is wrong with a cache file into an error with a way out."""
+    """Turn any problem with a cache file into an error with a way out."""
     try:
         yield
     except Exception as problem:  # a damaged file raises all kinds

@@ -126,7 +126,7 @@ Int32 = NDArray[np.int32]
 
 
 def fit_pairs(first: Int64, second: Int64, room: int) -> tuple[Int64, Int64]:
-    """How many tokens are kept of each of a pair: what is too long is cut from the longer side.
+    """Tokens to keep of each side of pairs: the longer side is cut first.
 
     Args:
         first: (N) tokens of the first sides.

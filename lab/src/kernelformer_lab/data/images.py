@@ -203,11 +203,11 @@ class Pictures:
       all that are anywhere in its folder, and a folder without splits is divided by the shares.
     - ``hub:NAME`` or ``hub:NAME:CONFIGURATION``: a Hugging Face data set with ``image`` (or ``img``) and ``label``.
 
-    Splits may have the other names of `splits.ALIASES`. Where there is no validation split, a share of the training
+    Splits may have the other names of `sources.ALIASES`. Where there is no validation split, a share of the training
     images is one, by a hash of (seed, number).
 
     Bad images (another size or mode, damaged, a label out of range) raise, or are left out and counted. Arrays of
-    an npz are held in memory up to `npz.MEMORY` bytes, and beyond that unpacked once into the cache and mapped.
+    an npz are held in memory up to `MEMORY` bytes, and beyond that unpacked once into the cache and mapped.
     Images that have to be decoded are decoded once into the cache and mapped, up to `image_cache.CACHED` bytes of
     pixels; beyond that (ImageNet) at each use, after one reading of the heads of all files, which finds the bad ones,
     except those whose damage only shows when they are decoded.
@@ -285,7 +285,7 @@ class Pictures:
         return self.location
 
     def _sets(self) -> dict[str, Any]:
-        """What there is to read, by the name of the split; of a whole that is to be divided the name is empty."""
+        """Locations to read by the name of their split; "" is a whole that is to be divided."""
         if isinstance(self.location, str):
             return dict(hub(self.location))
         folder = self._path

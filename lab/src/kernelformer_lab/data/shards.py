@@ -30,7 +30,7 @@ UInt64 = NDArray[np.uint64]
 
 
 def permute(indices: Int64, size: int, *, seed: int, epoch: int) -> Int64:
-    """Where a permutation of 0..size-1, which (seed, epoch) chooses, takes these indices.
+    """Apply the permutation of 0..size-1 that (seed, epoch) chooses.
 
     A generalized Feistel network over a x b >= size, a = ceil(sqrt(size)), b = ceil(size / a): with x = l b + r,
 
@@ -156,18 +156,18 @@ class ShardSplit:
 
     @property
     def tokens(self) -> int:
-        """How many there are in all shards."""
+        """Tokens in all shards."""
         return sum(x.tokens for x in self.shards)
 
     @property
     def documents(self) -> int:
-        """How many end in all shards."""
+        """Documents that end in all shards."""
         return sum(x.documents for x in self.shards)
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What ``index.json`` says.
+    """Content of ``index.json``.
 
     Args:
         dtype: of the tokens, little-endian: a name of `DTYPES`.
@@ -296,7 +296,7 @@ class TokenShards:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
     def document_ends(self, start: int, stop: int) -> Int64:
-        """Where documents end between ``start`` and ``stop``, both not included; one that ends at e has token e - 1.
+        """Ends of documents between ``start`` and ``stop``, both excluded; one that ends at e has token e - 1.
 
         Cost: two searches in the sorted ends of a shard or two, of which a few pages are read.
         """
@@ -498,8 +498,8 @@ class ShardWindows(Samples):
     def sample(self, index: int, start: int = 0, stop: int | None = None) -> Sample:
         """A window, or its tokens ``start`` to ``stop`` - 1: input_ids, labels (the same tokens) and segment_ids.
 
-        A part is read without the rest of its window, and is what it is in the whole: whoever divides a window among
-        processes asks for one part each.
+        A part is read without the rest of its window, and is what it is in the whole: processes that share a
+        window ask for one part each.
         """
         first = self.start(index)
         low, high = first + start, first + (self.length if stop is None else stop)

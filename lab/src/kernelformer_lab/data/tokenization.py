@@ -167,7 +167,7 @@ def vocabulary(
 def vocabulary_size(
     *, tokenizer: str | None = None, kind: str = "bpe", vocab_size: int | None = None, lowercase: bool = False
 ) -> int:
-    """How many tokens a model must know, from the options alone, which are checked.
+    """Number of tokens that a model must know, from the options alone, which are checked.
 
     ``vocab_size`` None means `DEFAULT_SIZE`, or what a user's vocabulary or that of bytes has.
     """
@@ -389,7 +389,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class ShardTokenizer:
-    """What turns texts into the tokens of shards.
+    """A tokenizer that turns texts into the tokens of shards.
 
     Args:
         name: as it was given, of a path its last part.
@@ -416,7 +416,7 @@ class ShardTokenizer:
             write_text(folder / TOKENIZER, self._text())
 
     def record(self) -> dict[str, Any]:
-        """What the index says of it."""
+        """Its entry in the index."""
         return {
             "name": self.name,
             "file": None if self.tokenizer is None else TOKENIZER,

@@ -29,7 +29,7 @@ class Windows(Samples):
 
     @abstractmethod
     def starts(self, indices: Int64) -> Int64:
-        """Where these windows begin."""
+        """Starts of these windows."""
 
     def __len__(self) -> int:
         return self.count

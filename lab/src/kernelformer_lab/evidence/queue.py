@@ -124,7 +124,7 @@ DERIVED: dict[str, tuple[str, Callable[[Path, Path], None]]] = {"enwik8-links": 
 
 
 def is_there(name: str, data: Path) -> bool:
-    """Whether a folder of data is there, or can be made."""
+    """Return True if a folder of data is there, or can be made."""
     return (data / name).exists() or (name in DERIVED and (data / DERIVED[name][0]).exists())
 
 
@@ -145,7 +145,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a queue reads and writes.
+    """Folders that a queue reads and writes.
 
     Args:
         data: folder of all data, with a folder for each name that jobs ask for.
@@ -164,7 +164,7 @@ class _Running:
     job: Job
     folder: Path
     worker: Worker
-    stopped: bool = False  # while somebody takes timings
+    stopped: bool = False  # while timings are taken
     told: bool = False  # to save and stop, by this queue
 
 
@@ -174,7 +174,7 @@ def missing_data(job: Job, data: Path) -> list[str]:
 
 
 def pending(items: Iterable[Item], place: Place) -> list[tuple[Item, Job]]:
-    """What is not on record yet and can be run, in the order of the items."""
+    """Jobs that are not on record yet and can be run, in the order of the items."""
     return [(item, job) for item in items for job in left(item, place.records) if not missing_data(job, place.data)]
 
 
@@ -293,7 +293,7 @@ def _over(end: float | None) -> bool:
 
 
 def _request(item: Item, job: Job, place: Place) -> dict[str, Any]:
-    """What a worker is told."""
+    """Arguments of `do_job`."""
     return {
         "kind": job.kind,
         "request": located(job.request, place.data),
@@ -346,7 +346,7 @@ def _terminate(running: Sequence[_Running]) -> None:
 
 
 def _yield_to_timings(running: Sequence[_Running], log: Log) -> None:
-    """Stop all processes while somebody takes timings on this machine, and let them go on after that."""
+    """Pause all processes while timings are taken on this machine."""
     busy = timings_under_way()
     for each in running:
         if busy != each.stopped and each.worker.process.poll() is None:
@@ -415,7 +415,7 @@ LEVELS = (20, 40, 60, 80)  # percent of the validation samples: the checkpoints 
 
 
 def redraws(folder: Path) -> dict[str, Any]:
-    """How much a classifier depends on the draw of its features: 100 draws on 200 validation samples."""
+    """Dependence of a classifier on the draw of its features: 100 draws on 200 validation samples."""
     measured = redraw_statistics(folder)
     flat = {name: x["mean"] if isinstance(x, Mapping) else x for name, x in measured["figures"].items()}
     errors = {f"{name}_error": x["error"] for name, x in measured["figures"].items() if isinstance(x, Mapping)}
@@ -454,7 +454,7 @@ def first_at_levels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str,
 
 
 def samples(folder: Path) -> dict[str, Any]:
-    """What groups of samples add to the standard error of the score, so that runs are compared on the same samples.
+    """Contributions of groups of samples to the standard error of the score, to compare runs on the same samples.
 
     Of weights that were selected it is the score on the test split, else that of the validation split.
     """

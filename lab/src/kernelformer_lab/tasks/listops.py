@@ -32,7 +32,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rules:
-    """Which trees there are; names and defaults are Long Range Arena's."""
+    """Rules by which trees are drawn; names and defaults are Long Range Arena's."""
 
     min_length: int = 500
     max_length: int = 2000
@@ -279,7 +279,7 @@ class ListOps(MadeCache, MadeSamples, Classification):
     are not written. The first release of its tokenizer dropped "]" too; here it is a token, as in the later one.
     Batches are padded to their longest sample, not to max_length, unless pad_to says so.
 
-    Tokens: `data.listops.TOKENS`, 0 is padding. Other sizes of the training set leave the test as it is, and a smaller
+    Tokens: `TOKENS`, 0 is padding. Other sizes of the training set leave the test as it is, and a smaller
     one is the beginning of a larger one.
 
     Args:
@@ -289,7 +289,7 @@ class ListOps(MadeCache, MadeSamples, Classification):
         max_args: of an operator.
         pad_to: length of every batch; None: the longest sample's, rounded up to a multiple of 16, at most max_length.
 
-    Other options: see `tasks.options`.
+    Other options: see `tasks.base`.
     """
 
     train_samples: int = 96_000

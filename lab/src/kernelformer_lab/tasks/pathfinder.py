@@ -47,7 +47,7 @@ Points = NDArray[np.complex128]  # column + 1j row; directions have the absolute
 
 @dataclass(frozen=True)
 class Rules:
-    """Which images there are; the defaults are those of Long Range Arena's 32 x 32 images. Lengths are in pixels."""
+    """Rules of the drawing; the defaults are those of Long Range Arena's 32 x 32 images. Lengths are in pixels."""
 
     rows: int = 32
     columns: int = 32
@@ -158,7 +158,7 @@ def _strokes(rules: Rules, at: Points, way: Points, half: float, radius: float) 
 
 
 def _free(rules: Rules, blocked: Bool, rows: Ints, at: Points, way: Points, half: float, radius: float) -> Bool:
-    """Whether strokes in these drawings would put no ink on a blocked cell."""
+    """True for strokes that would put no ink on a blocked cell of these drawings."""
     cells, distance = _strokes(rules, at, way, half, radius)
     cells += rows[:, None] * rules.cells
     hit = blocked.reshape(-1)[cells] & (distance <= (radius + 0.5 - _FAINT) ** 2)
@@ -210,7 +210,7 @@ def _propose(rng: Generator, rules: Rules, last: Points, before: Points, start: 
 
 
 def _good(rules: Rules, blocked: Bool, walk: _Walk, todo: Ints, at: Points, way: Points) -> Ints:
-    """Which of the proposals are within the image, away from all that is blocked and from their own path."""
+    """Mask of proposals within the image, away from all that is blocked and from their own path."""
     t, x, y = walk.have[todo], at.real - rules.border, at.imag - rules.border
     k: Ints = np.flatnonzero((x >= 0) & (x <= rules.columns - 1) & (y >= 0) & (y <= rules.rows - 1))
     # The cheapest test first: most that fail do so here.
@@ -230,7 +230,7 @@ def _good(rules: Rules, blocked: Bool, walk: _Walk, todo: Ints, at: Points, way:
 
 
 def _grow(rng: Generator, rules: Rules, blocked: Bool, dashes: int, marked: bool) -> tuple[Ints, DashedPath]:
-    """Grow a path in each of N drawings, dash by dash; some are taken back where it does not go on.
+    """Grow a path in each of N drawings, dash by dash; dashes are taken back at a dead end.
 
     Args:
         rng: of all proposals.
@@ -455,7 +455,7 @@ class Pathfinder(MadeCache, DataOption, SkipOption, FixedSamples, Classification
     ends of one long path, the other has none. Label 0: each long path has one. A path is a walk of dashes which turns
     by up to ``bend`` radians in each gap. Long paths are drawn first, then each distractor where there is room, and a
     drawing without room is given up. Both classes are made of the same drawings, and
-    markers that look alike in distance, place and directions (`data.dashed_paths`).
+    markers that look alike in distance, place and directions.
 
     The label can be seen: pixels of one path are joined by steps of at most gap + 1.5 pixels, pixels of different
     paths are further apart. Markers alone have the value 255.
@@ -485,7 +485,7 @@ class Pathfinder(MadeCache, DataOption, SkipOption, FixedSamples, Classification
         marker_radius: of the discs.
         contrast: grey of dashes, as a share of that of the markers.
 
-    Other options: see `tasks.options`.
+    Other options: see `tasks.base`.
     """
 
     size: int | Sequence[int] = 32

@@ -88,7 +88,7 @@ class Sequences(Source):
         return there
 
     def has(self, split: str) -> bool:
-        """Whether there is such a split, in the data itself or by a share."""
+        """Return True if there is such a split, in the data itself or by a share."""
         if isinstance(self.location, Path) and not self.location.is_dir():
             return True
         names = set(self._hub()) if isinstance(self.location, str) else {x.stem for x in self.files()}
@@ -113,7 +113,7 @@ class Sequences(Source):
         return {self.field: once}
 
     def _full(self, rows: Rows, split: str, of: int = 0) -> Rows:
-        return rows  # also if there are none: they are read to be compared, and whoever needs some says so
+        return rows  # also if there are none: they are read to be compared, and callers that need some check it
 
     def remark(self, count: int, total: int, where: str) -> None:
         """Note how many sequences were left out, if any."""
@@ -173,7 +173,7 @@ class ProteinSamples(Samples):
         return flat, flat, ends - starts
 
     def label_counts(self) -> Int64:
-        """How often each token is a label that counts, (vocabulary)."""
+        """Count each token among the labels, (vocabulary)."""
         return count_tokens(self.tokens[: self.offsets[-1]]) - count_tokens(self.tokens[self.offsets[:-1]])
 
 
@@ -216,7 +216,7 @@ class MaskedProteinSamples(ProteinSamples):
         return ids, labels, sizes
 
     def label_counts(self) -> Int64:
-        """How often each token is masked, (vocabulary)."""
+        """Count each token among those that are masked, (vocabulary)."""
         counts = np.zeros(len(TOKENS), np.int64)
         step = max(1, (1 << 20) // int(np.diff(self.offsets).max()))  # few enough for the memory
         for i in range(0, len(self), step):
@@ -226,7 +226,7 @@ class MaskedProteinSamples(ProteinSamples):
 
 
 def count_tokens(tokens: NDArray[Any]) -> Int64:
-    """How often each token of the vocabulary occurs."""
+    """Count each token of the vocabulary."""
     return np.bincount(tokens, minlength=len(TOKENS))
 
 
@@ -265,7 +265,7 @@ class Proteins(PackOption, RowOptions):
         deduplicate: use each sequence once, in whichever split: the first of a file; of several splits the test's, then
             the validation's. Sequences are compared whole, before they are cut.
 
-    Other options: see `tasks.options.PackOption` and `RowOptions`; of what deduplication leaves, ``train_samples`` and
+    Other options: see `tasks.base.PackOption` and `RowOptions`; of what deduplication leaves, ``train_samples`` and
     so on are taken, sequences also where rows are packed.
 
     Cost: 0.2 seconds for 20,000 sequences, and two bytes per amino acid.

@@ -25,7 +25,7 @@ Draws = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RecallRules:
-    """How rows are made: see `tasks.recall.Recall`, whose options these are.
+    """Rules by which rows are made: options of `Recall`.
 
     Tokens: keys from 0, then values, then fillers.
     """
@@ -71,7 +71,7 @@ class RecallRules:
 
 
 class RecallRows(Samples):
-    """Rows by number, made when they are asked for: row i is a function of (rules, seed, i), whatever the batch.
+    """Rows by number, made on demand: row i is a function of (rules, seed, i), independent of the batch.
 
     A sample is ``input_ids`` (L), ``labels`` (L), the answers after the keys of queries and elsewhere -100, and
     ``distances`` (L), where the answers are how far their values are, and elsewhere 0.
@@ -152,7 +152,7 @@ class Recall(MadeSamples, Classification):
         num_values: different values; guessing is right in one of so many answers.
         num_fillers: different fillers.
 
-    Other options: see `tasks.options`. Rows are numbered, those of the test first, then validation and training, so
+    Other options: see `tasks.base`. Rows are numbered, those of the test first, then validation and training, so
     that splits are disjoint; row i is a function of (seed, i) and the options above.
 
     Cost: nothing is kept; three million tokens a second on one core, made as they are needed.

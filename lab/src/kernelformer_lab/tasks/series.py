@@ -192,7 +192,7 @@ class SeriesSource:
         return Series(values, np.array(kept, np.float64))
 
     def _wrong(self, row: NDArray[Any], label: float) -> str:
-        """What is wrong with a sequence, or nothing."""
+        """The problem of a sequence; empty if there is none."""
         if row.shape[1] != self.channels:
             return f"has {row.shape[1]} channels, and task.channels is {self.channels}"
         if not len(row):
@@ -278,14 +278,14 @@ class RealSeries(RowOptions):
     training split's too; ``rmse`` is in their own unit.
 
     Data: ``train.npz`` (``series`` (N, L, C), ``labels`` (N)) and so on, or files of the UCR archive;
-    `data.series.SeriesSource` has all of it.
+    `SeriesSource` has all of it.
 
     Args:
         channels: C.
         classes: labels are 0 to classes - 1, or any ``classes`` different numbers, in rising order; 1: a regression.
         length: values of a sequence at most; longer ones are bad rows.
 
-    Other options: see `tasks.options.RowOptions`.
+    Other options: see `tasks.base.RowOptions`.
     """
 
     channels: int = 1

@@ -42,7 +42,7 @@ class Shards(DataOption, SampleOptions):
         verify: compare all files with their hashes before a run starts; False: only their sizes, where reading
             everything takes too long.
 
-    Options of all tasks, and where data is: see `tasks.options`.
+    Options of all tasks, and where data is: see `tasks.base`.
     """
 
     length: int = 512
@@ -64,7 +64,7 @@ class Shards(DataOption, SampleOptions):
 
     @cached_property
     def index(self) -> ShardIndex:
-        """What is in the folder."""
+        """Index of the folder."""
         return read_index(self._place())
 
     def settings(self) -> dict[str, Any]:

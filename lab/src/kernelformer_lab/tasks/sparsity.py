@@ -128,7 +128,7 @@ class Sparsity(MadeSamples, Classification):
         relevance: probability of a_i = 1; the paper: 0.1, 0.5, 0.9.
         length: L, at least 4.
 
-    Other options: see `tasks.options`; the paper has a training and a validation split.
+    Other options: see `tasks.base`; the paper has a training and a validation split.
 
     Cost: two seconds for 20,000 samples of 48 pairs; all splits are made at once. One byte per pair is kept.
     """

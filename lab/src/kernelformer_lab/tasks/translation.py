@@ -254,7 +254,7 @@ class Translation(VocabularyTask, RowOptions):
         length_penalty: above 0; larger ones prefer longer translations.
         bleu_samples: translate at most so many, spread evenly over the split; None: all.
 
-    Other options: see `VocabularyTask` and `tasks.options.RowOptions`; the vocabulary is that of ``train_samples``.
+    Other options: see `VocabularyTask` and `tasks.base.RowOptions`; the vocabulary is that of ``train_samples``.
     """
 
     source: str = "en"
@@ -317,7 +317,7 @@ class Translation(VocabularyTask, RowOptions):
         return (text for side in self._sides for text in self._rows("train")[side])
 
     def texts_record(self) -> str:
-        """What the training texts depend on."""
+        """All that the training texts depend on."""
         division = [self.pairs.shares, self.pairs.seed, self.pairs.skip_bad, self.limits["train"]]
         return json.dumps(["translation", self._sides, division, self.fingerprint()])
 
@@ -407,7 +407,7 @@ class Translation(VocabularyTask, RowOptions):
         return texts
 
     def _search(self, model: Any, sources: list[Tensor]) -> list[list[int]]:
-        """Tokens of translations after the start token; whatever follows <eos> means nothing."""
+        """Tokens of translations after the start token; those after <eos> have no meaning."""
         tokens = self.vocabulary()
         batch = {name: x.to(model.device) for name, x in self._batch(sources).items()}
         limits = torch.tensor([min(2 * len(x) + 10, self.length) for x in sources], device=model.device)

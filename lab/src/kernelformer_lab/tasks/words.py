@@ -69,7 +69,7 @@ class Words(Corpus):
         """Windows of the split's tokens."""
         windows = self.windows(name)
         if name != "train":
-            self.sizes(name)  # now, and not in the midst of a training; nobody asks for those of a large training split
+            self.sizes(name)  # now, and not in the midst of a training; those of a large training split are not needed
         return windows
 
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:

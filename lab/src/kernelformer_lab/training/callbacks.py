@@ -1,4 +1,4 @@
-"""What happens beside the steps: signals are heard, progress is shown, curves are drawn."""
+"""Callbacks of training: signals, progress bar, TensorBoard, and the watchdog over ranks."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def rank_watchdog(args: TrainingArguments, folder: Path, timeout: float) -> Rank
 
 
 def _answer(ask: Callable[[], T], seconds: float) -> T | None:
-    """What a call returns, or None if it fails or takes longer: the store may be in the lost process."""
+    """Result of a call, or None if it fails or takes longer: the store may be in the lost process."""
     answers: list[T] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a training run depends on."""
+"""Settings of a training run."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Run:
         from kernelformer_lab.tasks import TASKS, task_options
 
         for name in ("task_options", "model"):
-            object.__setattr__(self, name, _plain(name, getattr(self, name)))  # a copy: nobody changes it later
+            object.__setattr__(self, name, _plain(name, getattr(self, name)))  # a copy, so that it cannot change later
         known = task_options(choice("task", self.task, TASKS))
         splits = self.context_parallel != 1
         if splits and TASKS[self.task].model not in SPLIT_MODELS:
@@ -246,7 +246,7 @@ class Run:
 
 
 def extension(run: Run, before: Run) -> str | None:
-    """What more steps than a run had before mean for its learning rate, or None where there are no more.
+    """A sentence on the learning rate of a run that is made longer; None if it is not.
 
     The rate of step s is that of a run of the new number of steps at s, whatever came before: so a run that is made
     longer and then stopped goes on to the same numbers. Without decay to 0 ("constant", "inverse_sqrt") it is the run
@@ -261,7 +261,7 @@ def extension(run: Run, before: Run) -> str | None:
 
 
 def attention_settings(text: str) -> dict[str, str | None]:
-    """What ``A``, or ``A > B`` for an encoder by A and a decoder by B, says of a run; A alone is for both."""
+    """Settings of a run for ``A``, or ``A > B`` for an encoder by A and a decoder by B; A alone is for both."""
     from kernelformer.modules.spec import parse_sides
 
     encoder, decoder = parse_sides(text)

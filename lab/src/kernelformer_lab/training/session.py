@@ -113,7 +113,7 @@ def finish(
 
 
 def _selected(result: Result) -> str:
-    """What there is to say of the best weights, where they were selected."""
+    """Words on the best weights; empty if none were selected."""
     if result.best_step is None:
         return ""
     test = score_text(result.test[result.metric], result.test_error)
@@ -306,7 +306,7 @@ def train(
         run: the settings.
         folder: of the run; it may not hold a run yet, except with ``resume``.
         resume: go on from the last checkpoint that is whole, or start if there is none. A finished run only gives its
-            result, unless ``run`` has more steps than it had: then it goes on, by the rule of `run.extension`, and its
+            result, unless ``run`` has more steps than it had: then it goes on, by the rule of `config.extension`, and its
             model and result stay until the new ones are there.
         command: what the user typed, for the record.
         quiet: no progress bar and no sentences.
@@ -451,7 +451,7 @@ def _enter(
 def _begin(
     run: Run, folder: Path, step: int, command: str, processes: int, data: str, start: Callable[[], str | None]
 ) -> None:
-    """Leave only what the run can go on from; the record of a resumed run tells of its start and of what came later."""
+    """Remove what the run cannot resume from, and write its record, with its start and each resume."""
     clear(folder)
     set_aside(folder, step)
     if run.select == "best":

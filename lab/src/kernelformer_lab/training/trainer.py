@@ -64,7 +64,7 @@ class Context:
         self.ranks = Ranks(mesh["context"].get_group())
 
     def active(self) -> AbstractContextManager[Ranks]:
-        """Where attention sees the tokens of all ranks of the group."""
+        """Context in which attention sees the tokens of all ranks of the group."""
         return split_over(self.ranks)
 
     def part(self, batch: dict[str, Any], main: str) -> dict[str, Any]:
@@ -378,7 +378,7 @@ class RunTrainer(TaskTrainer):
             if self._loss_shifts_labels:
                 labels = torch.cat([labels[:, 1:], next_column(labels, IGNORED)], 1)[:, : labels.shape[1]]
             parts = tuple(self.context.sum(x) for x in contributions(logits, labels, False))
-            return loss, parts, parts[1]  # labels of tokens are nobody's business after this
+            return loss, parts, parts[1]  # labels of tokens are not used after this
 
     def _reduce(self, logits: Any, labels: Tensor) -> tuple[Tensor, ...]:
         if self.context is None:

@@ -246,7 +246,7 @@ def _sentence_parts(recipe: str, **data: str) -> tuple[Training, ...]:
 
 
 def _sentence_claims(column: str) -> tuple[Claim, ...]:
-    """What is claimed of short texts; ``column`` has the paper's figures of the task that is like it."""
+    """Claims on short texts; ``column`` has the paper's figures of the task that is like it."""
     return (
         Claim(
             "FastFood-RKS with all of S, G, B learned is at least as good as with S alone or nothing learned",
