@@ -191,7 +191,7 @@ class Images(ImageClassification):
         classes: labels are 0 to classes - 1.
         mean: of intensities from 0 to 1, a number or one for each channel.
         std: the same.
-        augment: of training images: "none", "flip" or "crop"; `data.augmentation.Views` says what they do.
+        augment: of training images: "none", "flip" or "crop"; `Views` says what they do.
         views: how many versions of each training image there are, so that the split has N * views samples, in any
             order: sample i is a function of (seed, i). None: 10 with augmentation, else 1.
 

@@ -111,7 +111,7 @@ _ROUND = 16  # batches have a multiple of this length, so that there are few dif
 
 @dataclass(kw_only=True, eq=False)
 class Sentences(VocabularyTask, NamedValidation):
-    """Classify a sentence or a pair, or give it a number; the tasks of GLUE are in the table `recipes.papers.learned_kernels.GLUE`.
+    """Classify a sentence or a pair, or give it a number, as in GLUE (`recipes.papers.learned_kernels.GLUE`).
 
     Data: a folder with ``train``, ``validation`` and ``test``, each ``.jsonl``, ``.csv`` or ``.tsv``, one such file, or
     ``hub:NAME[:CONFIGURATION]``; a row has a text, maybe a second one, which may be blank, as in two rows of GLUE's

@@ -28,8 +28,8 @@ class Shards(DataOption, SampleOptions):
 
     Data: a folder of ``kernelformer prepare``, with its splits. It is mapped, not read, and may be larger than the
     memory. Windows of ``length`` tokens share one token with the next, so that each token is predicted once in an epoch
-    (`data.shard_windows.ShardWindows`). Training takes them in an order that is a function of the run's seed and of the
-    position in it (`data.permutation.order_at`): step t has windows t B to (t + 1) B - 1 of the order, on any number of
+    (`data.shards.ShardWindows`). Training takes them in an order that is a function of the run's seed and of the
+    position in it (`data.shards.order_at`): step t has windows t B to (t + 1) B - 1 of the order, on any number of
     processes and workers and after any resume.
 
     Per byte of the original text, and so for any vocabulary, as in the task "words":

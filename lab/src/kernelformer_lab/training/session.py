@@ -306,8 +306,8 @@ def train(
         run: the settings.
         folder: of the run; it may not hold a run yet, except with ``resume``.
         resume: go on from the last checkpoint that is whole, or start if there is none. A finished run only gives its
-            result, unless ``run`` has more steps than it had: then it goes on, by the rule of `config.extension`, and its
-            model and result stay until the new ones are there.
+            result, unless ``run`` has more steps than it had: then it is resumed, by the rule of `config.extension`,
+            and its model and result stay until the new ones are there.
         command: what the user typed, for the record.
         quiet: no progress bar and no sentences.
         log: called with the sentences; default: they are printed.
