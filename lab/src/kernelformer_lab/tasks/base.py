@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from kernelformer.errors import integer, positive_int
 from kernelformer_lab.analysis.statistics import GROUPS, UNKNOWN, Numbers
@@ -103,9 +103,13 @@ class Task(ABC):
         """
         return math.nan, UNKNOWN
 
-    @abstractmethod
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """A batch: input_ids (B, L) int64, labels, and where it is padded attention_mask (B, L), 1 = real."""
+        """Make a batch: input_ids (B, L) int64, labels, and where it is padded attention_mask (B, L), 1 = real.
+
+        By default torch's own: samples are of one length, their tensors are stacked.
+        """
+        batch: dict[str, Tensor] = default_collate(samples)
+        return batch
 
     @abstractmethod
     def score(self, outcome: Outcome) -> dict[str, float]:

@@ -8,7 +8,6 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kernelformer.errors import number
 from kernelformer_lab.data.batching import IGNORED, Sample, Samples
@@ -111,10 +110,6 @@ class Masked(Corpus):
         seed = mix_bits(np.array([self.seed], np.uint64))
         keys = mix_bits(seed + np.arange(9).astype(np.uint64)).reshape(3, 3)
         return MaskedWindows(windows, self.vocabulary(), self.mask_share, keys[SPLITS.index(name)].tolist())
-
-    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """input_ids and labels, both (B, L); labels are -100 where nothing was masked."""
-        return {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
 
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
         """Scores of guessing by frequency in the training split, each token counted once more."""

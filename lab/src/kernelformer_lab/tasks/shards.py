@@ -9,12 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kernelformer.errors import choice, flag, integer
 from kernelformer.files import existing, write_text
-from kernelformer_lab.data.batching import Sample
 from kernelformer_lab.data.shards import ShardIndex, ShardWindows, TokenShards, read_index, verify
 from kernelformer_lab.data.sources import SPLITS
 from kernelformer_lab.data.tokenization import TOKENIZER
@@ -88,10 +84,6 @@ class Shards(DataOption, SampleOptions):
                 f"{'' if name == 'train' else f' or a larger {name}_share'}."
             )
         return ShardWindows(tokens, self.length, self.limits[name], documents=self.documents)
-
-    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """input_ids (B, L), labels, which the model shifts, and with ``documents`` segment_ids (B, L)."""
-        return {name: torch.stack([x[name] for x in samples]) for name in samples[0]}
 
     def score(self, outcome: Outcome) -> dict[str, float]:
         """Perplexity, accuracy, bits per token; per byte of text where the outcome says of which split it is."""

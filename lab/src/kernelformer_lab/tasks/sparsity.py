@@ -162,8 +162,3 @@ class Sparsity(MadeSamples, Classification):
             parts = zip(self.counts, tokens.split(sizes), sums.labels.split(sizes), strict=True)
             self._splits = {split: PairTokens(x, y) for split, x, y in parts}
         return self._splits[name]
-
-    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """input_ids (B, L), labels (B); all are of the same length."""
-        ids, labels = [x["input_ids"] for x in samples], [x["labels"] for x in samples]
-        return {"input_ids": torch.stack(ids), "labels": torch.tensor(labels)}
