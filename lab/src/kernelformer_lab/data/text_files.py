@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -336,14 +336,13 @@ def decode_pieces(content: bytes, where: object, start: int = 0) -> Iterator[str
 
 def _characters(part: Part) -> Iterator[str]:
     """Decoded pieces of a part of a file; a character on the border of two parts is in the first."""
-    start, stop = (_next_character(part.text, x) if x else 0 for x in (part.start, part.stop))
+    start, stop = (_next_character(x, part.text[x : x + 3]) if x else 0 for x in (part.start, part.stop))
     return decode_pieces(part.text[start:stop].tobytes(), part.file, start)
 
 
-def _next_character(text: Text, position: int) -> int:
-    """Start of the next character; none has more than 4 bytes."""
-    inside = (text[position : position + 3] & 0xC0) == 0x80
-    return position + int(np.argmin([*inside, False]))
+def _next_character(position: int, there: Iterable[int]) -> int:
+    """Start of the next character, by the three bytes at a position; none has more than 4 bytes."""
+    return position + [*(x & 0xC0 == 0x80 for x in there), False].index(False)
 
 
 _BLOCK = 1 << 20  # bytes read at once
@@ -504,7 +503,7 @@ class TextStream:
             with check_regular(item.path).open("rb") as file:
                 for split, (start, stop) in bounds.items():
                     if not self.raw:
-                        start, stop = (_character_in_file(file, x) for x in (start, stop))
+                        start, stop = (_next_character(x, _read_at(file, x, 3)) if x else 0 for x in (start, stop))
                     last = b""
                     for piece in self._part(file, item.path, start, stop):
                         if last:
@@ -525,6 +524,11 @@ class TextStream:
                 where = position + block.index(b"\0")
                 raise ValueError(f"{path} is not text: it has a zero byte at {where}; leave it out, or tokenize bytes.")
             yield from (text.encode() for text in decode_pieces(block, path, position))
+
+
+def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
+    file.seek(position)
+    return file.read(count)
 
 
 def _blocks(file: BinaryIO, path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -548,12 +552,3 @@ def _last_character(block: bytes) -> int:
     """Start of the last character, which may continue in the next block; the end if none begins here."""
     tail = [i for i in range(max(1, len(block) - 4), len(block)) if block[i] & 0xC0 != 0x80]
     return tail[-1] if tail else len(block)
-
-
-def _character_in_file(file: BinaryIO, position: int) -> int:
-    """Start of the next character; none has more than 4 bytes."""
-    if not position:
-        return 0
-    file.seek(position)
-    inside = [x & 0xC0 == 0x80 for x in file.read(3)]
-    return position + next((i for i, x in enumerate(inside) if not x), len(inside))

@@ -1,4 +1,7 @@
-"""The queue of jobs: two processes of one thread side by side, resumable, and quiet while others take timings."""
+"""The queue of jobs of evidence, the work of its processes, and data that is derived for them.
+
+Two processes of one thread run side by side, resumable, and paused while timings are taken on the machine.
+"""
 
 from __future__ import annotations
 

@@ -330,13 +330,16 @@ def train(
             stack.enter_context(watchdog.watching())
             callbacks = [watchdog, *callbacks]
         console = VisibleConsole(soft_wrap=True)  # a path stays in one piece
-        say = _voice(console, log) if main and not quiet else _nothing
+        say: Log = (log or console.print) if main and not quiet else lambda _: None
         bar = main and not quiet and console.is_terminal
         data = functools.cache(lambda: make_task(run.task, **run.task_options).fingerprint())
         start = functools.cache(lambda: None if run.start is None else weights_hash(Path(run.start)))
-        finished, checkpoint, step, damage = main_does(
-            main, folder, lambda: _enter(run, folder, resume, data, start, stack)
-        )
+
+        def enter() -> tuple[Result | None, Path | None, int, list[str]]:
+            stack.enter_context(locked(folder))
+            return examine(run, folder, resume, data, start)
+
+        finished, checkpoint, step, damage = main_does(main, folder, enter)
         if finished is not None:
             say(f"{folder} is finished, after {finished.steps} steps; nothing is left to do unless --steps says more")
             return finished
@@ -426,26 +429,6 @@ def build_model(run: Run, task: Task, checkpoint: Path | None = None) -> PreTrai
     if run.decoder_attention is not None:
         settings["decoder_attention"] = run.decoder_attention
     return MODELS[task.model](KernelformerConfig(**settings, attention=run.attention, seed=run.seed))
-
-
-def _nothing(text: str) -> None:
-    pass
-
-
-def _voice(console: VisibleConsole, log: Log | None) -> Log:
-    return log if log is not None else console.print
-
-
-def _enter(
-    run: Run,
-    folder: Path,
-    resume: bool,
-    data: Callable[[], str],
-    start: Callable[[], str | None],
-    stack: ExitStack,
-) -> tuple[Result | None, Path | None, int, list[str]]:
-    stack.enter_context(locked(folder))
-    return examine(run, folder, resume, data, start)
 
 
 def _begin(
