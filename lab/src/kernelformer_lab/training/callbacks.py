@@ -46,11 +46,9 @@ class LastDraw(TrainerCallback):
     def __init__(self, schedule: RemovableHandle) -> None:
         self.schedule = schedule
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Look at the rate; that of a resumed run is what it would have been."""
-        rate = kwargs["optimizer"].param_groups[0]["lr"]
+        rate = more["optimizer"].param_groups[0]["lr"]
         if state.global_step >= args.get_warmup_steps(state.max_steps) and rate < self.LATE * args.learning_rate:
             self.schedule.remove()
 
@@ -85,7 +83,7 @@ class Stop(TrainerCallback):
         with suppress(RuntimeError):  # the signal may have come in the midst of a print
             self.log("stopping after this step, with a checkpoint; Ctrl-C once more stops at once")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Save and stop, if any process was asked to; the last step is logged in any case."""
         if state.global_step >= state.max_steps:
             control.should_log = True
@@ -98,7 +96,7 @@ class Stop(TrainerCallback):
         if asked:
             control.should_save = control.should_training_stop = True
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """An evaluation may have been long: do not wait for another step after it."""
         if self.asked and args.world_size == 1 and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
@@ -126,13 +124,13 @@ class Bar(TrainerCallback):
         self.progress.stop()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Start the progress bar."""
         self.progress.update(self.task, total=state.max_steps, completed=state.global_step)
         self.progress.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Advance the progress bar by one step."""
         self.progress.update(self.task, completed=state.global_step)
 
@@ -210,15 +208,11 @@ class RankWatchdog(TrainerCallback):
         line = {"where": where, "pid": os.getpid(), "host": socket.gethostname()}
         self.store.set(f"{_PREFIX}/at/{self.rank}", json.dumps(line))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Write down the step."""
         self.enter(f"step {state.global_step + 1}")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Write down that the steps are done."""
         self.enter("the end of the run")
 

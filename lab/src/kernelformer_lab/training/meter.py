@@ -155,7 +155,7 @@ class Meter(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {**{name: getattr(self, name) for name in names}, "norms": norms}}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Resume from the checkpoint's values, with the present run's intervals."""
         saved: Any = state.stateful_callbacks  # by name, whatever the annotation says
@@ -164,9 +164,7 @@ class Meter(TrainerCallback, ExportableState):
         state.compute_steps(args, state.max_steps)
         self._started = time.perf_counter()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Stop the clock at the end of training."""
         self._take()
         self._started = None
@@ -236,7 +234,7 @@ class Recorder(TrainerCallback):
         self._file: IO[str] | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Open the file, and remember the evaluation that a resumed run has had."""
         self._last = (self.meter.seconds, self.meter.tokens)
@@ -273,7 +271,7 @@ class Recorder(TrainerCallback):
         self.diverged = control.should_training_stop = True
         control.should_save = control.should_evaluate = False
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Lines up to a checkpoint are as safe as the checkpoint."""
         if self._file is not None and self.folder is not None:
             with writing(self.folder):

@@ -43,7 +43,7 @@ class Best(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"step": self.step, "scores": dict(self.scores)}}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Resume from the checkpoint's values."""
         saved: Any = state.stateful_callbacks  # by name, whatever the annotation says
