@@ -32,7 +32,7 @@ PARENT = """
 import json, os, signal, sys
 from kernelformer_lab import jobs
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
-code = "import json, os, sys, time; open(json.loads(sys.argv[-1])['file'], 'w').write(str(os.getpid())); time.sleep(60)"
+code = "import json, os, sys, time; open(json.load(sys.stdin)['file'], 'w').write(str(os.getpid())); time.sleep(60)"
 jobs.COMMAND = [sys.executable, "-c", code]
 jobs.call_in_process(json.dumps, {"file": sys.argv[1]}, threads=1)
 """

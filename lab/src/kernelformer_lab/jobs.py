@@ -1,7 +1,7 @@
 """Functions called in worker processes, which end with the process that started them.
 
-A `Worker` runs ``python -m kernelformer_lab.jobs package.module:function ARGUMENTS``, the arguments in JSON. Its lines
-on stdout are progress, but for the one with the result; on stderr it says why it failed.
+A `Worker` runs ``python -m kernelformer_lab.jobs package.module:function`` with the arguments in JSON on stdin. Its
+lines on stdout are progress, but for the one with the result; on stderr it says why it failed.
 """
 
 from __future__ import annotations
@@ -52,18 +52,15 @@ class Worker:
         env: Mapping[str, str] | None = None,
         listen: bool = True,
     ) -> None:
-        command = [*COMMAND, f"{work.__module__}:{work.__name__}", json.dumps(arguments)]
+        command = [*COMMAND, f"{work.__module__}:{work.__name__}"]
         given = {**os.environ, **(env or {}), "OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid())}
+        out = subprocess.PIPE if listen else subprocess.DEVNULL
         # A file and not a pipe: it is read at the end, and a full pipe would stop the worker.
         self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command,
-            env=given,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if listen else subprocess.DEVNULL,
-            stderr=self.errors,
-            text=True,
-        )
+        with tempfile.TemporaryFile("w+") as file:
+            json.dump(arguments, file)
+            file.seek(0)
+            self.process = subprocess.Popen(command, env=given, stdin=file, stdout=out, stderr=self.errors, text=True)
 
     def follow(self, log: Log = lambda _: None) -> Any:
         """Pass its lines on until it ends, and return the result of its function; None if that returns nothing.
@@ -193,4 +190,4 @@ def main(name: str, arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.stdin.read()))

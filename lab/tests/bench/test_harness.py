@@ -120,7 +120,7 @@ def test_a_process_that_fails_says_why(end, reason, monkeypatch):
 def test_a_process_gets_its_function_its_arguments_its_heap_and_its_threads(monkeypatch):
     code = (
         "import json, os, sys\n"
-        "seen = [*sys.argv[1:], os.environ['MALLOC_MMAP_MAX_'], os.environ['OMP_NUM_THREADS']]\n"
+        "seen = [sys.argv[1], sys.stdin.read(), os.environ['MALLOC_MMAP_MAX_'], os.environ['OMP_NUM_THREADS']]\n"
         f"print('a warning'); print({jobs.RESULT!r} + json.dumps(seen))"
     )
     monkeypatch.setattr(jobs, "COMMAND", [sys.executable, "-S", "-c", code])

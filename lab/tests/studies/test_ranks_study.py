@@ -147,8 +147,7 @@ def test_an_unknown_attention_is_refused_before_anything_is_started(tmp_path):
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch):
     script = (
-        "import json, sys, time; job = json.loads(sys.argv[-1])\n"
-        "sys.exit('no memory') if job['rank'] else time.sleep(100)"
+        "import json, sys, time; job = json.load(sys.stdin)\nsys.exit('no memory') if job['rank'] else time.sleep(100)"
     )
     monkeypatch.setattr(jobs, "COMMAND", [sys.executable, "-S", "-c", script])
     with pytest.raises(WorkerError, match="rank 1 of 2: no memory"):
