@@ -102,7 +102,7 @@ def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
 
     Args:
         plan: what to train.
-        resume: go on with what is in the folder.
+        resume: resume what is in the folder.
         again: how a user does that, for the error if it was not asked for.
     """
     started = [x for x in plan.runs if (plan.folder_of(x) / RUN).exists()]
@@ -183,10 +183,10 @@ def run_comparison(
 
     Args:
         plan: what to train.
-        resume: go on with what is in the folder; otherwise it must not hold these runs yet.
+        resume: resume what is in the folder; otherwise it must not hold these runs yet.
         threads: of each process.
         command: what the user typed, for the record.
-        again: how to go on with a comparison that was stopped, for the message.
+        again: how to resume a comparison that was stopped, for the message.
         log: takes one line at a time.
         progress: called after each run.
     """

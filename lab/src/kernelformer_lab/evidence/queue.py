@@ -152,7 +152,7 @@ class Place:
 
     Args:
         data: folder of all data, with a folder for each name that jobs ask for.
-        out: of the runs, which a stopped queue goes on with.
+        out: of the runs, which a stopped queue resumes.
         records: of what is measured, one file an item.
     """
 
@@ -204,7 +204,7 @@ def run_queue(
         A line for each job that failed, and for each item whose record is damaged; the others went on.
 
     Raises:
-        StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call goes on from there.
+        StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call resumes there.
         TrainingError: another queue works on these records, or they cannot be written.
     """
     with locked(place.records, "runs the queue of"):

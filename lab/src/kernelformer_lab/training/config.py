@@ -67,7 +67,7 @@ class Run:
         label_smoothing: of the training loss; evaluation has none.
         redraw: updates per draw of the random features, where the model has some; None: one draw for all. The last draw
             comes before the learning rate falls to a quarter of its largest: a later one could not be learned.
-        redraw_to_end: let redraws go on to the last update, as the papers' code does.
+        redraw_to_end: let redraws continue to the last update, as the papers' code does.
         precision: "float32", or "bf16" for autocast.
         gradient_checkpointing: recompute activations instead of keeping them.
         seed: of the first weights, of the draws, of dropout and of the order of the samples.
@@ -249,7 +249,7 @@ def extension(run: Run, before: Run) -> str | None:
     """A sentence on the learning rate of a run that is made longer; None if it is not.
 
     The rate of step s is that of a run of the new number of steps at s, whatever came before: so a run that is made
-    longer and then stopped goes on to the same numbers. Without decay to 0 ("constant", "inverse_sqrt") it is the run
+    longer and then stopped resumes to the same numbers. Without decay to 0 ("constant", "inverse_sqrt") it is the run
     that would have been longer from the start, to the last bit.
     """
     if run.steps <= before.steps:

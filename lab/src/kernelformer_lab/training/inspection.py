@@ -81,7 +81,7 @@ def examine(
     Args:
         run: what is to be trained.
         folder: of the run.
-        resume: whether to go on with what is there.
+        resume: whether to resume what is there.
         data: gives the fingerprint of the task, which a finished run does not need.
         start: gives the hash of the weights to start from, which a run with a checkpoint does not need.
 

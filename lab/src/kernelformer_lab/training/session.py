@@ -300,12 +300,12 @@ def train(
 
     Started by ``torchrun`` or ``accelerate launch``, the processes share the batch; they see one folder, and only the
     first writes and talks. If one of them ends or hangs, so do the others, after ``timeout`` seconds at the latest;
-    under ``torchrun --max-restarts N`` with ``resume`` the run then goes on by itself from its last checkpoint.
+    under ``torchrun --max-restarts N`` with ``resume`` the run then resumes by itself from its last checkpoint.
 
     Args:
         run: the settings.
         folder: of the run; it may not hold a run yet, except with ``resume``.
-        resume: go on from the last checkpoint that is whole, or start if there is none. A finished run only gives its
+        resume: continue from the last checkpoint that is whole, or start if there is none. A finished run only gives its
             result, unless ``run`` has more steps than it had: then it is resumed, by the rule of `config.extension`,
             and its model and result stay until the new ones are there.
         command: what the user typed, for the record.
@@ -410,7 +410,7 @@ def build_model(run: Run, task: Task, checkpoint: Path | None = None) -> PreTrai
     Args:
         run: the settings.
         task: whose model it is.
-        checkpoint: that the run goes on from: its cross-attention stays what the default was when it was started.
+        checkpoint: that the run resumes from: its cross-attention stays what the default was when it was started.
     """
     set_seed(run.seed)
     name = "cross_attention"
