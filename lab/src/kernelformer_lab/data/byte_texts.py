@@ -168,12 +168,12 @@ class LabelledTokens(Samples):
     """Samples by index: input_ids (L) int64 and a label.
 
     Args:
-        tokens: (T) int32, of all samples one after the other.
+        tokens: (T) integers, of all samples one after the other.
         offsets: (N + 1) int64.
-        labels: (N) int64, or float32 numbers.
+        labels: (N) integers, or float32 numbers.
     """
 
-    def __init__(self, tokens: Int32, offsets: Int64, labels: NDArray[Any]) -> None:
+    def __init__(self, tokens: NDArray[Any], offsets: Int64, labels: NDArray[Any]) -> None:
         self.tokens, self.offsets, self.labels = tokens, offsets, labels
 
     def __len__(self) -> int:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer_lab.data.arrays import cached_arrays
-from kernelformer_lab.data.batching import Sample, Samples, padded
+from kernelformer_lab.data.batching import Sample, padded
+from kernelformer_lab.data.byte_texts import LabelledTokens
 from kernelformer_lab.data.sources import SPLITS
 from kernelformer_lab.tasks.base import Classification, MadeCache, MadeSamples
 
@@ -236,32 +237,6 @@ def _checked(expressions: Expressions, count: int) -> Expressions:
     return expressions
 
 
-class ExpressionSamples(Samples):
-    """Samples by index: input_ids (L) int64 and the value as a label.
-
-    Args:
-        expressions: of all splits.
-        indices: those of this split.
-    """
-
-    def __init__(self, expressions: Expressions, indices: range) -> None:
-        self.expressions, self.indices = expressions, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """(N) numbers of tokens."""
-        return np.diff(self.expressions.offsets)[self.indices.start : self.indices.stop]
-
-    def take(self, chosen: NDArray[np.int64]) -> list[Sample]:
-        """Expressions as tokens, and their values."""
-        tokens, offsets, labels = self.expressions
-        parts = [(tokens[offsets[i] : offsets[i + 1]], labels[i]) for i in chosen + self.indices.start]
-        return [{"input_ids": torch.from_numpy(x.astype(np.int64)), "labels": int(y)} for x, y in parts]
-
-
 _ROUND = 16  # batches have a multiple of this length, so that there are few different shapes
 
 
@@ -327,7 +302,7 @@ class ListOps(MadeCache, MadeSamples, Classification):
         """The format: samples are made from the options, and only another way to make them would change them."""
         return f"format {FORMAT}"
 
-    def split(self, name: str) -> ExpressionSamples:
+    def split(self, name: str) -> LabelledTokens:
         """Samples from the cache, or made now for all splits: five seconds for 100,000."""
         choice("split", name, SPLITS)
         if self._expressions is None:
@@ -339,7 +314,9 @@ class ListOps(MadeCache, MadeSamples, Classification):
                 read=lambda arrays: _checked(Expressions(**arrays), count),
             )
         first = sum(self.counts[x] for x in itertools.takewhile(lambda x: x != name, self.counts))
-        return ExpressionSamples(self._expressions, range(first, first + self.counts[name]))
+        tokens, offsets, labels = self._expressions
+        last = first + self.counts[name]
+        return LabelledTokens(tokens, offsets[first : last + 1], labels[first:last])
 
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """input_ids (B, L), attention_mask (B, L) with 1 for real tokens, labels (B)."""

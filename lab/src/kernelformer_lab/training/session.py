@@ -305,7 +305,7 @@ def train(
     Args:
         run: the settings.
         folder: of the run; it may not hold a run yet, except with ``resume``.
-        resume: continue from the last checkpoint that is whole, or start if there is none. A finished run only gives its
+        resume: start from the last checkpoint that is whole, or anew if there is none. A finished run only gives its
             result, unless ``run`` has more steps than it had: then it is resumed, by the rule of `config.extension`,
             and its model and result stay until the new ones are there.
         command: what the user typed, for the record.

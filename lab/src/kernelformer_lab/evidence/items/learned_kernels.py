@@ -27,7 +27,7 @@ REVIEWS: dict[str, Any] = {
     "steps": 400,
     "learning_rate": 4e-3,
     "warmup_steps": 50,
-    "schedule": "inverse_sqrt",  # the rate never falls to a quarter, so that redraws continue to the end, as in the paper
+    "schedule": "inverse_sqrt",  # the rate never falls to a quarter, so redraws continue to the end, as in the paper
     "eval_every": 100,
 }
 REVIEWS_SIZE = (
