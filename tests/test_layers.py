@@ -29,13 +29,13 @@ LAB_ORDER = [
     {"evidence"},
     {"studies"},
     {"comparison"},
-    {"comparison_worker", "preparation", "translation"},
+    {"preparation", "translation"},
     {"recipes", "reports", "bench"},
     {"training"},
     {"tasks"},
     {"data"},
     {"analysis"},
-    {"records", "subprocesses"},
+    {"jobs", "records"},
 ]
 # Within a level, who may use whom: the wording of errors, and how files are read and written.
 WITHIN = {

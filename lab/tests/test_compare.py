@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from kernelformer.cli.app import app
 from kernelformer.settings import split_names as names
 from kernelformer_lab import comparison as compare
-from kernelformer_lab import comparison_worker as worker
+from kernelformer_lab import jobs
 from kernelformer_lab.comparison import make_plan
 from kernelformer_lab.recipes.catalogue import RECIPES, change, find_recipe, recipe_name, recipes_of
 from kernelformer_lab.recipes.overrides import read_settings
@@ -195,31 +195,33 @@ def test_a_worker_trains_decodes_and_writes_with_its_threads(tmp_path, monkeypat
     seen = []
 
     def watched(kind):
-        original = getattr(worker, kind)
+        original = getattr(compare, kind)
 
         def call(*args, **kwargs):
             seen.append((kind, torch.get_num_threads()))
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(worker, kind, call)
+        monkeypatch.setattr(compare, kind, call)
 
     for kind in ("train", "decode_costs", "sample_bytes"):
         watched(kind)
     learned = small_run(model={**small_run().model, "positions": "learned"})  # with positions for 32 tokens
-    request = {"run": learned.as_json(), "folder": str(tmp_path), "command": "", "threads": 1, "resume": False}
+    request = {"run": learned.as_json(), "folder": str(tmp_path), "command": "", "resume": False}
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(2)
-    assert worker.main(json.dumps(request)) == 0
+    name = "kernelformer_lab.comparison:train_and_decode"
+    assert jobs.main(name, json.dumps(request)) == 0
     assert seen == [("train", 1), ("decode_costs", 1), ("sample_bytes", 1)]
     assert json.loads((tmp_path / "result.json").read_text())["decode"] == []
     assert (tmp_path / "sample.txt").read_bytes().startswith(b"def ")
     seen.clear()
-    assert worker.main(json.dumps({**request, "resume": True})) == 0
+    assert jobs.main(name, json.dumps({**request, "resume": True})) == 0
     assert seen == [("train", 1)]
 
 
 def test_a_worker_that_says_much_does_not_wait_for_ever(tmp_path, monkeypatch):
     code = "import sys; sys.stderr.write('x' * 300_000 + '\\nerror: why\\nand more\\n'); print('done'); sys.exit(2)"
-    monkeypatch.setattr(compare, "WORKER", ("-c", code))
+    monkeypatch.setattr(jobs, "COMMAND", (sys.executable, "-c", code))
     told = []
     with pytest.raises(TrainingError, match=r"^elu, seed 0: why$"):
         compare._train(small_run(), tmp_path, 1, "", "", told.append)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,21 +13,27 @@ from typing import Any
 import torch
 
 from kernelformer.environment import environment
-from kernelformer.errors import StoppedError, TrainingError, positive_int
-from kernelformer.files import write_json
+from kernelformer.errors import StoppedError, TrainingError, WorkerError, positive_int
+from kernelformer.files import write_json, write_text
 from kernelformer.formatting import shortened
-from kernelformer_lab.comparison_worker import ERROR, STOPPED
+from kernelformer.generation import decode_costs, room, sample_bytes
+from kernelformer.models import MODELS, KernelformerForCausalLM
+from kernelformer_lab.jobs import call_in_process, tell
 from kernelformer_lab.recipes.catalogue import change
-from kernelformer_lab.records import PLAN, RUN, SAMPLE, part, read_head, read_object, reading
+from kernelformer_lab.records import PLAN, RESULT, RUN, SAMPLE, Result, part, read_head, read_object, reading
 from kernelformer_lab.reports.comparison import Comparison, conditions_of, read_run, write_report
-from kernelformer_lab.subprocesses import started
-from kernelformer_lab.tasks import Task, make_task
+from kernelformer_lab.tasks import TASKS, Task, make_task
 from kernelformer_lab.training.config import Run, attention_settings
+from kernelformer_lab.training.evaluation import load_run
 from kernelformer_lab.training.inspection import check_same
 from kernelformer_lab.training.selection import check_grouping, held_out_split
-from kernelformer_lab.training.session import build_model
+from kernelformer_lab.training.session import build_model, train
 
 AGAIN = "the same call and resume=True"
+REPORT = "report.html"
+FIGURES = "comparison.json"
+PROMPT = "def "
+LENGTH = 300  # bytes of a sample
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
 
     Args:
         plan: what to train.
-        resume: go on with what is in the folder.
+        resume: resume what is in the folder.
         again: how a user does that, for the error if it was not asked for.
     """
     started = [x for x in plan.runs if (plan.folder_of(x) / RUN).exists()]
@@ -124,13 +125,6 @@ def check(plan: Plan, resume: bool, again: str = AGAIN) -> None:
     data = task.fingerprint() if started else None
     for run in started:
         check_same(run, plan.folder_of(run), data)
-
-
-__all__ = ["Plan", "check", "fit_steps", "make_plan", "read_plan", "report", "run_comparison"]
-
-REPORT = "report.html"
-FIGURES = "comparison.json"
-WORKER = ("-m", "kernelformer_lab.comparison_worker")
 
 
 def fit_steps(run: Run, attentions: Sequence[str], seconds: float, least: int = 20) -> Run:
@@ -189,10 +183,10 @@ def run_comparison(
 
     Args:
         plan: what to train.
-        resume: go on with what is in the folder; otherwise it must not hold these runs yet.
+        resume: resume what is in the folder; otherwise it must not hold these runs yet.
         threads: of each process.
         command: what the user typed, for the record.
-        again: how to go on with a comparison that was stopped, for the message.
+        again: how to resume a comparison that was stopped, for the message.
         log: takes one line at a time.
         progress: called after each run.
     """
@@ -226,34 +220,45 @@ def _short(run: Run) -> str:
 
 
 def _train(run: Run, folder: Path, threads: int, command: str, again: str, log: Callable[[str], None]) -> None:
-    request = {"run": run.as_json(), "folder": str(folder), "command": command, "threads": threads}
-    request["resume"] = (folder / RUN).exists()
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    order = [sys.executable, *WORKER, json.dumps(request)]
-    # A file and not a pipe: nobody reads it before the end, and a full pipe would stop the worker.
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        try:
-            with started(order, env, stdout=subprocess.PIPE, stderr=errors) as worker:
-                assert worker.stdout is not None
-                try:
-                    for line in worker.stdout:
-                        log(f"{_short(run)}: {line.rstrip()}")
-                except KeyboardInterrupt:
-                    worker.terminate()  # from a terminal it has heard Ctrl-C too; then this one changes nothing
-                    for line in worker.stdout:
-                        log(f"{_short(run)}: {line.rstrip()}")
-                    raise
-        except KeyboardInterrupt:
-            raise StoppedError(f"stopped in {folder}; go on with {again}.") from None
-        errors.seek(0)
-        said = errors.read().strip().splitlines()
-    if worker.returncode == STOPPED:
-        raise StoppedError(f"stopped in {folder}; go on with {again}.")
-    if worker.returncode:
-        killed = f"its process was killed by signal {-worker.returncode}"
-        last = killed if worker.returncode < 0 else " ".join(said[-1:])
-        reason = next((x.removeprefix(ERROR) for x in said if x.startswith(ERROR)), last)
-        raise TrainingError(f"{_name(run)}: {reason or 'it stopped without a word'}")
+    """Train a run in a process of its own, so that its memory and its threads are its own."""
+    arguments = {"run": run.as_json(), "folder": str(folder), "command": command, "resume": (folder / RUN).exists()}
+    try:
+        call_in_process(
+            train_and_decode,
+            arguments,
+            threads=threads,
+            env={"HF_HUB_OFFLINE": "1"},
+            log=lambda line: log(f"{_short(run)}: {line}"),
+        )
+    except (KeyboardInterrupt, StoppedError):
+        raise StoppedError(f"stopped in {folder}; go on with {again}.") from None
+    except WorkerError as problem:
+        raise TrainingError(f"{_name(run)}: {problem}") from None
+
+
+def train_and_decode(run: dict[str, Any], folder: str, command: str, resume: bool) -> None:
+    """Train a run, or resume it, and measure how a language model decodes."""
+    settings, place = Run.from_json(run), Path(folder)
+    result = train(settings, place, resume=resume, command=command, log=tell)
+    if not result.diverged and issubclass(MODELS[TASKS[settings.task].model], KernelformerForCausalLM):
+        measure_decoding(settings, place, result)
+
+
+def measure_decoding(run: Run, folder: Path, result: Result) -> None:
+    """Add what decoding costs to the result of a language model, and a text of one over bytes; once."""
+    sample = folder / SAMPLE if run.task == "bytes" else None
+    if sample is not None and sample.exists() and result.decode is None:
+        sample.unlink()  # of the model before the run was made longer
+    if result.decode is not None and (sample is None or sample.exists()):
+        return
+    _, model = load_run(folder)
+    assert isinstance(model, KernelformerForCausalLM)
+    if result.decode is None:
+        write_json(folder / RESULT, {**read_object(folder / RESULT), "decode": decode_costs(model)})
+    if sample is not None and not sample.exists():
+        fits = room(model, PROMPT)
+        length = LENGTH if fits is None else min(LENGTH, fits)
+        write_text(sample, PROMPT + sample_bytes(model, PROMPT, tokens=length).text if length > 0 else "")
 
 
 def report(plan: Plan) -> Comparison:
@@ -270,7 +275,7 @@ def report(plan: Plan) -> Comparison:
 
 
 def _figures(comparison: Comparison) -> dict[str, Any]:
-    """The numbers of a report, for whoever wants to go on with them."""
+    """The numbers of a report, for further use."""
     runs = [
         {
             "label": run.label,
@@ -295,7 +300,7 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
 
 
 def _samples(plan: Plan) -> dict[str, str]:
-    """What the models of the first seed have written."""
+    """Samples written by the models of the first seed."""
     texts = {}
     for run in plan.runs:
         file = plan.folder_of(run) / SAMPLE

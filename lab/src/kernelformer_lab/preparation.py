@@ -24,8 +24,8 @@ from kernelformer_lab.data.shards import (
     verify,
 )
 from kernelformer_lab.data.sources import SPLITS
-from kernelformer_lab.data.text_files import RULE, Piece, TextStream
-from kernelformer_lab.data.tokenization import TOKENIZER, ShardTokenizer, shard_tokenizer
+from kernelformer_lab.data.text_files import RULE, TextStream
+from kernelformer_lab.data.tokenization import TOKENIZER, ShardTokenizer, rounds, shard_tokenizer
 from kernelformer_lab.training.checkpoints import locked
 
 UNFINISHED = "prepare.json"  # there from the first file to the last
@@ -37,10 +37,10 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings(Settings):
-    """What to make of which texts.
+    """Settings of `prepare`.
 
     Args:
-        texts: paths of files and folders, see `data.text_stream.TextStream`.
+        texts: paths of files and folders, see `data.text_files.TextStream`.
         tokenizer: "bytes", a ``tokenizer.json``, a folder with one or of a run, or a name on the hub.
         out: folder of the shards.
         column: of the texts in ``.jsonl``, ``.csv`` and ``.tsv`` files.
@@ -81,7 +81,7 @@ def prepare(
     The folder gets ``SPLIT-NNNNN.bin``, plain little-endian integers (uint8 for bytes, uint16 or uint32 by the size of
     the vocabulary); ``SPLIT-NNNNN.documents.bin``, 64-bit integers that say after how many tokens of the split the
     documents end that end in this shard; ``tokenizer.json``; and at the end ``index.json`` (see
-    `data.shard_index.ShardIndex`). Where the tokenizer has a token for the end of a text, it stands after every
+    `data.shards.ShardIndex`). Where the tokenizer has a token for the end of a text, it stands after every
     document; not after a plain text that was given as a file and is divided by position.
 
     Every file is whole or not there. A folder that is finished with the same settings and texts (names and sizes) is
@@ -148,7 +148,7 @@ def _write_shards(
 
     dtype = np.dtype(dtype_for(tokenizer.size)).newbyteorder("<")
     writers = {split: ShardWriter(out, split, dtype, whole, written) for split in SPLITS}
-    for pieces in _rounds(stream.pieces()):
+    for pieces in rounds(stream.pieces(), lambda x: len(x.content), _ROUND):
         for piece, tokens in zip(pieces, tokenizer.encode([x.content for x in pieces]), strict=True):
             if piece.complete and tokenizer.end is not None:
                 tokens = np.append(tokens, tokens.dtype.type(tokenizer.end))
@@ -157,20 +157,6 @@ def _write_shards(
         progress(stream.done, sum(stream.sizes))
     with _writing(out):
         return {split: ShardSplit(x.close(), x.text_bytes) for split, x in writers.items()}
-
-
-def _rounds(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in order, a limited number of bytes at once."""
-    some: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        some.append(piece)
-        size += len(piece.content)
-        if size >= _ROUND:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
 
 
 def _check_amounts(splits: dict[str, ShardSplit], stream: TextStream, settings: PrepareSettings, log: Log) -> None:
@@ -228,7 +214,7 @@ def _check_same(out: Path, index: ShardIndex, made: dict[str, Any], tokenizer: S
 
 @contextmanager
 def _writing(out: Path) -> Iterator[None]:
-    """What the disk does not take in here is an error with a way out."""
+    """Turn errors of writing into one with a way out."""
     try:
         yield
     except OSError as problem:

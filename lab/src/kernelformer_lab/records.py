@@ -1,4 +1,4 @@
-"""What a run leaves in its folder; whoever reads it hears of the file, the line, the reason and the way out."""
+"""Read and write run folders; errors name file, line and fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN, METRICS, RESULT = "run.json", "metrics.jsonl", "result.json"
 PLAN = "plan.json"  # of a comparison: its runs, started or not
 MODEL = "model"  # the folder of the final one
 CHECKPOINT = "trainer_state.json"  # in a checkpoint, by transformers: how far it is
-SAMPLE = "sample.txt"  # what a language model wrote after training, where somebody asked it to
+SAMPLE = "sample.txt"  # text that a language model wrote after training
 WAYS_OUT = {
     RUN: "put it right, or train anew in another folder",
     PLAN: "put it right, or give the recipe and its options again",
@@ -54,7 +54,7 @@ class Result:
         grad_norm: "median", "p95" (95th percentile) and "max" of the norm of the gradient before it is shortened, over
             all steps with a finite one; of runs that older versions began, over the steps that they logged. Empty:
             not known.
-        decode: rows of context, seconds per token and bytes of state, by context; None: nobody has measured them.
+        decode: rows of context, seconds per token and bytes of state, by context; None: not measured.
     """
 
     metric: str
@@ -82,7 +82,7 @@ class Result:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Result:
-        """What `as_json` gave, and what others have added to it."""
+        """Build a result from what `as_json` returned and what was added to it."""
         best = record.get("best_step")
         maybe: dict[str, Any] = {name: _float(name, record.get(name, math.nan)) for name in MAYBE_NUMBERS}
         maybe |= {name: _floats(record, name) for name in BY_NAME}
@@ -186,7 +186,7 @@ def read_result(folder: Path) -> Result:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in a folder came to its end, diverged or not: it has a result, and ``run.json`` says so."""
+    """Return True if the run in a folder is at its end, diverged or not: it has a result, and ``run.json`` says so."""
     head = read_head(folder)
     with reading(folder / RUN):
         said = flag("finished", head.get("finished", True))  # older runs did not say
@@ -199,7 +199,7 @@ def last_step(folder: Path) -> int:
 
 
 def standing(folder: Path) -> str:
-    """How far the run in a folder is, in a few words."""
+    """Progress of the run in a folder, in a few words."""
     steps = read_head(folder)["run"].get("steps")
     if not is_finished(folder):
         return f"unfinished, saved at step {last_step(folder)} of {steps}"
@@ -210,7 +210,7 @@ def standing(folder: Path) -> str:
 
 
 def unfinished(folder: Path) -> str | None:
-    """A sentence on a saved model that is not that of a finished run; None where it is, or nobody can tell.
+    """A sentence on a saved model that is not that of a finished run; None if it is, or this is unknown.
 
     Args:
         folder: of a run, of its model, or of a checkpoint.

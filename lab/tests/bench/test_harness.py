@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ import torch
 from kernelformer import timing
 from kernelformer.errors import WorkerError
 from kernelformer.timing import MOST_ROUNDS, Step, time_rounds
-from kernelformer_lab.bench import benchmark, harness
+from kernelformer_lab import jobs
+from kernelformer_lab.bench import benchmark
 from kernelformer_lab.bench.case import Case
 from kernelformer_lab.bench.harness import fill_rows, over_limit, run_in_process, run_pass, time_bursts, too_large
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, BenchSettings
@@ -102,33 +102,32 @@ def test_a_pass_trains_only_if_asked():
     torch.testing.assert_close(weight.grad, weight.detach())  # of the mean of squares of two
 
 
-def test_a_process_gets_its_job_its_heap_and_its_threads_and_says_why_it_failed(monkeypatch):
-    ends = [
-        SimpleNamespace(returncode=0, stdout='a warning\n{"a": 1}\n', stderr=""),
-        SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nValueError: no\n"),
-        SimpleNamespace(returncode=-9, stdout="", stderr=""),
-    ]
-    seen = []
-    monkeypatch.setattr(harness, "finished", lambda *given: seen.append(given) or ends.pop(0))
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("sys.exit('Traceback\\nKeyError: no')", "^KeyError: no$"),
+        ("sys.exit('a warning\\nerror: why\\nmore')", "^why$"),
+        ("os.kill(os.getpid(), 9)", "^its process was killed by signal 9$"),
+        ("sys.exit(3)", "^its process ended with code 3 and no message$"),
+    ],
+)
+def test_a_process_that_fails_says_why(end, reason, monkeypatch):
+    monkeypatch.setattr(jobs, "COMMAND", [sys.executable, "-S", "-c", f"import os, sys; {end}"])
+    with pytest.raises(WorkerError, match=reason):
+        run_in_process(benchmark.measure, threads=1)
 
-    def run():
-        return run_in_process(benchmark.measure, threads=3, allocator=HEAPS["kept"], kind="time")
 
-    assert run() == {"a": 1}
-    with pytest.raises(WorkerError, match="ValueError: no"):
-        run()
-    with pytest.raises(WorkerError, match="the process ended with code -9"):
-        run()
-    order, text, env = seen[0]
-    assert order[1:] == ["-m", "kernelformer_lab.bench.worker"]
-    assert env["MALLOC_MMAP_MAX_"] == "0"
-    assert env["OMP_NUM_THREADS"] == "3"
-    assert json.loads(text) == {
-        "module": "kernelformer_lab.bench.benchmark",
-        "function": "measure",
-        "threads": 3,
-        "arguments": {"kind": "time"},
-    }
+def test_a_process_gets_its_function_its_arguments_its_heap_and_its_threads(monkeypatch):
+    code = (
+        "import json, os, sys\n"
+        "seen = [sys.argv[1], sys.stdin.read(), os.environ['MALLOC_MMAP_MAX_'], os.environ['OMP_NUM_THREADS']]\n"
+        f"print('a warning'); print({jobs.RESULT!r} + json.dumps(seen))"
+    )
+    monkeypatch.setattr(jobs, "COMMAND", [sys.executable, "-S", "-c", code])
+    name, arguments, *env = run_in_process(benchmark.measure, threads=3, allocator=HEAPS["kept"], kind="time")
+    assert name == "kernelformer_lab.bench.benchmark:measure"
+    assert json.loads(arguments) == {"kind": "time"}
+    assert env == ["0", "3"]
 
 
 def test_a_worker_calls_the_function_and_returns_what_it_gives():

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from kernelformer.conversion.readers import read_texts
+from kernelformer.conversion.readers import each_text
 from kernelformer_lab.data import sources
 from kernelformer_lab.data.sources import Source, divide, label_value, number_value, text_value, uniform
 from sampling import SIGMAS
@@ -395,10 +395,10 @@ def test_data_sets_that_the_hub_does_not_have_are_named(hub):
 
 def test_plain_texts_are_one_a_line_and_bad_ones_are_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\n\n two\n")
-    assert list(read_texts(tmp_path / "a.txt")) == ["one", " two"]
+    assert list(each_text(tmp_path / "a.txt")) == ["one", " two"]
     (tmp_path / "a.txt").write_bytes(b"one\n\xff\n")
     with pytest.raises(ValueError, match=r"a\.txt, line 2: not UTF-8: invalid start byte at byte 0 of the line"):
-        list(read_texts(tmp_path / "a.txt"))
+        list(each_text(tmp_path / "a.txt"))
 
 
 @pytest.mark.parametrize(("sign", "word"), [(";", "semicolons"), ("\t", "tabs")])

@@ -17,15 +17,12 @@ from kernelformer import timing
 from kernelformer.errors import TrainingError
 from kernelformer.timing import taking_timings, timings_under_way
 from kernelformer_lab.evidence import queue
-from kernelformer_lab.evidence import worker as probes
 from kernelformer_lab.evidence.base import Claim, Finding, Item, StudyPart, Training
 from kernelformer_lab.evidence.items import ITEMS, find_items
 from kernelformer_lab.evidence.ledger import Judged, judge, page_text, summary_text, write_ledger
-from kernelformer_lab.evidence.queue import run_here, run_queue
-from kernelformer_lab.evidence.quick import make_data, shrunk
+from kernelformer_lab.evidence.queue import PROBES, first_at_levels, make_data, run_here, run_queue, shrunk
 from kernelformer_lab.evidence.records import claims_as_json, current, folder_name, left, read_jobs, record_path
 from kernelformer_lab.evidence.rules import Above
-from kernelformer_lab.evidence.worker import PROBES, first_at_levels
 from page_checks import check_page
 
 SMALL = {
@@ -292,7 +289,7 @@ def test_gradients_are_those_of_the_first_checkpoint_at_each_level():
 
 
 def test_the_probe_of_gradients_has_the_checkpoints_at_the_levels_and_the_end(place, monkeypatch):
-    monkeypatch.setattr(probes, "LEVELS", (0, 60))
+    monkeypatch.setattr(queue, "LEVELS", (0, 60))
     tiny = {**SMALL, "save_every": 1, "keep": 3, "task.length": 6}
     part = Training("main", "kl-sparsity", ("gmm-rks:num_features=4",), tiny, seeds=1, probes=("gradients",))
     one = replace(item(), parts=(part,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -15,8 +14,7 @@ from kernelformer_lab.evidence import ledger, queue
 from kernelformer_lab.evidence.base import located
 from kernelformer_lab.evidence.items import ITEMS
 from kernelformer_lab.evidence.ledger import judge, write_ledger
-from kernelformer_lab.evidence.queue import missing_data, pending, run_here, run_queue
-from kernelformer_lab.evidence.quick import shrunk
+from kernelformer_lab.evidence.queue import missing_data, pending, run_here, run_queue, shrunk
 from kernelformer_lab.evidence.records import damage, left, read_jobs, record_path, refresh, superseded
 from kernelformer_lab.training.checkpoints import locked
 
@@ -59,21 +57,21 @@ def test_a_damaged_record_is_named(text, place):
 def test_a_killed_worker_a_full_disk_and_a_damaged_record_are_said_and_the_next_call_does_what_is_left(
     place, monkeypatch
 ):
-    one, start, add = item(), subprocess.Popen, queue.add_job
+    one, worker, add = item(), queue.Worker, queue.add_job
     damaged = replace(one, name="damaged")
     place.records.mkdir(parents=True)
     record_path(place.records, damaged).write_text("{")
 
-    def kill_softmax(order, **options):
-        process = start(order, **options)
-        if "softmax" in order[-1]:
-            process.kill()
-        return process
+    def kill_softmax(work, arguments, **how):
+        started = worker(work, arguments, **how)
+        if "softmax" in arguments["request"]["attention"]:
+            started.process.kill()
+        return started
 
     def full_disk(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(subprocess, "Popen", kill_softmax)
+    monkeypatch.setattr(queue, "Worker", kill_softmax)
     monkeypatch.setattr(queue, "add_job", full_disk)
     failed = sorted(run_queue([damaged, one], place))
     assert len(failed) == 3
@@ -83,7 +81,7 @@ def test_a_killed_worker_a_full_disk_and_a_damaged_record_are_said_and_the_next_
     assert "softmax" in failed[2]
     assert "killed by signal 9" in failed[2]
     assert len(pending([one], place)) == 2
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(queue, "Worker", worker)
     monkeypatch.setattr(queue, "add_job", add)
     assert run_queue([one], place) == []
     assert pending([one], place) == []

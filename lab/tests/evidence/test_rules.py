@@ -16,7 +16,6 @@ from kernelformer_lab.evidence.rules import (
     AtLeast,
     Later,
     Level,
-    OfStudy,
     SmallerCost,
     Where,
     conversion_cost,
@@ -242,12 +241,6 @@ def test_moved_weights_are_judged_and_shown_by_attention():
     shown = moved_values(entries[0]["record"])
     assert shown["favor+, at once"] == pytest.approx(3.6)
     assert (shown["favor+, tuned"], shown["favor+, fresh"], shown["softmax, fresh"]) == (2.92, 6.0, 5.0)
-
-
-def test_one_study_is_judged_by_its_own_rule():
-    rule = OfStudy("main", "in words", lambda record: Finding(SUPPORTS, str(record["x"])))
-    assert rule([{"kind": "study", "part": "main", "record": {"x": 7}}]) == Finding(SUPPORTS, "7")
-    assert rule([]).verdict == MISSING_RESULT
 
 
 GROUPS = 40

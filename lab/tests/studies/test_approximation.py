@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.conversion.profile import condition_number, score_spectrum, statistical_dimension
-from kernelformer.conversion.readers import read_texts
+from kernelformer.conversion.readers import each_text
 from kernelformer.hf.capture import attention_inputs
 from kernelformer.modules import build_attention
 from kernelformer_lab.studies import approximation
@@ -116,12 +116,12 @@ def test_wrong_input_of_the_study_is_named(encoder, text, options, message):
 def test_malformed_texts_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        list(read_texts(tmp_path / name))
+        list(each_text(tmp_path / name))
 
 
 def test_texts_are_read_line_by_line(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\n two \n")
-    assert list(read_texts(tmp_path / "a.txt")) == ["one", " two "]
+    assert list(each_text(tmp_path / "a.txt")) == ["one", " two "]
 
 
 def test_spectra_of_scores_by_their_definition():

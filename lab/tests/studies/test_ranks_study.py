@@ -14,6 +14,7 @@ import torch
 
 from kernelformer.attention.ranks import HEADER
 from kernelformer.errors import WorkerError
+from kernelformer_lab import jobs
 from kernelformer_lab.analysis.scaling import Exchange
 from kernelformer_lab.bench import harness
 from kernelformer_lab.studies import STUDIES
@@ -146,10 +147,9 @@ def test_an_unknown_attention_is_refused_before_anything_is_started(tmp_path):
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch):
     script = (
-        "import json, sys, time; job = json.load(sys.stdin)['arguments']\n"
-        "sys.exit('no memory') if job['rank'] else time.sleep(100)"
+        "import json, sys, time; job = json.load(sys.stdin)\nsys.exit('no memory') if job['rank'] else time.sleep(100)"
     )
-    monkeypatch.setattr(harness, "COMMAND", [sys.executable, "-S", "-c", script])
+    monkeypatch.setattr(jobs, "COMMAND", [sys.executable, "-S", "-c", script])
     with pytest.raises(WorkerError, match="rank 1 of 2: no memory"):
         harness.run_together(run_ranks, count=2, threads=1)
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer_lab.data.batching import fill_rows
-from kernelformer_lab.data.proteins import AMINO_ACIDS, BOS, CHOSEN, EOS, FIRST, MASK, MASKINGS, PAD, TOKENS
 from kernelformer_lab.data.sources import divide
 from kernelformer_lab.tasks import make_task
 from kernelformer_lab.tasks.base import Outcome
+from kernelformer_lab.tasks.proteins import AMINO_ACIDS, BOS, CHOSEN, EOS, FIRST, MASK, MASKINGS, PAD, TOKENS
 from sampling import SIGMAS
 
 BOTH = ("proteins", "proteins-masked")

@@ -574,7 +574,7 @@ def test_a_masked_sample_is_a_function_of_seed_and_index(tmp_path):
     assert not torch.equal(data[5]["labels"], other[5]["labels"])
     again, first = masked(tmp_path).split("validation"), task.split("validation")
     assert all(torch.equal(first[i]["input_ids"], again[i]["input_ids"]) for i in range(len(first)))
-    assert not np.array_equal(first.batch([0])[1] == IGNORED, data.batch([0])[1] == IGNORED)
+    assert not np.array_equal(first.batch(np.array([0]))[1] == IGNORED, data.batch(np.array([0]))[1] == IGNORED)
     with pytest.raises(IndexError, match="from 0 to 999999"):
         data[1_000_000]
 

@@ -12,6 +12,7 @@ from test_training import losses, register, tiny
 
 from kernelformer_lab.records import read_result
 from kernelformer_lab.training import train
+from kernelformer_lab.training.config import Run
 from rank_processes import on_ranks
 
 NEAR = "favor+:num_features=8:window=3:sinks=1:rotary=True"
@@ -24,10 +25,8 @@ CASES = {
 def _run(kind, ranks, world, **others):
     task, attention, settings = CASES[kind]
     given = {"batch_size": 4, "log_every": 1, "redraw": 2, "steps": 6, "eval_every": 3, "save_every": 4} | settings
-    if kind == "classes" and ranks in (1, world):  # by the other name: all processes
-        others = {"parallel": "context" if ranks > 1 else "data", **others}
-    else:
-        others = {"context_parallel": ranks, **others}
+    all_ranks = kind == "classes" and ranks == world > 1
+    others = {"context_parallel": 0 if all_ranks else ranks, **others}
     return tiny(attention, task, model={"dropout": 0.0}, **given | others)
 
 
@@ -90,8 +89,12 @@ def test_what_cannot_be_split_is_said_at_once():
     with pytest.raises(ValueError, match="'echo' has pairs"):
         tiny(task="echo", context_parallel=2)
     with pytest.raises(ValueError, match=r"label_smoothing=0\.1"):
-        tiny(parallel="context", label_smoothing=0.1)
+        tiny(context_parallel=0, label_smoothing=0.1)
     with pytest.raises(ValueError, match="a multiple of 2"):
         train(tiny(context_parallel=2), "nowhere", quiet=True)
-    with pytest.raises(ValueError, match="parallel"):
-        tiny(parallel="tensor")
+
+
+@pytest.mark.parametrize(("old", "now"), [(("data", 1), 1), (("data", 2), 2), (("context", 1), 0), (("context", 2), 2)])
+def test_a_run_of_an_older_version_is_read_with_its_two_settings(old, now):
+    record = tiny().as_json() | dict(zip(("parallel", "context_parallel"), old, strict=True))
+    assert Run.from_json(record).context_parallel == now

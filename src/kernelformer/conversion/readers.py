@@ -31,7 +31,7 @@ def short_names(columns: Iterable[object]) -> str:
 
 
 def separator_hint(columns: Iterable[object]) -> str:
-    """What to say of a table whose only column is several: another separator than its ending says."""
+    """Hint for a table whose only column is several: another separator than its ending says."""
     names = list(map(str, columns))
     for sign, word in ((";", "semicolons"), ("\t", "tabs")):
         if len(names) == 1 and sign in names[0]:
@@ -87,7 +87,7 @@ def read_lines(path: Path, separator: str = "") -> Iterator[tuple[str, str | Uni
 
 
 def not_utf8(problem: UnicodeDecodeError) -> str:
-    """Why a text is not UTF-8."""
+    """The reason why a text is not UTF-8."""
     return f"not UTF-8: {problem.reason} at byte {problem.start} of the line"
 
 
@@ -195,8 +195,8 @@ def column_bytes(path: Path, column: str) -> bytes:
     return "".join(texts).encode()
 
 
-def read_texts(path: Path, field: str = "text") -> Iterator[str]:
-    """The texts of a file, one after the other; blank lines are skipped.
+def each_text(path: Path, field: str = "text") -> Iterator[str]:
+    """Yield the texts of a file; blank lines are skipped.
 
     Args:
         path: ``.jsonl`` with ``field`` in each line, or any other text file, one text a line; UTF-8.

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.conversion.readers import read_texts as texts_of_file
+from kernelformer.conversion.readers import each_text, read_file_rows
 from kernelformer.errors import integer, positive_int
-from kernelformer.files import check_regular, parse_json
 from kernelformer.hf.find import try_inputs
 from kernelformer.hf.load import Source
 
@@ -360,7 +359,7 @@ def read_texts(path: str | Path) -> list[str]:
     Raises:
         ValueError: no such file, a line that is not UTF-8 or not JSON, or not one text.
     """
-    texts = [x for x in texts_of_file(Path(path)) if x.strip()]
+    texts = [x for x in each_text(Path(path)) if x.strip()]
     if not texts:
         raise ValueError(f"{path} has no text in it: it is empty, or all its lines are blank.")
     return texts
@@ -461,21 +460,13 @@ def read_labelled(path: Path, count: int, seed: int) -> tuple[list[str], list[in
     """
     if path.suffix != ".jsonl":
         raise ValueError(f"a probe needs 'text' and 'label' in each line of a .jsonl, got {path}.")
-    rows = []
-    with check_regular(path).open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                rows.append(_row(line, f"{path}, line {number}"))
+    rows: list[tuple[str, int]] = []
+    for position, row in read_file_rows(path):
+        if isinstance(row, str):
+            raise ValueError(f"{path}, {position}: {row}.")
+        text, label = row.get("text"), row.get("label")
+        if not isinstance(text, str) or type(label) is not int or not 0 <= label < 2**63:
+            raise ValueError(f"{path}, {position}: a probe needs 'text' and an integer 'label' from 0 to 2^63 - 1.")
+        rows.append((text, label))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     return [rows[i][0] for i in order], [rows[i][1] for i in order]
-
-
-def _row(line: bytes, place: str) -> tuple[str, int]:
-    try:
-        row = parse_json(line)
-    except ValueError as problem:
-        raise ValueError(f"{place}: not JSON: {problem}.") from None
-    text, label = (row.get("text"), row.get("label")) if isinstance(row, dict) else (None, None)
-    if not isinstance(text, str) or isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < 2**63:
-        raise ValueError(f"{place}: a probe needs 'text' and an integer 'label' from 0 to 2^63 - 1.")
-    return text, label

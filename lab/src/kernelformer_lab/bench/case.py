@@ -44,7 +44,7 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees only what came before it."""
+        """True if a query sees only keys up to its own position."""
         return self.task != "bidirectional"
 
     @property

@@ -42,7 +42,7 @@ def check_device(name: str) -> torch.device:
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Whether a device counts its peak by itself; the memory of the CPU is the process's, see `harness`."""
+    """True for devices that count their peak themselves; the memory of the CPU is the process's, see `harness`."""
     return device.type in ("cuda", "xpu")
 
 
@@ -64,7 +64,7 @@ def peak(device: torch.device) -> int:
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on besides the code: the device, its driver, and the system; no names of the machine."""
+    """Facts that figures depend on besides the code: device, driver and system; no names of the machine."""
     facts: dict[str, Any] = {"device": device.type, "os": f"{platform.system()} {platform.release()}"}
     if device.type == "cpu":
         name = processor_name() or platform.processor()

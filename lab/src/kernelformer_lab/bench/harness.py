@@ -8,13 +8,9 @@ and by `peak_memory`. `fill_rows` brings the figures of a process, or its failur
 from __future__ import annotations
 
 import gc
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,9 +23,7 @@ from kernelformer.timing import Figures, Step, medians, no_collection, taking_ti
 from kernelformer_lab.bench import devices
 from kernelformer_lab.bench.devices import counts_memory
 from kernelformer_lab.bench.settings import HEAPS, PASSES
-from kernelformer_lab.subprocesses import finished, started
-
-COMMAND = [sys.executable, "-m", "kernelformer_lab.bench.worker"]
+from kernelformer_lab.jobs import call_in_process, starting
 
 
 def run_in_process(
@@ -44,13 +38,10 @@ def run_in_process(
         arguments: of the function.
 
     Raises:
-        WorkerError: the process failed; with its last line of stderr, or with its code where it left none, as a process
-            that the system ends for want of memory.
+        WorkerError: the process failed; with the reason.
     """
-    done = finished(COMMAND, _job(work, threads, arguments), _environment(threads, allocator))
-    if done.returncode:
-        raise WorkerError(_last_words(done.stderr, done.returncode))
-    return _figures(done.stdout)
+    figures: Figures = call_in_process(work, arguments, threads=threads, env=allocator)
+    return figures
 
 
 def run_together(
@@ -73,44 +64,14 @@ def run_together(
     Raises:
         WorkerError: one of them failed; the others are ended, since they may wait for it.
     """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    problem, results = "", [""] * count
-    with ExitStack() as stack:
-        env = _environment(threads, allocator)
-        workers = [stack.enter_context(started(COMMAND, env, **pipes)) for _ in range(count)]
-        pool = stack.enter_context(ThreadPoolExecutor(count))
-        jobs = [_job(work, threads, {**arguments, "rank": rank, "count": count}) for rank in range(count)]
-        ranks = {pool.submit(x.communicate, job): n for n, (x, job) in enumerate(zip(workers, jobs, strict=True))}
+    with ThreadPoolExecutor(count) as pool, starting() as start:
+        given = [{**arguments, "rank": rank, "count": count} for rank in range(count)]
+        workers = [start(work, x, threads=threads, env=allocator) for x in given]
+        ranks = {pool.submit(worker.follow): rank for rank, worker in enumerate(workers)}
         for done in as_completed(ranks):
-            rank = ranks[done]
-            results[rank], errors = done.result()
-            if workers[rank].returncode and not problem:
-                problem = f"rank {rank} of {count}: {_last_words(errors, workers[rank].returncode)}"
-                for other in workers:
-                    other.kill()
-    if problem:
-        raise WorkerError(problem)
-    return [_figures(x) for x in results]
-
-
-def _job(work: Callable[..., Figures], threads: int, arguments: Mapping[str, Any]) -> str:
-    """What a worker reads."""
-    return json.dumps(
-        {"module": work.__module__, "function": work.__name__, "threads": threads, "arguments": arguments}
-    )
-
-
-def _environment(threads: int, allocator: Mapping[str, str]) -> dict[str, str]:
-    return {**os.environ, **allocator, "OMP_NUM_THREADS": str(threads)}
-
-
-def _last_words(errors: str, code: int) -> str:
-    return (errors.strip().splitlines() or [f"the process ended with code {code}"])[-1]
-
-
-def _figures(output: str) -> Figures:
-    result: Figures = json.loads(output.strip().splitlines()[-1])
-    return result
+            if problem := done.exception():
+                raise WorkerError(f"rank {ranks[done]} of {count}: {problem}")
+        return [x.result() for x in ranks]
 
 
 def run_pass(forward: Callable[[], Tensor], kind: str) -> None:
@@ -185,13 +146,13 @@ def peak_memory(steps: Mapping[str, Step]) -> dict[str, int]:
 
 
 def too_large(count: float) -> str | None:
-    """Why ``count`` bytes at once are no use here, or None: beyond the memory a figure would be that of the disk."""
+    """The reason not to allocate ``count`` bytes, or None: beyond the memory a figure would be that of the disk."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None if count < 0.7 * memory else f"needs about {count / 2**30:.0f} GiB"
 
 
 def over_limit(seconds: float | None, limit: float) -> str | None:
-    """Why a step that is expected to take ``seconds`` is not run, or None; so where nothing is known of it."""
+    """The reason not to run a step that is expected to take ``seconds``; None to run it, also if that is unknown."""
     if seconds is None or seconds <= limit:
         return None
     return f"about {human_time(seconds)}, and the limit is {human_time(limit)}"

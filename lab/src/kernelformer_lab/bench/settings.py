@@ -16,7 +16,7 @@ DEVICES = ("cpu", "cuda", "mps", "xpu")
 BOUNDS = ("opt", "opt+qk")  # attention that returns V, without and with the gradients of Q and K
 
 # glibc gives large tensors back to the system at once, so every fresh one pays page faults. That is what users have by
-# default, but it flatters whoever allocates least; with these settings nothing is given back.
+# default, but it favours what allocates least; with these settings nothing is given back.
 HEAPS: dict[str, dict[str, str]] = {
     "default": {},
     "kept": {
@@ -31,7 +31,7 @@ MEMORY_HEAP = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(Settings):
-    """Settings of `measure.benchmark`."""
+    """Settings of `bench.benchmark`."""
 
     lengths: tuple[int, ...] = option((1024, 4096, 16384), "lengths, and contexts for decoding", least=1)
     attention: tuple[str, ...] = option(

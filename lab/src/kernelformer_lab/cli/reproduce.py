@@ -94,7 +94,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _listing(items: list[Item], place: Place) -> list[dict[str, Any]]:
-    """What each item claims and how far it is, as plain values."""
+    """Claims and progress of each item, as plain values."""
     from kernelformer_lab.evidence.queue import missing_data
     from kernelformer_lab.evidence.records import claims_as_json, damage, left, superseded
 
@@ -123,7 +123,7 @@ def _listing(items: list[Item], place: Place) -> list[dict[str, Any]]:
 
 
 def _claims(rows: list[dict[str, Any]]) -> list[str]:
-    """What items claim and how that is judged, in lines."""
+    """Claims of items and their rules, in lines."""
     return [
         line
         for x in rows
@@ -175,8 +175,7 @@ def _run(items: list[Item], place: Place, hours: float | None) -> None:
 
 
 def _quick(items: list[Item]) -> None:
-    from kernelformer_lab.evidence.queue import Place, run_here
-    from kernelformer_lab.evidence.quick import make_data, shrunk
+    from kernelformer_lab.evidence.queue import Place, make_data, run_here, shrunk
 
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder) / "data", Path(folder) / "out", Path(folder) / "records")

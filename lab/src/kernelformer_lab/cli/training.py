@@ -55,7 +55,7 @@ def saved_folder(name: str, resume: bool, command: Command) -> Path | None:
     """The folder that is given in the place of a recipe, or None: a name of a recipe or of a task means that.
 
     Raises:
-        ValueError: it holds nothing that the command could go on with, or --resume was not asked for.
+        ValueError: it holds nothing that the command could resume, or --resume was not asked for.
     """
     folder, (file, kind) = Path(name), FILES[command]
     path = os.sep in name

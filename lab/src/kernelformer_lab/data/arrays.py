@@ -67,13 +67,20 @@ def load_arrays(path: Path, record: str, read: Callable[[Arrays], Data]) -> Data
         record: as saved.
         read: data from arrays by name; it raises when they are not what they should be.
     """
-    try:
+    with reading(path):
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
         if str(arrays.pop("record")) != record:
             raise ValueError("it was made with other options")
         return read(arrays)
-    except Exception as problem:  # a damaged archive raises all kinds
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn any problem with a cache file into an error with a way out."""
+    try:
+        yield
+    except Exception as problem:  # a damaged file raises all kinds
         raise ValueError(
             f"the cache file {path} cannot be used ({problem}); delete it, and it will be made again."
         ) from problem

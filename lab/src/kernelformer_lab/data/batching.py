@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +40,23 @@ def check_indices(indices: Sequence[int], count: int) -> Int64:
     if chosen.size and not (chosen.min() >= 0 and chosen.max() < count):
         raise IndexError(f"samples are numbered from 0 to {count - 1}, got {list(indices)}.")
     return chosen
+
+
+class Samples(Dataset[Sample], ABC):
+    """Samples by number, of which several are taken at once."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def take(self, chosen: Int64) -> list[Sample]:
+        """The samples of these numbers (B), which are from 0 to len(self) - 1."""
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        return self.take(check_indices(indices, len(self)))
 
 
 def padded(
@@ -86,7 +104,7 @@ def fill_rows(lengths: Sequence[int], width: int) -> list[Int64]:
     return sorted((np.array(sorted(row)) for row in rows), key=lambda row: int(row[0]))
 
 
-class PackedRows(Dataset[Sample]):
+class PackedRows(Samples):
     """Rows of several samples each: input_ids and labels one after another, and segment_ids from 0 in each row.
 
     Args:
@@ -104,11 +122,8 @@ class PackedRows(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.rows) * self.versions
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = check_indices(indices, len(self))
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Whole rows."""
         rows = [self.rows[i % len(self.rows)] + i // len(self.rows) * self.count for i in chosen]
         samples = iter(self.samples.__getitems__(np.concatenate([np.empty(0, np.int64), *rows])))  # type: ignore[attr-defined]
         return [self._join([next(samples) for _ in row]) for row in rows]

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from kernelformer_lab.data.arrays import Tokens
-from kernelformer_lab.data.batching import Sample, check_indices
+from kernelformer_lab.data.batching import Sample, Samples
 from kernelformer_lab.data.sources import text_value, uniform
 from kernelformer_lab.data.tokenization import Vocabulary
 
@@ -52,7 +51,7 @@ class ByteTexts:
         return rows
 
 
-class LabelledTexts(Dataset[Sample]):
+class LabelledTexts(Samples):
     """Samples of one or more texts with a label.
 
     Args:
@@ -72,11 +71,8 @@ class LabelledTexts(Dataset[Sample]):
         longest: Int64 = np.max([np.diff(x.offsets) for x in self.columns.values()], axis=0)
         return longest
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = check_indices(indices, len(self))
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Tokens of all columns, and labels."""
         columns = [x.tokens(chosen) for x in self.columns.values()]
         labels = self.labels[chosen].tolist()
         return [
@@ -130,7 +126,7 @@ Int32 = NDArray[np.int32]
 
 
 def fit_pairs(first: Int64, second: Int64, room: int) -> tuple[Int64, Int64]:
-    """How many tokens are kept of each of a pair: what is too long is cut from the longer side.
+    """Tokens to keep of each side of pairs: the longer side is cut first.
 
     Args:
         first: (N) tokens of the first sides.
@@ -168,16 +164,16 @@ def join_sides(sides: Sequence[Tokens], vocabulary: Vocabulary, length: int) -> 
     return tokens, offsets, int((np.sum(full, axis=0) > room).sum())
 
 
-class LabelledTokens(Dataset[Sample]):
+class LabelledTokens(Samples):
     """Samples by index: input_ids (L) int64 and a label.
 
     Args:
-        tokens: (T) int32, of all samples one after the other.
+        tokens: (T) integers, of all samples one after the other.
         offsets: (N + 1) int64.
-        labels: (N) int64, or float32 numbers.
+        labels: (N) integers, or float32 numbers.
     """
 
-    def __init__(self, tokens: Int32, offsets: Int64, labels: NDArray[Any]) -> None:
+    def __init__(self, tokens: NDArray[Any], offsets: Int64, labels: NDArray[Any]) -> None:
         self.tokens, self.offsets, self.labels = tokens, offsets, labels
 
     def __len__(self) -> int:
@@ -188,11 +184,8 @@ class LabelledTokens(Dataset[Sample]):
         """(N) numbers of tokens."""
         return np.diff(self.offsets)
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = check_indices(indices, len(self))
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Tokens of all columns, and labels."""
         bounds = [(self.offsets[i], self.offsets[i + 1]) for i in chosen]
         ids = [torch.from_numpy(self.tokens[a:b].astype(np.int64)) for a, b in bounds]
         labels = self.labels[chosen].tolist()

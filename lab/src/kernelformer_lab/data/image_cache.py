@@ -41,7 +41,7 @@ def grey(images: Uint8) -> Uint8:
 
 @dataclass(frozen=True)
 class Form:
-    """What an image has to be, and whether it is made so.
+    """Required shape of an image, and whether others are converted to it.
 
     Args:
         rows: of pixels.
@@ -72,7 +72,7 @@ class Form:
         return faults
 
     def fatal(self, image: Image, faults: list[str]) -> str:
-        """Why an image cannot be used; empty if it can."""
+        """The reason why an image cannot be used; empty if it can."""
         if self.resize and image.mode in (*_GREY, *_COLOUR, *_WITH_LOSS):
             return ""
         return " and ".join(faults)
@@ -117,7 +117,7 @@ class Encoded(Protocol):
 
 
 def _opened(file: Path | str | BinaryIO) -> Image:
-    """An image of `FORMATS`, whatever its name says."""
+    """Open an image of one of `FORMATS`, independent of its name."""
     from PIL.Image import open as open_image
 
     return open_image(file, formats=FORMATS)

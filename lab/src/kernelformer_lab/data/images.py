@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from kernelformer.conversion.readers import unreadable
 from kernelformer.errors import choice, flag, integer, positive_int
 from kernelformer.files import check_inside, check_limit, check_regular, replacing, walk
-from kernelformer_lab.data.arrays import cache_folder, writing
-from kernelformer_lab.data.batching import Sample, check_indices, check_limits, spread_evenly
+from kernelformer_lab.data.arrays import cache_folder, reading, writing
+from kernelformer_lab.data.batching import Sample, Samples, check_limits, spread_evenly
 from kernelformer_lab.data.image_cache import Encoded, Files, Form, Frames, Int64, Rows, Uint8, decode, grey, mapped
 from kernelformer_lab.data.sources import (
     ALIASES,
@@ -121,12 +120,8 @@ def pixels(path: Path, name: str, head: Head, cache: Path) -> Uint8:
         with writing(unpacked), replacing(unpacked) as part, part.open("wb") as out:
             for block in _blocks(path, name):
                 out.write(block)
-    try:
+    with reading(unpacked):
         return mapped(unpacked, head.shape)
-    except (OSError, ValueError) as problem:
-        raise ValueError(
-            f"the cache file {unpacked} cannot be used ({problem}); delete it, and it will be made again."
-        ) from None
 
 
 HASHED = 1 << 30  # bytes of a folder of images that a fingerprint reads
@@ -143,7 +138,7 @@ def image_size(size: int | Sequence[int]) -> tuple[int, int]:
     return positive_int("size", size), positive_int("size", size)
 
 
-class Album(Dataset[Sample]):
+class Album(Samples):
     """Images of a split by index; a sample is pixels (rows, columns, channels) uint8, and labels where there are some.
 
     Args:
@@ -159,11 +154,8 @@ class Album(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = check_indices(indices, len(self))
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Images with their labels."""
         return self.samples(self.images(chosen), chosen)
 
     def images(self, indices: Int64) -> Uint8:
@@ -211,11 +203,11 @@ class Pictures:
       all that are anywhere in its folder, and a folder without splits is divided by the shares.
     - ``hub:NAME`` or ``hub:NAME:CONFIGURATION``: a Hugging Face data set with ``image`` (or ``img``) and ``label``.
 
-    Splits may have the other names of `splits.ALIASES`. Where there is no validation split, a share of the training
+    Splits may have the other names of `sources.ALIASES`. Where there is no validation split, a share of the training
     images is one, by a hash of (seed, number).
 
     Bad images (another size or mode, damaged, a label out of range) raise, or are left out and counted. Arrays of
-    an npz are held in memory up to `npz.MEMORY` bytes, and beyond that unpacked once into the cache and mapped.
+    an npz are held in memory up to `MEMORY` bytes, and beyond that unpacked once into the cache and mapped.
     Images that have to be decoded are decoded once into the cache and mapped, up to `image_cache.CACHED` bytes of
     pixels; beyond that (ImageNet) at each use, after one reading of the heads of all files, which finds the bad ones,
     except those whose damage only shows when they are decoded.
@@ -293,7 +285,7 @@ class Pictures:
         return self.location
 
     def _sets(self) -> dict[str, Any]:
-        """What there is to read, by the name of the split; of a whole that is to be divided the name is empty."""
+        """Locations to read by the name of their split; "" is a whole that is to be divided."""
         if isinstance(self.location, str):
             return dict(hub(self.location))
         folder = self._path

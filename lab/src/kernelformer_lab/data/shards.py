@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from kernelformer.errors import choice, integer
 from kernelformer.files import check_regular, read_json, replacing, write_json
-from kernelformer_lab.data.batching import IGNORED, Sample, check_indices
+from kernelformer_lab.data.batching import IGNORED, Sample, Samples
 from kernelformer_lab.data.sources import SPLITS, mix_bits
 
 _ROUNDS = 6
@@ -30,7 +30,7 @@ UInt64 = NDArray[np.uint64]
 
 
 def permute(indices: Int64, size: int, *, seed: int, epoch: int) -> Int64:
-    """Where a permutation of 0..size-1, which (seed, epoch) chooses, takes these indices.
+    """Apply the permutation of 0..size-1 that (seed, epoch) chooses.
 
     A generalized Feistel network over a x b >= size, a = ceil(sqrt(size)), b = ceil(size / a): with x = l b + r,
 
@@ -156,18 +156,18 @@ class ShardSplit:
 
     @property
     def tokens(self) -> int:
-        """How many there are in all shards."""
+        """Tokens in all shards."""
         return sum(x.tokens for x in self.shards)
 
     @property
     def documents(self) -> int:
-        """How many end in all shards."""
+        """Documents that end in all shards."""
         return sum(x.documents for x in self.shards)
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What ``index.json`` says.
+    """Content of ``index.json``.
 
     Args:
         dtype: of the tokens, little-endian: a name of `DTYPES`.
@@ -296,7 +296,7 @@ class TokenShards:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
     def document_ends(self, start: int, stop: int) -> Int64:
-        """Where documents end between ``start`` and ``stop``, both not included; one that ends at e has token e - 1.
+        """Ends of documents between ``start`` and ``stop``, both excluded; one that ends at e has token e - 1.
 
         Cost: two searches in the sorted ends of a shard or two, of which a few pages are read.
         """
@@ -460,7 +460,7 @@ class ShardWriter:
         return hashlib.sha256(values.tobytes()).hexdigest()
 
 
-class ShardWindows(Dataset[Sample]):
+class ShardWindows(Samples):
     """Windows of ``length`` tokens, one after the other; neighbours share one token.
 
     Window i has tokens i (length - 1) to i (length - 1) + length - 1. Its model predicts all but the first of them, so
@@ -483,11 +483,9 @@ class ShardWindows(Dataset[Sample]):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        return [self.sample(index) for index in check_indices(indices, self.count).tolist()]
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Whole windows."""
+        return [self.sample(index) for index in chosen.tolist()]
 
     def sampler(self, count: int, seed: int) -> Sampler[int]:
         """The order of training: `PermutedOrder`, which needs no list of all windows."""
@@ -500,8 +498,8 @@ class ShardWindows(Dataset[Sample]):
     def sample(self, index: int, start: int = 0, stop: int | None = None) -> Sample:
         """A window, or its tokens ``start`` to ``stop`` - 1: input_ids, labels (the same tokens) and segment_ids.
 
-        A part is read without the rest of its window, and is what it is in the whole: whoever divides a window among
-        processes asks for one part each.
+        A part is read without the rest of its window, and is what it is in the whole: processes that share a
+        window ask for one part each.
         """
         first = self.start(index)
         low, high = first + start, first + (self.length if stop is None else stop)

@@ -73,7 +73,7 @@ def divide(count: int, shares: Mapping[str, float], seed: int) -> dict[str, NDAr
 
 
 def split_of(index: int, shares: Mapping[str, float], seed: int) -> str:
-    """The split to which `divide` takes one row, for whoever does not know yet how many there are."""
+    """The split to which `divide` takes one row, for callers that do not know the number of rows yet."""
     hashed = uniform(np.array([index]), seed)[0]
     if hashed < shares["test"]:
         return "test"
@@ -119,7 +119,7 @@ def optional_text(value: object) -> str:
 
 
 def label_names(labels: int | Sequence[str], at_least: int = 1) -> tuple[int, list[str]]:
-    """How many labels there are, and their names if they have some."""
+    """Number of labels, and their names if they have some."""
     if isinstance(labels, str) or not isinstance(labels, Sequence):
         return integer("labels", labels, at_least=at_least), []
     names = list(labels)
@@ -184,7 +184,7 @@ class BadRows:
         self.count += 1
 
     def remarks(self, good: int) -> list[str]:
-        """How many were left out beside so many good ones: one sentence, or none."""
+        """One sentence on the rows that were left out beside so many good ones; empty if there are none."""
         if not self.count:
             return []
         rows = f"{self.count:,} of {self.count + good:,} rows"

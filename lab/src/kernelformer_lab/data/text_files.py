@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -59,7 +59,7 @@ class TextFiles:
     instead, a line end after each. It is split by position: training, validation, test.
 
     Files of a folder are in the splits that their names say, where some do: ``train/*``, ``validation/*``, ``test/*``
-    or ``train.txt``, ``validation.txt``, ``test.txt``, also by the other names of `splits.ALIASES`. Others are left
+    or ``train.txt``, ``validation.txt``, ``test.txt``, also by the other names of `sources.ALIASES`. Others are left
     out then, and where nothing is named for validation, it is a share of the training files, or the end of a single
     one. Any other folder is split by a hash of names relative to it, so that no file is in two splits and none moves
     when others come. In a split files follow one another by name, without a mark between them. Hidden files are not
@@ -197,7 +197,7 @@ class TextFiles:
         return "validation" if hashed < validation else "test" if hashed < validation + self.shares["test"] else "train"
 
     def _part(self, file: str, shares: Mapping[str, float] | None, split: str) -> Part:
-        """What a split has of a file of the folder."""
+        """The part of a file of the folder that belongs to a split."""
         text = self._text_of(file)
         bounds = (0, len(text)) if shares is None else cut_by_shares(len(text), shares)[split]
         return Part(self.path / file, text, *bounds)
@@ -282,7 +282,7 @@ def _top_names(files: Sequence[str]) -> str:
 
 
 def cut_by_shares(size: int, shares: Mapping[str, float]) -> dict[str, tuple[int, int]]:
-    """Where splits begin and end in a text that is split by position."""
+    """Start and end of each split in a text that is split by position."""
     test = size - round(size * shares["test"])
     validation = test - round(size * shares["validation"])
     return {"train": (0, validation), "validation": (validation, test), "test": (test, size)}
@@ -336,14 +336,13 @@ def decode_pieces(content: bytes, where: object, start: int = 0) -> Iterator[str
 
 def _characters(part: Part) -> Iterator[str]:
     """Decoded pieces of a part of a file; a character on the border of two parts is in the first."""
-    start, stop = (_next_character(part.text, x) if x else 0 for x in (part.start, part.stop))
+    start, stop = (_next_character(x, part.text[x : x + 3]) if x else 0 for x in (part.start, part.stop))
     return decode_pieces(part.text[start:stop].tobytes(), part.file, start)
 
 
-def _next_character(text: Text, position: int) -> int:
-    """Where the next character begins; none has more than 4 bytes."""
-    inside = (text[position : position + 3] & 0xC0) == 0x80
-    return position + int(np.argmin([*inside, False]))
+def _next_character(position: int, there: Iterable[int]) -> int:
+    """Start of the next character, by the three bytes at a position; none has more than 4 bytes."""
+    return position + [*(x & 0xC0 == 0x80 for x in there), False].index(False)
 
 
 _BLOCK = 1 << 20  # bytes read at once
@@ -504,7 +503,7 @@ class TextStream:
             with check_regular(item.path).open("rb") as file:
                 for split, (start, stop) in bounds.items():
                     if not self.raw:
-                        start, stop = (_character_in_file(file, x) for x in (start, stop))
+                        start, stop = (_next_character(x, _read_at(file, x, 3)) if x else 0 for x in (start, stop))
                     last = b""
                     for piece in self._part(file, item.path, start, stop):
                         if last:
@@ -527,6 +526,11 @@ class TextStream:
             yield from (text.encode() for text in decode_pieces(block, path, position))
 
 
+def _read_at(file: BinaryIO, position: int, count: int) -> bytes:
+    file.seek(position)
+    return file.read(count)
+
+
 def _blocks(file: BinaryIO, path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """A part of a file in blocks that end with a line or a character, each with its position."""
     file.seek(start)
@@ -545,15 +549,6 @@ def _blocks(file: BinaryIO, path: Path, start: int, stop: int) -> Iterator[tuple
 
 
 def _last_character(block: bytes) -> int:
-    """Where the last character begins, which may go on in the next block; where none begins, the end."""
+    """Start of the last character, which may continue in the next block; the end if none begins here."""
     tail = [i for i in range(max(1, len(block) - 4), len(block)) if block[i] & 0xC0 != 0x80]
     return tail[-1] if tail else len(block)
-
-
-def _character_in_file(file: BinaryIO, position: int) -> int:
-    """Where the next character begins; none has more than 4 bytes."""
-    if not position:
-        return 0
-    file.seek(position)
-    inside = [x & 0xC0 == 0x80 for x in file.read(3)]
-    return position + next((i for i, x in enumerate(inside) if not x), len(inside))

@@ -6,18 +6,18 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernelformer.errors import choice, flag, integer
 from kernelformer.files import write_json, write_text
-from kernelformer_lab.data.arrays import writing
+from kernelformer_lab.data.arrays import reading, writing
 from kernelformer_lab.records import MODEL
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ _FORMAT = 1  # of the cache; to be raised when the same texts come to mean anoth
 _ROUND = 1 << 22  # characters encoded at once: what the library gives for a token is a hundred times as large
 _FIRST = "\u2581"  # in front of a word while word pieces are trained
 
+Item = TypeVar("Item")
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -89,7 +90,7 @@ class Vocabulary:
             flat = np.frombuffer(b"".join(raw), np.uint8).astype(np.int32) + np.int32(len(SPECIAL))
             return flat, _offsets([len(x) for x in raw])
         parts: list[Int32] = [np.empty(0, np.int32)]
-        for some in _rounds(texts):
+        for some in rounds(texts, len, _ROUND):
             encodings = self.tokenizer.encode_batch_fast(some, add_special_tokens=False)
             parts += [np.array(x.ids, np.int32) for x in encodings]
         return np.concatenate(parts), _offsets([len(x) for x in parts[1:]])
@@ -166,7 +167,7 @@ def vocabulary(
 def vocabulary_size(
     *, tokenizer: str | None = None, kind: str = "bpe", vocab_size: int | None = None, lowercase: bool = False
 ) -> int:
-    """How many tokens a model must know, from the options alone, which are checked.
+    """Number of tokens that a model must know, from the options alone, which are checked.
 
     ``vocab_size`` None means `DEFAULT_SIZE`, or what a user's vocabulary or that of bytes has.
     """
@@ -221,15 +222,20 @@ def make_tokenizer(
     options = {"format": _FORMAT, "kind": kind, "vocab_size": vocab_size, "lowercase": lowercase, "of": record}
     whole = json.dumps(options, sort_keys=True)
     path = cache / f"vocabulary-{hashlib.sha256(whole.encode()).hexdigest()[:16]}.json"
-    if path.exists():
-        text = _saved(path, whole)
-    else:
+    if not path.exists():
         train = _byte_pairs if kind == "bpe" else _word_pieces
         text = train(texts, integer("vocab_size", vocab_size, at_least=BYTE_TOKENS), lowercase).to_str()
-        _save(path, whole, text)
-    tokenizer = Tokenizer.from_str(text)
-    tokenizer.encode_special_tokens = True  # a text that says <eos> does not end there
-    return tokenizer
+        with writing(path):
+            write_json(path, {"record": whole, "sha256": hashlib.sha256(text.encode()).hexdigest(), "tokenizer": text})
+    else:
+        with reading(path):
+            saved = json.loads(path.read_bytes())
+            text = saved["tokenizer"]
+            if saved["record"] != whole:
+                raise ValueError("it was made of other data or options")
+            if saved["sha256"] != hashlib.sha256(text.encode()).hexdigest():
+                raise ValueError("it was changed")
+    return _plain(Tokenizer.from_str(text))
 
 
 def load_tokenizer(location: str) -> Vocabulary:
@@ -246,24 +252,39 @@ def load_tokenizer(location: str) -> Vocabulary:
 def tokenizer_file(location: str) -> Path:
     """The file that is meant, for `readers.hash_files` too: it, or that of a folder or of a run's final model."""
     path = Path(str(location)).expanduser()
-    if path.is_dir():
-        path = next((x for x in (path / TOKENIZER, path / MODEL / TOKENIZER) if x.is_file()), path / TOKENIZER)
-    if not path.is_file():
+    file = _file_at(path)
+    if file is None:
+        path = path / TOKENIZER if path.is_dir() else path
         raise ValueError(f"there is no file {path}; tokenizer must be a tokenizer.json, or a folder with one.")
-    return path
+    return file
+
+
+def _file_at(path: Path) -> Path | None:
+    """The tokenizer's file at a path: it, or that of a folder or of a run's final model; None where there is none."""
+    return next((x for x in (path, path / TOKENIZER, path / MODEL / TOKENIZER) if x.is_file()), None)
+
+
+def _of_file(path: Path) -> Tokenizer:
+    """The tokenizer of a file, which encodes texts as they are."""
+    from tokenizers import Tokenizer
+
+    try:
+        return _plain(Tokenizer.from_file(str(path)))
+    except Exception as problem:  # the library raises plain Exceptions
+        raise ValueError(f"{path} is not a tokenizer.json ({problem}); save it by Tokenizer.save.") from None
+
+
+def _plain(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer that neither cuts nor pads, and for which ``<eos>`` in a text is text."""
+    tokenizer.no_truncation()  # tasks cut, and say so
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 @lru_cache(maxsize=2)
 def _load(path: Path, changed: int, size: int) -> Vocabulary:
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as problem:  # the library raises plain Exceptions
-        raise ValueError(f"{path} is not a tokenizer.json ({problem}); save it by Tokenizer.save.") from None
-    tokenizer.no_truncation()  # tasks cut, and say so
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
+    tokenizer = _of_file(path)
     tokens = tokenizer.get_vocab(with_added_tokens=True)
     roles = {role: usual_token(role, tokens) for role in _USUAL}
     pad, eos, bos, sep = roles["pad"], roles["eos"], roles["bos"], roles["sep"]
@@ -343,38 +364,16 @@ def _word_pieces(texts: Iterable[str], vocab_size: int, lowercase: bool) -> Toke
     return tokenizer
 
 
-def _save(path: Path, record: str, text: str) -> None:
-    """Keep a trained tokenizer in the cache."""
-    with writing(path):
-        write_json(path, {"record": record, "sha256": hashlib.sha256(text.encode()).hexdigest(), "tokenizer": text})
-
-
-def _saved(path: Path, record: str) -> str:
-    """The text of a tokenizer in the cache."""
-    try:
-        file: Any = json.loads(path.read_bytes())
-        text: str = file["tokenizer"]
-        if file["record"] != record:
-            raise ValueError("it was made of other data or options")
-        if file["sha256"] != hashlib.sha256(text.encode()).hexdigest():
-            raise ValueError("it was changed")
-    except Exception as problem:  # a damaged file raises all kinds
-        raise ValueError(
-            f"the cache file {path} cannot be used ({problem}); delete it, and it will be made again."
-        ) from problem
-    return text
-
-
-def _rounds(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts in order, a limited number of characters at once."""
-    some: list[str] = []
-    size = 0
-    for text in texts:
-        some.append(text)
-        size += len(text)
-        if size >= _ROUND:
+def rounds(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Items in order, in lists that end once their sizes add up to ``most``."""
+    some: list[Item] = []
+    held = 0
+    for item in items:
+        some.append(item)
+        held += size(item)
+        if held >= most:
             yield some
-            some, size = [], 0
+            some, held = [], 0
     if some:
         yield some
 
@@ -390,7 +389,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class ShardTokenizer:
-    """What turns texts into the tokens of shards.
+    """A tokenizer that turns texts into the tokens of shards.
 
     Args:
         name: as it was given, of a path its last part.
@@ -417,7 +416,7 @@ class ShardTokenizer:
             write_text(folder / TOKENIZER, self._text())
 
     def record(self) -> dict[str, Any]:
-        """What the index says of it."""
+        """Its entry in the index."""
         return {
             "name": self.name,
             "file": None if self.tokenizer is None else TOKENIZER,
@@ -441,24 +440,13 @@ def shard_tokenizer(name: str) -> ShardTokenizer:
     if name == BYTES:
         return ShardTokenizer(BYTES, None, 256)
     path = Path(name).expanduser()
-    files = [path, path / TOKENIZER, path / MODEL / TOKENIZER]
-    file = next((x for x in files if x.is_file()), None)
-    if file is not None:
+    if (file := _file_at(path)) is not None:
         return _checked(path.name, _of_file(file))
     if not path.is_dir() and (not _HUB_NAME.fullmatch(name) or path.suffix == ".json"):
         raise ValueError(
             f"there is no tokenizer {name}; give bytes, a tokenizer.json, a folder with one, or a name on the hub."
         )
     return _of_transformers(name, path)
-
-
-def _of_file(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as problem:  # the library raises plain Exceptions
-        raise ValueError(f"{path} is not a tokenizer.json ({problem}); save it by Tokenizer.save.") from None
 
 
 def _of_transformers(name: str, path: Path) -> ShardTokenizer:
@@ -476,11 +464,8 @@ def _of_transformers(name: str, path: Path) -> ShardTokenizer:
 
 
 def _checked(name: str, tokenizer: Tokenizer, end: int | None = None) -> ShardTokenizer:
-    """A tokenizer that neither cuts nor pads; where it does not say what ends a text, the usual names do."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # a text that says <eos> does not end there
-    tokens = tokenizer.get_vocab(with_added_tokens=True)
+    """Check that a tokenizer has tokens; where it does not say what ends a text, the usual names do."""
+    tokens = _plain(tokenizer).get_vocab(with_added_tokens=True)
     size = max(tokens.values(), default=-1) + 1
     if not size:
         raise ValueError(f"the tokenizer {name} has not one token; give another.")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
-from kernelformer_lab.data.batching import Sample, check_indices
+from kernelformer_lab.data.batching import Sample, Samples
 from kernelformer_lab.data.sources import uniform
 
 Int64 = NDArray[np.int64]
 
 
-class Windows(Dataset[Sample], ABC):
+class Windows(Samples):
     """Windows of equal length, by index; a batch is one gather.
 
     Args:
@@ -31,16 +29,14 @@ class Windows(Dataset[Sample], ABC):
 
     @abstractmethod
     def starts(self, indices: Int64) -> Int64:
-        """Where these windows begin."""
+        """Starts of these windows."""
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        rows = torch.from_numpy(self.gather(check_indices(indices, self.count))).unbind()
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Windows as tokens and as labels."""
+        rows = torch.from_numpy(self.gather(chosen)).unbind()
         return [{"input_ids": row, "labels": row} for row in rows]
 
     def gather(self, indices: Int64) -> Int64:

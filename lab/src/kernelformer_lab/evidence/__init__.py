@@ -1,1 +1,1 @@
-"""What the papers claim, and what this library gets: items, the queue that measures them, verdicts and their page."""
+"""Claims of the papers against measurements: items, the queue that measures them, verdicts and their page."""

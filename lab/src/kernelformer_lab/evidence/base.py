@@ -1,4 +1,4 @@
-"""What an item of evidence is: a table or figure of a paper, what it claims, and what is measured to judge that.
+"""Items of evidence: tables and figures of papers, their claims, and the jobs that are measured to judge them.
 
 An item is written down before it is run: its claims have a rule each that says which outcome counts for the paper and
 which against it, and its parts say what is trained or studied, at which size and with how many seeds.
@@ -69,7 +69,7 @@ class Training:
         settings: what differs from the recipe, as ``--set``; texts that begin with "data:" are paths below the folder
             of all data.
         seeds: how many, from 0 on.
-        probes: names of `evidence.probes.PROBES`, measured on every trained model.
+        probes: names of `evidence.queue.PROBES`, measured on every trained model.
         by_curve: whether the learning curve is judged, so that the steps between evaluations are part of a job.
     """
 
@@ -133,11 +133,11 @@ def study_settings(study: Study, given: Mapping[str, Any]) -> Settings:
 
 
 class Rule(Protocol):
-    """What decides on a claim; `text` is the rule in words, for the page, written before anything was run."""
+    """Rule that decides on a claim; `text` is the rule in words, for the page, written before anything was run."""
 
     @property
     def text(self) -> str:
-        """Which outcome counts for the claim and which against it."""
+        """The rule in words: outcomes that count for the claim, and against it."""
         ...
 
     def __call__(self, entries: Sequence[Mapping[str, Any]]) -> Finding:
@@ -150,7 +150,7 @@ SUPPORTS, CONTRADICTS, OPEN, MISSING_RESULT = "supports", "contradicts", "open",
 
 @dataclass(frozen=True)
 class Finding:
-    """What the record says of a claim.
+    """Verdict of the record on a claim.
 
     Args:
         verdict: "supports", "contradicts", "open" (measured, and it cannot be told) or "not run".
@@ -179,7 +179,7 @@ class Claim:
 
     @property
     def ours(self) -> bool:
-        """Whether no paper claims it."""
+        """True if no paper claims it."""
         return self.printed.startswith("not ")
 
 

@@ -1,31 +1,46 @@
-"""The queue of jobs: two processes of one thread side by side, resumable, and quiet while others take timings."""
+"""The queue of jobs of evidence, the work of its processes, and data that is derived for them.
+
+Two processes of one thread run side by side, resumable, and paused while timings are taken on the machine.
+"""
 
 from __future__ import annotations
 
 import html
 import json
-import os
+import math
 import random
 import re
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import torch
+
+from kernelformer.environment import environment
 from kernelformer.errors import StoppedError
-from kernelformer.files import read_json, replacing
+from kernelformer.files import read_json, replacing, write_json, write_text
+from kernelformer.page import portable, rounded
+from kernelformer.settings import options
 from kernelformer.timing import BESIDE, timings_under_way
-from kernelformer_lab.evidence.base import Item, Job, located
+from kernelformer_lab.evidence.base import TRAINING, Item, Job, StudyPart, Training, located, study_settings
 from kernelformer_lab.evidence.records import add_job, damage, folder_name, left, probed, read_entries
-from kernelformer_lab.evidence.worker import ERROR, JOB, STOPPED, do_job
-from kernelformer_lab.subprocesses import PARENT
+from kernelformer_lab.evidence.rules import SAMPLES, TEST, VALUE
+from kernelformer_lab.jobs import STOPPED, Worker
+from kernelformer_lab.recipes.catalogue import find_recipe
+from kernelformer_lab.records import RESULT, read_head
+from kernelformer_lab.reports.comparison import read_run
+from kernelformer_lab.studies import STUDIES
+from kernelformer_lab.studies.redraws import eigenvalue_statistics, gradient_statistics, redraw_statistics
+from kernelformer_lab.tasks import TASKS, task_options
 from kernelformer_lab.training.checkpoints import locked
+from kernelformer_lab.training.config import Run
+from kernelformer_lab.training.evaluation import evaluate_samples
+from kernelformer_lab.training.inspection import saved_run
+from kernelformer_lab.training.session import train
 
 PAGE = re.compile(r"<title>([^<]*)</title>.*?<text[^>]*>([^<]*)</text>", re.DOTALL)
 LINK = re.compile(r"\[\[([^]|#]+)[^]]*\]\]")
@@ -112,7 +127,7 @@ DERIVED: dict[str, tuple[str, Callable[[Path, Path], None]]] = {"enwik8-links": 
 
 
 def is_there(name: str, data: Path) -> bool:
-    """Whether a folder of data is there, or can be made."""
+    """Return True if a folder of data is there, or can be made."""
     return (data / name).exists() or (name in DERIVED and (data / DERIVED[name][0]).exists())
 
 
@@ -127,18 +142,17 @@ def make_missing(names: tuple[str, ...], data: Path, log: Callable[[str], None])
             part.rename(data / name)
 
 
-WORKER = ("-m", "kernelformer_lab.evidence.worker")
 POLL = 0.2  # seconds between two looks at the processes
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a queue reads and writes.
+    """Folders that a queue reads and writes.
 
     Args:
         data: folder of all data, with a folder for each name that jobs ask for.
-        out: of the runs, which a stopped queue goes on with.
+        out: of the runs, which a stopped queue resumes.
         records: of what is measured, one file an item.
     """
 
@@ -152,9 +166,8 @@ class _Running:
     item: Item
     job: Job
     folder: Path
-    process: subprocess.Popen[bytes]
-    errors: IO[bytes]
-    stopped: bool = False  # while somebody takes timings
+    worker: Worker
+    stopped: bool = False  # while timings are taken
     told: bool = False  # to save and stop, by this queue
 
 
@@ -164,7 +177,7 @@ def missing_data(job: Job, data: Path) -> list[str]:
 
 
 def pending(items: Iterable[Item], place: Place) -> list[tuple[Item, Job]]:
-    """What is not on record yet and can be run, in the order of the items."""
+    """Jobs that are not on record yet and can be run, in the order of the items."""
     return [(item, job) for item in items for job in left(item, place.records) if not missing_data(job, place.data)]
 
 
@@ -191,7 +204,7 @@ def run_queue(
         A line for each job that failed, and for each item whose record is damaged; the others went on.
 
     Raises:
-        StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call goes on from there.
+        StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call resumes there.
         TrainingError: another queue works on these records, or they cannot be written.
     """
     with locked(place.records, "runs the queue of"):
@@ -228,7 +241,7 @@ def _run(
                 _terminate(running)
             else:
                 _yield_to_timings(running, log)
-            for each in [x for x in running if x.process.poll() is not None]:
+            for each in [x for x in running if x.worker.process.poll() is not None]:
                 running.remove(each)
                 reason = _finish(each, place, log)
                 failed += [reason] if reason else []
@@ -237,14 +250,14 @@ def _run(
     except KeyboardInterrupt:
         _terminate(running)
         for each in running:
-            each.process.wait()
+            each.worker.process.wait()
             _finish(each, place, log)
         raise StoppedError("stopped; what ran has saved where it was, and the same call goes on from there.") from None
     finally:
         signal.signal(signal.SIGTERM, before)
         _terminate(running)
         for each in running:
-            each.process.wait()
+            each.worker.process.wait()
     return failed
 
 
@@ -272,7 +285,7 @@ def run_here(items: Sequence[Item], place: Place, log: Log, progress: Callable[[
         log(f"{item.name}: {_title(job)}")
         make_missing(job.data, place.data, log)
         request = _request(item, job, place)
-        do_job(request)
+        do_job(**request)
         add_job(place.records, item, job, read_json(Path(request["folder"]) / JOB))
         progress()
     return len(jobs)
@@ -283,14 +296,13 @@ def _over(end: float | None) -> bool:
 
 
 def _request(item: Item, job: Job, place: Place) -> dict[str, Any]:
-    """What a worker is told."""
+    """Arguments of `do_job`."""
     return {
         "kind": job.kind,
         "request": located(job.request, place.data),
         "folder": str(place.out / item.name / folder_name(job)),
         "key": job.key,
         "probes": list(job.probes),
-        "threads": 1,
         "command": f"kernelformer reproduce {item.name}",
     }
 
@@ -298,33 +310,25 @@ def _request(item: Item, job: Job, place: Place) -> dict[str, Any]:
 def _start(item: Item, job: Job, place: Place, log: Log) -> _Running:
     request = _request(item, job, place)
     # HF_HUB_OFFLINE: a job reads what is there, and a missing file ends it at once instead of by a time-out.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", PARENT: str(os.getpid()), BESIDE: "1"}
-    errors = tempfile.TemporaryFile()  # noqa: SIM115
-    order = [sys.executable, *WORKER, json.dumps(request)]
-    process = subprocess.Popen(order, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+    worker = Worker(do_job, request, threads=1, env={"HF_HUB_OFFLINE": "1", BESIDE: "1"}, listen=False)
     log(f"{item.name}: {_title(job)}: started")
-    return _Running(item, job, Path(request["folder"]), process, errors)
+    return _Running(item, job, Path(request["folder"]), worker)
 
 
 def _finish(each: _Running, place: Place, log: Log) -> str:
     """Put a job on record, or return why it failed; one that was told to stop is neither."""
-    name, code = f"{each.item.name}: {_title(each.job)}", each.process.returncode
-    with each.errors as file:
-        file.seek(0)
-        said = file.read().decode(errors="replace").strip().splitlines()
-    if code == 0:
+    name, problem = f"{each.item.name}: {_title(each.job)}", each.worker.problem()
+    if not problem:
         try:
             add_job(place.records, each.item, each.job, read_json(each.folder / JOB))
-        except (ValueError, OSError) as problem:
-            return _failed(each.item, each.job, str(problem), log)
+        except (ValueError, OSError) as reason:
+            return _failed(each.item, each.job, str(reason), log)
         log(f"{name}: on record")
         return ""
-    if code in (STOPPED, -signal.SIGTERM) and each.told:
+    if each.worker.process.returncode in (STOPPED, -signal.SIGTERM) and each.told:
         log(f"{name}: stopped, to be gone on with")
         return ""
-    last = f"killed by signal {-code}" if code < 0 else " ".join(said[-1:])
-    reason = next((x.removeprefix(ERROR) for x in said if x.startswith(ERROR)), last) or "it ended without a word"
-    return _failed(each.item, each.job, reason, log)
+    return _failed(each.item, each.job, problem, log)
 
 
 def _failed(item: Item, job: Job, reason: str, log: Log) -> str:
@@ -337,19 +341,19 @@ def _failed(item: Item, job: Job, reason: str, log: Log) -> str:
 def _terminate(running: Sequence[_Running]) -> None:
     for each in running:
         if each.stopped:
-            each.process.send_signal(signal.SIGCONT)
+            each.worker.process.send_signal(signal.SIGCONT)
             each.stopped = False
         if not each.told:
             each.told = True
-            each.process.terminate()
+            each.worker.process.terminate()
 
 
 def _yield_to_timings(running: Sequence[_Running], log: Log) -> None:
-    """Stop all processes while somebody takes timings on this machine, and let them go on after that."""
+    """Pause all processes while timings are taken on this machine."""
     busy = timings_under_way()
     for each in running:
-        if busy != each.stopped and each.process.poll() is None:
-            each.process.send_signal(signal.SIGSTOP if busy else signal.SIGCONT)
+        if busy != each.stopped and each.worker.process.poll() is None:
+            each.worker.process.send_signal(signal.SIGSTOP if busy else signal.SIGCONT)
             each.stopped = busy
             log(f"{each.item.name}: {_title(each.job)}: {'waits while timings are taken' if busy else 'goes on'}")
 
@@ -357,3 +361,215 @@ def _yield_to_timings(running: Sequence[_Running], log: Log) -> None:
 def _title(job: Job) -> str:
     seed = f", seed {job.seed}" if job.kind == "training" else ""
     return f"{job.part}, {job.name}{seed}"
+
+
+JOB = "job.json"
+
+
+def do_job(kind: str, request: dict[str, Any], folder: str, key: str, probes: Sequence[str], command: str) -> None:
+    """Train or study what a job asks for, or resume it, and write the outcome into its folder."""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    done = _train(request, place, probes, command) if kind == TRAINING else _study(request, place)
+    write_json(place / JOB, rounded(portable({"key": key, **done})))
+
+
+def _train(request: dict[str, Any], folder: Path, names: Sequence[str], command: str) -> dict[str, Any]:
+    """Train a run, or resume it, then measure its probes; each is measured once."""
+    run = Run.from_json(request)
+    result = train(run, folder, resume=True, command=command, quiet=True)
+    probes = {}
+    for name in names if not result.diverged else ():
+        kept = folder / f"{name}.json"
+        if not kept.exists():
+            write_json(kept, PROBES[name](folder))
+        probes[name] = read_json(kept)
+    record = read_run(folder)
+    head = read_head(folder)
+    return {
+        "settings": run.as_json(),
+        "environment": head["environment"],
+        "data": head.get("data"),
+        "started": record.started,
+        "result": result.as_json(),
+        "curve": [[p.step, p.values.get(result.metric, p.values["loss"])] for p in record.evaluation],
+        "loss": _thinned([[p.step, p.values["loss"]] for p in record.training]),
+        "probes": probes,
+    }
+
+
+def _thinned(points: list[list[float]], most: int = 60) -> list[list[float]]:
+    """At most so many points of a curve, the last among them."""
+    return points[:: -max(1, -(-len(points) // most))][::-1]
+
+
+def _study(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run a study, or resume it, and draw its picture."""
+    study = STUDIES[request["study"]]
+    settings = study_settings(study, request["settings"])
+    result = study.run(settings, folder)
+    study.save(settings, result, folder)
+    study.picture(result, folder / f"{study.name}.png")
+    return {"environment": environment(torch.get_num_threads()), "record": read_json(folder / f"{study.name}.json")}
+
+
+GROUPS = 200  # of samples at most: their number makes an error uncertain by 5%
+LEVELS = (20, 40, 60, 80)  # percent of the validation samples: the checkpoints of KL-Transformer, Table 14
+
+
+def redraws(folder: Path) -> dict[str, Any]:
+    """Dependence of a classifier on the draw of its features: 100 draws on 200 validation samples."""
+    measured = redraw_statistics(folder)
+    flat = {name: x["mean"] if isinstance(x, Mapping) else x for name, x in measured["figures"].items()}
+    errors = {f"{name}_error": x["error"] for name, x in measured["figures"].items() if isinstance(x, Mapping)}
+    return {
+        **flat,
+        **errors,
+        "deterministic": measured["deterministic"],
+        "own_accuracy": measured["own_draw"]["accuracy"],
+    }
+
+
+def eigenvalues(folder: Path) -> dict[str, Any]:
+    """Mean, largest and smallest eigenvalues of learned covariances at the start and at the end of training."""
+    measured = eigenvalue_statistics(folder)
+    start, end = measured["start"], measured["end"]
+    if start is None or end is None:
+        return {}
+    both = {
+        f"{when}_{name}": side[name]
+        for when, side in (("start", start), ("end", end))
+        for name in ("minimum", "maximum", "mean")
+    }
+    return {**both, "change": end["mean"] / start["mean"], "heads": end["heads"]}
+
+
+def gradients(folder: Path) -> dict[str, Any]:
+    """Gradients at the classifier over redraws, at the first checkpoint that has each of `LEVELS`, and at the end."""
+    rows = gradient_statistics(folder, levels=[level / 100 for level in LEVELS])
+    return {"rows": rows, **rows[-1], **first_at_levels(rows)}
+
+
+def first_at_levels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The first row, by step, whose accuracy is at each of `LEVELS`: ``at_60`` has 60% or more; absent: none has."""
+    reached = {level: [x for x in rows if (x["accuracy"] or 0) >= level / 100] for level in LEVELS}
+    return {f"at_{level}": enough[0] for level, enough in reached.items() if enough}
+
+
+def samples(folder: Path) -> dict[str, Any]:
+    """Contributions of groups of samples to the standard error of the score, to compare runs on the same samples.
+
+    Of weights that were selected it is the score on the test split, else that of the validation split.
+    """
+    run, _ = saved_run(folder)
+    result = read_json(folder / RESULT)
+    metric = result["metric"]
+    selected = run.select == "best"
+    value, parts = evaluate_samples(folder, "test" if selected else "validation", GROUPS)
+    kept = result["test"][metric] if selected else result["value"]
+    if math.isfinite(value) and not math.isclose(value, kept, rel_tol=1e-3, abs_tol=1e-3):
+        raise ValueError(f"the model of {folder} has {metric} {value:.6g}, its result {kept:.6g}; train it anew.")
+    path = f"{TEST}.{metric}" if selected else VALUE
+    known = all(map(math.isfinite, parts))
+    return {"path": path, "deviations": [float(f"{x:.3g}") for x in parts] if known else []}
+
+
+PROBES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "redraws": redraws,
+    "eigenvalues": eigenvalues,
+    "gradients": gradients,
+    SAMPLES: samples,
+}
+
+
+ATTENTIONS = 2  # of each part: what differs between attentions is tested elsewhere
+RUN: dict[str, Any] = {"steps": 2, "batch_size": 4, "warmup_steps": 1, "eval_every": 2, "log_every": 1, "save_every": 2}
+TASK: dict[str, Any] = {
+    "train_samples": 32,
+    "validation_samples": 8,
+    "test_samples": 8,
+    "length": 32,
+    "vocab_size": 300,
+    "bleu_samples": 2,
+    "max_length": 32,
+}
+# Of studies, by name of the setting: whatever makes them short.
+STUDY: dict[str, Any] = {
+    "steps": 2,
+    "length": 32,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "batch": 2,
+    "draws": 2,
+    "samples": 2,
+    "texts": 1,
+}
+WORDS = ("film", "year", "good", "bad", "seen", "came", "ends", "all", "how", "who", "and", "it", "was", "by")
+ACIDS = "ACDEFGHIKLMNPQRSTVWY"
+
+
+def shrunk(item: Item) -> Item:
+    """The item with one seed, few steps and samples, and two attentions a part."""
+    return replace(item, parts=tuple(_shrunk(part) for part in item.parts))
+
+
+def _shrunk(part: Training | StudyPart) -> Training | StudyPart:
+    if isinstance(part, StudyPart):
+        known = {x.name: how.least for x, how in options(STUDIES[part.study].settings)}
+        small = {name: max(x, int(known[name] or 0)) for name, x in STUDY.items() if name in known}
+        return replace(part, settings={**part.settings, **small})
+    task = find_recipe(part.recipe).task
+    made = {f"task.{name}": x for name, x in TASK.items() if name in task_options(task)}
+    if TASKS[task].name in ("recall", "sparsity"):
+        made.pop("task.length")  # distances and sums go with it
+    settings = {**part.settings, **made, **RUN}
+    return replace(part, attentions=tuple(part.attentions[:ATTENTIONS]), seeds=1, settings=settings)
+
+
+def make_data(folder: Path) -> None:
+    """Small made-up data in the layout of the real: a folder for each name that items ask for."""
+    random.seed(0)
+    rows = [{"text": _sentence(12), "label": i % 2} for i in range(64)]
+    _rows(folder / "imdb" / "train.jsonl", rows)
+    _rows(folder / "imdb" / "test.jsonl", rows[:16])
+    _rows(folder / "rotten-tomatoes" / "train.jsonl", rows)
+    pairs = [{"premise": _sentence(6), "hypothesis": _sentence(4), "label": i % 3} for i in range(48)]
+    _rows(folder / "snli" / "train.jsonl", pairs)
+    _rows(folder / "snli" / "test.jsonl", pairs[:12])
+    verses = [{"en": _sentence(6), "de": _sentence(6)} for _ in range(48)]
+    _rows(folder / "bible-en-de" / "train.jsonl", verses)
+    _rows(folder / "bible-en-de" / "test.jsonl", verses[:12])
+    _write(folder / "enwik8" / "enwik8", "\n".join(_article(i) for i in range(120)))
+    proteins = ("".join(random.choices(ACIDS, k=40)) for _ in range(64))
+    _write(folder / "proteins" / "proteins.txt", "\n".join(proteins) + "\n")
+    _images(folder / "cifar10")
+
+
+def _article(number: int) -> str:
+    """A page of a dump of Wikipedia that links to the next ones."""
+    links = " ".join(f"[[Page {number + i}]]" for i in range(1, 40))
+    return f"<page><title>Page {number}</title><text>{links} {_sentence(120)}</text></page>"
+
+
+def _sentence(words: int) -> str:
+    return " ".join(random.choices(WORDS, k=words))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+
+
+def _rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    _write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _images(folder: Path) -> None:
+    import numpy as np
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = np.random.default_rng(0)
+    for name, count in (("train", 40), ("test", 20)):
+        images = made.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+        np.savez_compressed(folder / f"{name}.npz", images=images, labels=np.arange(count) % 10)

@@ -16,7 +16,7 @@ SUPERSEDED = "superseded"  # set on jobs of settings that their item no longer h
 
 
 def record_path(folder: Path, item: Item) -> Path:
-    """Where the record of an item is."""
+    """Path of an item's record."""
     return folder / f"{item.name}.json"
 
 
@@ -61,13 +61,13 @@ def left(item: Item, folder: Path) -> list[Job]:
 
 
 def superseded(item: Item, folder: Path) -> int:
-    """How many jobs on record are of settings that the item no longer has; they stay, and are not judged."""
+    """Count jobs on record of settings that the item no longer has; they stay, and are not judged."""
     known = {job.key for job in item.jobs()}
     return sum(entry["key"] not in known for entry in read_jobs(folder, item))
 
 
 def damage(item: Item, folder: Path) -> str:
-    """What is wrong with the record of an item; empty where nothing is."""
+    """The problem of an item's record; empty if there is none."""
     try:
         read_jobs(folder, item)
     except ValueError as problem:
@@ -76,12 +76,12 @@ def damage(item: Item, folder: Path) -> str:
 
 
 def probed(job: Job, entry: Mapping[str, Any]) -> bool:
-    """Whether an entry has all that is to be measured on its model; one that diverged has left none."""
+    """True if an entry has all probes of its model; one that diverged has no model."""
     return not job.probes or entry["result"]["diverged"] or set(job.probes) <= entry["probes"].keys()
 
 
 def add_job(folder: Path, item: Item, job: Job, outcome: Mapping[str, Any]) -> None:
-    """Put a finished job on record; whatever else is there stays."""
+    """Put a finished job on record; all other jobs stay."""
     head: dict[str, Any] = {"part": job.part, "kind": job.kind, "name": job.name, "seed": job.seed}
     if job.kind == TRAINING:
         head["settings"] = dict(job.request)  # with "data:" for the folder of data, wherever that is
@@ -90,7 +90,7 @@ def add_job(folder: Path, item: Item, job: Job, outcome: Mapping[str, Any]) -> N
 
 
 def claims_as_json(item: Item) -> list[dict[str, str]]:
-    """What an item claims, what the paper has, and how it is judged."""
+    """Claims of an item with the paper's figures and the rules that judge them."""
     return [
         {"claim": x.text, "printed": x.printed, "rule": x.rule.text, **({"late": x.late} if x.late else {})}
         for x in item.claims

@@ -57,7 +57,7 @@ def value_of(entry: Entry, path: str) -> float:
 
 
 def sample_error(entry: Entry, path: str = VALUE) -> float:
-    """Standard error of a value over validation samples; NaN where nobody knows it.
+    """Standard error of a value over validation samples; NaN if it is not known.
 
     As measured; else of an accuracy sqrt(p (1 - p) / N), and of the steps to a level, which are known to an interval
     between two evaluations only, that interval / sqrt(12).
@@ -84,7 +84,7 @@ def mean_of(entries: Sequence[Entry], part: str, attention: str, path: str = VAL
 
 
 def paired_samples(sides: Sequence[Sequence[Entry]], path: str) -> float | None:
-    """Squared error over samples of the difference of two sides, sample by sample (`analysis.differences.paired`).
+    """Squared error over samples of the difference of two sides, sample by sample (`analysis.statistics.paired`).
 
     Returns:
         None where runs were not all scored on the same samples, or the probe was not made.
@@ -98,13 +98,13 @@ def paired_samples(sides: Sequence[Sequence[Entry]], path: str) -> float | None:
 
 
 def _scored_on(run: Entry) -> tuple[Any, ...]:
-    """What the samples of a run's score, and their order, depend on: the task, its options and its data."""
+    """Key of the samples of a run's score, and of their order: the task, its options and its data."""
     settings = run.get("settings", {})
     return settings.get("task"), settings.get("task_options"), run.get("data")
 
 
 def without(entries: Sequence[Entry], part: str, attention: str, path: str) -> int:
-    """How many runs of an attention are on record without a value: diverged, or never at the level."""
+    """Count runs of an attention on record without a value: diverged, or never at the level."""
     return sum(not math.isfinite(value_of(x, path)) for x in runs_of(entries, part, attention))
 
 
@@ -130,7 +130,7 @@ def brief(attention: str, other: str) -> str:
 
 
 def errors_of(path: str) -> str:
-    """What the standard errors of a value are over."""
+    """Words on the sources of a value's standard errors."""
     measured = path == VALUE or path.startswith((TEST, REACH))
     return "standard errors over seeds and samples" if measured else "standard errors over seeds"
 
@@ -201,7 +201,7 @@ class Above:
         return Finding(self.verdict(gap), ours)
 
     def verdict(self, gap: Difference) -> str:
-        """What a difference says."""
+        """Verdict on a difference."""
         if abs(gap.value) <= gap.bound:
             return OPEN
         return SUPPORTS if (gap.value < 0) == self.below else CONTRADICTS
@@ -228,7 +228,7 @@ class AtLeast(Above):
         )
 
     def verdict(self, gap: Difference) -> str:
-        """What a difference says."""
+        """Verdict on a difference."""
         better = -gap.value if self.below else gap.value
         if better - gap.bound > -self.margin:
             return SUPPORTS
@@ -254,7 +254,7 @@ class Alike(Above):
         )
 
     def verdict(self, gap: Difference) -> str:
-        """What a difference says."""
+        """Verdict on a difference."""
         if abs(gap.value) + gap.bound < self.margin:
             return SUPPORTS
         return CONTRADICTS if abs(gap.value) - gap.bound > self.margin else OPEN
@@ -448,7 +448,7 @@ class SmallerCost:
 
 
 def conversion_cost(model: str, features: int) -> Callable[[Record], float]:
-    """What a model of the study ``normalized`` loses when it is made linear with so many features."""
+    """Loss of a model of the study ``normalized`` by making it linear with so many features."""
 
     def cost(record: Record) -> float:
         mine = record["models"][model]
@@ -459,7 +459,7 @@ def conversion_cost(model: str, features: int) -> Callable[[Record], float]:
 
 
 def conversion_costs(record: Record) -> dict[str, float]:
-    """What every model of the study ``normalized`` loses, by model and number of features."""
+    """Losses of all models of the study ``normalized``, by model and number of features."""
     return {
         f"{name}, m = {row['features']}": conversion_cost(name, row["features"])(record)
         for name, model in record["models"].items()
@@ -498,23 +498,3 @@ def moved_at_once(attention: str, plus: float = 0.0) -> Callable[[Record], float
 def moved_tuned(attention: str, plus: float = 0.0) -> Callable[[Record], float]:
     """The bits per byte that an attention of the study ``transfer`` has after fine-tuning, and a margin."""
     return lambda record: _number(_moved(record, attention)["tuned"][-1][1]) + plus
-
-
-@dataclass(frozen=True)
-class OfStudy:
-    """A rule over the record of one study.
-
-    Args:
-        part: of the item.
-        text: the rule in words.
-        judge: from the record to verdict and figures.
-    """
-
-    part: str
-    text: str
-    judge: Callable[[Record], Finding]
-
-    def __call__(self, entries: Sequence[Entry]) -> Finding:
-        """Judge by the study, if it is on record."""
-        records = studies_of(entries, [self.part])
-        return self.judge(records[0]) if records else Finding(MISSING_RESULT, "")

@@ -23,7 +23,7 @@ PATHS = ("task.data", "task.test_file", "task.tokenizer", "task.cache", "start")
 
 
 def read_value(name: str, text: str, task: str | None = None) -> Any:
-    """What a text means for a setting: a string stays as it is where the setting is one.
+    """Read a text as the value of a setting: if the setting is a string, the text stays as it is.
 
     Args:
         name: of a `Run`, ``model.NAME`` or ``task.NAME``; an unknown one is read as Python would.
@@ -184,7 +184,7 @@ def _named(head: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(run: Run) -> dict[str, Any]:
-    """What is not left at its default: by the recipe, or for the model by the task."""
+    """Settings that differ from their defaults: by the recipe, or for the model by the task."""
     from kernelformer_lab.tasks import make_task
 
     own = {x.name: getattr(run, x.name) for x in fields(Run) if x.name not in ("model", "task_options")}

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from kernelformer.conversion.profile import condition_number, score_spectrum, statistical_dimension
-from kernelformer.conversion.readers import read_texts
+from kernelformer.conversion.readers import each_text
 from kernelformer.hf.capture import attention_inputs
 from kernelformer.hf.load import load_source
 from kernelformer.modules import build_attention
@@ -85,7 +85,7 @@ def load(encoder: str) -> tuple[Any, dict[str, Any]]:
 def long_texts(tokenizer: Any, path: Path, length: int, count: int) -> Tensor:
     """Token ids of the first ``count`` texts that fill ``length`` tokens, cut there, (count, length)."""
     rows = []
-    for text in read_texts(path):
+    for text in each_text(path):
         ids = tokenizer(text, truncation=True, max_length=length)["input_ids"]
         if len(ids) == length:
             rows.append(ids)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from kernelformer.conversion.readers import read_texts
+from kernelformer.conversion.readers import each_text
 from kernelformer.environment import environment
 from kernelformer.feature_maps import GeneralizedMap
 from kernelformer.formatting import human_time
@@ -158,7 +158,7 @@ def _token_ids(tokenizer: Any, path: Path, length: int, count: int) -> Tensor:
 
     texts: list[tuple[int, str]] = []
     missing = count
-    for text in read_texts(path):
+    for text in each_text(path):
         texts.append((len(ids(text, length)), text))
         missing -= texts[-1][0] == length
         if not missing:

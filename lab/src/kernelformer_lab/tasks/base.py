@@ -1,21 +1,22 @@
-"""What a task offers a model, its training and a comparison."""
+"""The interface of a task, and options that tasks share."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from kernelformer.errors import integer, positive_int
 from kernelformer_lab.analysis.statistics import GROUPS, UNKNOWN, Numbers
-from kernelformer_lab.data.arrays import cache_folder
+from kernelformer_lab.data.arrays import cache_file, cache_folder
 from kernelformer_lab.data.batching import Sample, check_limits
 from kernelformer_lab.data.sources import SPLITS
 
@@ -29,7 +30,7 @@ class Outcome:
         right: share of the labels that were the model's likeliest class or token; nan in regression.
         predictions: (N) classes or numbers, of models with one answer per sample.
         labels: (N), of the same.
-        split: its name; "" where nobody says.
+        split: its name; "" if it is not known.
         top5: share of the samples whose label was among the five likeliest classes; nan where there are no more.
     """
 
@@ -46,7 +47,7 @@ class Task(ABC):
 
     A constructor takes keyword options with plain values. It checks them, but reads or makes no data: that is done by
     `split`. The tasks of the library are dataclasses, whose fields are the options; those that tasks share are
-    inherited from `tasks.options`. Sample i of a split depends on the options and on what `fingerprint` tells apart, so
+    inherited from `tasks.base`. Sample i of a split depends on the options and on what `fingerprint` tells apart, so
     every method sees the same samples in the same order.
     """
 
@@ -59,18 +60,18 @@ class Task(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What the model has to be, as fields of its configuration: vocab_size, max_position_embeddings, ..."""
+        """Required fields of the model's configuration: vocab_size, max_position_embeddings, ..."""
 
     @abstractmethod
     def split(self, name: str) -> Dataset[Sample]:
         """The samples of "train", "validation" or "test", by index."""
 
     def fingerprint(self) -> str:
-        """What samples depend on beyond the options, in a few words: the same text, the same samples."""
+        """Identify the data beyond the options, in a few words: the same text, the same samples."""
         return ""
 
     def remarks(self) -> list[str]:
-        """What a user should know of the data read so far, a sentence each: rows left out, texts cut."""
+        """Sentences for the user on the data read so far: rows left out, texts cut."""
         return []
 
     def judge(self, model: Any, data: Dataset[Sample], batch_size: int) -> dict[str, float]:
@@ -98,13 +99,17 @@ class Task(ABC):
             most: groups.
 
         Returns:
-            The metric and (G), see `analysis.jackknife.deviations`; NaN and `UNKNOWN` where nobody knows them.
+            The metric and (G), see `analysis.statistics.deviations`; NaN and `UNKNOWN` if they are not known.
         """
         return math.nan, UNKNOWN
 
-    @abstractmethod
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """A batch: input_ids (B, L) int64, labels, and where it is padded attention_mask (B, L), 1 = real."""
+        """Make a batch: input_ids (B, L) int64, labels, and where it is padded attention_mask (B, L), 1 = real.
+
+        By default torch's own: samples are of one length, their tensors are stacked.
+        """
+        batch: dict[str, Tensor] = default_collate(samples)
+        return batch
 
     @abstractmethod
     def score(self, outcome: Outcome) -> dict[str, float]:
@@ -185,7 +190,7 @@ class MadeSamples(FixedSamples):
 
 @dataclass(kw_only=True, eq=False)
 class DataOption:
-    """Where the data is.
+    """Location of the data.
 
     Args:
         data: path of a file or folder, or ``hub:NAME[:CONFIGURATION]``, a data set of the Hugging Face hub. Most tasks
@@ -197,7 +202,7 @@ class DataOption:
 
 @dataclass(kw_only=True, eq=False)
 class SkipOption:
-    """What becomes of bad rows.
+    """Treatment of bad rows.
 
     Args:
         skip_bad: leave bad rows, images or files out, and say how many, instead of raising at the first.
@@ -208,7 +213,7 @@ class SkipOption:
 
 @dataclass(kw_only=True, eq=False)
 class PackOption:
-    """What becomes of sequences that are shorter than a row.
+    """Packing of sequences that are shorter than a row.
 
     Args:
         pack: several of them share a row, without seeing each other, instead of one that is padded; ``batch_size``
@@ -220,7 +225,7 @@ class PackOption:
 
 @dataclass(kw_only=True, eq=False)
 class ShareOptions:
-    """How data without splits of its own is divided.
+    """Shares by which data without splits of its own is divided.
 
     Args:
         validation_share: of the training rows where there is no validation split, or of one file.
@@ -233,7 +238,7 @@ class ShareOptions:
 
 @dataclass(kw_only=True, eq=False)
 class CacheOption(SampleOptions):
-    """Where what takes long to make is kept.
+    """Cache folder for data that takes long to make.
 
     Args:
         cache: folder; None: kernelformer in XDG_CACHE_HOME, or else in ~/.cache.
@@ -244,6 +249,26 @@ class CacheOption(SampleOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.cache_path = cache_folder(self.cache)
+
+
+class MadeCache(CacheOption):
+    """A cache of samples that are made, for all splits at once: a function of options, seed and format."""
+
+    counts: dict[str, int]  # samples of each split, in the order in which they are made
+    rules: Any  # a dataclass of plain values
+    format: int  # to be raised when the same options come to mean other samples
+
+    @property
+    def record(self) -> str:
+        """All that the samples depend on."""
+        return json.dumps(
+            {"format": self.format, "seed": self.seed, **self.counts, **asdict(self.rules)}, sort_keys=True
+        )
+
+    @property
+    def path(self) -> Path:
+        """The file of the samples in the cache."""
+        return cache_file(self.cache_path, self.name, self.record)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,11 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kernelformer.errors import choice
-from kernelformer_lab.data.batching import Sample
 from kernelformer_lab.data.sources import SPLITS
 from kernelformer_lab.data.text_files import TextFiles
 from kernelformer_lab.data.windows import Windows
@@ -69,11 +65,6 @@ class Bytes(WindowTask):
         """Windows of the split's bytes."""
         text = self.files.text(choice("split", name, SPLITS))
         return self.cut(text, name, where=self.files.path, unit="bytes")
-
-    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """input_ids (B, L) and labels, which are the same: the model shifts them."""
-        ids = torch.stack([sample["input_ids"] for sample in samples])
-        return {"input_ids": ids, "labels": ids}
 
     def score(self, outcome: Outcome) -> dict[str, float]:
         """Bits per byte: the loss in bits instead of nats."""

@@ -69,7 +69,7 @@ def make_task(name: str, **options: Any) -> Task:
 
     Args:
         name: of `TASKS`.
-        options: by task; `task_options` lists them, the task's class and `tasks.options` explain them.
+        options: by task; `task_options` lists them, the task's class and `tasks.base` explain them.
 
     Raises:
         ValueError: unknown task or option, with the known ones.

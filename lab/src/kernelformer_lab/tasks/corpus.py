@@ -127,7 +127,7 @@ class Corpus(VocabularyTask, SkipOption, WindowTask):
         return {self.metric: perplexity(outcome.loss), "accuracy": outcome.right, "bits_per_token": bits}
 
     def texts_record(self) -> str:
-        """What the texts of splits depend on."""
+        """All that the texts of splits depend on."""
         of = {"text": self.text, "pattern": self.pattern, **self.shares, "of": self.source.fingerprint()}
         seed = self.seed if isinstance(self.source, Source) else None  # of the division of rows alone
         return json.dumps({"format": _FORMAT, "skip_bad": self.skip_bad, "seed": seed, **of}, sort_keys=True)

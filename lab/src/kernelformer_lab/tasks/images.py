@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, number, positive_int
-from kernelformer_lab.data.batching import Sample, check_indices
+from kernelformer_lab.data.batching import Sample, Samples
 from kernelformer_lab.data.image_cache import Int64, Uint8
 from kernelformer_lab.data.images import Album
 from kernelformer_lab.data.sources import uniform
@@ -135,7 +134,7 @@ _DRAWS = 3  # numbers that a view needs: flip, row, column
 _FIRST = 1 << 48  # draws from here on: those of the division of images into splits are below
 
 
-class Views(Dataset[Sample]):
+class Views(Samples):
     """Images in several versions: sample i is image i % N, changed by what (seed, i) says.
 
     Args:
@@ -152,11 +151,8 @@ class Views(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.album) * self.views
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = check_indices(indices, len(self))
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Changed images with their labels."""
         images = self.album.images(chosen % len(self.album))
         return self.album.samples(self._changed(images, chosen), chosen % len(self.album))
 
@@ -195,7 +191,7 @@ class Images(ImageClassification):
         classes: labels are 0 to classes - 1.
         mean: of intensities from 0 to 1, a number or one for each channel.
         std: the same.
-        augment: of training images: "none", "flip" or "crop"; `data.augmentation.Views` says what they do.
+        augment: of training images: "none", "flip" or "crop"; `Views` says what they do.
         views: how many versions of each training image there are, so that the split has N * views samples, in any
             order: sample i is a function of (seed, i). None: 10 with augmentation, else 1.
 

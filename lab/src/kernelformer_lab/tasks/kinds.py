@@ -119,7 +119,7 @@ class ByteTask(NamedValidation, Classification):
         length: bytes of a text; longer ones are cut at the end, and `remarks` says how many.
         pad_to: length of every batch; None: the longest text's, rounded up to a multiple of 64, at most length.
 
-    Options of tasks with rows: see `tasks.options.NamedValidation`.
+    Options of tasks with rows: see `tasks.base.NamedValidation`.
     """
 
     text: str = "text"
@@ -202,7 +202,7 @@ class WindowTask(DataOption, ShareOptions, SampleOptions):
         validation_share: of the bytes of a file, of the files of a folder, or of rows without splits.
         test_share: the same for the test; training has the rest.
 
-    Options of all tasks, and where data is: see `tasks.options`.
+    Options of all tasks, and where data is: see `tasks.base`.
     """
 
     length: int = 512
@@ -246,7 +246,7 @@ class ImageTask(CacheOption, RowOptions):
         resize: make images of another size or mode fit (scaled until they cover it, cropped in the middle); else they
             are bad.
 
-    Options of all tasks with rows, and the cache for decoded images: see `tasks.options`.
+    Options of all tasks with rows, and the cache for decoded images: see `tasks.base`.
     """
 
     size: int | Sequence[int] = 32

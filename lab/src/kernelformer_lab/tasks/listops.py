@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +12,13 @@ import torch
 from numpy.random import Generator, SeedSequence, default_rng
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, positive_int
-from kernelformer_lab.data.arrays import cache_file, cached_arrays
+from kernelformer_lab.data.arrays import cached_arrays
 from kernelformer_lab.data.batching import Sample, padded
+from kernelformer_lab.data.byte_texts import LabelledTokens
 from kernelformer_lab.data.sources import SPLITS
-from kernelformer_lab.tasks.base import CacheOption, Classification, MadeSamples
+from kernelformer_lab.tasks.base import Classification, MadeCache, MadeSamples
 
 TOKENS = ("<pad>", "[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
 CLASSES = 10
@@ -36,7 +33,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rules:
-    """Which trees there are; names and defaults are Long Range Arena's."""
+    """Rules by which trees are drawn; names and defaults are Long Range Arena's."""
 
     min_length: int = 500
     max_length: int = 2000
@@ -240,68 +237,11 @@ def _checked(expressions: Expressions, count: int) -> Expressions:
     return expressions
 
 
-def cache_path(counts: Mapping[str, int], rules: Rules, seed: int, cache: Path) -> Path:
-    """The file of the samples in a cache folder."""
-    return cache_file(cache, "listops", _record(counts, rules, seed))
-
-
-def _record(counts: Mapping[str, int], rules: Rules, seed: int) -> str:
-    """All that the samples of the splits depend on."""
-    return json.dumps({"format": FORMAT, "seed": seed, **counts, **asdict(rules)}, sort_keys=True)
-
-
-def cached_expressions(counts: Mapping[str, int], rules: Rules, seed: int, cache: Path) -> Expressions:
-    """Samples of all splits from the cache, or made now and put there.
-
-    Args:
-        counts: split -> how many; in this order they are made.
-        rules: which expressions.
-        seed: of `generate`.
-        cache: folder.
-    """
-    count = sum(counts.values())
-    return cached_arrays(
-        cache_path(counts, rules, seed, cache),
-        _record(counts, rules, seed),
-        make=lambda: generate(count, rules=rules, seed=seed)._asdict(),
-        read=lambda arrays: _checked(Expressions(**arrays), count),
-    )
-
-
-class ExpressionSamples(Dataset[Sample]):
-    """Samples by index: input_ids (L) int64 and the value as a label.
-
-    Args:
-        expressions: of all splits.
-        indices: those of this split.
-    """
-
-    def __init__(self, expressions: Expressions, indices: range) -> None:
-        self.expressions, self.indices = expressions, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """(N) numbers of tokens."""
-        return np.diff(self.expressions.offsets)[self.indices.start : self.indices.stop]
-
-    def __getitem__(self, index: int) -> Sample:
-        i = self.indices[index]
-        tokens, offsets, labels = self.expressions
-        ids = tokens[offsets[i] : offsets[i + 1]].astype(np.int64)
-        return {"input_ids": torch.from_numpy(ids), "labels": int(labels[i])}
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        return [self[i] for i in indices]
-
-
 _ROUND = 16  # batches have a multiple of this length, so that there are few different shapes
 
 
 @dataclass(kw_only=True, eq=False)
-class ListOps(CacheOption, MadeSamples, Classification):
+class ListOps(MadeCache, MadeSamples, Classification):
     """Compute the value of an expression such as ``[MAX 4 [SM 7 8 ] 0 [MED 1 9 2 ] ]``, here 5, a digit.
 
     Operators: MIN, MAX, MED (median, of an even number the mean of the middle two, rounded down), SM (sum modulo 10).
@@ -314,7 +254,7 @@ class ListOps(CacheOption, MadeSamples, Classification):
     are not written. The first release of its tokenizer dropped "]" too; here it is a token, as in the later one.
     Batches are padded to their longest sample, not to max_length, unless pad_to says so.
 
-    Tokens: `data.listops.TOKENS`, 0 is padding. Other sizes of the training set leave the test as it is, and a smaller
+    Tokens: `TOKENS`, 0 is padding. Other sizes of the training set leave the test as it is, and a smaller
     one is the beginning of a larger one.
 
     Args:
@@ -324,7 +264,7 @@ class ListOps(CacheOption, MadeSamples, Classification):
         max_args: of an operator.
         pad_to: length of every batch; None: the longest sample's, rounded up to a multiple of 16, at most max_length.
 
-    Other options: see `tasks.options`.
+    Other options: see `tasks.base`.
     """
 
     train_samples: int = 96_000
@@ -343,6 +283,7 @@ class ListOps(CacheOption, MadeSamples, Classification):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rules = Rules(self.min_length, self.max_length, self.max_depth, self.max_args)
+        self.format = FORMAT
         longest = self.max_length - 1
         if self.pad_to is not None and positive_int("pad_to", self.pad_to) < longest:
             raise ValueError(f"pad_to must hold samples of up to max_length - 1 = {longest}, got {self.pad_to}.")
@@ -357,23 +298,25 @@ class ListOps(CacheOption, MadeSamples, Classification):
             "pad_token_id": 0,
         }
 
-    @property
-    def path(self) -> Path:
-        """The file of the samples in the cache."""
-        return cache_path(self.counts, self.rules, self.seed, self.cache_path)
-
     def fingerprint(self) -> str:
         """The format: samples are made from the options, and only another way to make them would change them."""
         return f"format {FORMAT}"
 
-    def split(self, name: str) -> ExpressionSamples:
+    def split(self, name: str) -> LabelledTokens:
         """Samples from the cache, or made now for all splits: five seconds for 100,000."""
         choice("split", name, SPLITS)
         if self._expressions is None:
-            self._expressions = cached_expressions(self.counts, self.rules, self.seed, self.cache_path)
-        before = itertools.takewhile(lambda split: split != name, self.counts)
-        first = sum(self.counts[split] for split in before)
-        return ExpressionSamples(self._expressions, range(first, first + self.counts[name]))
+            count = sum(self.counts.values())
+            self._expressions = cached_arrays(
+                self.path,
+                self.record,
+                make=lambda: generate(count, rules=self.rules, seed=self.seed)._asdict(),
+                read=lambda arrays: _checked(Expressions(**arrays), count),
+            )
+        first = sum(self.counts[x] for x in itertools.takewhile(lambda x: x != name, self.counts))
+        tokens, offsets, labels = self._expressions
+        last = first + self.counts[name]
+        return LabelledTokens(tokens, offsets[first : last + 1], labels[first:last])
 
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """input_ids (B, L), attention_mask (B, L) with 1 for real tokens, labels (B)."""

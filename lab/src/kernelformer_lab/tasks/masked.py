@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from kernelformer.errors import number
-from kernelformer_lab.data.batching import IGNORED, Sample, check_indices
+from kernelformer_lab.data.batching import IGNORED, Sample, Samples
 from kernelformer_lab.data.sources import SPLITS, mix_bits, uniform
 from kernelformer_lab.data.tokenization import Vocabulary
 from kernelformer_lab.data.windows import Windows
@@ -25,7 +22,7 @@ MASKED, REPLACED = 0.8, 0.1  # of the chosen tokens; the rest stays as it is
 Int64 = NDArray[np.int64]
 
 
-class MaskedWindows(Dataset[Sample]):
+class MaskedWindows(Samples):
     """Windows of tokens of which some are masked; a batch is a few operations.
 
     Which tokens, and what becomes of them, is a function of (seed, split, index, position).
@@ -46,19 +43,16 @@ class MaskedWindows(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.windows)
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        ids, labels = self.batch(indices)
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Masked windows."""
+        ids, labels = self.batch(chosen)
         rows = zip(torch.from_numpy(ids), torch.from_numpy(labels), strict=True)
         return [{"input_ids": x, "labels": y} for x, y in rows]
 
-    def batch(self, indices: Sequence[int]) -> tuple[Int64, Int64]:
+    def batch(self, indices: Int64) -> tuple[Int64, Int64]:
         """Tokens as the model sees them, and labels, both (B, L)."""
-        chosen = check_indices(indices, len(self))
-        numbers = chosen[:, None] * self.windows.length + np.arange(self.windows.length)
-        return self._masked(self.windows.gather(chosen), numbers)
+        numbers = indices[:, None] * self.windows.length + np.arange(self.windows.length)
+        return self._masked(self.windows.gather(indices), numbers)
 
     def _masked(self, tokens: Int64, numbers: Int64) -> tuple[Int64, Int64]:
         """Mask tokens (B, L), each of which has a number of its own (B, L); gives inputs and labels."""
@@ -117,10 +111,6 @@ class Masked(Corpus):
         keys = mix_bits(seed + np.arange(9).astype(np.uint64)).reshape(3, 3)
         return MaskedWindows(windows, self.vocabulary(), self.mask_share, keys[SPLITS.index(name)].tolist())
 
-    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """input_ids and labels, both (B, L); labels are -100 where nothing was masked."""
-        return {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
-
     def baselines(self, split: str) -> dict[str, dict[str, float]]:
         """Scores of guessing by frequency in the training split, each token counted once more."""
         data, words = self.split(split), self.vocabulary()
@@ -129,7 +119,7 @@ class Masked(Corpus):
         share[words.ordinary()] = counts / counts.sum()
         loss = right = total = 0.0
         for first in range(0, len(data), 256):
-            labels = data.batch(range(first, min(first + 256, len(data))))[1]
+            labels = data.batch(np.arange(first, min(first + 256, len(data))))[1]
             labels = labels[labels != IGNORED]
             loss -= float(np.log(share[labels]).sum())
             right += float((labels == share.argmax()).sum())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernelformer.errors import choice, integer, number, positive_int
-from kernelformer_lab.data.arrays import Arrays, cache_file, cached_arrays
+from kernelformer_lab.data.arrays import Arrays, cached_arrays
 from kernelformer_lab.data.batching import Sample
 from kernelformer_lab.data.images import Album, Pictures, image_size, most_frequent_accuracy
 from kernelformer_lab.data.sources import SPLITS
-from kernelformer_lab.tasks.base import CacheOption, Classification, DataOption, FixedSamples, SkipOption
+from kernelformer_lab.tasks.base import Classification, DataOption, FixedSamples, MadeCache, SkipOption
 from kernelformer_lab.tasks.kinds import labels_of, pixel_tokens
 
 LEVELS = 15  # grey values are multiples of 255 / 15, so that two of them fit into a byte
@@ -49,7 +47,7 @@ Points = NDArray[np.complex128]  # column + 1j row; directions have the absolute
 
 @dataclass(frozen=True)
 class Rules:
-    """Which images there are; the defaults are those of Long Range Arena's 32 x 32 images. Lengths are in pixels."""
+    """Rules of the drawing; the defaults are those of Long Range Arena's 32 x 32 images. Lengths are in pixels."""
 
     rows: int = 32
     columns: int = 32
@@ -160,7 +158,7 @@ def _strokes(rules: Rules, at: Points, way: Points, half: float, radius: float) 
 
 
 def _free(rules: Rules, blocked: Bool, rows: Ints, at: Points, way: Points, half: float, radius: float) -> Bool:
-    """Whether strokes in these drawings would put no ink on a blocked cell."""
+    """True for strokes that would put no ink on a blocked cell of these drawings."""
     cells, distance = _strokes(rules, at, way, half, radius)
     cells += rows[:, None] * rules.cells
     hit = blocked.reshape(-1)[cells] & (distance <= (radius + 0.5 - _FAINT) ** 2)
@@ -212,7 +210,7 @@ def _propose(rng: Generator, rules: Rules, last: Points, before: Points, start: 
 
 
 def _good(rules: Rules, blocked: Bool, walk: _Walk, todo: Ints, at: Points, way: Points) -> Ints:
-    """Which of the proposals are within the image, away from all that is blocked and from their own path."""
+    """Mask of proposals within the image, away from all that is blocked and from their own path."""
     t, x, y = walk.have[todo], at.real - rules.border, at.imag - rules.border
     k: Ints = np.flatnonzero((x >= 0) & (x <= rules.columns - 1) & (y >= 0) & (y <= rules.rows - 1))
     # The cheapest test first: most that fail do so here.
@@ -232,7 +230,7 @@ def _good(rules: Rules, blocked: Bool, walk: _Walk, todo: Ints, at: Points, way:
 
 
 def _grow(rng: Generator, rules: Rules, blocked: Bool, dashes: int, marked: bool) -> tuple[Ints, DashedPath]:
-    """Grow a path in each of N drawings, dash by dash; some are taken back where it does not go on.
+    """Grow a path in each of N drawings, dash by dash; dashes are taken back at a dead end.
 
     Args:
         rng: of all proposals.
@@ -446,46 +444,18 @@ def _unpack(arrays: Arrays, shape: tuple[int, int, int]) -> Drawings:
     return Drawings(both.reshape(shape) * GREY, labels)
 
 
-def cache_path(counts: Mapping[str, int], rules: Rules, seed: int, cache: Path) -> Path:
-    """The file of the images in a cache folder."""
-    return cache_file(cache, "pathfinder", _record(counts, rules, seed))
-
-
-def _record(counts: Mapping[str, int], rules: Rules, seed: int) -> str:
-    """All that the images of the splits depend on."""
-    return json.dumps({"format": FORMAT, "seed": seed, **counts, **asdict(rules)}, sort_keys=True)
-
-
-def cached_drawings(counts: Mapping[str, int], rules: Rules, seed: int, cache: Path) -> Drawings:
-    """Images of all splits from the cache, or made now and put there.
-
-    Args:
-        counts: split -> how many; in this order they are made.
-        rules: which images.
-        seed: of `generate`.
-        cache: folder.
-    """
-    count = sum(counts.values())
-    return cached_arrays(
-        cache_path(counts, rules, seed, cache),
-        _record(counts, rules, seed),
-        make=lambda: _pack(generate(count, rules=rules, seed=seed)),
-        read=lambda arrays: _unpack(arrays, (count, rules.rows, rules.columns)),
-    )
-
-
 SAMPLES = {"test": 20_000, "validation": 20_000, "train": 160_000}  # made by default
 
 
 @dataclass(kw_only=True, eq=False)
-class Pathfinder(CacheOption, DataOption, SkipOption, FixedSamples, Classification):
+class Pathfinder(MadeCache, DataOption, SkipOption, FixedSamples, Classification):
     """Say whether two discs mark the ends of one path; the image comes as grey values, a token each, row by row.
 
     An image has two long dashed paths, shorter ones that distract, and two markers. Label 1: the markers are on both
     ends of one long path, the other has none. Label 0: each long path has one. A path is a walk of dashes which turns
     by up to ``bend`` radians in each gap. Long paths are drawn first, then each distractor where there is room, and a
     drawing without room is given up. Both classes are made of the same drawings, and
-    markers that look alike in distance, place and directions (`data.dashed_paths`).
+    markers that look alike in distance, place and directions.
 
     The label can be seen: pixels of one path are joined by steps of at most gap + 1.5 pixels, pixels of different
     paths are further apart. Markers alone have the value 255.
@@ -515,7 +485,7 @@ class Pathfinder(CacheOption, DataOption, SkipOption, FixedSamples, Classificati
         marker_radius: of the discs.
         contrast: grey of dashes, as a share of that of the markers.
 
-    Other options: see `tasks.options`.
+    Other options: see `tasks.base`.
     """
 
     size: int | Sequence[int] = 32
@@ -537,6 +507,7 @@ class Pathfinder(CacheOption, DataOption, SkipOption, FixedSamples, Classificati
         limits = {split: self.limits[split] for split in SAMPLES}
         self.counts = {split: SAMPLES[split] if x is None else x for split, x in limits.items()}
         self.rules = self._rules()
+        self.format = FORMAT
         if self.data is not None:
             self._refuse_drawing()
         self.pictures = Pictures(
@@ -563,11 +534,6 @@ class Pathfinder(CacheOption, DataOption, SkipOption, FixedSamples, Classificati
             "pad_token_id": None,
         }
 
-    @property
-    def path(self) -> Path:
-        """The file of made images in the cache."""
-        return cache_path(self.counts, self.rules, self.seed, self.cache_path)
-
     def fingerprint(self) -> str:
         """A hash of data; made images only change with the way to make them."""
         return f"format {FORMAT}" if self.data is None else self.pictures.fingerprint()
@@ -584,7 +550,13 @@ class Pathfinder(CacheOption, DataOption, SkipOption, FixedSamples, Classificati
         if self.data is not None:
             return self.pictures.split(name)
         if self._drawings is None:
-            self._drawings = cached_drawings(self.counts, self.rules, self.seed, self.cache_path)
+            count, rules = sum(self.counts.values()), self.rules
+            self._drawings = cached_arrays(
+                self.path,
+                self.record,
+                make=lambda: _pack(generate(count, rules=rules, seed=self.seed)),
+                read=lambda arrays: _unpack(arrays, (count, rules.rows, rules.columns)),
+            )
         first = sum(self.counts[x] for x in itertools.takewhile(lambda x: x != name, self.counts))
         images, labels = (x[first : first + self.counts[name]] for x in self._drawings)
         return Album(images[..., None], np.arange(len(labels)), labels.astype(np.int64), 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, number, positive_int
-from kernelformer_lab.data.batching import IGNORED, Sample, check_indices
+from kernelformer_lab.data.batching import IGNORED, Sample, Samples
 from kernelformer_lab.data.sources import SPLITS, uniform
 from kernelformer_lab.tasks.base import Classification, MadeSamples, Outcome
 
@@ -25,7 +25,7 @@ Draws = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RecallRules:
-    """How rows are made: see `tasks.recall.Recall`, whose options these are.
+    """Rules by which rows are made: options of `Recall`.
 
     Tokens: keys from 0, then values, then fillers.
     """
@@ -70,8 +70,8 @@ class RecallRules:
         return self.num_keys + self.num_values + self.num_fillers
 
 
-class RecallRows(Dataset[Sample]):
-    """Rows by number, made when they are asked for: row i is a function of (rules, seed, i), whatever the batch.
+class RecallRows(Samples):
+    """Rows by number, made on demand: row i is a function of (rules, seed, i), independent of the batch.
 
     A sample is ``input_ids`` (L), ``labels`` (L), the answers after the keys of queries and elsewhere -100, and
     ``distances`` (L), where the answers are how far their values are, and elsewhere 0.
@@ -90,12 +90,9 @@ class RecallRows(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = self.numbers.start + check_indices(indices, len(self))
-        rows = zip(*map(torch.from_numpy, self._make(chosen)), strict=True)
+    def take(self, chosen: Int64) -> list[Sample]:
+        """Rows of tokens with labels and distances."""
+        rows = zip(*map(torch.from_numpy, self._make(self.numbers.start + chosen)), strict=True)
         return [{"input_ids": ids, "labels": labels, "distances": far} for ids, labels, far in rows]
 
     def _make(self, numbers: Int64) -> tuple[Int64, Int64, Int64]:
@@ -155,7 +152,7 @@ class Recall(MadeSamples, Classification):
         num_values: different values; guessing is right in one of so many answers.
         num_fillers: different fillers.
 
-    Other options: see `tasks.options`. Rows are numbered, those of the test first, then validation and training, so
+    Other options: see `tasks.base`. Rows are numbered, those of the test first, then validation and training, so
     that splits are disjoint; row i is a function of (seed, i) and the options above.
 
     Cost: nothing is kept; three million tokens a second on one core, made as they are needed.

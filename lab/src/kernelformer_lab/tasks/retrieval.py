@@ -1,4 +1,4 @@
-"""Whether two texts belong together, byte by byte, as Long Range Arena's task Retrieval."""
+"""Classification of pairs of texts, byte by byte, as Long Range Arena's task Retrieval."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Retrieval(ByteTask):
     ``pairs="halves"`` is ours, of no paper, for those who have no such pairs: rows are single texts, as of IMDb. The
     first half of every text comes with a second half, its own (label 1) or another text's (label 0), as
     `exchange_halves` says. Neither a half nor its length tells the label: each occurs once, and texts that exchange
-    halves are neighbours in length. Two texts with a half in common belong together, whoever's the other half is.
+    halves are neighbours in length. Two texts with a half in common belong together, independent of the other half.
 
     Args:
         pairs: "rows", a pair a row, or "halves", of single texts.

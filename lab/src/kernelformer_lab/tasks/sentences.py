@@ -111,7 +111,7 @@ _ROUND = 16  # batches have a multiple of this length, so that there are few dif
 
 @dataclass(kw_only=True, eq=False)
 class Sentences(VocabularyTask, NamedValidation):
-    """Classify a sentence or a pair, or give it a number; the tasks of GLUE are in the table `tasks.glue.GLUE`.
+    """Classify a sentence or a pair, or give it a number, as in GLUE (`recipes.papers.learned_kernels.GLUE`).
 
     Data: a folder with ``train``, ``validation`` and ``test``, each ``.jsonl``, ``.csv`` or ``.tsv``, one such file, or
     ``hub:NAME[:CONFIGURATION]``; a row has a text, maybe a second one, which may be blank, as in two rows of GLUE's
@@ -130,7 +130,7 @@ class Sentences(VocabularyTask, NamedValidation):
         glue: the metric: accuracy, f1, matthews, pearson or spearman; None: accuracy, pearson for numbers.
         length: tokens of a sample at most, special ones included.
 
-    Other options: see `VocabularyTask` and `tasks.options.NamedValidation`.
+    Other options: see `VocabularyTask` and `tasks.base.NamedValidation`.
     """
 
     text: str = "text"
@@ -184,7 +184,7 @@ class Sentences(VocabularyTask, NamedValidation):
         return (text for column in self.columns for text in self._rows("train")[column])
 
     def texts_record(self) -> str:
-        """What the training texts depend on."""
+        """All that the training texts depend on."""
         return self._record(columns=self.columns)
 
     def load_extra(self, folder: Path) -> None:
@@ -254,7 +254,7 @@ class Sentences(VocabularyTask, NamedValidation):
         return {column: [values[i] for i in chosen] for column, values in rows.items()}
 
     def _record(self, **more: Any) -> str:
-        """What texts depend on; which rows are good depends on their labels too."""
+        """All that texts depend on; their labels too, since these decide which rows are good."""
         source, labels = self.source, [self.label, self.names or self.classes]
         division = [source.shares, source.seed, source.skip_bad, source.names, self.limits["train"]]
         return json.dumps([self.columns, labels, division, source.fingerprint(), more], sort_keys=True)

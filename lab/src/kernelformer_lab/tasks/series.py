@@ -15,13 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
 from kernelformer.conversion.readers import hash_files, read_bytes, unreadable
 from kernelformer.errors import choice, integer, positive_int
 from kernelformer.files import check_inside, read_json, write_json
 from kernelformer_lab.data import images as npz
-from kernelformer_lab.data.batching import Sample, check_indices, spread_evenly
+from kernelformer_lab.data.batching import Sample, Samples, spread_evenly
 from kernelformer_lab.data.sources import ALIASES, SPLITS, BadRows, check_shares, divide, find_location, missing_data
 from kernelformer_lab.tasks.base import Outcome, RowOptions
 from kernelformer_lab.tasks.sentences import pearson
@@ -51,7 +50,7 @@ class Series:
         return Series([self.values[i] for i in numbers], self.labels[numbers])
 
 
-class SeriesSamples(Dataset[Sample]):
+class SeriesSamples(Samples):
     """Samples of a split: values (n, C) float32, and a label.
 
     Args:
@@ -72,10 +71,11 @@ class SeriesSamples(Dataset[Sample]):
         """(N) numbers of tokens."""
         return np.array([len(x) for x in self.series.values])
 
-    def __getitem__(self, index: int) -> Sample:
-        (number,) = check_indices([index], len(self))
-        values = (self.series.values[number] - self.mean) / self.std
-        return {"values": torch.from_numpy(values.astype(np.float32)), "labels": self.labels[number].item()}
+    def take(self, chosen: NDArray[np.int64]) -> list[Sample]:
+        """Normalized sequences with their labels."""
+        values = [((self.series.values[i] - self.mean) / self.std).astype(np.float32) for i in chosen]
+        labels = self.labels[chosen].tolist()
+        return [{"values": torch.from_numpy(x), "labels": label} for x, label in zip(values, labels, strict=True)]
 
 
 class SeriesSource:
@@ -192,7 +192,7 @@ class SeriesSource:
         return Series(values, np.array(kept, np.float64))
 
     def _wrong(self, row: NDArray[Any], label: float) -> str:
-        """What is wrong with a sequence, or nothing."""
+        """The problem of a sequence; empty if there is none."""
         if row.shape[1] != self.channels:
             return f"has {row.shape[1]} channels, and task.channels is {self.channels}"
         if not len(row):
@@ -278,14 +278,14 @@ class RealSeries(RowOptions):
     training split's too; ``rmse`` is in their own unit.
 
     Data: ``train.npz`` (``series`` (N, L, C), ``labels`` (N)) and so on, or files of the UCR archive;
-    `data.series.SeriesSource` has all of it.
+    `SeriesSource` has all of it.
 
     Args:
         channels: C.
         classes: labels are 0 to classes - 1, or any ``classes`` different numbers, in rising order; 1: a regression.
         length: values of a sequence at most; longer ones are bad rows.
 
-    Other options: see `tasks.options.RowOptions`.
+    Other options: see `tasks.base.RowOptions`.
     """
 
     channels: int = 1

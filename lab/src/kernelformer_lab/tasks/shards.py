@@ -9,12 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kernelformer.errors import choice, flag, integer
 from kernelformer.files import existing, write_text
-from kernelformer_lab.data.batching import Sample
 from kernelformer_lab.data.shards import ShardIndex, ShardWindows, TokenShards, read_index, verify
 from kernelformer_lab.data.sources import SPLITS
 from kernelformer_lab.data.tokenization import TOKENIZER
@@ -28,8 +24,8 @@ class Shards(DataOption, SampleOptions):
 
     Data: a folder of ``kernelformer prepare``, with its splits. It is mapped, not read, and may be larger than the
     memory. Windows of ``length`` tokens share one token with the next, so that each token is predicted once in an epoch
-    (`data.shard_windows.ShardWindows`). Training takes them in an order that is a function of the run's seed and of the
-    position in it (`data.permutation.order_at`): step t has windows t B to (t + 1) B - 1 of the order, on any number of
+    (`data.shards.ShardWindows`). Training takes them in an order that is a function of the run's seed and of the
+    position in it (`data.shards.order_at`): step t has windows t B to (t + 1) B - 1 of the order, on any number of
     processes and workers and after any resume.
 
     Per byte of the original text, and so for any vocabulary, as in the task "words":
@@ -42,7 +38,7 @@ class Shards(DataOption, SampleOptions):
         verify: compare all files with their hashes before a run starts; False: only their sizes, where reading
             everything takes too long.
 
-    Options of all tasks, and where data is: see `tasks.options`.
+    Options of all tasks, and where data is: see `tasks.base`.
     """
 
     length: int = 512
@@ -64,7 +60,7 @@ class Shards(DataOption, SampleOptions):
 
     @cached_property
     def index(self) -> ShardIndex:
-        """What is in the folder."""
+        """Index of the folder."""
         return read_index(self._place())
 
     def settings(self) -> dict[str, Any]:
@@ -88,10 +84,6 @@ class Shards(DataOption, SampleOptions):
                 f"{'' if name == 'train' else f' or a larger {name}_share'}."
             )
         return ShardWindows(tokens, self.length, self.limits[name], documents=self.documents)
-
-    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """input_ids (B, L), labels, which the model shifts, and with ``documents`` segment_ids (B, L)."""
-        return {name: torch.stack([x[name] for x in samples]) for name in samples[0]}
 
     def score(self, outcome: Outcome) -> dict[str, float]:
         """Perplexity, accuracy, bits per token; per byte of text where the outcome says of which split it is."""

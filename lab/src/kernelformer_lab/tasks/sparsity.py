@@ -6,16 +6,16 @@ smaller the probability of a_i = 1, the more positions have to be ignored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Generator, Tensor
-from torch.utils.data import Dataset
 
 from kernelformer.errors import choice, integer, number, positive_int
-from kernelformer_lab.data.batching import Sample
+from kernelformer_lab.data.batching import Sample, Samples
 from kernelformer_lab.data.sources import SPLITS
 from kernelformer_lab.tasks.base import Classification, MadeSamples
 
@@ -101,7 +101,7 @@ def sparse_sums(count: int, *, relevance: float, length: int = 200, seed: int = 
     return SparseSums(torch.cat(inputs)[order], torch.cat(labels)[order])
 
 
-class PairTokens(Dataset[Sample]):
+class PairTokens(Samples):
     """Samples of one split: tokens (N, L) uint8 and classes (N)."""
 
     def __init__(self, tokens: Tensor, labels: Tensor) -> None:
@@ -110,11 +110,9 @@ class PairTokens(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> Sample:
-        return {"input_ids": self.tokens[index].long(), "labels": int(self.labels[index])}
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        where = torch.as_tensor(indices)
+    def take(self, chosen: NDArray[np.int64]) -> list[Sample]:
+        """Pairs as tokens, and classes."""
+        where = torch.from_numpy(chosen)
         rows = zip(self.tokens[where].long(), self.labels[where].tolist(), strict=True)
         return [{"input_ids": ids, "labels": label} for ids, label in rows]
 
@@ -130,7 +128,7 @@ class Sparsity(MadeSamples, Classification):
         relevance: probability of a_i = 1; the paper: 0.1, 0.5, 0.9.
         length: L, at least 4.
 
-    Other options: see `tasks.options`; the paper has a training and a validation split.
+    Other options: see `tasks.base`; the paper has a training and a validation split.
 
     Cost: two seconds for 20,000 samples of 48 pairs; all splits are made at once. One byte per pair is kept.
     """
@@ -164,8 +162,3 @@ class Sparsity(MadeSamples, Classification):
             parts = zip(self.counts, tokens.split(sizes), sums.labels.split(sizes), strict=True)
             self._splits = {split: PairTokens(x, y) for split, x, y in parts}
         return self._splits[name]
-
-    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """input_ids (B, L), labels (B); all are of the same length."""
-        ids, labels = [x["input_ids"] for x in samples], [x["labels"] for x in samples]
-        return {"input_ids": torch.stack(ids), "labels": torch.tensor(labels)}

@@ -22,7 +22,7 @@ from kernelformer.conversion.readers import EXTENSIONS, Row, hash_files, not_utf
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.files import check_inside
 from kernelformer_lab.analysis.statistics import GROUPS, Numbers, jackknife, standard_error
-from kernelformer_lab.data.batching import IGNORED, Sample, check_indices, padded, spread_evenly
+from kernelformer_lab.data.batching import IGNORED, Sample, Samples, padded, spread_evenly
 from kernelformer_lab.data.sources import ALIASES, SPLITS, Rows, Source, text_value
 from kernelformer_lab.data.tokenization import TOKENIZER, Vocabulary, load_tokenizer
 from kernelformer_lab.tasks.base import Outcome, RowOptions
@@ -165,7 +165,7 @@ class Tokens(NamedTuple):
         return Tokens(self.flat[position < length], np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)]))
 
 
-class Pairs(Dataset[Sample]):
+class Pairs(Samples):
     """Some of the pairs, by index: input_ids and labels, both (L) int64, and the reference, a text.
 
     Args:
@@ -186,14 +186,11 @@ class Pairs(Dataset[Sample]):
         """(N) numbers of tokens, those of the longer side."""
         return np.maximum(self.source.lengths, self.target.lengths)[self.chosen]
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        chosen = self.chosen[check_indices(indices, len(self))].tolist()
+    def take(self, chosen: NDArray[np.int64]) -> list[Sample]:
+        """Both sides of pairs, and the targets as they were written."""
         return [
             {"input_ids": self.source.text(i), "labels": self.target.text(i), "reference": self.references[i]}
-            for i in chosen
+            for i in self.chosen[chosen].tolist()
         ]
 
 
@@ -257,7 +254,7 @@ class Translation(VocabularyTask, RowOptions):
         length_penalty: above 0; larger ones prefer longer translations.
         bleu_samples: translate at most so many, spread evenly over the split; None: all.
 
-    Other options: see `VocabularyTask` and `tasks.options.RowOptions`; the vocabulary is that of ``train_samples``.
+    Other options: see `VocabularyTask` and `tasks.base.RowOptions`; the vocabulary is that of ``train_samples``.
     """
 
     source: str = "en"
@@ -320,7 +317,7 @@ class Translation(VocabularyTask, RowOptions):
         return (text for side in self._sides for text in self._rows("train")[side])
 
     def texts_record(self) -> str:
-        """What the training texts depend on."""
+        """All that the training texts depend on."""
         division = [self.pairs.shares, self.pairs.seed, self.pairs.skip_bad, self.limits["train"]]
         return json.dumps(["translation", self._sides, division, self.fingerprint()])
 
@@ -410,7 +407,7 @@ class Translation(VocabularyTask, RowOptions):
         return texts
 
     def _search(self, model: Any, sources: list[Tensor]) -> list[list[int]]:
-        """Tokens of translations after the start token; whatever follows <eos> means nothing."""
+        """Tokens of translations after the start token; those after <eos> have no meaning."""
         tokens = self.vocabulary()
         batch = {name: x.to(model.device) for name, x in self._batch(sources).items()}
         limits = torch.tensor([min(2 * len(x) + 10, self.length) for x in sources], device=model.device)

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kernelformer_lab.data.arrays import cache_file, cached_arrays
-from kernelformer_lab.data.batching import Sample
 from kernelformer_lab.data.windows import Windows
 from kernelformer_lab.tasks.base import Outcome
 from kernelformer_lab.tasks.corpus import Corpus, perplexity
@@ -69,13 +66,8 @@ class Words(Corpus):
         """Windows of the split's tokens."""
         windows = self.windows(name)
         if name != "train":
-            self.sizes(name)  # now, and not in the midst of a training; nobody asks for those of a large training split
+            self.sizes(name)  # now, and not in the midst of a training; those of a large training split are not needed
         return windows
-
-    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """input_ids (B, L) and labels, which are the same: the model shifts them."""
-        ids = torch.stack([sample["input_ids"] for sample in samples])
-        return {"input_ids": ids, "labels": ids}
 
     def score(self, outcome: Outcome) -> dict[str, float]:
         """Perplexity, accuracy, bits per token; per word and byte where the outcome says of which split it is."""

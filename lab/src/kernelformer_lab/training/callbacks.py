@@ -1,4 +1,4 @@
-"""What happens beside the steps: signals are heard, progress is shown, curves are drawn."""
+"""Callbacks of training: signals, progress bar, TensorBoard, and the watchdog over ranks."""
 
 from __future__ import annotations
 
@@ -46,11 +46,9 @@ class LastDraw(TrainerCallback):
     def __init__(self, schedule: RemovableHandle) -> None:
         self.schedule = schedule
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Look at the rate; that of a resumed run is what it would have been."""
-        rate = kwargs["optimizer"].param_groups[0]["lr"]
+        rate = more["optimizer"].param_groups[0]["lr"]
         if state.global_step >= args.get_warmup_steps(state.max_steps) and rate < self.LATE * args.learning_rate:
             self.schedule.remove()
 
@@ -85,7 +83,7 @@ class Stop(TrainerCallback):
         with suppress(RuntimeError):  # the signal may have come in the midst of a print
             self.log("stopping after this step, with a checkpoint; Ctrl-C once more stops at once")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Save and stop, if any process was asked to; the last step is logged in any case."""
         if state.global_step >= state.max_steps:
             control.should_log = True
@@ -98,7 +96,7 @@ class Stop(TrainerCallback):
         if asked:
             control.should_save = control.should_training_stop = True
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """An evaluation may have been long: do not wait for another step after it."""
         if self.asked and args.world_size == 1 and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
@@ -126,13 +124,13 @@ class Bar(TrainerCallback):
         self.progress.stop()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Start the progress bar."""
         self.progress.update(self.task, total=state.max_steps, completed=state.global_step)
         self.progress.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Advance the progress bar by one step."""
         self.progress.update(self.task, completed=state.global_step)
 
@@ -184,12 +182,12 @@ _LATE = ("timed out", "timeout")
 _GONE = ("connection closed", "connection reset", "broken pipe", "connection refused", "socket closed")
 
 
-class AbsentError(TrainingError):
-    """A run whose processes wait for one that has ended or hangs."""
+class RankLostError(TrainingError):
+    """A process of a run has ended or hangs, and the others wait for it."""
 
 
-class Presence(TrainerCallback):
-    """Writes down where this process is, and names those that do not answer.
+class RankWatchdog(TrainerCallback):
+    """Record the position of each rank, and name the ranks that no longer answer.
 
     Args:
         store: that the processes have in common.
@@ -210,44 +208,40 @@ class Presence(TrainerCallback):
         line = {"where": where, "pid": os.getpid(), "host": socket.gethostname()}
         self.store.set(f"{_PREFIX}/at/{self.rank}", json.dumps(line))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Write down the step."""
         self.enter(f"step {state.global_step + 1}")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Write down that the steps are done."""
         self.enter("the end of the run")
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Say of an exchange between processes that fails in here which of them is absent.
+        """Say of an exchange between processes that fails in here which rank is lost.
 
         Raises:
-            AbsentError: in place of what torch.distributed raises.
+            RankLostError: in place of what torch.distributed raises.
         """
         try:
             yield
         except RuntimeError as problem:
             if isinstance(problem, TrainingError) or not (said := self.explain(problem)):
                 raise
-            raise AbsentError(said) from None
+            raise RankLostError(said) from None
 
     def explain(self, problem: RuntimeError) -> str:
-        """Say who is absent, where that was noticed, and what to do; empty for an error of another kind."""
+        """Name the lost ranks, the call that noticed it, and what to do; empty for an error of another kind."""
         text = str(problem).lower()
         late, gone = (any(x in text for x in words) for words in (_LATE, _GONE))
         if not (late or gone):
             return ""
-        absent = _answer(self._absent, _PATIENCE)
+        lost = _answer(self._lost, _PATIENCE)
         who, at = "another process", ""
-        if absent:
-            who = " and ".join(f"process {rank}" for rank in absent)
+        if lost:
+            who = " and ".join(f"process {rank}" for rank in lost)
             at = "; last heard of: " + "; ".join(
-                f"process {rank} in {x['where']} (pid {x['pid']} on {x['host']})" for rank, x in absent.items() if x
+                f"process {rank} in {x['where']} (pid {x['pid']} on {x['host']})" for rank, x in lost.items() if x
             )
         call = f"{self.where}, {_call(problem.__traceback__)}"
         again = (
@@ -261,7 +255,7 @@ class Presence(TrainerCallback):
             )
         return f"process {self.rank} has lost {who} in {call}{at}. It has ended: see what it said; {again}."
 
-    def _absent(self) -> dict[int, dict[str, Any]]:
+    def _lost(self) -> dict[int, dict[str, Any]]:
         """The processes that have not noticed anything, with what they wrote down last."""
         self.store.set(f"{_PREFIX}/waited/{self.rank}", "1")
         others = [rank for rank in range(self.world) if rank != self.rank]
@@ -272,16 +266,16 @@ class Presence(TrainerCallback):
         return {rank: json.loads(self.store.get(x)) if self.store.check([x]) else {} for rank, x in lines.items()}
 
 
-def presence(args: TrainingArguments, folder: Path, timeout: float) -> Presence | None:
-    """Make one for this process; None where it is alone."""
+def rank_watchdog(args: TrainingArguments, folder: Path, timeout: float) -> RankWatchdog | None:
+    """Make a watchdog for this process; None if it is the only one."""
     if args.world_size == 1:
         return None
     store = dist.distributed_c10d._get_default_store()
-    return Presence(store, rank=args.process_index, world=args.world_size, timeout=timeout, folder=folder)
+    return RankWatchdog(store, rank=args.process_index, world=args.world_size, timeout=timeout, folder=folder)
 
 
 def _answer(ask: Callable[[], T], seconds: float) -> T | None:
-    """What a call returns, or None if it fails or takes longer: the store may be in the process that is absent."""
+    """Result of a call, or None if it fails or takes longer: the store may be in the lost process."""
     answers: list[T] = []
 
     def run() -> None:

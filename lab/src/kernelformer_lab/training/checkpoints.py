@@ -87,7 +87,7 @@ def cannot_write(folder: Path, why: str) -> TrainingError:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """What the disk does not take in here is said as `cannot_write` does."""
+    """Turn errors of writing into that of `cannot_write`."""
     try:
         with naming_full_disk(folder):
             yield
@@ -175,10 +175,10 @@ def main_does(main: bool, folder: Path, action: Callable[[], T]) -> T:
 
 
 def first_problem(problem: str) -> str:
-    """What went wrong on any process, on all of them; empty if nothing did."""
+    """Share the first problem of any process with all of them; empty if there is none."""
     return next((text for text in gather_object([problem]) if text), "")
 
 
 def finite(loss: object) -> bool:
-    """Whether a loss is a number one can go on from."""
+    """Return True for a finite number."""
     return isinstance(loss, int | float) and math.isfinite(loss)

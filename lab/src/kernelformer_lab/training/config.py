@@ -1,4 +1,4 @@
-"""What a training run depends on."""
+"""Settings of a training run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ SCHEDULES = {
 DECAYING = ("linear", "cosine")  # to 0, at the last step
 PRECISIONS = ("float32", "bf16")
 SELECT = ("last", "best")
-PARALLEL = ("data", "context")
 # Settings of a model that the run itself has, or that are fixed.
 OWN = ("attention", "decoder_attention", "seed", "model_type")
 # Another value gives the same result; but where the best evaluation is selected, it depends on when they are.
-FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "parallel", "context_parallel", "workers")
+FREE = ("eval_every", "eval_batch_size", "save_every", "keep", "log_every", "context_parallel", "workers")
 
 # Models whose sequences can be split over ranks.
 SPLIT_MODELS = ("causal-lm", "masked-lm", "classifier", "series", "pixel-lm")
@@ -68,7 +67,7 @@ class Run:
         label_smoothing: of the training loss; evaluation has none.
         redraw: updates per draw of the random features, where the model has some; None: one draw for all. The last draw
             comes before the learning rate falls to a quarter of its largest: a later one could not be learned.
-        redraw_to_end: let redraws go on to the last update, as the papers' code does.
+        redraw_to_end: let redraws continue to the last update, as the papers' code does.
         precision: "float32", or "bf16" for autocast.
         gradient_checkpointing: recompute activations instead of keeping them.
         seed: of the first weights, of the draws, of dropout and of the order of the samples.
@@ -81,10 +80,9 @@ class Run:
         save_every: updates between checkpoints; None: only at the end.
         keep: how many checkpoints stay.
         log_every: updates between lines of ``metrics.jsonl``.
-        parallel: what several processes divide: "data", the batch, or "context", also the sequences.
         context_parallel: ranks that each sequence is split over; the number of processes is a multiple of it. The batch
             is divided among the groups of so many. Without dropout another number changes the result by rounding only.
-            1: with ``parallel="context"`` all processes, else none.
+            0: all processes.
         workers: processes that get batches ready beside training; 0: training itself does, which is enough unless
             images are decoded on the way.
     """
@@ -121,7 +119,6 @@ class Run:
     save_every: int | None = None
     keep: int = 2
     log_every: int = 10
-    parallel: str = "data"
     context_parallel: int = 1
     workers: int = 0
 
@@ -129,7 +126,7 @@ class Run:
         def take(name: str, value: object) -> None:  # as a plain number: it may have been one of another library
             object.__setattr__(self, name, value)
 
-        for name in ("steps", "batch_size", "keep", "log_every", "context_parallel"):
+        for name in ("steps", "batch_size", "keep", "log_every"):
             take(name, positive_int(name, getattr(self, name)))
         for name in ("micro_batch", "redraw", "eval_every", "eval_batch_size", "save_every"):
             if getattr(self, name) is not None:
@@ -148,7 +145,8 @@ class Run:
                 f"warmup_steps must be at most steps, got {self.warmup_steps} and {self.steps}: the learning rate "
                 f"would never be reached."
             )
-        take("workers", integer("workers", self.workers, at_least=0))
+        for name in ("context_parallel", "workers"):
+            take(name, integer(name, getattr(self, name), at_least=0))
         take("seed", integer("seed", self.seed, at_least=0))
         if self.seed >= 1 << 32:
             raise ValueError(f"seed must be below 2^32, which is what numpy takes, got {self.seed}.")
@@ -159,7 +157,6 @@ class Run:
         choice("select", self.select, SELECT)
         choice("schedule", self.schedule, SCHEDULES)
         choice("precision", self.precision, PRECISIONS)
-        choice("parallel", self.parallel, PARALLEL)
         if self.batch_size % (self.micro_batch or 1):
             raise ValueError(
                 f"batch_size must be a multiple of micro_batch, got {self.batch_size} and {self.micro_batch}."
@@ -171,17 +168,18 @@ class Run:
         from kernelformer_lab.tasks import TASKS, task_options
 
         for name in ("task_options", "model"):
-            object.__setattr__(self, name, _plain(name, getattr(self, name)))  # a copy: nobody changes it later
+            object.__setattr__(self, name, _plain(name, getattr(self, name)))  # a copy, so that it cannot change later
         known = task_options(choice("task", self.task, TASKS))
-        if self.splits and TASKS[self.task].model not in SPLIT_MODELS:
+        splits = self.context_parallel != 1
+        if splits and TASKS[self.task].model not in SPLIT_MODELS:
             raise ValueError(
-                f"parallel={self.parallel!r} with context_parallel={self.context_parallel} splits one sequence over "
-                f"ranks, and task {self.task!r} has pairs of them or images; leave both out."
+                f"context_parallel={self.context_parallel} splits one sequence over ranks, and task {self.task!r} has "
+                f"pairs of them or images; leave it out."
             )
-        if self.splits and self.label_smoothing:
+        if splits and self.label_smoothing:
             raise ValueError(
                 f"label_smoothing={self.label_smoothing:g} is not there for sequences over ranks, got "
-                f"parallel={self.parallel!r} with context_parallel={self.context_parallel}; leave one of them out."
+                f"context_parallel={self.context_parallel}; leave one of them out."
             )
         for name in self.task_options:
             if name not in known:
@@ -206,15 +204,6 @@ class Run:
                 raise ValueError(f"{name} is not a setting of model, got {self.model[name]!r}; give it to the run.")
 
     @property
-    def splits(self) -> bool:
-        """Whether sequences are split over ranks."""
-        return self.parallel == "context" or self.context_parallel > 1
-
-    def ranks(self, processes: int) -> int:
-        """How many ranks share each sequence, of so many processes."""
-        return processes if self.parallel == "context" and self.context_parallel == 1 else self.context_parallel
-
-    @property
     def specs(self) -> list[str]:
         """The attentions, one for all blocks or one for each; then the decoder's."""
         return [*_listed(self.attention), *_listed(self.decoder_attention)]
@@ -233,8 +222,10 @@ class Run:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
-        """Build a run from what `as_json` returned."""
-        known = [x.name for x in fields(cls)]
+        """Build a run from what `as_json` returned, also that of older versions."""
+        known, record = [x.name for x in fields(cls)], dict(record)
+        if record.pop("parallel", "data") == "context" and record.get("context_parallel", 1) == 1:
+            record["context_parallel"] = 0
         for name in record:
             if name not in known:
                 raise unknown("setting of a run,", name, known)
@@ -255,10 +246,10 @@ class Run:
 
 
 def extension(run: Run, before: Run) -> str | None:
-    """What more steps than a run had before mean for its learning rate, or None where there are no more.
+    """A sentence on the learning rate of a run that is made longer; None if it is not.
 
     The rate of step s is that of a run of the new number of steps at s, whatever came before: so a run that is made
-    longer and then stopped goes on to the same numbers. Without decay to 0 ("constant", "inverse_sqrt") it is the run
+    longer and then stopped resumes to the same numbers. Without decay to 0 ("constant", "inverse_sqrt") it is the run
     that would have been longer from the start, to the last bit.
     """
     if run.steps <= before.steps:
@@ -270,7 +261,7 @@ def extension(run: Run, before: Run) -> str | None:
 
 
 def attention_settings(text: str) -> dict[str, str | None]:
-    """What ``A``, or ``A > B`` for an encoder by A and a decoder by B, says of a run; A alone is for both."""
+    """Settings of a run for ``A``, or ``A > B`` for an encoder by A and a decoder by B; A alone is for both."""
     from kernelformer.modules.spec import parse_sides
 
     encoder, decoder = parse_sides(text)
@@ -282,7 +273,7 @@ def _listed(specs: str | list[str] | None) -> list[str]:
 
 
 def _plain(what: str, value: object) -> dict[str, Any]:
-    """A copy as it looks after a journey through JSON."""
+    """JSON round trip of a dict; rejects values that are not plain."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a dict, got {value!r}.")
     try:

@@ -34,7 +34,7 @@ TOP = 5  # likeliest classes, whose accuracy papers on images give beside that o
 
 
 def contributions(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What each sample adds to the mean loss and to the right answers of a split, whatever the batches.
+    """Contribution of each sample to the mean loss and the right answers of a split, independent of the batches.
 
     Args:
         logits: (B, classes) or (B, L, classes); (B, 1) with labels in floating point is a regression.
@@ -57,7 +57,7 @@ def contributions(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor
 
 
 def in_top(logits: Tensor, labels: Tensor, count: int = TOP) -> Tensor:
-    """Whether labels (B) are among the likeliest classes of logits (B, classes): (B) int64, 1 where they are."""
+    """Mark labels (B) among the likeliest classes of logits (B, classes): (B) int64, 1 if they are."""
     return (logits.topk(count, dim=-1).indices == labels.unsqueeze(-1)).any(-1).long()
 
 
@@ -140,7 +140,7 @@ def load_run(folder: Path) -> tuple[Run, PreTrainedModel]:
 
 
 def way_on(folder: Path) -> str:
-    """What to do with a run that has left no model."""
+    """Advice for a run that has left no model."""
     anew = "train anew with other settings in another folder"
     return anew if is_finished(folder) else f"go on with {resume_command(folder)}"
 
@@ -212,7 +212,7 @@ def evaluate(
 def evaluate_samples(folder: str | Path, split: str, most: int, batch_size: int = 32) -> tuple[float, list[float]]:
     """The metric of a finished run's model, and what each of at most so many groups of samples adds to its error.
 
-    Models that were evaluated on the same samples can be compared by it sample by sample (`analysis.jackknife`).
+    Models that were evaluated on the same samples can be compared by it sample by sample (`analysis.statistics`).
 
     Returns:
         The metric, and G numbers; NaN where a task does not know them.
@@ -275,7 +275,7 @@ class _Batches(TrainerCallback):
 
 
 def judged(task: Task, model: nn.Module, data: Dataset[Any], batch_size: int) -> dict[str, float]:
-    """What the task says of what the model writes, with the names of evaluation; the model's mode stays."""
+    """Scores of `Task.judge`, with the names of evaluation; the model's mode stays."""
     training = model.training
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a folder holds already: which run, on which data, and whether its checkpoint is whole."""
+"""Inspection of a run folder: its run, its data, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ def examine(
     data: Callable[[], str],
     start: Callable[[], str | None] = lambda: None,
 ) -> tuple[Result | None, Path | None, int, list[str]]:
-    """What there is already: the result of a finished run, or the checkpoint to go on from, its step, and remarks.
+    """Return the result of a finished run, or the checkpoint to resume from, its step, and remarks.
 
     Args:
         run: what is to be trained.
         folder: of the run.
-        resume: whether to go on with what is there.
+        resume: whether to resume what is there.
         data: gives the fingerprint of the task, which a finished run does not need.
         start: gives the hash of the weights to start from, which a run with a checkpoint does not need.
 
     Raises:
-        TrainingError: there is a run, but nobody asked to resume it, or it is another one, or it is damaged.
+        TrainingError: there is a run that was not to be resumed, or is another one, or is damaged.
     """
     checkpoint, step = checkpoint_of(folder)
     finished, lines = (folder / RESULT).exists(), folder / METRICS
@@ -139,7 +139,7 @@ def newest_whole(folder: Path) -> tuple[Path, int, list[str]]:
 
 
 def check_same(run: Run, folder: Path, data: str | None) -> None:
-    """Raise if the run in a folder is not this one, or not on this data (None: whatever it was); it may get longer."""
+    """Raise if the run in a folder is not this one, or not on this data (None: any); it may get longer."""
     other, head = saved_run(folder)
     different = replace(other, steps=max(other.steps, run.steps)).differences(run)
     if different:
@@ -167,7 +167,7 @@ def _check_start(run: Run, folder: Path, now: str | None) -> None:
 
 @contextmanager
 def whole(file: Path) -> Iterator[None]:
-    """Whatever is wrong with a checkpoint's file in here is said with its name and the way out."""
+    """Turn any problem with a checkpoint's file into an error with its name and the way out."""
     try:
         yield
     except DAMAGE as problem:

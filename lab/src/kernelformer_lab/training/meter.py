@@ -1,4 +1,4 @@
-"""What a run takes and what it says: seconds, tokens, memory, and a line for every interval."""
+"""Time, tokens, memory and scores of a run, and its lines of metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ERROR = "_error"  # after the name of a score, the name of its standard error
 
 @dataclass(frozen=True)
 class Contributions:
-    """What each of N samples adds to the scores of a split.
+    """Contributions of N samples to the scores of a split.
 
     Args:
         losses: (N) float64, sums over the labels of a sample.
@@ -84,7 +84,7 @@ class Contributions:
 def standard_errors(task: Task, samples: Contributions) -> dict[str, float]:
     """Standard errors of the loss and of all scores of a task, as if its samples were independent.
 
-    They are those of the jackknife (`analysis.jackknife.deviations`). Up to `GROUPS` samples each is a group; then the
+    They are those of the jackknife (`analysis.statistics.deviations`). Up to `GROUPS` samples each is a group; then the
     error of an accuracy p is sqrt(p (1 - p) / (N - 1)) exactly, that of a mean the sample's deviation / sqrt(N).
 
     Returns:
@@ -96,7 +96,7 @@ def standard_errors(task: Task, samples: Contributions) -> dict[str, float]:
 
 
 def sample_deviations(task: Task, samples: Contributions, most: int = GROUPS) -> dict[str, Numbers]:
-    """What each of at most so many groups of samples adds to the standard errors of the loss and of all scores.
+    """Contributions of at most so many groups of samples to the standard errors of the loss and of all scores.
 
     Returns:
         (G) by the names of the scores, and "loss"; `UNKNOWN` where there are fewer than two samples with labels.
@@ -155,18 +155,16 @@ class Meter(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {**{name: getattr(self, name) for name in names}, "norms": norms}}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        """Go on from the checkpoint's values, with the present run's intervals instead of the checkpoint's."""
+        """Resume from the checkpoint's values, with the present run's intervals."""
         saved: Any = state.stateful_callbacks  # by name, whatever the annotation says
         for name, value in saved[type(self).__name__]["attributes"].items():
             setattr(self, name, value)
         state.compute_steps(args, state.max_steps)
         self._started = time.perf_counter()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Stop the clock at the end of training."""
         self._take()
         self._started = None
@@ -183,7 +181,7 @@ class Meter(TrainerCallback, ExportableState):
         return {"seconds": round(self.seconds, 6), "tokens": self.tokens}
 
     def take_norms(self) -> list[float]:
-        """Norms of the gradients since the last line, to six digits: there are many, and nobody needs more."""
+        """Norms of the gradients since the last line, to six digits to keep the file small."""
         norms, self.norms = self.norms, []
         return [float(f"{float(x):.6g}") for x in norms]
 
@@ -236,7 +234,7 @@ class Recorder(TrainerCallback):
         self._file: IO[str] | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Open the file, and remember the evaluation that a resumed run has had."""
         self._last = (self.meter.seconds, self.meter.tokens)
@@ -273,7 +271,7 @@ class Recorder(TrainerCallback):
         self.diverged = control.should_training_stop = True
         control.should_save = control.should_evaluate = False
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Lines up to a checkpoint are as safe as the checkpoint."""
         if self._file is not None and self.folder is not None:
             with writing(self.folder):

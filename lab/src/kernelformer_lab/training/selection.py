@@ -27,7 +27,7 @@ FOLDER = "best-"  # and the step, in the folder of a run
 
 
 class Best(TrainerCallback, ExportableState):
-    """Which evaluation of a run was the best so far; saved with every checkpoint.
+    """The best evaluation of a run so far; saved with every checkpoint.
 
     Args:
         task: whose metric decides, or whose loss where the metric is known at the end alone, as BLEU is.
@@ -43,9 +43,9 @@ class Best(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"step": self.step, "scores": dict(self.scores)}}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        """Go on from what the checkpoint knows."""
+        """Resume from the checkpoint's values."""
         saved: Any = state.stateful_callbacks  # by name, whatever the annotation says
         self.step, self.scores = (saved[type(self).__name__]["attributes"][name] for name in ("step", "scores"))
 
@@ -132,7 +132,7 @@ def _best_known(checkpoint: Path) -> int:
 
 
 def best_step(state: Any) -> int:
-    """What the state of a trainer says of the best weights; 0: nothing."""
+    """Step of the best weights in the state of a trainer; 0 if there are none."""
     saved = state["stateful_callbacks"].get(Best.__name__)
     return 0 if saved is None else int(saved["attributes"]["step"])
 
@@ -141,7 +141,7 @@ _BATCHES = 50  # sorted together: enough for batches of one length, few enough t
 
 
 class Order(Sampler[int]):
-    """Which samples, for a whole run: permutation after permutation of all of them, a function of the seed alone.
+    """Order of samples for a whole run: permutation after permutation of all of them, a function of the seed alone.
 
     It has no epochs at which a short batch would come, so it does not depend on how a batch is divided either.
 
@@ -234,7 +234,7 @@ class LongestFirst(Sampler[int]):
 
 
 def sample_lengths(data: Dataset[Any]) -> NDArray[np.int64] | None:
-    """How long the samples of a data set are, (N); None where they are all of one length, or nobody knows."""
+    """Lengths of the samples of a data set, (N); None if they are all of one length, or not known."""
     if isinstance(data, Subset):
         whole = sample_lengths(data.dataset)
         return None if whole is None else whole[list(data.indices)]

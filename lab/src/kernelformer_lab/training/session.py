@@ -39,7 +39,7 @@ from kernelformer.weight_headers import saved_shapes, weight_files
 from kernelformer_lab.data.tokenization import TOKENIZER, load_tokenizer
 from kernelformer_lab.records import MODEL, RESULT, RUN, Result, read_head, read_object
 from kernelformer_lab.tasks import Task, make_task
-from kernelformer_lab.training.callbacks import Bar, Board, LastDraw, Stop, presence
+from kernelformer_lab.training.callbacks import Bar, Board, LastDraw, Stop, rank_watchdog
 from kernelformer_lab.training.checkpoints import (
     STAGE,
     clear,
@@ -113,7 +113,7 @@ def finish(
 
 
 def _selected(result: Result) -> str:
-    """What there is to say of the best weights, where they were selected."""
+    """Words on the best weights; empty if none were selected."""
     if result.best_step is None:
         return ""
     test = score_text(result.test[result.metric], result.test_error)
@@ -300,14 +300,14 @@ def train(
 
     Started by ``torchrun`` or ``accelerate launch``, the processes share the batch; they see one folder, and only the
     first writes and talks. If one of them ends or hangs, so do the others, after ``timeout`` seconds at the latest;
-    under ``torchrun --max-restarts N`` with ``resume`` the run then goes on by itself from its last checkpoint.
+    under ``torchrun --max-restarts N`` with ``resume`` the run then resumes by itself from its last checkpoint.
 
     Args:
         run: the settings.
         folder: of the run; it may not hold a run yet, except with ``resume``.
-        resume: go on from the last checkpoint that is whole, or start if there is none. A finished run only gives its
-            result, unless ``run`` has more steps than it had: then it goes on, by the rule of `run.extension`, and its
-            model and result stay until the new ones are there.
+        resume: start from the last checkpoint that is whole, or anew if there is none. A finished run only gives its
+            result, unless ``run`` has more steps than it had: then it is resumed, by the rule of `config.extension`,
+            and its model and result stay until the new ones are there.
         command: what the user typed, for the record.
         quiet: no progress bar and no sentences.
         log: called with the sentences; default: they are printed.
@@ -317,7 +317,7 @@ def train(
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM; the run was saved before.
-        AbsentError: another process has ended, or has not answered in time; it is named.
+        RankLostError: another process has ended, or has not answered in time; it is named.
         TrainingError: the folder holds another run, or one on other data, is damaged, in use, or cannot be written.
         ValueError: settings that do not fit one another, the task, the model or the number of processes.
     """
@@ -326,18 +326,20 @@ def train(
     with silent_libraries(), ExitStack() as stack:
         args = training_arguments(run, folder, positive_int("timeout", timeout))
         main = args.process_index == 0
-        present = presence(args, folder, timeout)
-        if present is not None:
-            stack.enter_context(present.watching())
-            callbacks = [present, *callbacks]
+        if (watchdog := rank_watchdog(args, folder, timeout)) is not None:
+            stack.enter_context(watchdog.watching())
+            callbacks = [watchdog, *callbacks]
         console = VisibleConsole(soft_wrap=True)  # a path stays in one piece
-        say = _voice(console, log) if main and not quiet else _nothing
+        say: Log = (log or console.print) if main and not quiet else lambda _: None
         bar = main and not quiet and console.is_terminal
         data = functools.cache(lambda: make_task(run.task, **run.task_options).fingerprint())
         start = functools.cache(lambda: None if run.start is None else weights_hash(Path(run.start)))
-        finished, checkpoint, step, damage = main_does(
-            main, folder, lambda: _enter(run, folder, resume, data, start, stack)
-        )
+
+        def enter() -> tuple[Result | None, Path | None, int, list[str]]:
+            stack.enter_context(locked(folder))
+            return examine(run, folder, resume, data, start)
+
+        finished, checkpoint, step, damage = main_does(main, folder, enter)
         if finished is not None:
             say(f"{folder} is finished, after {finished.steps} steps; nothing is left to do unless --steps says more")
             return finished
@@ -408,7 +410,7 @@ def build_model(run: Run, task: Task, checkpoint: Path | None = None) -> PreTrai
     Args:
         run: the settings.
         task: whose model it is.
-        checkpoint: that the run goes on from: its cross-attention stays what the default was when it was started.
+        checkpoint: that the run resumes from: its cross-attention stays what the default was when it was started.
     """
     set_seed(run.seed)
     name = "cross_attention"
@@ -429,30 +431,10 @@ def build_model(run: Run, task: Task, checkpoint: Path | None = None) -> PreTrai
     return MODELS[task.model](KernelformerConfig(**settings, attention=run.attention, seed=run.seed))
 
 
-def _nothing(text: str) -> None:
-    pass
-
-
-def _voice(console: VisibleConsole, log: Log | None) -> Log:
-    return log if log is not None else console.print
-
-
-def _enter(
-    run: Run,
-    folder: Path,
-    resume: bool,
-    data: Callable[[], str],
-    start: Callable[[], str | None],
-    stack: ExitStack,
-) -> tuple[Result | None, Path | None, int, list[str]]:
-    stack.enter_context(locked(folder))
-    return examine(run, folder, resume, data, start)
-
-
 def _begin(
     run: Run, folder: Path, step: int, command: str, processes: int, data: str, start: Callable[[], str | None]
 ) -> None:
-    """Leave only what the run can go on from; the record of a resumed run tells of its start and of what came later."""
+    """Remove what the run cannot resume from, and write its record, with its start and each resume."""
     clear(folder)
     set_aside(folder, step)
     if run.select == "best":

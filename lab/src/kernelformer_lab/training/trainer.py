@@ -64,7 +64,7 @@ class Context:
         self.ranks = Ranks(mesh["context"].get_group())
 
     def active(self) -> AbstractContextManager[Ranks]:
-        """Where attention sees the tokens of all ranks of the group."""
+        """Context in which attention sees the tokens of all ranks of the group."""
         return split_over(self.ranks)
 
     def part(self, batch: dict[str, Any], main: str) -> dict[str, Any]:
@@ -117,109 +117,6 @@ class Repeated(Sampler[int]):
                 yield from kept * self.times
                 kept = []
         yield from kept * self.times
-
-
-class ContextTrainer(TaskTrainer):
-    """`TaskTrainer` with a `Context`: batches are cut to a rank's tokens, and what ranks find is put together.
-
-    Args:
-        task: what is trained.
-        model: with its first weights.
-        args: of Hugging Face's trainer.
-        context: the ranks of a sequence; None: every process has whole sequences.
-        rest: further arguments of the trainer.
-    """
-
-    def __init__(
-        self, task: Task, model: PreTrainedModel, args: TrainingArguments, *, context: Context | None, **rest: Any
-    ) -> None:
-        self.context = context
-        self._looked_at = 0  # samples of the split that is evaluated
-        super().__init__(task, model, args, **rest)
-
-    def _active(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.context is None else self.context.active()
-
-    def _part(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return inputs if self.context is None else self.context.part(inputs, self.network.main_input_name)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """The trainer's; where ranks share a sequence, their labels count once and their gradients add up."""
-        if self.context is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        counted = num_items_in_batch is not None
-        if num_items_in_batch is not None:  # of every rank: each has read the whole batch
-            num_items_in_batch = num_items_in_batch / self.context.size  # type: ignore[assignment]
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss = self.context.loss(loss, counted)
-        return (loss, outputs) if return_outputs else loss
-
-    # -- evaluation --
-
-    def _get_eval_sampler(self, eval_dataset: Dataset[Any]) -> Sampler[int] | None:
-        if self.context is None:
-            return super()._get_eval_sampler(eval_dataset)
-        batch = self.args.per_device_eval_batch_size
-        whole = InOrder(len(eval_dataset), batch * self.context.replicas)  # type: ignore[arg-type]
-        return Repeated(whole, batch, self.context.size)
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
-        """The trainer's; over ranks it gives what samples add to the scores, instead of logits."""
-        if self.context is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        with self.context.active():
-            loss, found, labels = super().prediction_step(model, self._part(inputs), False, ignore_keys)
-            logits = found[0] if isinstance(found, tuple) else found
-            assert logits is not None
-            assert labels is not None
-            if logits.dim() == 2:  # of whole sequences, the same on every rank
-                return loss, super()._reduce(logits, labels), labels
-            if self._loss_shifts_labels:
-                labels = torch.cat([labels[:, 1:], next_column(labels, IGNORED)], 1)[:, : labels.shape[1]]
-            parts = tuple(self.context.sum(x) for x in contributions(logits, labels, False))
-            return loss, parts, parts[1]  # labels of tokens are nobody's business after this
-
-    def _reduce(self, logits: Any, labels: Tensor) -> tuple[Tensor, ...]:
-        if self.context is None:
-            return super()._reduce(logits, labels)
-        parts: tuple[Tensor, ...] = logits  # of `prediction_step`
-        return parts
-
-    def _score(self, outputs: EvalPrediction) -> dict[str, float]:
-        if self.context is None:
-            return super()._score(outputs)
-        parts: Any = outputs.predictions
-        kept = tuple(x[: self._looked_at] for x in parts)  # what only fills the last batch comes last
-        labels: Any = outputs.label_ids
-        return super()._score(EvalPrediction(kept, labels[: self._looked_at]))
-
-    def _once(self, found: Any) -> Any:
-        """Gather from all processes, of the ranks of a sequence from the first."""
-        assert self.context is not None
-        replicas, size = self.context.replicas, self.context.size
-
-        def first(x: Tensor) -> Tensor:
-            every: Tensor = x.unflatten(0, (replicas, size, -1))
-            return every[:, 0].flatten(0, 1)
-
-        gathered = self.accelerator.gather(found)
-        return tuple(map(first, gathered)) if isinstance(gathered, tuple | list) else first(gathered)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """The trainer's, with one result for each sample."""
-        if self.context is not None:
-            dataloader: Any = args[0] if args else kwargs["dataloader"]
-            self._looked_at = len(dataloader.dataset)
-            self.gather_function = self._once
-        return super().evaluation_loop(*args, **kwargs)
 
 
 class InOrder(Sampler[int]):
@@ -285,7 +182,7 @@ def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArgument
         ddp_broadcast_buffers=False,  # draws are functions of (seed, number), the same on every process
     )
     args._n_gpu = min(args.n_gpu, 1)  # several GPUs are several processes here, never nn.DataParallel
-    world, shared = args.world_size, run.ranks(args.world_size)
+    world, shared = args.world_size, run.context_parallel or args.world_size
     if world % shared:
         raise ValueError(
             f"context_parallel={shared} ranks share a sequence, got {world} processes; start a multiple of {shared}, "
@@ -304,8 +201,10 @@ def training_arguments(run: Run, folder: Path, timeout: int) -> TrainingArgument
     return args
 
 
-class RunTrainer(ContextTrainer):
-    """Trains one run, and saves so that it can be killed at any moment.
+class RunTrainer(TaskTrainer):
+    """Trainer of one run, which saves so that it can be killed at any moment.
+
+    Where ranks share a sequence (`Context`), batches are cut to a rank's tokens, and what ranks find is put together.
 
     Args:
         run: its settings.
@@ -334,9 +233,10 @@ class RunTrainer(ContextTrainer):
         self.folder = Path(args.output_dir or ".")
         self._staging = False
         self._pending: int | Tensor = 0  # tokens of this process that the meter does not have yet
-        shared = run.ranks(args.world_size)
-        context = Context(shared, args.device) if shared > 1 else None
-        super().__init__(task, model, args, context=context, **rest)
+        self._evaluated = 0  # samples of the split that is evaluated
+        shared = run.context_parallel or args.world_size
+        self.context = Context(shared, args.device) if shared > 1 else None
+        super().__init__(task, model, args, **rest)
         if run.label_smoothing:
             self.compute_loss_func = self._smoothed
 
@@ -390,13 +290,14 @@ class RunTrainer(ContextTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """The trainer's; it counts tokens without padding, of images their patches, of series their moments."""
-        inputs = self._part(inputs)
+        if self.context is not None:
+            inputs = self.context.part(inputs, self.network.main_input_name)
         given, mask = inputs[self.network.main_input_name], inputs.get("attention_mask")
         plain = given if given.dim() < 3 else given[..., 0]
         size = plain.numel() if mask is None else mask.sum()  # a tensor: reading it would wait for the device
         patches = getattr(self.network, "tokens_per_image", None)
         self._pending += size if patches is None else len(given) * patches
-        with self._active():
+        with nullcontext() if self.context is None else self.context.active():
             loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
@@ -406,12 +307,28 @@ class RunTrainer(ContextTrainer):
         loss: Tensor = smoother(outputs, labels, self._loss_shifts_labels, num_items_in_batch)
         return loss
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The trainer's; with smoothing it keeps the labels to itself, from which a decoder makes its input."""
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The trainer's; with smoothing it keeps the labels to itself, from which a decoder makes its input.
+
+        Where ranks share a sequence, their labels count once and their gradients add up.
+        """
         shift = getattr(self.network, "prepare_decoder_input_ids_from_labels", None)
         if self.compute_loss_func is not None and shift is not None and "decoder_input_ids" not in inputs:
             inputs = {**inputs, "decoder_input_ids": shift(inputs["labels"])}
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        if self.context is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        counted = num_items_in_batch is not None
+        if num_items_in_batch is not None:  # of every rank: each has read the whole batch
+            num_items_in_batch = num_items_in_batch / self.context.size  # type: ignore[assignment]
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = self.context.loss(loss, counted)
+        return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's, which takes it in every step and of whole gradients; the meter keeps it for the next line."""
@@ -434,7 +351,68 @@ class RunTrainer(ContextTrainer):
             pending = self.accelerator.reduce(torch.as_tensor(pending, device=self.args.device))
         self.meter.tokens += int(pending)
 
-    # -- evaluation and checkpoints --
+    # -- evaluation --
+
+    def _get_eval_sampler(self, eval_dataset: Dataset[Any]) -> Sampler[int] | None:
+        if self.context is None:
+            return super()._get_eval_sampler(eval_dataset)
+        batch = self.args.per_device_eval_batch_size
+        whole = InOrder(len(eval_dataset), batch * self.context.replicas)  # type: ignore[arg-type]
+        return Repeated(whole, batch, self.context.size)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The trainer's; over ranks it gives what samples add to the scores, instead of logits."""
+        if self.context is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with self.context.active():
+            loss, found, labels = super().prediction_step(
+                model, self.context.part(inputs, self.network.main_input_name), False, ignore_keys
+            )
+            logits = found[0] if isinstance(found, tuple) else found
+            assert logits is not None
+            assert labels is not None
+            if logits.dim() == 2:  # of whole sequences, the same on every rank
+                return loss, super()._reduce(logits, labels), labels
+            if self._loss_shifts_labels:
+                labels = torch.cat([labels[:, 1:], next_column(labels, IGNORED)], 1)[:, : labels.shape[1]]
+            parts = tuple(self.context.sum(x) for x in contributions(logits, labels, False))
+            return loss, parts, parts[1]  # labels of tokens are not used after this
+
+    def _reduce(self, logits: Any, labels: Tensor) -> tuple[Tensor, ...]:
+        if self.context is None:
+            return super()._reduce(logits, labels)
+        parts: tuple[Tensor, ...] = logits  # of `prediction_step`
+        return parts
+
+    def _score(self, outputs: EvalPrediction) -> dict[str, float]:
+        if self.context is None:
+            return super()._score(outputs)
+        parts: Any = outputs.predictions
+        kept = tuple(x[: self._evaluated] for x in parts)  # what only fills the last batch comes last
+        labels: Any = outputs.label_ids
+        return super()._score(EvalPrediction(kept, labels[: self._evaluated]))
+
+    def _once(self, found: Any) -> Any:
+        """Gather from all processes, of the ranks of a sequence from the first."""
+        assert self.context is not None
+        replicas, size = self.context.replicas, self.context.size
+
+        def first(x: Tensor) -> Tensor:
+            every: Tensor = x.unflatten(0, (replicas, size, -1))
+            return every[:, 0].flatten(0, 1)
+
+        gathered = self.accelerator.gather(found)
+        return tuple(map(first, gathered)) if isinstance(gathered, tuple | list) else first(gathered)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """The trainer's, with one result for each sample."""
+        if self.context is not None:
+            dataloader: Any = args[0] if args else kwargs["dataloader"]
+            self._evaluated = len(dataloader.dataset)
+            self.gather_function = self._once
+        return super().evaluation_loop(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The trainer's; training sees neither its time nor the random numbers that it takes."""
@@ -450,6 +428,8 @@ class RunTrainer(ContextTrainer):
         if best.take(step, scores(values)):
             action = (lambda: save_best(self.folder, step, self.network)) if self.args.should_save else None
             self._check_saved(first_problem(self._try(action)))
+
+    # -- checkpoints --
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.folder / STAGE if self._staging else self.folder)

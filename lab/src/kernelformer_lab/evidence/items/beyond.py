@@ -1,4 +1,4 @@
-"""What the papers do not measure and users ask: recall at a distance, for all methods and near/far attention."""
+"""Questions that the papers do not measure: recall at a distance, for all methods and near/far attention."""
 
 from __future__ import annotations
 

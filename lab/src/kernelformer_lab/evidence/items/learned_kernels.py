@@ -27,7 +27,7 @@ REVIEWS: dict[str, Any] = {
     "steps": 400,
     "learning_rate": 4e-3,
     "warmup_steps": 50,
-    "schedule": "inverse_sqrt",  # the rate never falls to a quarter, so that redraws go on to the end, as in the paper
+    "schedule": "inverse_sqrt",  # the rate never falls to a quarter, so redraws continue to the end, as in the paper
     "eval_every": 100,
 }
 REVIEWS_SIZE = (
@@ -246,7 +246,7 @@ def _sentence_parts(recipe: str, **data: str) -> tuple[Training, ...]:
 
 
 def _sentence_claims(column: str) -> tuple[Claim, ...]:
-    """What is claimed of short texts; ``column`` has the paper's figures of the task that is like it."""
+    """Claims on short texts; ``column`` has the paper's figures of the task that is like it."""
     return (
         Claim(
             "FastFood-RKS with all of S, G, B learned is at least as good as with S alone or nothing learned",

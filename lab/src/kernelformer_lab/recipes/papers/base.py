@@ -1,4 +1,4 @@
-"""What a recipe is, and what those of the papers share."""
+"""The class of recipes, and settings that those of the papers share."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Recipe:
         return str(next(iter(self.sizes.values())).keywords["task"])
 
     def note_on(self, size: str = CPU) -> str:
-        """What the note says of one size, in one paragraph."""
+        """The note on one size, in one paragraph."""
         others = tuple(f"{x}:" for x in self.sizes if x != choice("size of this recipe,", size, self.sizes))
         return " ".join(line for line in self.note.splitlines() if not line.startswith(others))
 
     def attentions(self, size: str = CPU) -> Sequence[str]:
-        """What `compare` compares by default, in a size."""
+        """Attentions that `compare` compares by default, in a size."""
         return self.compared[choice("size of this recipe,", size, self.sizes)]
 
 

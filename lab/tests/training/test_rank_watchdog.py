@@ -13,14 +13,14 @@ import torch.distributed as dist
 from test_training import register, tiny
 
 from kernelformer_lab.training import train
-from kernelformer_lab.training.callbacks import AbsentError, Presence
+from kernelformer_lab.training.callbacks import RankLostError, RankWatchdog
 from kernelformer_lab.training.checkpoints import locked
 from kernelformer_lab.training.trainer import RunTrainer
 from rank_processes import run_ranks
 
 
 def present(rank, store, world=3):
-    return Presence(store, rank=rank, world=world, timeout=4, folder="out/x")
+    return RankWatchdog(store, rank=rank, world=world, timeout=4, folder="out/x")
 
 
 def raised(text):
@@ -70,11 +70,11 @@ def test_an_error_of_another_kind_stays_what_it_is():
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
     monkeypatch.setattr("kernelformer_lab.training.callbacks._PATIENCE", 0.05)
     alone = present(0, dist.HashStore(), world=2)
-    monkeypatch.setattr(alone, "_absent", lambda: time.sleep(2))
+    monkeypatch.setattr(alone, "_lost", lambda: time.sleep(2))
     assert alone.explain(raised("Timed out waiting")).startswith("process 0 has waited 4 s for another process in the")
 
 
-def absent(rank, folder, how):
+def lose_a_rank(rank, folder, how):
     """Train on two processes, of which the second hangs or ends in step 4; the first writes down how that ends."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
@@ -93,7 +93,7 @@ def absent(rank, folder, how):
 
     RunTrainer.training_step = disturbed
     start = time.monotonic()
-    with pytest.raises(AbsentError) as problem:
+    with pytest.raises(RankLostError) as problem:
         train(tiny(batch_size=4), folder / how, timeout=2, log=lambda text: None)
     told.write_text(f"{time.monotonic() - start:.1f} {problem.value}")
     os._exit(0)  # the group cannot be closed in good order
@@ -101,7 +101,7 @@ def absent(rank, folder, how):
 
 def test_a_hung_process_ends_the_others_in_time_and_one_that_is_gone_does_at_once(tmp_path):
     for how in ("hung", "gone"):
-        run_ranks(absent, 2, tmp_path, how)
+        run_ranks(lose_a_rank, 2, tmp_path, how)
     hung, gone = ((tmp_path / f"{how}.txt").read_text() for how in ("hung", "gone"))
     assert "process 0 has waited 2 s for process 1 in step 4, in training_step by " in hung
     assert "process 0 has lost process 1 in step 4, in training_step by " in gone

@@ -27,13 +27,14 @@ for setting in (
 ):
     TRAINING += ["--set", setting]
 
-# A parent that waits for a worker as all measurements do; the worker says who it is and would sleep for a minute.
+# A parent that waits for a worker as all measurements do; the worker writes its number and would sleep for a minute.
 PARENT = """
-import signal, sys
-from kernelformer_lab.subprocesses import finished
+import json, os, signal, sys
+from kernelformer_lab import jobs
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
-worker = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
-finished([sys.executable, "-c", worker, sys.argv[1]], "", __import__("os").environ)
+code = "import json, os, sys, time; open(json.load(sys.stdin)['file'], 'w').write(str(os.getpid())); time.sleep(60)"
+jobs.COMMAND = [sys.executable, "-c", code]
+jobs.call_in_process(json.dumps, {"file": sys.argv[1]}, threads=1)
 """
 
 
