@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kernelformer.contract import PositiveSpec, Spec, compute_dtype, no_autocast, register
 from kernelformer.errors import flag, integer, positive_int
-from kernelformer.feature_maps.draws import FastDraw, draw_frequencies, generator, hadamard_factors
+from kernelformer.feature_maps.draws import draw_frequencies, generator
 
 FIRST = -1  # number of the stream that first values of parameters come from; draws count from 0
 
@@ -102,7 +102,6 @@ class FeatureMap(nn.Module):
         """Take the first draw and the first values of what is learned."""
         for name, x in self._draws(0).items():
             self.register_buffer(name, x)
-        self._derive()
         with torch.no_grad():
             self._reset_learned()
             self.feature_dim = self._width()
@@ -137,16 +136,6 @@ class FeatureMap(nn.Module):
     def _draws(self, draw: int) -> dict[str, Tensor]:
         """The buffers of draw number ``draw``, by name."""
         return {"omega": self._noise(draw)} if self.is_random else {}
-
-    @torch.inference_mode(False)  # a later call may need gradients
-    def _derive(self) -> None:
-        """What a fast transform takes for omega: it follows from (seed, draw), and so is not saved."""
-        if not isinstance(getattr(self.spec, "transform", None), FastDraw):
-            return
-        sizes = {"heads": self.heads, "num_features": self.num_features, "dim": self.head_dim}
-        drawn = hadamard_factors(self.seed_number, self.draw_number, **sizes, norms=self.norms)
-        for name, x in zip(("drawn", "drawn_signs"), drawn, strict=True):
-            self.register_buffer(name, x.to(self.seed.device), persistent=False)
 
     def _reset_learned(self) -> None:
         """Parameters as they are at the start, a function of the seed; within `torch.no_grad`."""
@@ -224,7 +213,6 @@ class FeatureMap(nn.Module):
         if problem:
             raise ValueError(problem)
         self.seed_number, self.draw_number = int(self.seed), int(self.draw)
-        self._derive()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -243,11 +231,7 @@ class FeatureMap(nn.Module):
         """What the spec is bound to: (B or 1, H or 1, ...) each."""
         if not self.is_random:
             return []
-        omega = self.frequencies(dtype)
-        # In float64 omega, which is rounded to float32, is not what its factors give.
-        fast = "drawn" in self._buffers and dtype == torch.float32 and not omega.requires_grad
-        drawn = [self.get_buffer(name).to(dtype) for name in ("drawn", "drawn_signs")] if fast else []
-        return [x.unsqueeze(0) for x in (omega, *drawn)]
+        return [self.frequencies(dtype).unsqueeze(0)]
 
     def for_query_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What `prepare` gave, for keys that were repeated for every query head: (B or 1, H or 1, ...) each."""
@@ -306,7 +290,6 @@ class FeatureMap(nn.Module):
         self._buffers["age"] = torch.zeros_like(self.age)
         for name, x in self._draws(self.draw_number).items():
             self._buffers[name] = x.to(self.get_buffer(name))
-        self._derive()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec
 from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.draws import dense_or_fast
-from kernelformer.feature_maps.projection import Identity, Projection, Transform
+from kernelformer.feature_maps.projection import Dense, Identity, Projection
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class _Pointwise:
     activation: str
     eps: float
     amplitude: float
-    transform: Transform
+    transform: Dense | Identity
 
     @property
     def function(self) -> Activation:
@@ -256,7 +255,7 @@ class GeneralizedMap(FeatureMap):
         eps = 1e-3 if eps is None else number("eps", eps, at_least=0)
         width = num_features if projection else head_dim
         kind = LogElementwiseSpec if ACTIVATIONS[activation].log else ElementwiseSpec
-        transform: Transform = dense_or_fast(draw, num_features, head_dim) if projection else Identity()
+        transform: Dense | Identity = Dense() if projection else Identity()
         super().__init__(
             kind(activation, eps, 1 / math.sqrt(width), transform),
             head_dim=head_dim,

@@ -12,7 +12,6 @@ from torch import Tensor
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role
 from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.draws import dense_or_fast
 from kernelformer.feature_maps.projection import Dense, Projection, Transform
 
 _ROW = {"softmax": -0.5, "gaussian": -1.0}
@@ -48,7 +47,10 @@ class ExponentialSpec(PositiveSpec):
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """In chunks, the scale folded into the frequencies once."""
-        return ExponentialChunks(self.transform.bind(tensors, math.sqrt(scale), learn), self, scale, normalize)
+        projection = self.transform.bind(tensors, math.sqrt(scale), learn)
+        if projection is None:
+            return super().bind(tensors, scale, normalize, learn)
+        return ExponentialChunks(projection, self, scale, normalize)
 
 
 class ExponentialChunks(PositiveChunks):
@@ -135,7 +137,7 @@ class PositiveMap(FeatureMap):
                 )
             norms = "sqrt"
         width = 2 * num_features if flag("hyperbolic", hyperbolic) else num_features
-        transform = Dense(mirrored=True) if hyperbolic else dense_or_fast(draw, num_features, head_dim)
+        transform = Dense(mirrored=True) if hyperbolic else Dense()
         super().__init__(
             ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=transform),
             head_dim=head_dim,

@@ -12,8 +12,7 @@ from torch import Tensor
 from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.draws import dense_or_fast
-from kernelformer.feature_maps.projection import Projection, Transform
+from kernelformer.feature_maps.projection import Dense, Projection, Transform
 
 _ROW = {"softmax": 0.5, "gaussian": 0.0}
 
@@ -63,7 +62,10 @@ class FourierSpec(SignedSpec):
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
         """In chunks, the scale folded into the frequencies once."""
-        return FourierChunks(self, self.transform.bind(tensors, math.sqrt(scale), learn), scale, normalize)
+        projection = self.transform.bind(tensors, math.sqrt(scale), learn)
+        if projection is None:
+            return super().bind(tensors, scale, normalize, learn)
+        return FourierChunks(self, projection, scale, normalize)
 
 
 class FourierChunks(SignedChunks):
@@ -137,7 +139,7 @@ class TrigonometricMap(FeatureMap):
     ) -> None:
         num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
-        transform = dense_or_fast(draw, num_features, head_dim)
+        transform = Dense()
         super().__init__(
             FourierSpec(row=_ROW[kernel], amplitude=1 / math.sqrt(num_features), transform=transform),
             head_dim=head_dim,

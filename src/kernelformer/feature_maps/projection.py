@@ -58,9 +58,9 @@ class Transform(ABC):
     ) -> Tensor:
         """The definition, ``factor W x + weight offset``: x (B, H, C, D), offset (B, H, C, 1) -> (B, H, C, M)."""
 
-    @abstractmethod
-    def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection:
-        """``factor W`` for chunks; tensors (N, ...)."""
+    def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection | None:
+        """Bind ``factor W`` for chunks; tensors (N, ...). None, the default: chunks go through `project`."""
+        return None
 
 
 @dataclass(frozen=True)
