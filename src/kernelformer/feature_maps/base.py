@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ from kernelformer.contract import PositiveSpec, Spec, compute_dtype, no_autocast
 from kernelformer.errors import flag, integer, positive_int
 from kernelformer.feature_maps.draws import draw_frequencies, generator
 
+# Arguments of `FeatureMap` that constructors pass on as ``**common``.
+_SIZES = ("head_dim", "num_heads")
+_DRAWING = ("seed", "draw", "norms", "per_head", "num_key_heads")
 FIRST = -1  # number of the stream that first values of parameters come from; draws count from 0
 
 
@@ -56,6 +60,17 @@ class FeatureMap(nn.Module):
     feature_dim: int
     normalized = True  # whether attention with it divides by the sum of the weights, by default
     aligns = False  # whether `align` does something, which needs that division
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Show the arguments that a constructor passes on as ``**common`` in the signature of its class."""
+        super().__init_subclass__(**keywords)
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            given = {x.name: x for x in own[:-1]}
+            common = inspect.signature(FeatureMap.__init__).parameters
+            sizes, drawing = ([given.get(x, common[x]) for x in names] for names in (_SIZES, _DRAWING))
+            own = [*sizes, *(x for x in own[:-1] if x.name not in (*_SIZES, *_DRAWING)), *drawing]
+        cls.__signature__ = inspect.Signature(sorted(own, key=lambda x: x.kind))  # type: ignore[attr-defined]
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -236,16 +237,11 @@ class GeneralizedMap(FeatureMap):
         self,
         *,
         head_dim: int,
-        num_heads: int,
         num_features: int = 256,
         activation: str = "relu",
         projection: bool = True,
         eps: float | None = None,
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         choice("activation", activation, ACTIVATIONS)
         if flag("projection", projection):
@@ -259,13 +255,8 @@ class GeneralizedMap(FeatureMap):
         super().__init__(
             kind(activation, eps, 1 / math.sqrt(width), transform),
             head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features if projection else 0,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
             settings={"activation": activation, "projection": projection, "eps": eps},
+            **common,
         )
         self._start()

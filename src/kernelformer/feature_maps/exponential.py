@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,17 +117,12 @@ class PositiveMap(FeatureMap):
     def __init__(
         self,
         *,
-        head_dim: int,
-        num_heads: int,
         num_features: int = 256,
         kernel: str = "softmax",
         hyperbolic: bool = False,
         regularized: bool = False,
-        seed: int = 0,
-        draw: str = "orthogonal",
         norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
@@ -140,14 +136,9 @@ class PositiveMap(FeatureMap):
         transform = Dense(mirrored=True) if hyperbolic else Dense()
         super().__init__(
             ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=transform),
-            head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
             settings={"kernel": kernel, "hyperbolic": hyperbolic, "regularized": regularized},
+            norms=norms,
+            **common,
         )
         self._start()

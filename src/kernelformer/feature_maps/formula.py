@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,15 +49,9 @@ class FormulaMap(FeatureMap):
     def __init__(
         self,
         *,
-        head_dim: int,
-        num_heads: int,
         num_features: int = 0,
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
         settings: Mapping[str, object] | None = None,
+        **common: Any,
     ) -> None:
         kind = type(self)
         if (kind.log_phi is FormulaMap.log_phi) == (kind.phi is FormulaMap.phi):
@@ -65,15 +59,9 @@ class FormulaMap(FeatureMap):
         given = tuple((settings or {}).items())
         super().__init__(
             ValueFormula(kind, given) if kind.log_phi is FormulaMap.log_phi else LogFormula(kind, given),
-            head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
             settings=settings,
+            **common,
         )
         self.formula_settings = dict(given)
         for name, x in self.first_values().items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,29 +128,17 @@ class TrigonometricMap(FeatureMap):
     def __init__(
         self,
         *,
-        head_dim: int,
-        num_heads: int,
         num_features: int = 256,
         kernel: str = "softmax",
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
         transform = Dense()
         super().__init__(
             FourierSpec(row=_ROW[kernel], amplitude=1 / math.sqrt(num_features), transform=transform),
-            head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
             settings={"kernel": kernel},
+            **common,
         )
         self._start()

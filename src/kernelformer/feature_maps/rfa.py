@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +38,9 @@ class ScaledFourierMap(SpectralMap):
         self,
         *,
         head_dim: int,
-        num_heads: int,
         num_features: int = 256,
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
         per_head: bool = True,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         super().__init__(
@@ -53,13 +50,9 @@ class ScaledFourierMap(SpectralMap):
             {},
             Dense(),
             head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
             per_head=per_head,
-            num_key_heads=num_key_heads,
+            **common,
         )
         self.sigma = parameter(self.heads, head_dim)
         self._start()

@@ -120,7 +120,6 @@ class MixtureMap(SpectralMap):
         self,
         *,
         head_dim: int,
-        num_heads: int,
         features: str,
         num_features: int = 256,
         components: int = 2,
@@ -129,11 +128,8 @@ class MixtureMap(SpectralMap):
         start: str = "identity",
         mean_std: float | None = None,
         smoothing: Smoothing = 1.0,
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
         per_head: bool = True,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         components = positive_int("components", components)
@@ -149,13 +145,9 @@ class MixtureMap(SpectralMap):
             {"components": components, "tied": tied, "covariance": covariance},
             Dense(),
             head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
             per_head=per_head,
-            num_key_heads=num_key_heads,
+            **common,
         )
         self.components, self.tied, self.diagonal = components, tied, covariance == "diagonal"
         self.start, self.mean_std = start, mean_std
@@ -264,17 +256,12 @@ class GenerativeMap(SpectralMap):
         self,
         *,
         head_dim: int,
-        num_heads: int,
         features: str,
         num_features: int = 256,
         width: int | None = None,
         depth: int = 4,
         smoothing: Smoothing = 1.0,
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         num_features, head_dim = positive_int("num_features", num_features), positive_int("head_dim", head_dim)
         if num_features == 1:
@@ -291,13 +278,8 @@ class GenerativeMap(SpectralMap):
             {"width": width, "depth": depth},
             Dense(),
             head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
+            **common,
         )
         self.generator = Generator(head_dim, width, depth)
         self._start()

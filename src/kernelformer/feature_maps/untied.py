@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -209,7 +209,6 @@ class UntiedMap(FeatureMap):
     Args:
         spec: without groups of queries.
         rows: m.
-        settings: what tells this map from others of its class, by the names of the options.
 
     The others are those of `FeatureMap`; nothing is redrawn.
     """
@@ -219,33 +218,15 @@ class UntiedMap(FeatureMap):
     w_k: nn.Parameter
 
     def __init__(
-        self,
-        spec: UntiedSpec,
-        *,
-        head_dim: int,
-        num_heads: int,
-        rows: int,
-        seed: int,
-        per_head: bool,
-        num_key_heads: int | None,
-        settings: Mapping[str, object],
-        draw: str = "orthogonal",
+        self, spec: UntiedSpec, *, num_heads: int, rows: int, per_head: bool, num_key_heads: int | None, **common: Any
     ) -> None:
-        super().__init__(
-            replace(spec, grouped=num_key_heads not in (None, num_heads)),
-            head_dim=head_dim,
-            num_heads=num_heads,
-            num_features=0,
-            seed=seed,
-            draw=draw,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
-            settings=settings,
-        )
+        grouped = replace(spec, grouped=num_key_heads not in (None, num_heads))
+        heads: dict[str, Any] = {"num_heads": num_heads, "per_head": per_head, "num_key_heads": num_key_heads}
+        super().__init__(grouped, num_features=0, **heads, **common)
         self.spread_spec = spec
         self.spread_spec_id = register(spec)
         self.query_heads = num_heads if per_head else 1
-        self.w_q, self.w_k = (parameter(x, rows, head_dim) for x in (self.query_heads, self.heads))
+        self.w_q, self.w_k = (parameter(x, rows, self.head_dim) for x in (self.query_heads, self.heads))
 
     def _start_at(self, w: Tensor) -> None:
         """The same first w (G, m, D) for queries and keys."""
