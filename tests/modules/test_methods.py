@@ -12,7 +12,7 @@ import kernelformer as kf
 from definition import VARIANTS
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules import METHODS, KernelCore
-from kernelformer.modules.methods_table import methods_table
+from kernelformer.modules.methods import methods_table
 from kernelformer.modules.spec import applicable_options, maps_by_head
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "methods.md"
@@ -45,7 +45,7 @@ def attend(fact, core, is_causal):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_facts_are_true(method, fact):
     entry = METHODS[method]
-    claim = getattr(entry, fact)
+    claim = getattr(entry, "causal" if fact == "streaming" else fact)
     always = isinstance(claim, bool)
     for options in ({}, *([] if always else [claim])):
         near = {"window": 2, "sinks": 1} if fact == "window" else {}

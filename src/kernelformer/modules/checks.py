@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -249,14 +249,24 @@ def other_tensor(kept: Tensor, needed: tuple[int, ...], query: Tensor) -> str | 
     return None
 
 
+def no_weights(method: str, asked: str, *, window: bool = True) -> ValueError:
+    """The error for dropout of weights that a method does not form; ``window``: whether it can have one."""
+    way = ", or give a window, whose weights are formed" if window else ""
+    return ValueError(
+        f"{asked} drops attention weights, which method {method!r} never forms; leave it at 0, or use an exact method "
+        f"('softmax', 'gaussian', 'local'){way}. Dropout of the output is KernelAttention's dropout=."
+    )
+
+
 def check_near(
     method: str,
-    near: dict[str, int | None],
+    near: dict[str, Any],
     *,
     normalize: bool,
     aligns: bool,
     near_scale: float | None,
     dropout: float,
+    beta: str = "learned",
 ) -> None:
     """Check that near tokens, by their settings, fit a feature map, or that nothing is set for them if there are none.
 
@@ -267,16 +277,17 @@ def check_near(
         aligns: whether the map moves the keys.
         near_scale: of the near scores, or None.
         dropout: of the near weights.
+        beta: as `KernelCore` takes it.
     """
     if not near:
         if dropout:
-            raise ValueError(
-                f"attention_dropout={dropout:g} drops attention weights, which method {method!r} never forms; leave it "
-                f"at 0, use an exact method ('softmax', 'gaussian', 'local'), or a window. Dropout of the output is "
-                f"KernelAttention's dropout=."
-            )
-        if near_scale is not None:
-            raise ValueError(f"near_scale={near_scale:g} is of the exact part, got no window and no sinks.")
+            raise no_weights(method, f"attention_dropout={dropout!r}")
+        for name, x, plain in (("beta", beta, "learned"), ("near_scale", near_scale, None)):
+            if x != plain:
+                raise ValueError(
+                    f"{name}={x!r} is of near tokens that are attended to exactly, and {method!r} got neither window= "
+                    f"nor sinks=; give one of them, or leave {name} out."
+                )
         return
     asked = ", ".join(f"{name}={x}" for name, x in near.items())
     if not normalize:

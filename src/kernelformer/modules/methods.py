@@ -79,7 +79,7 @@ class Method:
 
     A fact that depends on options is the mapping of the options that make it true: skyformer is causal with
     ``{"landmarks": "learned"}``. `holds` evaluates it. A bias and a window need a normalized sum: with
-    ``normalize=False`` no method takes one.
+    ``normalize=False`` no method takes one. Other facts are those of the classes.
 
     Args:
         about: what it is, in one line, without the paper.
@@ -94,13 +94,11 @@ class Method:
         cost: time in the length L: m features, d head dimension, C components, s landmarks, r rank.
         family: ``exact``; ``positive`` or ``signed`` features, with the default options; ``landmarks``; ``other``.
         size: the option that sets how many features, landmarks or rows it has; None where there is nothing to set.
-        causal: whether it can attend to earlier tokens only.
-        streaming: whether it can attend token by token, with a state.
-        bias: whether it takes a relative position bias.
-        window: whether it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``.
+        causal: whether it can attend to earlier tokens only, and so token by token with a state.
+        normalized: whether weights are divided by their sum, which a bias and near tokens need.
         cross: whether it can attend to another sequence; a method that cannot is causal only.
         cross_method: what a model takes for attention to another sequence by default; None: the same method.
-        per_head: whether each head has a map of its own.
+        per_head: whether each head has a map of its own, for methods with the option ``num_key_heads``.
     """
 
     about: str
@@ -116,9 +114,7 @@ class Method:
     cost: str = "L m"
     size: str | None = "num_features"
     causal: Fact = True
-    streaming: Fact = True
-    bias: Fact = True
-    window: Fact = True
+    normalized: Fact = True
     cross: Fact = True
     cross_method: str | None = None
     per_head: Fact = field(default_factory=lambda: {"per_head": True})
@@ -132,6 +128,21 @@ class Method:
     def has_map(self) -> bool:
         """Whether it attends through a feature map."""
         return issubclass(self.make, FeatureMap)
+
+    @property
+    def attends(self) -> type[AttentionCore]:
+        """Class of its core."""
+        return self.core if issubclass(self.make, FeatureMap) else self.make
+
+    @property
+    def bias(self) -> Fact:
+        """Whether it takes a relative position bias."""
+        return self.normalized if self.attends.takes_bias else False
+
+    @property
+    def window(self) -> Fact:
+        """Whether it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``."""
+        return self.normalized if "window" in inspect.signature(self.attends).parameters else False
 
     @property
     def own_scale(self) -> bool:
@@ -215,8 +226,6 @@ METHODS: dict[str, Method] = {
         cost=QUADRATIC_COST,
         family="exact",
         size=None,
-        window=False,
-        per_head=False,
     ),
     "gaussian": Method(
         about="exact Gaussian kernelized attention in tiles, quadratic",
@@ -227,9 +236,6 @@ METHODS: dict[str, Method] = {
         cost=QUADRATIC_COST,
         family="exact",
         size=None,
-        bias=False,
-        window=False,
-        per_head=False,
     ),
     "local": Method(
         about="exact softmax attention to the tokens nearby and the first ones",
@@ -238,7 +244,6 @@ METHODS: dict[str, Method] = {
         cost="L w",
         family="exact",
         size=None,
-        per_head=False,
     ),
     "favor+": Method(
         about="positive orthogonal random features",
@@ -324,7 +329,6 @@ METHODS: dict[str, Method] = {
         cost="L d",
         family="positive",
         size=None,
-        per_head=False,
     ),
     "gmm-rks": Method(
         about="learned Gaussian mixture, Fourier features, signed",
@@ -393,9 +397,7 @@ METHODS: dict[str, Method] = {
         family="landmarks",
         size="num_landmarks",
         causal={"landmarks": "learned"},
-        streaming={"landmarks": "learned"},
-        bias={"kernel": "softmax"},
-        window={"kernel": "softmax"},
+        normalized={"kernel": "softmax"},
         per_head={"landmarks": "learned"},
     ),
     "wildcat": Method(
@@ -410,8 +412,6 @@ METHODS: dict[str, Method] = {
         family="landmarks",
         size="num_landmarks",
         causal=False,
-        streaming=False,
-        per_head=False,
     ),
     "nystromformer": Method(
         about="softmax attention through segment means",
@@ -422,10 +422,6 @@ METHODS: dict[str, Method] = {
         family="landmarks",
         size="num_landmarks",
         causal=False,
-        streaming=False,
-        bias=False,
-        window=False,
-        per_head=False,
     ),
     "linformer": Method(
         about="softmax attention to learned mixtures of keys",
@@ -436,10 +432,6 @@ METHODS: dict[str, Method] = {
         family="other",
         size="rank",
         causal=False,
-        streaming=False,
-        bias=False,
-        window=False,
-        per_head=False,
     ),
     "rfa": Method(
         about="Fourier features of unit vectors, learned scale",
@@ -458,8 +450,6 @@ METHODS: dict[str, Method] = {
         paper=RFA,
         phi="`rfa` with a gate that forgets",
         family="signed",
-        bias=False,
-        window=False,
         cross=False,
     ),
     "loglinear": Method(
@@ -497,3 +487,25 @@ def list_methods() -> dict[str, str]:
         name: method.about if method.paper is None else f"{method.about} ({method.paper.name})"
         for name, method in METHODS.items()
     }
+
+
+def methods_table() -> str:
+    """The table of all methods in Markdown, as docs/reference/methods.md shows it."""
+    head = ("name", "paper, equation", "phi", "cost", "causal", "decoding", "bias", "window")
+    rows = [head, tuple("---" for _ in head), *(_row(name, method) for name, method in METHODS.items())]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(name: str, method: Method) -> tuple[str, ...]:
+    paper = "this library"
+    if method.paper is not None:
+        paper = f"[{method.paper.name}]({method.paper.url})" + (f", {method.equation}" if method.equation else "")
+    causal = _cell(method.causal) if method.cross else "only"
+    decoding = "keeps all keys" if method.quadratic else _cell(method.causal)
+    return f"`{name}`", paper, method.phi, method.cost, causal, decoding, _cell(method.bias), _cell(method.window)
+
+
+def _cell(fact: Fact) -> str:
+    if isinstance(fact, bool):
+        return "yes" if fact else "no"
+    return ", ".join(f'`{name}="{value}"`' for name, value in fact.items())

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from kernelformer.errors import fraction, positive_int, shape
-from kernelformer.modules.checks import assert_values, can_read
+from kernelformer.modules.checks import assert_values, can_read, no_weights
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.spec import build_core, move_to_inputs, near_settings, no_weights
+from kernelformer.modules.spec import build_core, method_options, move_to_inputs, near_settings
 
 
 def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
@@ -166,7 +166,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(embed_dim, num_heads, fraction("dropout", dropout), *more)
         core = build_core(method, num_heads=num_heads, head_dim=self.head_dim, **options)
         if dropout and not core.takes_dropout:
-            raise no_weights(method, f"dropout={dropout!r}")
+            raise no_weights(method, f"dropout={dropout!r}", window="window" in method_options(method))
         self._attach(core)
 
     @classmethod

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernelformer.errors import integer, positive_int, unknown
 from kernelformer.files import check_limit
+from kernelformer.modules.checks import check_near, no_weights
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.methods import DRAWN, METHODS, SPARSE_LAYERS, check_sparse_options, find_method
 from kernelformer.modules.positions import RelativePositions
@@ -124,39 +125,27 @@ def near_settings(core: AttentionCore) -> str:
 
 
 def _check_near(method: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check that a method can attend to near tokens exactly, if that is asked for, and that nothing is set in vain."""
-    entry, asked = find_method(method), [name for name in NEAR_OPTIONS if name in options]
-    if (asked and "window" not in known) or (has_near(options) and not entry.holds(entry.window, options)):
-        raise _no_window(method, ", ".join(f"{name}={options[name]!r}" for name in asked))
-    forms_weights = "attention_dropout" in known and (has_near(options) or not entry.has_map)
-    if options.get("attention_dropout") and not forms_weights:
-        raise no_weights(method, f"attention_dropout={options['attention_dropout']!r}")
-    for name in ("beta", "near_scale"):
-        if name in known and options.get(name) not in (None, "learned") and not has_near(options):
-            raise ValueError(
-                f"{name}={options[name]!r} is of near tokens that are attended to exactly, and {method!r} got neither "
-                f"window= nor sinks=; give one of them, or leave {name} out."
-            )
-
-
-def _no_window(method: str, asked: str) -> ValueError:
-    """The error for near tokens of a method that has no normalized kernel for the others."""
-    fact = find_method(method).window
-    way = "" if isinstance(fact, bool) else f", {method!r} with {', '.join(f'{x}={y!r}' for x, y in fact.items())}"
-    return ValueError(
-        f"{asked}: {method!r} cannot attend to near tokens exactly and to the others by a kernel in one normalization; "
-        f"use a normalized linear method such as 'favor+'{way}, or 'local' for near tokens alone."
-    )
-
-
-def no_weights(method: str, asked: str) -> ValueError:
-    """The error for dropout of weights that a method does not have."""
-    exact = ", ".join(repr(name) for name, entry in METHODS.items() if entry.family == "exact")
-    way = ", or give a window, whose weights are formed" if "window" in method_options(method) else ""
-    return ValueError(
-        f"{asked} drops attention weights, which method {method!r} never forms; leave it at 0, or use an exact method "
-        f"({exact}){way}. Dropout of the output is KernelAttention's dropout=."
-    )
+    """Check options of near tokens that are attended to exactly, and dropout of weights, before anything is built."""
+    entry, asked = find_method(method), {name: options[name] for name in NEAR_OPTIONS if name in options}
+    if asked and "window" not in known:
+        given = ", ".join(f"{name}={x!r}" for name, x in asked.items())
+        raise ValueError(
+            f"{given}: {method!r} cannot attend to near tokens exactly and to the others by a kernel in one "
+            f"normalization; use a normalized linear method such as 'favor+', or 'local' for near tokens alone."
+        )
+    dropout, normalize = options.get("attention_dropout"), options.get("normalize")
+    if dropout and "attention_dropout" not in known:
+        raise no_weights(method, f"attention_dropout={dropout!r}", window=False)
+    if entry.has_map:
+        check_near(
+            method,
+            {name: asked[name] for name in ("window", "sinks") if asked.get(name)},
+            normalize=entry.holds(entry.normalized, options) if normalize is None else normalize,
+            aligns=options.get("align") is True,
+            near_scale=asked.get("near_scale"),
+            dropout=dropout or 0.0,
+            beta=asked.get("beta", "learned"),
+        )
 
 
 @dataclass(frozen=True)
