@@ -22,7 +22,7 @@ from kernelformer.hf.capture import AttentionCall, attention_calls
 from kernelformer.hf.convert import convert, cores, undo
 from kernelformer.hf.find import find_attentions
 from kernelformer.modules import METHODS, AttentionCore, build_attention, parse_method
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import maps_by_head
 from kernelformer.timing import Step, time_rounds
 

@@ -291,3 +291,44 @@ class GenerativeMap(SpectralMap):
         """g(n), (heads, num_features, D); all heads are one batch."""
         flat: Tensor = self.generator(self.noise.to(dtype).flatten(0, 1))
         return flat.view(self.noise.shape)
+
+
+class ScaledFourierMap(SpectralMap):
+    """Fourier features with a learned scale for every coordinate of the frequencies.
+
+        phi(x) = 1 / sqrt(m) [cos(w_i . x), sin(w_i . x)],      w_i = sigma * n_i,  n_i ~ N(0, I)
+
+    Meant for unit vectors, where the Gaussian kernel is the softmax kernel up to a factor. M = 2 num_features.
+
+    Parameters: sigma (heads, D), at first 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        num_features: int = 256,
+        per_head: bool = True,
+        **common: Any,
+    ) -> None:
+        num_features = positive_int("num_features", num_features)
+        super().__init__(
+            "rks",
+            num_features,
+            0.0,
+            {},
+            Dense(),
+            head_dim=head_dim,
+            num_features=num_features,
+            per_head=per_head,
+            **common,
+        )
+        self.sigma = parameter(self.heads, head_dim)
+        self._start()
+
+    def _reset_learned(self) -> None:
+        self.sigma.fill_(1.0)
+
+    def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The frequencies sigma * n, (heads, num_features, D)."""
+        return self.noise.to(dtype) * self.sigma.to(dtype).unsqueeze(1)

@@ -22,7 +22,7 @@ from kernelformer.hf.derive import CONVERTED, MIXED, derive, register_converted,
 from kernelformer.hf.find import find_attentions, held_configs, run
 from kernelformer.hf.plan import EXACT, Conversion, Layer, make_plan
 from kernelformer.modules import AttentionCore
-from kernelformer.modules.replacing import dropout_left_out
+from kernelformer.modules.multihead import dropout_left_out
 from kernelformer.modules.spec import move_to_inputs
 
 __all__ = [

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from kernelformer.feature_maps.statistics import CalibratedMap, moments_of
 from kernelformer.modules.checks import Call
-from kernelformer.modules.evaluating import evaluating
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
@@ -207,3 +206,16 @@ def _attending_exactly(cores: Mapping[str, Calibrated]) -> Iterator[None]:
     finally:
         for core in cores.values():
             del vars(core)["forward"]
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Put models into evaluation mode for a block; afterwards each part is as it was."""
+    modes = [(x, x.training) for model in models for x in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

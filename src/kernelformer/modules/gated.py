@@ -1,25 +1,86 @@
-"""Random feature attention with a gate: causal attention that forgets."""
+"""Random feature attention with a gate: causal attention that forgets (Peng et al.).
+
+    S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T          z_t = g_t z_{t-1} + (1 - g_t) phi(k_t)
+
+Unrolled, key j weighs ``(1 - g_j) g_{j+1} ... g_i`` for query i. What depends on i cancels in the ratio, so that a
+gate is one log factor per key, ``log(1 - g_j) - sum_{u <= j} log g_u``, which signed maps know how to carry.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, step
-from kernelformer.contract import compute_dtype, no_tangents, register
+from kernelformer.contract import Role, SignedChunks, SignedSpec, compute_dtype, no_tangents, register
 from kernelformer.errors import flag
 from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.fourier import FourierSpec
-from kernelformer.feature_maps.rfa import GatedSpec, ScaledFourierMap
+from kernelformer.feature_maps.spectral import ScaledFourierMap
 from kernelformer.modules.checks import Call, check_range
 from kernelformer.modules.kernel import KernelCore
 
 SEGMENT = 256  # tokens after which the log weights start again from 0: in float32 they lose digits as they grow
 EDGE = 1e-6  # how near a gate comes to 0 and to 1
+
+
+@dataclass(frozen=True)
+class GatedSpec(SignedSpec):
+    """A Fourier map of all coordinates but the last, which is the log weight of a key."""
+
+    inner: FourierSpec
+
+    @property
+    def has_factor(self) -> bool:
+        """Keys carry their last coordinate as log factor."""
+        return True
+
+    def length(self, normalize: bool) -> float | None:
+        """That of the Fourier features."""
+        return self.inner.length(normalize)
+
+    def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+        """That of the Fourier features."""
+        return self.inner.feature_dim(tensors, head_dim - 1)
+
+    def features(
+        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The formula as it stands."""
+        phi, _ = self.inner.features(x[..., :-1], tensors, scale, role, normalize)
+        return phi, x[..., -1:] if role == "key" or not normalize else None
+
+    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
+        """The same in chunks."""
+        return GatedChunks(self.inner.bind(tensors, scale, normalize, learn), normalize)
+
+
+class GatedChunks(SignedChunks):
+    """`GatedSpec` on chunks."""
+
+    def __init__(self, inner: SignedChunks, normalize: bool) -> None:
+        self.inner, self.normalize = inner, normalize
+
+    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
+        """The log weight beside the features."""
+        self.inner.features(x[..., :-1], role, out)
+        return x[..., -1:].clone() if role == "key" or not self.normalize else None
+
+    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+        """The gradient of the log weight is that of the factor."""
+        inner = self.inner.pull(x[..., :-1], role, phi, grad, None, x.new_empty(*x.shape[:2], x.shape[2] - 1))
+        out[..., :-1] = inner
+        out[..., -1:] = 0 if log_grad is None else log_grad
+        return out
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Gradients of the tensors of the Fourier map."""
+        return self.inner.tensor_grads()
 
 
 class GatedCore(KernelCore):

@@ -15,8 +15,7 @@ from kernelformer.modules.context import tokens_before
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.loops import check_algorithm
 from kernelformer.modules.packed import segment_positions
-from kernelformer.modules.positions import RelativePositions
-from kernelformer.modules.rotary import RotaryPositions
+from kernelformer.modules.positions import RelativePositions, RotaryPositions
 from kernelformer.modules.spec import POSITION_OPTIONS, ROTARY_OPTIONS, build_attention, method_options, near_settings
 
 

@@ -25,10 +25,9 @@ from kernelformer.feature_maps import (
 )
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.exact import GaussianCore, SoftmaxCore
+from kernelformer.modules.exact import GaussianCore, LocalCore, SoftmaxCore
 from kernelformer.modules.gated import GatedCore
 from kernelformer.modules.kernel import KernelCore, WildcatCore
-from kernelformer.modules.local import LocalCore
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,9 @@ from kernelformer.feature_maps import (
 from kernelformer.feature_maps.spectral import SpectralMap
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.exact import GaussianCore, SoftmaxCore
+from kernelformer.modules.exact import GaussianCore, LocalCore, SoftmaxCore
 from kernelformer.modules.gated import GatedCore
 from kernelformer.modules.kernel import KernelCore
-from kernelformer.modules.local import LocalCore
 
 
 def reference_attention(
