@@ -15,8 +15,6 @@ TABLES: dict[str, Table] = {
     "skyformer-speed": speed.skyformer,
     "wildcat-speed": speed.wildcat,
     "learned-speed": speed.learned,
-    "fastfood": speed.fastfood,
-    "hadamard": speed.hadamard,
     "bias": speed.bias,
     "bias-lengths": speed.bias_lengths,
     "encoder": speed.encoder,

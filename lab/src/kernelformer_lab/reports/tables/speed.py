@@ -17,8 +17,6 @@ MEMORY = "speed/memory/bench.json"
 SKYFORMER = "speed/skyformer/bench.json"
 WILDCAT = "speed/wildcat/bench.json"
 LEARNED = "speed/learned-kernels/bench.json"
-FASTFOOD = ("speed/fastfood-64/bench.json", "speed/fastfood-512/bench.json")
-HADAMARD = ("speed/hadamard-512/bench.json", "speed/hadamard-1024/bench.json")  # narrower heads take the matrix
 BIAS_ALL = "speed/bias-all/bench.json"
 BIAS_WINDOW = "speed/bias-window/bench.json"
 BIAS_TRAINING = "speed/bias-training/bench.json"
@@ -114,33 +112,6 @@ def learned(records: Records) -> str:
             cells.append(ABSENT if own is None or its is None else f"{own / its:.2f}")
         rows.append([f"`{name}`", *cells])
     return grid(["time over that of `favor+`, L = 16384", *PASSES.values()], rows)
-
-
-def fastfood(records: Records) -> str:
-    """Time of the fast transform over that of the matrix, at two widths."""
-    rows = []
-    for path, width, length in zip(FASTFOOD, (64, 512), (LONG, 4096), strict=True):
-        bench, cells = records.bench(path), []
-        for backward in PASSES:
-            names = (f"fastfood-prf:transform={x}" for x in ("fwht", "dense"))
-            fast, plain = (bench.seconds(x, "bidirectional", length, backward=backward) for x in names)
-            cells.append(ABSENT if fast is None or plain is None else f"{fast / plain:.2f}")
-        rows.append([f"{width}", f"{length}", *cells])
-    return grid(["width of a head", "tokens", *(f"`fwht` over `dense`, {x}" for x in PASSES.values())], rows)
-
-
-def hadamard(records: Records) -> str:
-    """How many times faster `favor+` is with Hadamard draws than with a matrix, by the width of a head."""
-    rows = []
-    for path, width in zip(HADAMARD, (512, 1024), strict=True):
-        bench = records.bench(path)
-        names = ("favor+:draw=hadamard", "favor+:draw=spherical")
-        cells = [
-            joined([bench.faster(*names, task, 2048, backward=b) for b in PASSES])
-            for task in ("bidirectional", "causal")
-        ]
-        rows.append([f"{width}, {width}", *cells])
-    return grid(["D, m (2048 tokens, forward / forward + backward)", "bidirectional", "causal"], rows)
 
 
 def bias(records: Records) -> str:
