@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def generator(seed: int, draw: int) -> Generator:
-    """A generator that depends on (seed, draw) alone; neighbouring pairs give unrelated streams."""
+    """Create a generator that depends on (seed, draw) alone; neighbouring pairs give unrelated streams."""
     state = 0
     for part in (seed, draw):  # splitmix64's finalizer, once per part
         state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -34,7 +34,7 @@ def _signs(size: int, gen: Generator) -> Tensor:
 
 
 def haar_block(dim: int, gen: Generator) -> Tensor:
-    """A (D, D) orthogonal matrix, uniform (Haar): QR of a Gaussian matrix with the signs of R's diagonal undone."""
+    """Draw a (D, D) orthogonal matrix, uniform (Haar): QR of a Gaussian matrix, the signs of R's diagonal undone."""
     q, r = torch.linalg.qr(_randn(dim, dim, gen=gen))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
     return torch.mul(q, signs)

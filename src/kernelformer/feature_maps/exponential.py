@@ -31,23 +31,23 @@ class ExponentialSpec(PositiveSpec):
         return self.transform.width(tensors, head_dim)
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The formula as it stands."""
+        """Evaluate the formula."""
         return self.log_shares(x, tensors, scale, role) + self.constant
 
     def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The formula without its constant, which cancels."""
+        """Formula without its constant, which cancels."""
         norm = torch.linalg.vecdot(x, x).unsqueeze(-1)
         return self.transform.project(x, tensors, math.sqrt(scale), norm, self.row * scale)
 
     def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
-        """One product, where W is one matrix for all heads."""
+        """One product, if W is one matrix for all heads."""
         if not isinstance(self.transform, Dense) or self.transform.mirrored or tensors[0].shape[:2].numel() != 1:
             return None
         weight, root, row = tensors[0][0, 0].t(), math.sqrt(scale), self.row * scale
         return lambda x: torch.addmm((x * x).sum(1, True), x, weight, beta=row, alpha=root)
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
-        """In chunks, the scale folded into the frequencies once."""
+        """Bind for chunks, with the scale folded into the frequencies once."""
         projection = self.transform.bind(tensors, math.sqrt(scale), learn)
         if projection is None:
             return super().bind(tensors, scale, normalize, learn)
@@ -67,20 +67,20 @@ class ExponentialChunks(PositiveChunks):
         return offset if self.normalize else offset.add_(self.spec.constant)
 
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-        """The row's own offset cancels under normalization and is left out there."""
+        """Projection; the row's own offset cancels under normalization and is left out there."""
         self.projection.rows(x, out, shift)
         return out if self.normalize else out.add_(self._offset(x).unsqueeze(2))
 
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """The offset is the summand of the product."""
+        """Projection with the offset as the summand of the product."""
         return self.projection.columns(x, out, self._offset(x).unsqueeze(1))
 
     def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
-        """The same row by row."""
+        """Same as `keys`, row by row."""
         return self.projection.rows(x, out, self._offset(x).unsqueeze(2))
 
     def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
+        """Compute ``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
         self.projection.pull_rows(x, grad, out)
         return out if self.normalize else out.addcmul_(x, grad.sum(2, keepdim=True), value=2 * self.row)
 
@@ -99,7 +99,7 @@ class ExponentialChunks(PositiveChunks):
 
 
 class PositiveMap(FeatureMap):
-    """FAVOR+'s positive features.
+    """Positive features of FAVOR+.
 
         phi(x) = exp(-|x|^2 / 2) / sqrt(m) [exp(w_i . x)]                     softmax kernel   (Performer, Eq. 7)
         phi(x) = exp(-|x|^2) / sqrt(m) [exp(w_i . x)]                         Gaussian kernel

@@ -23,19 +23,19 @@ RADIX = 16  # fastest factors on a CPU, and flat around it
 
 
 def padded_dim(dim: int) -> int:
-    """d', the next power of two."""
+    """Padded dimension d', the next power of two."""
     return 1 << (dim - 1).bit_length()
 
 
 def _factors(dim: int) -> list[int]:
-    """Powers of two of at most `RADIX`, as equal as can be, with product ``dim``."""
+    """Split ``dim`` into powers of two of at most `RADIX`, as equal as can be."""
     bits = dim.bit_length() - 1
     stages = -(-bits // (RADIX.bit_length() - 1))
     return [1 << (bits // stages + (i < bits % stages)) for i in range(stages)]
 
 
 def fwht(x: Tensor) -> Tensor:
-    """``H x`` over the last axis but one, (..., d, C) with d a power of two; H unnormalized, so ``H H = d I``.
+    """Compute ``H x`` over the last axis but one, (..., d, C) with d a power of two; H unnormalized, so ``H H = d I``.
 
     Differentiable, without a Python loop over rows. Cost: O(d log d) per column.
     """
@@ -50,14 +50,14 @@ def fwht(x: Tensor) -> Tensor:
 
 
 def fastfood(x: Tensor, scale: Tensor, gauss: Tensor, signs: Tensor, permutation: Tensor) -> Tensor:
-    """``S H G P H B x / sqrt(d')`` block by block (KL-Transformer, Eq. 6, with sigma = 1).
+    """Compute ``S H G P H B x / sqrt(d')`` block by block (KL-Transformer, Eq. 6, with sigma = 1).
 
     Args:
         x: (..., D, C).
         scale: S, (..., blocks, d').
-        gauss: G, likewise.
-        signs: B, likewise.
-        permutation: P, likewise: row i of ``P u`` is row ``permutation[i]`` of u.
+        gauss: G, (..., blocks, d').
+        signs: B, (..., blocks, d').
+        permutation: P, (..., blocks, d'): row i of ``P u`` is row ``permutation[i]`` of u.
 
     Returns:
         (..., blocks d', C).
@@ -75,23 +75,23 @@ def fastfood(x: Tensor, scale: Tensor, gauss: Tensor, signs: Tensor, permutation
 
 @dataclass(frozen=True)
 class FastFood(Transform):
-    """`fastfood` as a transform; tensors: scale, gauss, signs, permutation, (B or 1, H or 1, blocks, d') each."""
+    """Transform by `fastfood`; tensors: scale, gauss, signs, permutation, (B or 1, H or 1, blocks, d') each."""
 
     def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """The number of rows of all blocks, blocks d'."""
+        """Number of rows of all blocks, blocks d'."""
         return tensors[0].shape[-2] * tensors[0].shape[-1]
 
     def project(
         self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
     ) -> Tensor:
-        """The definition, by the fast transform of the rows."""
+        """Definition, by the fast transform of the rows."""
         x = (x.to(tensors[0].dtype) * factor).transpose(-1, -2)
         z = fastfood(x, *tensors).transpose(-1, -2)
         return z if offset is None else torch.add(z, offset, alpha=weight)
 
 
 class FastFoodMap(SpectralMap):
-    """A structured matrix of frequencies.
+    """Structured matrix of frequencies with learned diagonals.
 
         V = 1 / (sigma sqrt(d')) S H G P H B      in blocks of d' rows, d' = D padded to a power of two
 
@@ -172,7 +172,7 @@ class FastFoodMap(SpectralMap):
             )
 
     def _draw(self, draw: int) -> dict[str, Tensor]:
-        """Draw number ``draw`` of all four, (heads, blocks, d') in float32; P holds the rows' sources."""
+        """Draw all four factors by number, (heads, blocks, d') in float32; P holds the rows' sources."""
         gen = generator(self.seed_number, draw)
         dim = padded_dim(self.head_dim)
         size = (self.heads, self.num_features // dim, dim)
@@ -199,12 +199,12 @@ class FastFoodMap(SpectralMap):
         return [self.S.to(dtype) / self.sigma, self.G.to(dtype), self.B.to(dtype), self.P]
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """V itself, (heads, M, D): the transform of the unit vectors."""
+        """Matrix V, (heads, M, D): the transform of the unit vectors."""
         eye = torch.eye(self.head_dim, dtype=dtype, device=self.S.device)
         return fastfood(eye, *self._factors(dtype))
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """V, or the diagonals and the permutation where rows are transformed."""
+        """Matrix V, or the diagonals and the permutation if rows are transformed."""
         if not self.by_rows:
             return super().tensors(dtype)
         # One dtype for all tensors of a map: numbers below 2^24 are exact in any.

@@ -32,27 +32,27 @@ class FourierSpec(SignedSpec):
 
     @property
     def has_factor(self) -> bool:
-        """``exp(|x|^2 / 2)`` of the softmax kernel overflows from |x| ~ 13, so it travels as a logarithm."""
+        """True for the softmax kernel: ``exp(|x|^2 / 2)`` overflows from |x| ~ 13, so it is kept as a logarithm."""
         return self.row != 0
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """A cosine and a sine per frequency, and the constant."""
+        """One cosine and one sine per frequency, and the constant."""
         return 2 * self.transform.width(tensors, head_dim) + (self.smoothing > 0)
 
     def sizes(self, normalize: bool) -> tuple[float, float]:
-        """Of a wave and of the constant feature; under normalization up to the amplitude, which cancels there."""
+        """Amplitudes of a wave and of the constant feature; under normalization relative to the former."""
         root = math.sqrt(self.smoothing)
         return (1.0, root / self.amplitude) if normalize else (self.amplitude, root)
 
     def length(self, normalize: bool) -> float:
-        """A cosine and a sine of the same angle have length 1, whatever it is."""
+        """Length of the features: cosine and sine of one angle have length 1."""
         size = math.sqrt(1 + self.smoothing)
         return size / self.amplitude if normalize else size
 
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The formula as it stands."""
+        """Evaluate the formula."""
         wave, constant = self.sizes(normalize)
         angle = self.transform.project(x, tensors, math.sqrt(scale))
         parts = [wave * angle.cos(), wave * angle.sin()]
@@ -62,7 +62,7 @@ class FourierSpec(SignedSpec):
         return torch.cat(parts, -1), factor
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """In chunks, the scale folded into the frequencies once."""
+        """Bind for chunks, with the scale folded into the frequencies once."""
         projection = self.transform.bind(tensors, math.sqrt(scale), learn)
         if projection is None:
             return super().bind(tensors, scale, normalize, learn)
@@ -96,7 +96,7 @@ class FourierChunks(SignedChunks):
         return norm.square_().mul_(self.row)
 
     def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """``d cos = -sin``, ``d sin = cos``: phi holds both, so nothing is computed again."""
+        """Use ``d cos = -sin``, ``d sin = cos``: phi holds both, so nothing is computed again."""
         half = phi.shape[-1] // 2
         cos, sin = phi[..., :half], phi[..., half : 2 * half]
         assert self.work is not None  # phi came from here

@@ -30,7 +30,7 @@ STARTS = ("identity", "xavier")  # of a mixture's covariances
 
 
 def spectral_spec(features: str, width: int, independent: int, smoothing: Smoothing, transform: Transform) -> Spec:
-    """RKS or PRF features.
+    """Build the spec of RKS or PRF features.
 
     Args:
         features: ``rks`` or ``prf``.
@@ -88,7 +88,7 @@ class SpectralMap(FeatureMap):
 
 
 class MixtureMap(SpectralMap):
-    """A Gaussian mixture as spectral density, C components of weight 1/C.
+    """Gaussian mixture as spectral density, C components of weight 1/C.
 
         w_{c,i} = S_c n_i + mu_c,      n_i ~ N(0, I) shared by the components           (KL-Transformer, Eq. 5, 10)
 
@@ -177,7 +177,7 @@ class MixtureMap(SpectralMap):
         return self.head_dim * width, self.heads * width
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """S n + mu, component after component, (heads, C num_features, D)."""
+        """Frequencies S n + mu, component after component, (heads, C num_features, D)."""
         noise, S, mu = self.noise.to(dtype).unsqueeze(1), self.S.to(dtype), self.mu.to(dtype).unsqueeze(2)
         spread = noise * S.unsqueeze(2) if self.diagonal else noise @ S.transpose(-1, -2)  # (heads, C, M, D)
         if self.tied:
@@ -185,7 +185,7 @@ class MixtureMap(SpectralMap):
         return (spread + mu).flatten(1, 2)
 
     def covariances(self) -> Tensor:
-        """S_c S_c^T, (H, C, D, D)."""
+        """Covariances S_c S_c^T, (H, C, D, D)."""
         S = self.S.detach().float()
         own = S.square().diag_embed() if self.diagonal else S @ S.transpose(-1, -2)
         both = own.repeat_interleave(2, 1) if self.tied else own
@@ -193,12 +193,12 @@ class MixtureMap(SpectralMap):
 
 
 def _uniform(like: Tensor, bound: float, gen: torch.Generator) -> Tensor:
-    """Numbers from -bound to bound in the shape of a tensor, in float64."""
+    """Draw numbers from -bound to bound in the shape of a tensor, in float64."""
     return (2 * torch.rand(like.shape, generator=gen, dtype=torch.float64, device="cpu") - 1) * bound
 
 
 class Generator(nn.Module):
-    """Noise to frequencies: ``depth`` times (linear, batch normalization, leaky ReLU), then linear and tanh.
+    """Network from noise to frequencies: ``depth`` times (linear, batch norm, leaky ReLU), then linear and tanh.
 
     Linear layers before a normalization have no bias: it would take it away again.
     Normalization is by the statistics of the noise at hand, in training and in evaluation: the kernel is a function of
@@ -216,7 +216,7 @@ class Generator(nn.Module):
 
     @torch.no_grad()
     def start(self, gen: torch.Generator) -> None:
-        """As torch's own layers start: uniform in +-1/sqrt(fan in)."""
+        """Initialize as torch's own layers: uniform in +-1/sqrt(fan in)."""
         for x in (*self.weights, self.bias):
             bound = 1 / math.sqrt(x.shape[1] if x.dim() == 2 else self.weights[-1].shape[1])
             x.copy_(_uniform(x, bound, gen))
@@ -225,7 +225,7 @@ class Generator(nn.Module):
             shift.fill_(0)
 
     def forward(self, noise: Tensor) -> Tensor:
-        """(n, D) -> (n, D), in the dtype of the noise."""
+        """Map noise to frequencies, (n, D) -> (n, D), in the dtype of the noise."""
         dtype, h = noise.dtype, noise
         for weight, gain, shift in zip(self.weights, self.gains, self.shifts, strict=False):
             h = F.linear(h, weight.to(dtype))
@@ -288,7 +288,7 @@ class GenerativeMap(SpectralMap):
         self.generator.start(generator(self.seed_number, FIRST))
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """g(n), (heads, num_features, D); all heads are one batch."""
+        """Frequencies g(n), (heads, num_features, D); all heads are one batch."""
         flat: Tensor = self.generator(self.noise.to(dtype).flatten(0, 1))
         return flat.view(self.noise.shape)
 
@@ -330,5 +330,5 @@ class ScaledFourierMap(SpectralMap):
         self.sigma.fill_(1.0)
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The frequencies sigma * n, (heads, num_features, D)."""
+        """Frequencies sigma * n, (heads, num_features, D)."""
         return self.noise.to(dtype) * self.sigma.to(dtype).unsqueeze(1)

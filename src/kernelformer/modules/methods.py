@@ -1,4 +1,4 @@
-"""The table of methods: every fact about a method stands in its one record, and whoever needs one reads it here."""
+"""The table of methods: each fact about a method is stated in its one record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kernelformer.modules.kernel import KernelCore, WildcatCore
 
 @dataclass(frozen=True)
 class Paper:
-    """Where a method was published.
+    """Publication of a method.
 
     Args:
         name: as the library cites it.
@@ -44,7 +44,7 @@ class Paper:
 
     @property
     def url(self) -> str:
-        """Its page on arxiv.org."""
+        """Page on arxiv.org."""
         return f"https://arxiv.org/abs/{self.arxiv}"
 
 
@@ -74,7 +74,7 @@ QUADRATIC_COST = "L²"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One method, with everything that the library knows about it.
+    """Record of one method.
 
     A fact that depends on options is the mapping of the options that make it true: skyformer is causal with
     ``{"landmarks": "learned"}``. `holds` evaluates it. A bias and a window need a normalized sum: with
@@ -120,12 +120,12 @@ class Method:
 
     @property
     def quadratic(self) -> bool:
-        """Whether its time is quadratic in the length."""
+        """True if its time is quadratic in the length."""
         return self.cost == QUADRATIC_COST
 
     @property
     def has_map(self) -> bool:
-        """Whether it attends through a feature map."""
+        """True if it attends through a feature map."""
         return issubclass(self.make, FeatureMap)
 
     @property
@@ -135,21 +135,21 @@ class Method:
 
     @property
     def bias(self) -> Fact:
-        """Whether it takes a relative position bias."""
+        """True if it takes a relative position bias."""
         return self.normalized if self.attends.takes_bias else False
 
     @property
     def window(self) -> Fact:
-        """Whether it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``."""
+        """True if it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``."""
         return self.normalized if "window" in inspect.signature(self.attends).parameters else False
 
     @property
     def own_scale(self) -> bool:
-        """Whether it has a scale of its own instead of 1 / sqrt(D): unit vectors have, and elu."""
+        """True if its scale is not 1 / sqrt(D): for unit vectors, and for elu."""
         return "scale" in self.default or bool(self.fixed.get("normalize_qk"))
 
     def holds(self, fact: Fact, options: Mapping[str, Any] | None = None) -> bool:
-        """Whether a fact of this record is true with these options; those that are not given have their defaults."""
+        """Evaluate a fact of this record for these options; options that are not given have their defaults."""
         if isinstance(fact, bool):
             return fact
         parameters = inspect.signature(self.make).parameters
@@ -160,7 +160,7 @@ class Method:
 
 @dataclass(frozen=True)
 class SparseLayer:
-    """What the library knows about a sparse layer without importing transformers.
+    """Record of a sparse layer, readable without importing transformers.
 
     Args:
         about: what it is, in one line.
@@ -190,7 +190,7 @@ SPARSE_LAYERS: dict[str, SparseLayer] = {
 
 
 def check_sparse_options(layer: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a sparse layer, if it has all of them.
+    """Check the options of a sparse layer, and return them.
 
     Raises:
         ValueError: an unknown option, with the known ones.
@@ -202,7 +202,7 @@ def check_sparse_options(layer: str, options: Mapping[str, Any]) -> dict[str, An
 
 
 def no_core(layer: str) -> ValueError:
-    """The error for a sparse layer where only a method can stand."""
+    """Return the error for a sparse layer where only a method is accepted."""
     return ValueError(
         f"{layer!r} is a whole layer of transformers, for the self-attention of encoders of this library "
         f"(KernelformerConfig, train, compare, study encoder), and not a method; use one of list_methods() here, such "
@@ -468,7 +468,7 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(name: str) -> Method:
-    """The record of a method.
+    """Return the record of a method.
 
     Raises:
         ValueError: no method has this name.
@@ -481,7 +481,7 @@ def find_method(name: str) -> Method:
 
 
 def list_methods() -> dict[str, str]:
-    """Every method's name, with a line about it."""
+    """Return every method's name with a line about it."""
     return {
         name: method.about if method.paper is None else f"{method.about} ({method.paper.name})"
         for name, method in METHODS.items()
@@ -489,7 +489,7 @@ def list_methods() -> dict[str, str]:
 
 
 def methods_table() -> str:
-    """The table of all methods in Markdown, as docs/reference/methods.md shows it."""
+    """Format the table of all methods in Markdown, as docs/reference/methods.md shows it."""
     head = ("name", "paper, equation", "phi", "cost", "causal", "decoding", "bias", "window")
     rows = [head, tuple("---" for _ in head), *(_row(name, method) for name, method in METHODS.items())]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

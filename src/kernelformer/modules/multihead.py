@@ -19,7 +19,7 @@ from kernelformer.modules.spec import build_core, method_options, move_to_inputs
 
 
 def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """``key_padding_mask`` (B, S), True or -inf = ignore, as bool with True = ignore.
+    """Convert ``key_padding_mask`` (B, S), True or -inf = ignore, to bool with True = ignore.
 
     Raises:
         ValueError: another shape, or numbers that would be added to the logits.
@@ -33,7 +33,7 @@ def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
 
 
 def is_causal_mask(mask: Tensor | None, queries: int, keys: int, heads: int, hint: bool) -> bool:
-    """Whether ``attn_mask`` hides the future, key j from query i iff j > i, rather than nothing.
+    """Return True if ``attn_mask`` hides the future, key j from query i iff j > i, and False if it hides nothing.
 
     Args:
         mask: (L, S), or (batch * heads, L, S) with the same in each; bool with True = ignore, or 0 and -inf. None with
@@ -86,7 +86,7 @@ def _check_tensor(mask: object, name: str) -> None:
 
 
 def _hidden(mask: Tensor, name: str) -> Tensor:
-    """True, or -inf, = ignore, as bool."""
+    """Convert a mask with True, or -inf, = ignore, to bool."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -174,7 +174,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def from_torch(cls, original: nn.MultiheadAttention, core: AttentionCore) -> MultiheadAttention:
-        """One that takes over the weights of another, not copies, and attends by ``core``.
+        """Build one that shares the weights of another and attends by ``core``.
 
         Dropout of weights is left out where the core forms none; `restored` gives it back.
         """
@@ -186,7 +186,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return new.train(original.training)
 
     def restored(self) -> nn.MultiheadAttention:
-        """Torch's own module with these weights, not copies; what the core has learned stays behind.
+        """Return torch's own module with these weights, shared; parameters of the core are left out.
 
         After `from_torch` it is the very module that was replaced, with its hooks.
         """
@@ -238,8 +238,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Returns:
             Outputs as wide as the queries, in their layout; and the weights (B, L, S), or (B, H, L, S) for each head,
-            without B where the inputs have none; None if nobody needs them. Keys of `add_bias_kv` and `add_zero_attn`
-            are the last columns.
+            without B where the inputs have none; None without ``need_weights``. Keys of `add_bias_kv` and
+            `add_zero_attn` are the last columns.
         """
         if query.is_nested:
             return self._attend_nested(
@@ -273,7 +273,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, itself: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, H, L, D), and the weights (B, H, L, S + extra)."""
+        """Attend: (B, H, L, D), and the weights (B, H, L, S + extra)."""
         key_mask = query_mask = None
         if hidden is not None:
             key_mask = ~hidden
@@ -282,12 +282,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         k, v, extra = self._with_own_keys(k, v)
         # Queries and keys keep their distance: causality and windows count it.
         in_order = causal or self.kernel.has_near
-        if extra:  # they come first, so that causality hides them from nobody: as many queries before the others
+        if (
+            extra
+        ):  # they come first, so that causality hides them from no query: as many queries precede the others
             key_mask = None if key_mask is None else F.pad(key_mask, (extra, 0), value=True)
             if in_order:
                 q = F.pad(q, (0, 0, extra, 0))
                 query_mask = None if query_mask is None else F.pad(query_mask, (extra, 0), value=False)
-        if self.kernel.takes_dropout and self.kernel.attention_dropout != self.dropout:  # set anew, as torch's may be
+        if self.kernel.takes_dropout and self.kernel.attention_dropout != self.dropout:  # it may be changed, as torch's
             self.kernel.attention_dropout = self.dropout
         options: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": query_mask}
         weights = self.kernel.attention_matrix(q, k, **options) if need_weights else None
@@ -336,7 +338,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
 
     def _project(self, *inputs: Tensor) -> list[Tensor]:
-        """(B, H, L, D) each."""
+        """Project and split into heads, (B, H, L, D) each."""
         if self.in_proj_weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         else:
@@ -350,7 +352,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return heads
 
     def _with_own_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Keys and values with those that belong to the module before them, and how many these are."""
+        """Prepend the module's own keys and values, and return their number."""
         own: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
             own.append((self._heads(self.bias_k).to(k.dtype), self._heads(self.bias_v).to(v.dtype)))
@@ -362,12 +364,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.cat([*keys, k], 2), torch.cat([*values, v], 2), len(own)
 
     def extra_repr(self) -> str:
-        """The settings, for printing a model."""
+        """Settings, for printing a model."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
 
 
 def _settings(module: nn.MultiheadAttention) -> dict[str, Any]:
-    """What builds another like it; without memory for weights, which come from elsewhere."""
+    """Constructor arguments of a copy, without memory for weights, which come from elsewhere."""
     return {
         "embed_dim": module.embed_dim,
         "num_heads": module.num_heads,
@@ -383,7 +385,7 @@ def _settings(module: nn.MultiheadAttention) -> dict[str, Any]:
 
 
 def _take_over(old: nn.MultiheadAttention, new: nn.MultiheadAttention) -> None:
-    """Give one module the very parameters of another."""
+    """Share the parameters of one module with another."""
     for name in _WEIGHTS:
         setattr(new, name, getattr(old, name))
     new.out_proj = old.out_proj
@@ -435,12 +437,12 @@ def replace_attention(
         new.append(MultiheadAttention.from_torch(old, core))
     for i, module in zip(chosen, new, strict=True):
         swap(model, attentions[i][1], module)
-    dropout_left_out(model, {names[i]: x for i, x in zip(chosen, new, strict=True)})
+    warn_about_dropped_dropout(model, {names[i]: x for i, x in zip(chosen, new, strict=True)})
     return [names[i] for i in chosen]
 
 
 def restore_attention(model: nn.Module) -> list[str]:
-    """Give a model torch's own attentions back, with the weights as they are now; what cores learned is lost.
+    """Restore torch's own attentions in a model, with the weights as they are now; parameters of cores are lost.
 
     Returns:
         The names of those that were restored.
@@ -455,7 +457,7 @@ def restore_attention(model: nn.Module) -> list[str]:
 
 
 def select(names: Sequence[str], layers: Sequence[int | str] | int | str | None) -> set[int]:
-    """The numbers of the attentions that numbers or patterns of names mean; None means all.
+    """Resolve numbers or patterns of names to the numbers of attentions; None means all.
 
     Raises:
         ValueError: one of them means none.
@@ -479,14 +481,14 @@ def select(names: Sequence[str], layers: Sequence[int | str] | int | str | None)
 
 
 def swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another, wherever it is: layers that share one have it under several names."""
+    """Replace a module by another at every place: layers that share one have it under several names."""
     for parent in list(model.modules()):
         for name in [name for name, child in parent._modules.items() if child is old]:
             setattr(parent, name, new)
 
 
-def dropout_left_out(model: nn.Module, attentions: dict[str, MultiheadAttention]) -> None:
-    """Warn of attentions that asked for a dropout of weights that they no longer form."""
+def warn_about_dropped_dropout(model: nn.Module, attentions: dict[str, MultiheadAttention]) -> None:
+    """Warn about attentions with a dropout of weights that they no longer form."""
     lost = {name: x for name, x in attentions.items() if x.dropout and not x.kernel.takes_dropout}
     if lost:
         name, first = next(iter(lost.items()))

@@ -1,4 +1,4 @@
-"""Positions: a relative bias of every head, learned or fixed, and rotary positions."""
+"""Positions: relative biases, learned or fixed, and rotary positions."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RelativePositions(nn.Module):
 
     @property
     def slopes(self) -> Tensor:
-        """The slopes of ALiBi, (H)."""
+        """Slopes of ALiBi, (H)."""
         return alibi_slopes(self.num_heads).to(self._device)
 
     @property
@@ -109,7 +109,7 @@ class RelativePositions(nn.Module):
 
     @property
     def _reach(self) -> int:
-        """The largest distance with an entry of its own."""
+        """Largest distance with an entry of its own."""
         if self.max_distance is not None:
             return self.max_distance
         if self.max_length is None:
@@ -117,7 +117,7 @@ class RelativePositions(nn.Module):
         return self.max_length - 1
 
     def entries(self, distance: Tensor) -> Tensor:
-        """The bias (H, n) at distances j - i (n)."""
+        """Return the bias (H, n) at distances j - i (n)."""
         if self.scheme == "alibi":  # in float32 whatever the layer's dtype: a line of rounded numbers is none
             return -self.slopes.unsqueeze(1) * distance.abs()
         if self.scheme == "t5":
@@ -128,7 +128,7 @@ class RelativePositions(nn.Module):
         return self.weight[:, distance.clamp(-reach, reach) + reach]
 
     def forward(self, queries: int, keys: int, past: int = 0) -> dict[str, Any]:
-        """Arguments of a core's call: bias (H, past + L + S - 1) and what is known of it.
+        """Return arguments for a core's call: bias (H, past + L + S - 1), and its known properties.
 
         Where sequences are split over ranks the bias is over distances up to ``max_distance`` on each side.
 
@@ -157,7 +157,7 @@ class RelativePositions(nn.Module):
         return {"bias": self.entries(distance), **self._known()}
 
     def step(self, past: int) -> dict[str, Any]:
-        """Arguments of a core's step: bias (H, W + 1) over distances 0 to W."""
+        """Return arguments for a core's step: bias (H, W + 1) over distances 0 to W."""
         if self.grid is not None:
             raise ValueError("positions on a grid do not stream; give the whole grid in one call.")
         self._check(past + 1)
@@ -178,14 +178,14 @@ class RelativePositions(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """The settings, for printing a model."""
+        """Settings, for printing a model."""
         if self.grid is not None:
             return f"grid={self.grid}, num_prefix={self.num_prefix}"
         return f"{self.scheme!r}, max_length={self.max_length}, max_distance={self.max_distance}"
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """``2^(-8 h / n)`` for h = 1..n, n the largest power of two within H; the rest from between those of 2n."""
+    """Compute ``2^(-8 h / n)`` for h = 1..n, n the largest power of two within H; the rest from between those of 2n."""
     whole = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * h / whole) for h in range(1, whole + 1)]
     slopes += [2 ** (-8 * h / (2 * whole)) for h in range(1, 2 * (num_heads - whole) + 1, 2)]
@@ -193,7 +193,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int, causal: bool) -> Tensor:
-    """Buckets of distances j - i: one each for the nearest half, then by their logarithm up to ``max_distance``."""
+    """Compute buckets of distances j - i: one each for the nearest half, then logarithmic up to ``max_distance``."""
     bucket = torch.zeros_like(distance)
     if causal:
         distance = (-distance).clamp_min(0)
@@ -217,14 +217,14 @@ _OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "m
 
 
 class Rotation(torch.autograd.Function):
-    """Turn pairs of dimensions; its gradient is the rotation back.
+    """Rotation of pairs of dimensions; its gradient is the inverse rotation.
 
     By plain operations it would take three times as long at 16384 tokens: each makes a tensor of the size of x.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, H, L, D), cos (B or 1, 1, L, D) or (L, D), sin the same with n columns -> (B, H, L, D)."""
+        """Rotate x (B, H, L, D) by cos (B or 1, 1, L, D) or (L, D), and sin the same with n columns -> (B, H, L, D)."""
         ctx.save_for_backward(cos, sin)
         n, wide = sin.shape[-1], x.to(cos.dtype)
         out = wide * cos
@@ -234,7 +234,7 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """The gradient at x."""
+        """Rotate the gradient back."""
         cos, sin = ctx.saved_tensors
         return Rotation.apply(grad, cos, -sin), None, None  # type: ignore[no-untyped-call]
 
@@ -281,7 +281,7 @@ class RotaryPositions(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, past: int = 0, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys of the same tokens.
+        """Rotate queries and keys of the same tokens.
 
         Args:
             query: (B, H, L, D).
@@ -320,13 +320,13 @@ class RotaryPositions(nn.Module):
         return position_ids
 
     def extra_repr(self) -> str:
-        """The settings, for printing a model."""
+        """Settings, for printing a model."""
         scaling = f", scaling={self.scaling}" if self.scaling else ""
         return f"dim={self.dim}, base={self.base:g}{scaling}"
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`Rotation` by plain operations, none in place, for an exported graph; cos and sin have n columns."""
+    """Rotate by plain operations, none in place, for an exported graph; cos and sin have n columns."""
     n, wide = sin.shape[-1], x.to(cos.dtype)
     a, b, rest = wide[..., :n], wide[..., n : 2 * n], wide[..., 2 * n :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
@@ -350,7 +350,7 @@ def _check_dim(head_dim: int, rotary_dim: int | None) -> int:
 
 
 def read_scaling(scaling: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
-    """Check a scaling of frequencies; a text such as ``yarn(factor=4, original_max_position_embeddings=2048)`` is read.
+    """Check a scaling of frequencies, also as a text: ``yarn(factor=4, original_max_position_embeddings=2048)``.
 
     Returns:
         The settings by transformers' names, ``rope_type`` among them.
@@ -380,7 +380,7 @@ def read_scaling(scaling: Mapping[str, Any] | str | None) -> dict[str, Any] | No
 
 
 def _parse(text: str) -> dict[str, Any] | None:
-    """The settings in ``kind(name=value, ...)``; None where it is something else."""
+    """Parse the settings in ``kind(name=value, ...)``; None if it is something else."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
@@ -401,7 +401,7 @@ def _checked_value(name: str, value: Any) -> float | bool:
 
 
 def frequencies(base: float, dim: int, scaling: Mapping[str, Any] | None = None) -> tuple[tuple[float, ...], float]:
-    """The angles by which pairs of dimensions turn from one token to the next, and the factor of what is turned.
+    """Compute the angles of pairs of dimensions from one token to the next, and the factor of what is rotated.
 
         w_i = base^(-2 i / dim)                                     unscaled
         w_i / factor                                                linear
@@ -452,7 +452,7 @@ def _yarn_kept(base: float, dim: int, scaling: Mapping[str, Any]) -> list[float]
 
 
 def _yarn_factor(scaling: Mapping[str, Any]) -> float:
-    """What q and k are multiplied by: ``0.1 log(factor) + 1``, or the ratio of two such with weights of the log."""
+    """Compute the factor of q and k: ``0.1 log(factor) + 1``, or the ratio of two such with weights of the log."""
     if "attention_factor" in scaling:
         return float(scaling["attention_factor"])
     weights = (

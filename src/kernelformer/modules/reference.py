@@ -64,7 +64,7 @@ def reference_attention(
     scale: float | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """What a core computes, by the definition of its method.
+    """Compute the output of a core by the definition of its method.
 
     Args:
         core: read for its method, settings, draws and parameters only.
@@ -147,7 +147,7 @@ def _near_far(
     bias: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Near keys by softmax, far ones by the kernel times exp(beta + bias)."""
+    """Softmax for near keys, and the kernel times exp(beta + bias) for far ones."""
     query, key, value = qkv
     near, far = near_and_far
     feature_map = core.feature_map
@@ -196,7 +196,7 @@ def _landmark_weights(
     visible: Tensor,
     factor: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Weights (*, L, S), and the bound of the denominator from below, (*, L, 1), or None."""
+    """Compute weights (*, L, S), and the lower bound of the denominator, (*, L, 1), or None."""
     if isinstance(feature_map, WildcatMap):
         weights = wildcat_kernel(feature_map, query, key, *masks)
         return weights if factor is None else weights * factor, None
@@ -210,7 +210,7 @@ def _landmark_weights(
 
 
 def _clip(out: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Outputs (B, H, L, E) within the range of the real values, which is constant for the gradient."""
+    """Clip outputs (B, H, L, E) to the range of the real values, which is constant for the gradient."""
     clipped = []
     for b, x in enumerate(value.detach()):
         real = x if key_mask is None else x[:, key_mask[b]]
@@ -225,7 +225,7 @@ def _clip(out: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def _left_of(gate: Tensor, length: int, key_mask: Tensor | None) -> Tensor:
-    """``(1 - g_j) g_{j+1} ... g_i``, what query i finds of key j, (B, H, L, S); hidden tokens change nothing."""
+    """Compute ``(1 - g_j) g_{j+1} ... g_i``, the weight of key j for query i, (B, H, L, S); hidden tokens have none."""
     batch, heads, keys = gate.shape
     real = torch.ones(batch, keys, dtype=torch.bool, device=gate.device) if key_mask is None else key_mask
     keep = torch.where(real[:, None], gate, 1.0)
@@ -304,7 +304,7 @@ _NONNEGATIVE = ("relu", "exp", "sigmoid", "abs", "elu")
 
 
 def log_phi(feature_map: FeatureMap, x: Tensor, role: Role, scale: float = 1.0) -> Tensor | None:
-    """``log phi(x)``, (B, H, L, D) -> (B, H, L, M), of the maps that are exponentials; None for the others.
+    """Compute ``log phi(x)``, (B, H, L, D) -> (B, H, L, M), of maps that are exponentials; None for the others.
 
     ``scale``, which x has in it already, is of the statistics of calibrated maps, which have not.
 
@@ -343,7 +343,7 @@ def log_phi(feature_map: FeatureMap, x: Tensor, role: Role, scale: float = 1.0) 
 
 
 def phi(feature_map: FeatureMap, x: Tensor, role: Role, scale: float = 1.0) -> Tensor:
-    """``phi(x)``, (B, H, L, D) -> (B, H, L, M).
+    """Compute ``phi(x)``, (B, H, L, D) -> (B, H, L, M).
 
         trigonometric   exp(|x|^2 / 2) / sqrt(m) [cos(w_i . x), sin(w_i . x)]           (Performer, Eq. 5)
         rks, rfa        1 / sqrt(M) [cos(w_i . x), sin(w_i . x)], and sqrt(s)           (KL-Transformer, Eq. 3)
@@ -375,7 +375,7 @@ def phi(feature_map: FeatureMap, x: Tensor, role: Role, scale: float = 1.0) -> T
 
 
 def is_signed(feature_map: FeatureMap) -> bool:
-    """Whether features can be negative, so that the denominator has a guard."""
+    """Return True if features can be negative, so that the denominator has a guard."""
     if isinstance(feature_map, FormulaMap):
         return type(feature_map).log_phi is FormulaMap.log_phi and not feature_map.nonnegative
     if isinstance(feature_map, GeneralizedMap):
@@ -385,7 +385,7 @@ def is_signed(feature_map: FeatureMap) -> bool:
 
 
 def frequencies(feature_map: FeatureMap, dtype: torch.dtype) -> Tensor:
-    """The frequencies w from what a map keeps, (heads, M, D), as its paper writes them.
+    """Compute the frequencies w of a map, (heads, M, D), as its paper writes them.
 
     gmm          w_{c,i} = S_c n_i + mu_c                                           (KL-Transformer, Eq. 5)
     fastfood     V = 1 / (sigma sqrt(d)) S H G P H B                                (KL-Transformer, Eq. 6)
@@ -405,7 +405,7 @@ def frequencies(feature_map: FeatureMap, dtype: torch.dtype) -> Tensor:
 
 
 def _optimal(feature_map: OptimalMap, x: Tensor, role: Role, scale: float) -> Tensor:
-    """OPRF and SDERF; A as a function of the matrix M."""
+    """Features of OPRF and SDERF, with A as a function of the matrix M."""
     assert feature_map.statistics is not None
     assert feature_map.omega is not None
     squares = x.square().sum(-1, keepdim=True)
@@ -428,7 +428,7 @@ def _optimal(feature_map: OptimalMap, x: Tensor, role: Role, scale: float) -> Te
 
 
 def _root(x: Tensor) -> Tensor:
-    """The square root of positive matrices, by the iteration of Denman and Beavers."""
+    """Compute the square root of positive matrices by the iteration of Denman and Beavers."""
     root, inverse = x, torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
     for _ in range(20):
         root, inverse = (root + inverse.inverse()) / 2, (inverse + root.inverse()) / 2
@@ -481,7 +481,7 @@ def hadamard_matrix(dim: int) -> Tensor:
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Something of each map, (heads of the map, ...), as one for each query head."""
+    """Repeat a tensor of each map, (heads of the map, ...), for each query head."""
     return x.repeat_interleave(heads // x.shape[0], 0)
 
 
@@ -499,7 +499,7 @@ FLOOR = 1e-10  # what is explained up to this, times the squared norm where it i
 
 
 def choose(x: Tensor, tokens: Sequence[int], count: int, salt: int | None, logs: Tensor) -> list[int]:
-    """The landmarks of one head.
+    """Choose the landmarks of one head.
 
     Proposals with probability in proportion to ``residual e^w`` as it was before them, accepted with probability
     ``residual now / residual then``; the greedy choice takes the largest.
@@ -536,7 +536,7 @@ def _uniform(salt: int, number: int) -> float:
 
 
 def _draw(residuals: dict[int, float], logs: Tensor, uniform: float) -> int:
-    """The token at which the sum of the weights first exceeds its share ``uniform`` of the whole."""
+    """Return the token at which the cumulative weight first exceeds its share ``uniform`` of the whole."""
     weights = {i: math.log(x) + float(logs[i]) for i, x in residuals.items()}
     shares = {i: math.exp(x - max(weights.values())) for i, x in weights.items()}
     left = uniform * sum(shares.values())
@@ -558,7 +558,7 @@ def _residuals(x: Tensor, tokens: Sequence[int], chosen: list[int]) -> dict[int,
 
 
 def splitmix(x: int) -> int:
-    """The last step of splitmix64, in 64 bits, of which 53 are kept."""
+    """Last step of splitmix64, in 64 bits, of which 53 are kept."""
     mask = (1 << 64) - 1
     x = ((x & mask) ^ ((x & mask) >> 30)) * 0xBF58476D1CE4E5B9 & mask
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
@@ -593,7 +593,7 @@ def nystrom_kernel(
 def landmarks(
     feature_map: NystromMap, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
 ) -> list[list[Tensor]]:
-    """The landmarks of every sample and head, (s, D) each; arguments as `nystrom_kernel`."""
+    """Return the landmarks of every sample and head, (s, D) each; arguments as `nystrom_kernel`."""
     batch, count = query.shape[:2]
     kind, slots = feature_map.landmarks, feature_map.num_landmarks
     if kind == "learned":
@@ -630,7 +630,7 @@ def landmarks(
 def _waiting_times(
     feature_map: NystromMap, tokens: Sequence[Tensor], hashes: Sequence[Sequence[int]], kept: Sequence[int]
 ) -> list[list[float]]:
-    """``-log(u) / score``: the smallest are a sample with probabilities in proportion to the scores.
+    """Compute ``-log(u) / score``: the smallest are a sample with probabilities in proportion to the scores.
 
     Scores are what the tokens of the smallest hashes, ``kept`` of queries and of keys, do not explain of a token;
     these tokens themselves are there already, and wait for 0.
@@ -652,7 +652,7 @@ def _waiting_times(
 
 
 def _pivoted(feature_map: NystromMap, x: Tensor) -> Tensor:
-    """Landmarks among the real queries and keys of one head (n, D) by pivoted Cholesky of their kernel."""
+    """Choose landmarks among the real queries and keys of one head (n, D) by pivoted Cholesky of their kernel."""
     count, salt = min(feature_map.num_landmarks, len(x)), int(feature_map.salt[0])
     return x[choose(x.detach(), range(len(x)), count, salt, torch.zeros_like(x[:, 0]))]
 
@@ -669,7 +669,7 @@ def segment_means(x: Tensor, count: int) -> Tensor:
 
 
 def _smallest(tokens: Sequence[Tensor], orders: Sequence[Sequence[float]], numbers: Sequence[int]) -> Tensor:
-    """Of queries and of keys those with the smallest numbers, (s, D)."""
+    """Select of queries and of keys those with the smallest numbers, (s, D)."""
     parts = []
     for x, order, count in zip(tokens, orders, numbers, strict=True):
         parts.append(x[sorted(range(len(order)), key=lambda i: order[i])[:count]])
@@ -677,7 +677,7 @@ def _smallest(tokens: Sequence[Tensor], orders: Sequence[Sequence[float]], numbe
 
 
 def aligned(query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Queries and keys moved towards each other, sample by sample and head by head.
+    """Move queries and keys towards each other, sample by sample and head by head.
 
     q' = t q,  k' = (k - mean k) / t + t mean q          t = (var k / var q)^(1/4), each coordinate by itself
     """

@@ -1,4 +1,4 @@
-"""Options of the methods, attention as strings, and what is built from both: modules and a function."""
+"""Options of the methods, attention strings, and the construction of cores from both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", re.MULTIL
 
 
 def method_options(method: str) -> list[str]:
-    """The options of a method by their own names, besides head_dim and num_heads.
+    """List the options of a method by its own names, besides head_dim and num_heads.
 
     ``num_features`` and ``seed`` may be given to every method: see `resolve_options`.
     """
@@ -43,7 +43,7 @@ def method_options(method: str) -> list[str]:
 
 
 def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:
-    """Check the options of a method, and give each the name that the method has for it.
+    """Check the options of a method, and rename each to the method's own name for it.
 
     ``num_features`` becomes the method's own size (``num_landmarks``, ``rank``), or is left out where there is none to
     set; ``seed`` is left out where nothing is drawn. So a loop over methods gives all of them the same two.
@@ -85,7 +85,7 @@ def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str]
 
 
 def applicable_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options of several methods that this one takes, by its own names; its own name for a size wins."""
+    """Select from the options of several methods those that this one takes; its own name for a size wins."""
     entry, known = find_method(method), [*method_options(method), SIZE]
     size, chosen = entry.size, {name: x for name, x in options.items() if name in known}
     if entry.has_map and not (has_near(chosen) and entry.holds(entry.window, chosen)):
@@ -96,18 +96,18 @@ def applicable_options(method: str, options: Mapping[str, Any]) -> dict[str, Any
 
 
 def maps_by_head(method: str, options: Mapping[str, Any]) -> bool:
-    """Whether a method with these options has a map for each head, so that ``num_key_heads`` says how many."""
+    """Return True if a method with these options has a map for each head, so that ``num_key_heads`` has a meaning."""
     entry = find_method(method)
     return "num_key_heads" in method_options(method) and entry.holds(entry.per_head, options)
 
 
 def has_near(options: Mapping[str, Any]) -> bool:
-    """Whether options of a method with a feature map ask for near tokens to be attended to exactly."""
+    """Return True if options of a method with a feature map ask for exact attention to near tokens."""
     return options.get("window") is not None or bool(options.get("sinks"))
 
 
 def cross_options(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A method and its options for attention to another sequence, where no token is near another.
+    """Return a method and its options for attention to another sequence, where no token is near another.
 
     Window and sinks are left out, with all that belongs to them; ``local``, which has nothing else, is ``softmax``.
     """
@@ -120,7 +120,7 @@ def cross_options(method: str, options: Mapping[str, Any]) -> tuple[str, dict[st
 
 
 def near_settings(core: AttentionCore) -> str:
-    """The window and the sinks of a core that has them, for messages."""
+    """Format the window and the sinks of a core, for messages."""
     core = getattr(core, "linear", core)  # of heads of two kinds
     return ", ".join(f"{name}={getattr(core, name)}" for name in ("window", "sinks"))
 
@@ -151,7 +151,7 @@ def _check_near(method: str, options: Mapping[str, Any], known: Sequence[str]) -
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """Option of a method.
 
     Args:
         name: as `build_attention` and an attention string take it.
@@ -165,20 +165,20 @@ class Option:
 
 
 def describe_options(method: str) -> list[Option]:
-    """All options of a method with what they do, in the order of `method_options`."""
+    """Describe all options of a method, in the order of `method_options`."""
     entry = find_method(method)
     return _describe(method_options(method), [entry.make, *([entry.core] if entry.has_map else [])], entry.default)
 
 
 def describe_positions() -> list[Option]:
-    """The options of positions, which an attention of a model or a layer has besides those of its method."""
+    """Describe the options of positions, which an attention of a model or a layer has besides those of its method."""
     from kernelformer.modules.layer import KernelAttention  # which itself reads the options of methods
 
     return _describe((*POSITION_OPTIONS, *ROTARY_OPTIONS), [RelativePositions, RotaryPositions, KernelAttention], {})
 
 
 def arguments(kind: type) -> dict[str, str]:
-    """What the docstrings of a class and of those that it inherits from say of each argument."""
+    """Parse the description of each argument from the docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for one in kind.__mro__:
         _, sign, rest = inspect.cleandoc(one.__dict__.get("__doc__") or "").partition("\nArgs:\n")
@@ -190,7 +190,7 @@ def arguments(kind: type) -> dict[str, str]:
 
 
 def defaults(kind: type) -> dict[str, object]:
-    """Default values of the arguments of a class and of those that it inherits from."""
+    """Return default values of the arguments of a class and its bases."""
     values: dict[str, object] = {}
     for one in kind.__mro__:
         if "__init__" in one.__dict__:
@@ -217,7 +217,7 @@ _COUNT = re.compile(r"(?:(\d+) x )?(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention as it is written: ``method:option=value:...``, in some of a model's blocks.
+    """An attention string, parsed: ``method:option=value:...``, in some of a model's blocks.
 
     Options are kept as texts, so that reading and writing give the same string again; `values` has what they mean.
 
@@ -233,7 +233,7 @@ class AttentionSpec:
 
     @classmethod
     def parse(cls, text: str) -> AttentionSpec:
-        """Read one attention, without a count; whether its names are known is not asked."""
+        """Read one attention, without a count; names are not checked."""
         method, *options = text.split(":")
         return cls(method, tuple(options))
 
@@ -266,11 +266,11 @@ class AttentionSpec:
 
     @property
     def plain(self) -> AttentionSpec:
-        """The same without options."""
+        """Same method without options."""
         return replace(self, options=())
 
     def without(self, names: Iterable[str]) -> AttentionSpec:
-        """The same without the options of these names."""
+        """Return the same without the options of these names."""
         dropped = set(names)
         return replace(self, options=tuple(x for x in self.options if x.partition("=")[0] not in dropped))
 
@@ -290,7 +290,7 @@ def _write(name: str, value: Any) -> str:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Read ``method:option=value:...``: the method and its options, checked, by the names that the method has for them.
+    """Read ``method:option=value:...``: the method and its options, checked, by the method's own names.
 
     Values are Python literals, or else strings.
 
@@ -324,20 +324,20 @@ def _checked(text: str) -> AttentionSpec:
 
 
 def without_positions(text: str) -> str:
-    """The same attention without relative and rotary positions."""
+    """Remove relative and rotary positions from an attention."""
     spec = AttentionSpec.parse(text).without(ROTARY_OPTIONS)
     named = [x.partition("=")[0] for x in spec.options]
     return str(spec.without(POSITION_OPTIONS) if "relative" in named else spec)
 
 
 def has_positions(text: str) -> bool:
-    """Whether a layer of this attention has relative or rotary positions, so that its input needs none."""
+    """Return True if a layer of this attention has relative or rotary positions, so that its input needs none."""
     options = parse_attention(text)[1]
     return "relative" in options or bool(options.get("rotary"))
 
 
 def for_cross_attention(text: str) -> str:
-    """The same attention to another sequence, which has no distances: without relative positions, window and sinks.
+    """Convert an attention to one to another sequence: without relative positions, window and sinks.
 
     ``local``, which is nothing without a window, becomes ``softmax``.
     """
@@ -349,7 +349,7 @@ def for_cross_attention(text: str) -> str:
 
 
 def default_cross_attention(text: str) -> str:
-    """The attention to another sequence that a model with this self-attention has where none is given.
+    """Return the default attention to another sequence for a model with this self-attention.
 
     As `for_cross_attention`, by the `cross_method` of its method if there is one, with the options that both have; the
     scale of unit vectors is not among them.
@@ -464,7 +464,7 @@ def build_core(
 
 
 def _near_scale_differs(method: str, settings: Mapping[str, Any]) -> bool:
-    """Whether near tokens have softmax's scale, the map having one of its own; unit vectors have one for both."""
+    """Return True if near tokens have softmax's scale beside a map with a scale of its own (not for unit vectors)."""
     own = "scale" in find_method(method).default
     return own and has_near(settings) and not settings.get("normalize_qk")
 
@@ -502,7 +502,7 @@ def kernel_attention(
     segment_ids: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attend by a method, without building anything first.
+    """Attend by a method, without building a module first.
 
         out = kf.kernel_attention(q, k, v, method="favor+", is_causal=True, num_features=256)
 
