@@ -3,7 +3,8 @@
 Whole mapped tensors do not fit (L = 65536, H = 8, M = 256: 512 MiB each), so a fast algorithm never sees them. A map
 hands over a `Spec`, an immutable description without tensors, and the tensors that it depends on (frequencies, later
 landmarks). An algorithm binds the two once per call and then maps one chunk of queries or keys at a time into a buffer
-that it reuses; gradients are taken by mapping the chunk again and pulling the features' gradient back.
+that it reuses; for gradients it maps the chunk again and multiplies the gradient of the features by the Jacobian
+(``vjp``).
 
 Two families:
 
@@ -71,11 +72,11 @@ class PositiveChunks(ABC):
         return out.copy_(self.keys(x, out.new_empty(out.shape[0], out.shape[2], out.shape[1])).transpose(1, 2))
 
     @abstractmethod
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Gradient of `queries` at x, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
 
     @abstractmethod
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Gradient of `keys` at x, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
 
     @abstractmethod
@@ -103,7 +104,7 @@ class SignedChunks(ABC):
         """
 
     @abstractmethod
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Gradient at x, out (N, C, D), from that of phi (N, C, M; may be overwritten) and of the log factor (N, C, 1).
 
         phi is what `features` wrote, with 0 in the rows of hidden keys, whose gradients are 0 too.
@@ -249,14 +250,14 @@ class Definition:
     def _outputs(self, role: Role, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self.formula(x.unsqueeze(0), [t.unsqueeze(0) for t in tensors], role)
 
-    def pull(self, x: Tensor, role: Role, grads: Sequence[Tensor | None], out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, grads: Sequence[Tensor | None], out: Tensor) -> Tensor:
         """Gradient at x, written into out, from the gradients of the formula's outputs; None means 0."""
         learned = self.tensors if self.learn else ()
         rest = () if self.learn else self.tensors
         # torch.func differentiates inside of a custom operator too, where autograd is off.
-        y, pull = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *rest), x, *learned)[:2]
+        y, vjp = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *rest), x, *learned)[:2]
         given = (torch.zeros_like(a) if g is None else g.reshape(a.shape) for a, g in zip(y, grads, strict=False))
-        dx, *others = pull(tuple(given))
+        dx, *others = vjp(tuple(given))
         for total, grad in zip(self.grads, others, strict=True):
             total += grad
         return out.copy_(dx)
@@ -282,13 +283,13 @@ class DefinedPositive(PositiveChunks):
         """See `PositiveChunks`."""
         return out.copy_(self.definition(x, "key")[0].transpose(1, 2))
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        return self.definition.pull(x, "query", [grad], out)
+        return self.definition.vjp(x, "query", [grad], out)
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        return self.definition.pull(x, "key", [grad.transpose(1, 2)], out)
+        return self.definition.vjp(x, "key", [grad.transpose(1, 2)], out)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:
         """See `PositiveChunks`."""
@@ -311,9 +312,9 @@ class DefinedSigned(SignedChunks):
         out.copy_(phi)
         return factor[0].clone() if factor else None
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """See `SignedChunks`."""
-        return self.definition.pull(x, role, [grad, log_grad], out)
+        return self.definition.vjp(x, role, [grad, log_grad], out)
 
     def tensor_grads(self) -> list[Tensor]:
         """See `SignedChunks`."""

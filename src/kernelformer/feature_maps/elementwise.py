@@ -152,14 +152,14 @@ class ElementwiseChunks(SignedChunks):
         if self.amplitude != 1:
             out.mul_(self.amplitude)
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Differentiate f by its own value where that is enough, else by the projection computed again."""
         known = phi
         if self.f.needs_z or self.amplitude != 1:  # dividing it out would round an inactive feature to an active one
             known = self.projection.rows(x, torch.empty_like(phi))
             known = known if self.f.needs_z else self.f.value_(known, self.eps)
         grad = self.f.back(grad, known, self.eps)
-        return self.projection.pull_rows(x, grad if self.amplitude == 1 else grad.mul_(self.amplitude), out)
+        return self.projection.vjp_rows(x, grad if self.amplitude == 1 else grad.mul_(self.amplitude), out)
 
     def tensor_grads(self) -> list[Tensor]:
         """Gradients of the transform's tensors."""
@@ -203,13 +203,13 @@ class LogElementwiseChunks(PositiveChunks):
         """See `PositiveChunks`."""
         return torch.add(self._values(x).transpose(1, 2), self.spec.constant, out=out)
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Differentiate by the logarithm, computed again."""
-        return self.projection.pull_rows(x, self.spec.function.back(grad, self._values(x), self.spec.eps), out)
+        return self.projection.vjp_rows(x, self.spec.function.back(grad, self._values(x), self.spec.eps), out)
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        return self.pull_queries(x, grad.transpose(1, 2), out)
+        return self.vjp_queries(x, grad.transpose(1, 2), out)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:
         """Row ``row`` of the projection."""

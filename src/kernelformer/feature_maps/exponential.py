@@ -79,14 +79,14 @@ class ExponentialChunks(PositiveChunks):
         """Same as `keys`, row by row."""
         return self.projection.rows(x, out, self._offset(x).unsqueeze(2))
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Compute ``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
-        self.projection.pull_rows(x, grad, out)
+        self.projection.vjp_rows(x, grad, out)
         return out if self.normalize else out.addcmul_(x, grad.sum(2, keepdim=True), value=2 * self.row)
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        self.projection.pull_columns(x, grad, out)
+        self.projection.vjp_columns(x, grad, out)
         return out.addcmul_(x, grad.sum(1).unsqueeze(2), value=2 * self.row)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:

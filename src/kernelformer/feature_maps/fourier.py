@@ -95,7 +95,7 @@ class FourierChunks(SignedChunks):
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return norm.square_().mul_(self.row)
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Use ``d cos = -sin``, ``d sin = cos``: phi holds both, so nothing is computed again."""
         half = phi.shape[-1] // 2
         cos, sin = phi[..., :half], phi[..., half : 2 * half]
@@ -103,7 +103,7 @@ class FourierChunks(SignedChunks):
         slope = self.work.take("angle", *x.shape[:2], half)
         torch.mul(cos, grad[..., half : 2 * half], out=slope)
         slope.addcmul_(sin, grad[..., :half], value=-1)
-        self.projection.pull_rows(x, slope, out)
+        self.projection.vjp_rows(x, slope, out)
         return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.row)
 
     def tensor_grads(self) -> list[Tensor]:

@@ -113,7 +113,7 @@ class NystromChunks(SignedChunks):
             return None
         return self._norm(x).mul_(self.spec.row * self.scale)
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Differentiate the root, then the exponential by its own value; the centre has no gradient."""
         near, kernel = self._kernel(x)
         if self.grads is not None:

@@ -81,14 +81,14 @@ class OptimalChunks(PositiveChunks):
         self.parts[1].columns(x, out, self._offset(x, 1).mT)
         return out if self.normalize else out.add_(self.constants.unsqueeze(2))
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Compute ``grad W - scale t^2 x sum(grad)``; the sum is zero under normalization."""
-        self.parts[0].pull_rows(x, grad, out)
+        self.parts[0].vjp_rows(x, grad, out)
         return out if self.normalize else out.addcmul_(x * self.squares[0], grad.sum(2, keepdim=True), value=-1)
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        self.parts[1].pull_columns(x, grad, out)
+        self.parts[1].vjp_columns(x, grad, out)
         return out.addcmul_(x * self.squares[1], grad.sum(1).unsqueeze(2), value=-1)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:

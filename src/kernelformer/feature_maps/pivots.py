@@ -289,7 +289,7 @@ class WildcatChunks(SignedChunks):
             return factor
         return None if self.normalize else factor.add_((x @ self.centre.transpose(1, 2)).mul_(self.scale))
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Differentiate the root, then the exponential by its own value; the reference of a row cancels."""
         seen, kernel, _ = self._seen(x, role)
         if self.grads is not None:

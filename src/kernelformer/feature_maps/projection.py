@@ -28,11 +28,11 @@ class Projection(ABC):
         """Compute `rows` transposed: shift broadcastable to out (N, M, C)."""
 
     @abstractmethod
-    def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Gradient of `rows` at x, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
 
     @abstractmethod
-    def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Gradient of `columns` at x, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` as well."""
 
     @abstractmethod
@@ -122,13 +122,13 @@ class DenseProjection(Projection):
         x = x.transpose(1, 2)
         return torch.bmm(self.weight, x, out=out) if shift is None else torch.baddbmm(shift, self.weight, x, out=out)
 
-    def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Multiply the gradient by W."""
         if self.grads is not None:
             self.grads.baddbmm_(grad.transpose(1, 2), x)
         return torch.bmm(grad, self.weight, out=out)
 
-    def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
         if self.grads is not None:
             self.grads.baddbmm_(grad, x)
@@ -184,11 +184,11 @@ class IdentityProjection(Projection):
         """Multiply by the factor and transpose."""
         return self.rows(x.transpose(1, 2), out, shift)
 
-    def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Multiply by the factor."""
         return torch.mul(grad, self.factor, out=out)
 
-    def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Multiply by the factor and transpose."""
         return torch.mul(grad.transpose(1, 2), self.factor, out=out)
 

@@ -103,15 +103,15 @@ class LogUnits(Projection):
         """Same as `rows`, transposed."""
         return self._logs(self.linear.columns, 1, x, out, shift)
 
-    def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Compute ``grad - phi sum(grad)`` of each part, then multiply by W."""
-        grad = self._pull(self.linear.rows, 2, x, grad)
-        return self.linear.pull_rows(x, grad, out)
+        grad = self._vjp(self.linear.rows, 2, x, grad)
+        return self.linear.vjp_rows(x, grad, out)
 
-    def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        grad = self._pull(self.linear.columns, 1, x, grad)
-        return self.linear.pull_columns(x, grad, out)
+        grad = self._vjp(self.linear.columns, 1, x, grad)
+        return self.linear.vjp_columns(x, grad, out)
 
     def at(self, row: int) -> Projection:
         """Row ``row`` as views."""
@@ -136,7 +136,7 @@ class LogUnits(Projection):
         parts.sub_(parts.logsumexp(dim + 1, keepdim=True))
         return out if shift is None else out.add_(shift)
 
-    def _pull(self, product: Callable[..., Tensor], dim: int, x: Tensor, grad: Tensor) -> Tensor:
+    def _vjp(self, product: Callable[..., Tensor], dim: int, x: Tensor, grad: Tensor) -> Tensor:
         """Gradient at W x, from that of `rows` or `columns`; adds to that of b."""
         if self.units:
             logs = self._affine(product, dim, x, torch.empty_like(grad), None)
@@ -178,14 +178,14 @@ class UntiedChunks(PositiveChunks):
         """See `PositiveChunks`."""
         return self.key.rows(x, out)
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        self.query.pull_rows(self._by_head(x), self._by_head(grad), self._by_head(out))
+        self.query.vjp_rows(self._by_head(x), self._by_head(grad), self._by_head(out))
         return out
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        return self.key.pull_columns(x, grad, out)
+        return self.key.vjp_columns(x, grad, out)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:
         """Row ``row`` as views, for the queries of one head."""

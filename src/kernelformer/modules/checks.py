@@ -171,7 +171,7 @@ def can_read(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not x.is_meta and x.numel() > 0
 
 
-def can_look(x: Tensor) -> bool:
+def readable_without_sync(x: Tensor) -> bool:
     """Return True if reading a number needs no synchronization with a device and no compiled graph is traced."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu"
 
@@ -224,12 +224,12 @@ def check_memory(memory: State, method: str, maker: dict[str, object]) -> None:
         given = f"a state of {made['method']!r}" if made else type(memory).__name__
         raise ValueError(f"recall needs what remember of this {method!r} core returned, got {given}.")
     del made["remembers"]
-    problem = other_maker(made, maker)
+    problem = config_mismatch(made, maker)
     if problem:
         raise ValueError(f"{problem}; remember the context again.")
 
 
-def other_maker(theirs: dict[str, object], ours: dict[str, object]) -> str | None:
+def config_mismatch(theirs: dict[str, object], ours: dict[str, object]) -> str | None:
     """Describe how the core that made a state differs from this one, or return None."""
     if theirs.get("method") != ours["method"]:
         return f"the state was made by method {theirs.get('method')!r}, this core is {ours['method']!r}"
@@ -239,7 +239,7 @@ def other_maker(theirs: dict[str, object], ours: dict[str, object]) -> str | Non
     return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in other)
 
 
-def other_tensor(kept: Tensor, needed: tuple[int, ...], query: Tensor) -> str | None:
+def tensor_mismatch(kept: Tensor, needed: tuple[int, ...], query: Tensor) -> str | None:
     """Describe how a tensor of a state differs from what inputs of this dtype and device need, or return None."""
     if kept.shape != needed:
         return f"the state has shape {shape(kept)}, these inputs need {needed}"

@@ -17,7 +17,7 @@ from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import flag, fraction, integer, positive_int, shape
 from kernelformer.kernels import gaussian_kernel
 from kernelformer.modules.bias import biased_sdpa, empty_attention
-from kernelformer.modules.checks import Bias, Call, other_maker, other_tensor
+from kernelformer.modules.checks import Bias, Call, config_mismatch, tensor_mismatch
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.split_cores import LocalSplit
 from kernelformer.modules.window import NearFarAttention, Stream
@@ -101,7 +101,7 @@ class GrowingCore(AttentionCore):
         return None
 
     def _misfit(self, call: Call, state: State) -> str | None:
-        problem = other_maker(dict(state.made_by), dict(self._made_by(call.scale)))
+        problem = config_mismatch(dict(state.made_by), dict(self._made_by(call.scale)))
         if problem:
             return problem
         key, value = call.key, call.value
@@ -353,12 +353,12 @@ class LocalCore(AttentionCore):
 
     def _misfit(self, call: Call, state: State) -> str | None:
         ours = self._made_by(call.scale) + self.near.made_by(call)
-        problem = other_maker(dict(state.made_by), dict(ours))
+        problem = config_mismatch(dict(state.made_by), dict(ours))
         if problem:
             return problem
         kept = Stream.of(state, self.sinks > 0).tokens[1]
         needed = (call.key.shape[0], call.key.shape[1], kept.shape[2], call.value.shape[-1])
-        return other_tensor(kept, needed, call.query)
+        return tensor_mismatch(kept, needed, call.query)
 
     def extra_repr(self) -> str:
         """The settings, for printing a model."""

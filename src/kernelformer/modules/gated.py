@@ -71,9 +71,9 @@ class GatedChunks(SignedChunks):
         self.inner.features(x[..., :-1], role, out)
         return x[..., -1:].clone() if role == "key" or not self.normalize else None
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Gradient of the Fourier features; that of the log weight is that of the factor."""
-        inner = self.inner.pull(x[..., :-1], role, phi, grad, None, x.new_empty(*x.shape[:2], x.shape[2] - 1))
+        inner = self.inner.vjp(x[..., :-1], role, phi, grad, None, x.new_empty(*x.shape[:2], x.shape[2] - 1))
         out[..., :-1] = inner
         out[..., -1:] = 0 if log_grad is None else log_grad
         return out

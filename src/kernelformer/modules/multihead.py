@@ -282,9 +282,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         k, v, extra = self._with_own_keys(k, v)
         # Queries and keys keep their distance: causality and windows count it.
         in_order = causal or self.kernel.has_near
-        if (
-            extra
-        ):  # they come first, so that causality hides them from no query: as many queries precede the others
+        if extra:  # they come first, so that causality hides them from no query: as many queries precede the others
             key_mask = None if key_mask is None else F.pad(key_mask, (extra, 0), value=True)
             if in_order:
                 q = F.pad(q, (0, 0, extra, 0))
