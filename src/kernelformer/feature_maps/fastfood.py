@@ -141,10 +141,9 @@ class FastFoodMap(SpectralMap):
         how: Transform = FastFood() if choice("transform", transform, ("fwht", "dense")) == "fwht" else Dense()
         super().__init__(
             features,
-            num_features,
-            smoothing,
-            {"learn": learn, "sigma": sigma},
-            how,
+            smoothing=smoothing,
+            settings={"learn": learn, "sigma": sigma},
+            transform=how,
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -195,24 +196,11 @@ class NystromMap(FeatureMap):
                 f"landmarks={landmarks!r}: those of tokens are each query head's own. Leave it out."
             )
         gamma = number("gamma", gamma, above=0)  # without a ridge equal tokens have no inverse
-        settings = {
-            "num_landmarks": num_landmarks,
-            "gamma": gamma,
-            "inverse": inverse,
-            "kernel": kernel,
-            "landmarks": landmarks,
-            "align": align,
-        }
-        super().__init__(
-            NystromSpec(_ROW[kernel], gamma),
-            head_dim=head_dim,
-            num_heads=num_heads,
-            num_features=0,
-            seed=seed,
-            per_head=True,
-            num_key_heads=num_key_heads,
-            settings=settings,
-        )
+        settings: dict[str, object] = {"num_landmarks": num_landmarks, "gamma": gamma, "inverse": inverse}
+        settings |= {"kernel": kernel, "landmarks": landmarks, "align": align}
+        sizes: dict[str, Any] = {"head_dim": head_dim, "num_heads": num_heads, "num_key_heads": num_key_heads}
+        spec = NystromSpec(_ROW[kernel], gamma)
+        super().__init__(spec, num_features=0, seed=seed, per_head=True, settings=settings, **sizes)
         self.num_landmarks, self.gamma, self.inverse, self.landmarks = num_landmarks, gamma, inverse, landmarks
         self.normalized, self.aligns = kernel == "softmax", align
         if landmarks == "learned":

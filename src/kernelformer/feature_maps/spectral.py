@@ -57,11 +57,11 @@ class SpectralMap(FeatureMap):
 
     Args:
         features: ``rks`` or ``prf``.
-        width: how many frequencies there are; ``num_features`` of them are independent.
         smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
-        settings: see `FeatureMap`.
-        transform: x -> W x.
-        common: other arguments of `FeatureMap`.
+        width: number of frequencies, of which ``num_features`` are independent; None: all are.
+        transform: x -> W x; None: a matrix.
+
+    The others are those of `FeatureMap`.
     """
 
     noise: Tensor
@@ -69,18 +69,19 @@ class SpectralMap(FeatureMap):
     def __init__(
         self,
         features: str,
-        width: int,
+        *,
         smoothing: Smoothing,
         settings: Mapping[str, object],
-        transform: Transform,
-        *,
         num_features: int,
+        width: int | None = None,
+        transform: Transform | None = None,
         **common: Any,
     ) -> None:
         if not isinstance(smoothing, str):
             smoothing = number("smoothing", smoothing, at_least=0)
         own = {"features": features, **settings, **({"smoothing": smoothing} if features == "rks" else {})}
-        spec = spectral_spec(features, width, num_features, smoothing, transform)
+        width = num_features if width is None else width
+        spec = spectral_spec(features, width, num_features, smoothing, transform or Dense())
         super().__init__(spec, num_features=num_features, settings=own, **common)
 
     def _draws(self, draw: int) -> dict[str, Tensor]:
@@ -119,7 +120,6 @@ class MixtureMap(SpectralMap):
     def __init__(
         self,
         *,
-        head_dim: int,
         features: str,
         num_features: int = 256,
         components: int = 2,
@@ -140,11 +140,9 @@ class MixtureMap(SpectralMap):
         mean_std = None if mean_std is None else number("mean_std", mean_std, at_least=0)
         super().__init__(
             features,
-            components * num_features,
-            smoothing,
-            {"components": components, "tied": tied, "covariance": covariance},
-            Dense(),
-            head_dim=head_dim,
+            width=components * num_features,
+            smoothing=smoothing,
+            settings={"components": components, "tied": tied, "covariance": covariance},
             num_features=num_features,
             per_head=per_head,
             **common,
@@ -152,8 +150,8 @@ class MixtureMap(SpectralMap):
         self.components, self.tied, self.diagonal = components, tied, covariance == "diagonal"
         self.start, self.mean_std = start, mean_std
         own = components // 2 if tied else components
-        self.mu = parameter(self.heads, own, head_dim)
-        self.S = parameter(self.heads, own, head_dim, *(() if self.diagonal else (head_dim,)))
+        self.mu = parameter(self.heads, own, self.head_dim)
+        self.S = parameter(self.heads, own, self.head_dim, *(() if self.diagonal else (self.head_dim,)))
         self._start()
 
     def _reset_learned(self) -> None:
@@ -273,12 +271,10 @@ class GenerativeMap(SpectralMap):
         depth = positive_int("depth", depth)
         super().__init__(
             features,
-            num_features,
-            smoothing,
-            {"width": width, "depth": depth},
-            Dense(),
-            head_dim=head_dim,
+            smoothing=smoothing,
+            settings={"width": width, "depth": depth},
             num_features=num_features,
+            head_dim=head_dim,
             **common,
         )
         self.generator = Generator(head_dim, width, depth)
@@ -306,24 +302,13 @@ class ScaledFourierMap(SpectralMap):
     def __init__(
         self,
         *,
-        head_dim: int,
         num_features: int = 256,
         per_head: bool = True,
         **common: Any,
     ) -> None:
         num_features = positive_int("num_features", num_features)
-        super().__init__(
-            "rks",
-            num_features,
-            0.0,
-            {},
-            Dense(),
-            head_dim=head_dim,
-            num_features=num_features,
-            per_head=per_head,
-            **common,
-        )
-        self.sigma = parameter(self.heads, head_dim)
+        super().__init__("rks", smoothing=0.0, settings={}, num_features=num_features, per_head=per_head, **common)
+        self.sigma = parameter(self.heads, self.head_dim)
         self._start()
 
     def _reset_learned(self) -> None:
