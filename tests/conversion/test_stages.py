@@ -9,7 +9,7 @@ import signal
 
 import pytest
 import torch
-from distill.test_distillation import SMALL, by_definition, decoder, encoder, endless, inputs, sharpen
+from test_distillation import SMALL, by_definition, decoder, encoder, endless, inputs, sharpen
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernelformer as kf
