@@ -1,9 +1,10 @@
-"""What a feature map offers an attention algorithm.
+"""The contract between feature maps and attention algorithms.
 
 Whole mapped tensors do not fit (L = 65536, H = 8, M = 256: 512 MiB each), so a fast algorithm never sees them. A map
 hands over a `Spec`, an immutable description without tensors, and the tensors that it depends on (frequencies, later
 landmarks). An algorithm binds the two once per call and then maps one chunk of queries or keys at a time into a buffer
-that it reuses; gradients are taken by mapping the chunk again and pulling the features' gradient back.
+that it reuses; for gradients it maps the chunk again and multiplies the gradient of the features by the Jacobian
+(``vjp``).
 
 Two families:
 
@@ -35,14 +36,14 @@ Family = Literal["positive", "signed"]
 
 
 class Workspace:
-    """Named buffers that are made once per call and reused by every chunk: fresh ones would cost more than the work."""
+    """Named buffers, allocated once per call and reused by every chunk: fresh ones would cost more than the work."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, *size: int) -> Tensor:
-        """A contiguous tensor of that size over the buffer of that name; its contents are whatever was there."""
+        """Return a contiguous tensor of this size over the buffer of this name; its contents are undefined."""
         count = 1
         for x in size:
             count *= x
@@ -57,30 +58,30 @@ class PositiveChunks(ABC):
 
     @abstractmethod
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-        """``out = log phi(x) + shift``: x (N, C, D), shift (N, 1, M), out (N, C, M), which is returned.
+        """Compute ``out = log phi(x) + shift``: x (N, C, D), shift (N, 1, M), out (N, C, M), which is returned.
 
         Under normalization a summand that is the same for all features of a row may be left out: it cancels.
         """
 
     @abstractmethod
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """``out = log phi(x)^T``: x (N, C, D), out (N, M, C), which is returned."""
+        """Compute ``out = log phi(x)^T``: x (N, C, D), out (N, M, C), which is returned."""
 
     def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
-        """`keys` row by row, out (N, C, M); by default its transpose."""
+        """Compute `keys` row by row, out (N, C, M); by default its transpose."""
         return out.copy_(self.keys(x, out.new_empty(out.shape[0], out.shape[2], out.shape[1])).transpose(1, 2))
 
     @abstractmethod
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Gradient at x of `queries`, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Gradient of `queries` at x, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
 
     @abstractmethod
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Gradient at x of `keys`, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Gradient of `keys` at x, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
 
     @abstractmethod
     def at(self, row: int, head: int = 0) -> PositiveChunks:
-        """The same map for one row of N; what its pulls add to `tensor_grads` counts for the whole.
+        """Return the same map for one row of N; gradients of its tensors are added to those of the whole.
 
         Args:
             row: of N.
@@ -88,12 +89,12 @@ class PositiveChunks(ABC):
         """
 
     def tensor_grads(self) -> list[Tensor]:
-        """Gradients of the bound tensors, (N, ...) each, summed over all pulls so far."""
+        """Return the gradients of the bound tensors, (N, ...) each, summed over all vector-Jacobian products so far."""
         raise TypeError(f"{type(self).__name__} has no tensors to learn.")
 
 
 class SignedChunks(ABC):
-    """A map by its values, bound to its tensors, chunk by chunk."""
+    """A signed map bound to its tensors, chunk by chunk."""
 
     @abstractmethod
     def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
@@ -103,14 +104,14 @@ class SignedChunks(ABC):
         """
 
     @abstractmethod
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """Gradient at x, out (N, C, D), from that of phi (N, C, M; may be overwritten) and of the log factor (N, C, 1).
 
         phi is what `features` wrote, with 0 in the rows of hidden keys, whose gradients are 0 too.
         """
 
     def tensor_grads(self) -> list[Tensor]:
-        """Gradients of the bound tensors, (N, ...) each, summed over all pulls so far."""
+        """Return the gradients of the bound tensors, (N, ...) each, summed over all vector-Jacobian products so far."""
         raise TypeError(f"{type(self).__name__} has no tensors to learn.")
 
 
@@ -121,7 +122,7 @@ class Spec(ABC):
     family: ClassVar[Family]
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """M, the number of features; tensors (B or 1, H or 1, ...) as the map hands them over.
+        """Number of features M; tensors (B or 1, H or 1, ...) as the map provides them.
 
         By default the width of what the formula gives for one row of zeros.
         """
@@ -130,21 +131,21 @@ class Spec(ABC):
 
     @abstractmethod
     def _example(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """The features of x, for their number."""
+        """Features of x, to count them."""
 
 
 @dataclass(frozen=True)
 class PositiveSpec(Spec):
-    """A map with positive features, by its formula `log_features`."""
+    """A map with positive features, defined by its formula `log_features`."""
 
     family: ClassVar[Family] = "positive"
 
     @abstractmethod
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The definition: ``log phi(sqrt(scale) x)``, (B, H, C, D) -> (B, H, C, M), by differentiable operations."""
+        """Definition: ``log phi(sqrt(scale) x)``, (B, H, C, D) -> (B, H, C, M), by differentiable operations."""
 
     def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The same up to what cancels under normalization: a summand per query, and one summand for all keys.
+        """Log features up to what cancels under normalization: a summand per query, and one summand for all keys.
 
         The chunks bound under normalization must leave out the same of the keys, for a state may go from one to the
         other.
@@ -153,18 +154,18 @@ class PositiveSpec(Spec):
 
     @property
     def tied(self) -> bool:
-        """Whether queries and keys are mapped alike, so that one product can serve both."""
+        """True if queries and keys have the same map, so that one product can serve both."""
         return True
 
     def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
-        """`log_shares` of rows (n, D) -> (n, M) by views of the tensors; None, the default: there is no quick way.
+        """Return `log_shares` of rows (n, D) -> (n, M) on views of the tensors; None, the default: no quick way.
 
         Only for maps that are the same for all heads, and for queries and keys.
         """
         return None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
-        """The same in chunks; tensors (N, ...) in the dtype of the arithmetic. By default by the formula itself."""
+        """Bind the map to tensors (N, ...) in the dtype of the arithmetic; by default through the formula itself."""
         formula = self.log_shares if normalize else self.log_features
         return DefinedPositive(Definition(lambda x, given, role: (formula(x, given, scale, role),), tensors, learn))
 
@@ -174,41 +175,41 @@ class PositiveSpec(Spec):
 
 @dataclass(frozen=True)
 class SignedSpec(Spec):
-    """A map by its values, with the formula `features`."""
+    """A map with signed features, defined by its formula `features`."""
 
     family: ClassVar[Family] = "signed"
 
     @property
     def nonnegative(self) -> bool:
-        """Whether no feature can be negative, so that no guard against a vanishing denominator is needed."""
+        """True if no feature can be negative, so that no guard against a vanishing denominator is needed."""
         return False
 
     @property
     def guarded(self) -> bool:
-        """Whether a denominator is kept from vanishing by the guard; without it, a row that has none is zero."""
+        """True if the guard keeps a denominator from vanishing; without it, a row with denominator zero is zero."""
         return not self.nonnegative
 
     @property
     def has_factor(self) -> bool:
-        """Whether keys carry a log factor."""
+        """True if keys carry a log factor."""
         return False
 
     def length(self, normalize: bool) -> float | None:
-        """What the guard takes for ``|phi(x)|`` up to the log factor; None means that it measures it."""
+        """Length ``|phi(x)|`` that the guard assumes, up to the log factor; None: the guard measures it."""
         return None
 
     @abstractmethod
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The definition: values (B, H, C, M) and log factors (B, H, C, 1) or None, by differentiable operations.
+        """Definition: values (B, H, C, M) and log factors (B, H, C, 1) or None, by differentiable operations.
 
         Under normalization a factor that all features of all rows share may be left out, if the chunks bound under
         normalization leave it out too, for a state may go from one to the other.
         """
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """The same in chunks; tensors (N, ...) in the dtype of the arithmetic. By default by the formula itself."""
+        """Bind the map to tensors (N, ...) in the dtype of the arithmetic; by default through the formula itself."""
 
         def formula(x: Tensor, given: Sequence[Tensor], role: Role) -> tuple[Tensor, ...]:
             phi, factor = self.features(x, given, scale, role, normalize)
@@ -221,7 +222,7 @@ class SignedSpec(Spec):
 
 
 class Definition:
-    """A formula on the rows of a block: called as it stands, and called again for its gradient.
+    """A formula on the rows of a block, evaluated as it stands and differentiated by evaluating it again.
 
     Args:
         formula: of x (1, N, C, D), tensors (1, N, ...) each, and the role; gives tensors (1, N, C, ...).
@@ -243,33 +244,33 @@ class Definition:
         self.grads = list(grads or ())
 
     def __call__(self, x: Tensor, role: Role) -> list[Tensor]:
-        """What the formula gives for x (N, C, D), (N, C, ...) each."""
+        """Evaluate the formula at x (N, C, D): outputs (N, C, ...) each."""
         return [y[0] for y in self._outputs(role, x, *self.tensors)]
 
     def _outputs(self, role: Role, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self.formula(x.unsqueeze(0), [t.unsqueeze(0) for t in tensors], role)
 
-    def pull(self, x: Tensor, role: Role, grads: Sequence[Tensor | None], out: Tensor) -> Tensor:
-        """Gradient at x, written into out, from those of the formula's outputs; None means 0."""
+    def vjp(self, x: Tensor, role: Role, grads: Sequence[Tensor | None], out: Tensor) -> Tensor:
+        """Gradient at x, written into out, from the gradients of the formula's outputs; None means 0."""
         learned = self.tensors if self.learn else ()
         rest = () if self.learn else self.tensors
         # torch.func differentiates inside of a custom operator too, where autograd is off.
-        y, pull = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *rest), x, *learned)[:2]
+        y, vjp = torch.func.vjp(lambda x, *t: self._outputs(role, x, *t, *rest), x, *learned)[:2]
         given = (torch.zeros_like(a) if g is None else g.reshape(a.shape) for a, g in zip(y, grads, strict=False))
-        dx, *others = pull(tuple(given))
+        dx, *others = vjp(tuple(given))
         for total, grad in zip(self.grads, others, strict=True):
             total += grad
         return out.copy_(dx)
 
     def at(self, row: int) -> Definition:
-        """The same for one row of N; gradients are summed in the whole."""
+        """Return the same for one row of N; gradients are summed in the whole."""
         one = slice(row, row + 1)
         grads = [x[one] for x in self.grads] if self.learn else None
         return Definition(self.formula, [x[one] for x in self.tensors], self.learn, grads)
 
 
 class DefinedPositive(PositiveChunks):
-    """A positive map on chunks by its formula alone."""
+    """A positive map on chunks, by its formula alone."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
@@ -282,13 +283,13 @@ class DefinedPositive(PositiveChunks):
         """See `PositiveChunks`."""
         return out.copy_(self.definition(x, "key")[0].transpose(1, 2))
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        return self.definition.pull(x, "query", [grad], out)
+        return self.definition.vjp(x, "query", [grad], out)
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        return self.definition.pull(x, "key", [grad.transpose(1, 2)], out)
+        return self.definition.vjp(x, "key", [grad.transpose(1, 2)], out)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:
         """See `PositiveChunks`."""
@@ -300,7 +301,7 @@ class DefinedPositive(PositiveChunks):
 
 
 class DefinedSigned(SignedChunks):
-    """A map by its values on chunks, by its formula alone."""
+    """A signed map on chunks, by its formula alone."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
@@ -311,9 +312,9 @@ class DefinedSigned(SignedChunks):
         out.copy_(phi)
         return factor[0].clone() if factor else None
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """See `SignedChunks`."""
-        return self.definition.pull(x, role, [grad, log_grad], out)
+        return self.definition.vjp(x, role, [grad, log_grad], out)
 
     def tensor_grads(self) -> list[Tensor]:
         """See `SignedChunks`."""
@@ -324,8 +325,8 @@ class DefinedSigned(SignedChunks):
 _SPECS: dict[str, Spec] = {}
 
 
-def register(spec: Spec) -> str:
-    """Make a spec known under a string, its spec_id, that `lookup` turns back into it.
+def intern_formula(spec: Spec) -> str:
+    """Store a spec under a string, its spec_id, from which `lookup` returns it.
 
     Specs that differ but print alike, as those of a class that was defined twice, are numbered.
     """
@@ -337,12 +338,12 @@ def register(spec: Spec) -> str:
 
 
 def lookup(spec_id: str) -> Spec:
-    """The spec that was registered under ``spec_id``."""
+    """Return the spec stored under ``spec_id``."""
     return _SPECS[spec_id]
 
 
 def scaled(rows: Tensor, factor: float, change: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-    """``change(factor rows)`` for bound tensors (N, ...), once where all rows are views of one."""
+    """Compute ``change(factor rows)`` for bound tensors (N, ...), once if all rows are views of one."""
     if rows.shape[0] > 1 and rows.stride(0) == 0:
         one = change(rows[:1] * factor)
         return one.expand(rows.shape[0], *one.shape[1:])
@@ -350,27 +351,27 @@ def scaled(rows: Tensor, factor: float, change: Callable[[Tensor], Tensor] = lam
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Arithmetic and states are in float32 at least: float16 sums lose a fifth of the result at L = 1024."""
+    """Dtype of arithmetic and states, at least float32: float16 sums lose a fifth of the result at L = 1024."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """For numbers that are few and add up for long, or are badly conditioned: float64, where the device has it."""
+    """Dtype of small, long or badly conditioned sums: float64, where the device has it."""
     return x.dtype if x.device.type == "mps" else torch.float64
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is on; the meta device knows none."""
+    """Return True if autocast is on; the meta device has none."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Sums keep their precision; entered only where autocast is on, for it costs as much as an operation of `step`."""
+    """Disable autocast, so that sums keep their precision; only where it is on, since entering costs time."""
     return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
 
 
 def no_tangents(**inputs: Tensor | Sequence[Tensor] | None) -> None:
-    """Refuse forward-mode tangents: the operators have no formula for them, and torch would drop them without a word.
+    """Raise an error for forward-mode tangents: operators have no formula for them, and torch would drop them silently.
 
     A compiled graph cannot see them, so that it is refused within any level of forward mode; where a break is allowed,
     what follows runs, and is checked, without it.
@@ -391,7 +392,7 @@ def no_tangents(**inputs: Tensor | Sequence[Tensor] | None) -> None:
 
 
 def within_transforms(method: str, attend: Callable[[Any], tuple[Tensor, Any]], call: Any) -> tuple[Tensor, Any]:
-    """Attend; where the operators of a method have no rule for a transform of torch.func, say what to use instead."""
+    """Attend; if the operators of a method have no rule for a transform of torch.func, name an alternative."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return attend(call)
     try:

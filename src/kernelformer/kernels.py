@@ -1,4 +1,4 @@
-"""Exact kernels: what a feature map approximates, and how far off a random one is expected to be.
+"""Exact kernels, and the expected errors of their random features.
 
 All functions take the vectors as a kernel sees them, i.e. after multiplication by ``sqrt(scale)``.
 """
@@ -57,19 +57,19 @@ def mse_positive(x: Tensor, y: Tensor, num_features: int) -> Tensor:
 
 
 def mse_hyperbolic(x: Tensor, y: Tensor, num_features: int) -> Tensor:
-    """The same for hyperbolic features of m draws: ``(1 - exp(-|x+y|^2)) / 2`` times `mse_positive`."""
+    """Mean squared error of hyperbolic features of m draws: ``(1 - exp(-|x+y|^2)) / 2`` times `mse_positive`."""
     plus, _, _ = _sums(x, y)
     return -0.5 * torch.expm1(-plus) * mse_positive(x, y, num_features)
 
 
 def mse_trigonometric(x: Tensor, y: Tensor, num_features: int) -> Tensor:
-    """The same for trigonometric features: ``exp(|x+y|^2) SM^-2 (1 - exp(-|x-y|^2))^2 / (2m)``."""
+    """Mean squared error of trigonometric features: ``exp(|x+y|^2) SM^-2 (1 - exp(-|x-y|^2))^2 / (2m)``."""
     plus, minus, dot = _sums(x, y)
     return torch.exp(plus - 2 * dot) * torch.expm1(-minus).square() / (2 * num_features)
 
 
 def orthogonal_gain(x: Tensor, y: Tensor, num_features: int) -> Tensor:
-    """The least by which orthogonal draws (m <= d) lower `mse_positive`; arguments as there.
+    """Least reduction of `mse_positive` by orthogonal draws (m <= d); arguments as there.
 
         gain = (1 - 1/m) 2/(d+2) (SM - exp(-(|x|^2 + |y|^2) / 2))^2
 
@@ -83,7 +83,7 @@ def orthogonal_gain(x: Tensor, y: Tensor, num_features: int) -> Tensor:
 
 
 def mixture_fourier(x: Tensor, y: Tensor, mu: Tensor, S: Tensor) -> Tensor:
-    """The kernel whose spectral density is a Gaussian mixture (KL-Transformer, Eq. 4, real part).
+    """Kernel whose spectral density is a Gaussian mixture (KL-Transformer, Eq. 4, real part).
 
         K(x, y) = 1/C sum_c cos(mu_c . p) exp(-|S_c^T p|^2 / 2)        p = x - y
 
@@ -101,7 +101,7 @@ def mixture_fourier(x: Tensor, y: Tensor, mu: Tensor, S: Tensor) -> Tensor:
 
 
 def mixture_positive(x: Tensor, y: Tensor, mu: Tensor, S: Tensor) -> Tensor:
-    """What positive features with such frequencies estimate (KL-Transformer, Eq. 9). Arguments as `mixture_fourier`.
+    """Kernel estimated by positive features of a mixture (KL-Transformer, Eq. 9). Arguments as `mixture_fourier`.
 
         K(x, y) = 1/C sum_c exp(mu_c . o + |S_c^T o|^2 / 2 - |x|^2 - |y|^2)        o = x + y
 
@@ -132,7 +132,7 @@ def mse_mixture_fourier(x: Tensor, y: Tensor, mu: Tensor, S: Tensor, num_feature
 
 
 def mse_mixture_positive(x: Tensor, y: Tensor, mu: Tensor, S: Tensor, num_features: int) -> Tensor:
-    """The same for positive features.
+    """Mean squared error of positive features whose C components share m independent noise draws.
 
         MSE = exp(-2(|x|^2 + |y|^2)) / (C^2 m) sum_{c,c'} cov(exp(a_c . n + b_c), exp(a_c' . n + b_c'))     o = x + y
 

@@ -399,7 +399,7 @@ def accelerator(monkeypatch):
     """Let the code take the CPU for a device that it must not wait for."""
     monkeypatch.setattr(choice, "ACCELERATORS", ("cpu",))
     for module in (near_stream, bias_checks, biased_core):
-        monkeypatch.setattr(module, "can_look", lambda x: False)
+        monkeypatch.setattr(module, "readable_without_sync", lambda x: False)
 
 
 def within(length, window, heads):

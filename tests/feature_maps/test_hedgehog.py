@@ -47,10 +47,10 @@ def test_chunks_and_their_gradients_are_those_of_the_formula(role):
         chunks, out = spec.bind(tensors, scale, True, True), torch.empty_like(x)
         if role == "query":
             torch.testing.assert_close(chunks.queries(x, shift, torch.empty_like(want)), want + shift)
-            chunks.pull_queries(x, grad, out)
+            chunks.vjp_queries(x, grad, out)
         else:
             torch.testing.assert_close(chunks.keys(x, torch.empty(3, 14, 5).double()), want.mT)
-            chunks.pull_keys(x, grad.mT.contiguous(), out)
+            chunks.vjp_keys(x, grad.mT.contiguous(), out)
     for a, b in zip([out, *chunks.tensor_grads()], wanted, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -18,8 +18,8 @@ import kernelformer as kf
 from definition import close, inputs
 from kernelformer import kernels
 from kernelformer.feature_maps import FastFoodMap, GenerativeMap, MixtureMap
-from kernelformer.feature_maps.draws import fastfood, fwht
-from kernelformer.feature_maps.reference import hadamard_matrix as hadamard
+from kernelformer.feature_maps.fastfood import fastfood, fwht
+from kernelformer.modules.reference import hadamard_matrix as hadamard
 from kernelformer_lab.analysis.spectra import kernel_profile, spectra, squared_log_variances
 from sampling import SIGMAS, estimates, pair, within
 

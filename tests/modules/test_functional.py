@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernelformer as kf
-from kernelformer.modules import functional
+from kernelformer.modules import spec as functional
 
 
 def inputs(length=9, heads=4, groups=2, dim=8, dtype=torch.float64):

@@ -103,28 +103,6 @@ def learned_speed(records: Records) -> str:
 
 
 @table
-def fastfood(records: Records) -> str:
-    """Time of the fast transform over that of the matrix, at two widths."""
-    (fast, dense), rows = (f"fastfood-prf:transform={x}" for x in ("fwht", "dense")), []
-    for width, length in ((64, LONG), (512, 4096)):
-        bench = records.bench(f"speed/fastfood-{width}/bench.json")
-        ratios = [bench.ratio(fast, dense, TASKS[0], length, backward=b) for b in PASSES]
-        rows.append([f"{width}", f"{length}", *(show(x, "{:.2f}") for x in ratios)])
-    return grid(["width of a head", "tokens", *(f"`fwht` over `dense`, {x}" for x in PASSES.values())], rows)
-
-
-@table
-def hadamard(records: Records) -> str:
-    """Time of `favor+` with a matrix over that with Hadamard draws, by the width of a head."""
-    (fast, dense), rows = (f"favor+:draw={x}" for x in ("hadamard", "spherical")), []
-    for width in (512, 1024):  # narrower heads take the matrix
-        bench = records.bench(f"speed/hadamard-{width}/bench.json")
-        cells = [joined([bench.faster(fast, dense, task, 2048, backward=b) for b in PASSES]) for task in TASKS]
-        rows.append([f"{width}, {width}", *cells])
-    return grid(["D, m (2048 tokens, forward / forward + backward)", *TASKS], rows)
-
-
-@table
 def bias(records: Records) -> str:
     """`nprf` with relative positions against SDPA with the same ones, and other algorithms."""
     full, window, tokens = (records.bench(f"speed/bias-{x}/bench.json") for x in ("all", "window", "decode"))

@@ -40,17 +40,17 @@ class FadingPositive(PositiveChunks):
         """See `PositiveChunks`."""
         return self.inner.keys(_inner(x), out).add_(x[..., -1].unsqueeze(1))
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`; nobody asks for the gradient of the factor."""
         x = _inner(x)
-        out[..., :-1] = self.inner.pull_queries(x, grad, x.new_empty(x.shape))
+        out[..., :-1] = self.inner.vjp_queries(x, grad, x.new_empty(x.shape))
         out[..., -1] = 0
         return out
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`; nobody asks for the gradient of the factor."""
         x = _inner(x)
-        out[..., :-1] = self.inner.pull_keys(x, grad, x.new_empty(x.shape))
+        out[..., :-1] = self.inner.vjp_keys(x, grad, x.new_empty(x.shape))
         out[..., -1] = 0
         return out
 
@@ -74,10 +74,10 @@ class FadingSigned(SignedChunks):
         factor = self.inner.features(_inner(x), role, out)
         return x[..., -1:].clone() if factor is None else factor + x[..., -1:]
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
         """See `SignedChunks`; nobody asks for the gradient of the factor."""
         x = _inner(x)
-        out[..., :-1] = self.inner.pull(x, role, phi, grad, log_grad, x.new_empty(x.shape))
+        out[..., :-1] = self.inner.vjp(x, role, phi, grad, log_grad, x.new_empty(x.shape))
         out[..., -1] = 0
         return out
 

@@ -298,7 +298,7 @@ def linear_attention(
         query: (B, H, L, D).
         key: (B, G, S, D), G divides H.
         value: (B, G, S, E).
-        spec: of the map, as `contract.register` names it.
+        spec: of the map, as `contract.intern_formula` names it.
         tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
         scale: the map sees ``sqrt(scale) x``.
         key_mask: (B, S) bool, True = attend.
@@ -524,7 +524,7 @@ def key_sums(
     Args:
         key: (B, G, S, D).
         value: (B, G, S, E).
-        spec: of the map, as `contract.register` names it.
+        spec: of the map, as `contract.intern_formula` names it.
         tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
         scale: the map sees ``sqrt(scale) x``.
         key_mask: (B, S) bool, True = attend.

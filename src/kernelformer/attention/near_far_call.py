@@ -59,7 +59,7 @@ class NearFarCall:
         state: sums of earlier far keys, (B, G, ...) each; nothing: there are none, or no far part. With a slope their
             logarithms are relative to the key that comes ``window`` before the first query.
         right_state: sums of later far keys, mirrored: relative to the key ``max(window, 1)`` after the last query.
-        spec: of the map, as `contract.register` names it; empty: there is no far part.
+        spec: of the map, as `contract.intern_formula` names it; empty: there is no far part.
         scale: of q . k in the near part.
         far_scale: the map sees ``sqrt(far_scale) x``.
         is_causal: key j is visible to query i iff j <= i + offset.

@@ -218,7 +218,7 @@ class PositiveEngine(Engine):
             g = g * root
             torch.bmm(g, state[1].transpose(1, 2), out=slope)
         d_kv.baddbmm_(weights.transpose(1, 2), g)
-        return self.chunks.pull_queries(x, slope.mul_(weights), self.work.take("dxq", *x.shape))
+        return self.chunks.vjp_queries(x, slope.mul_(weights), self.work.take("dxq", *x.shape))
 
     def absorb_backward(
         self, state: Tensors, grads: Tensors, x: Tensor, v: Tensor, hidden: Tensor | None
@@ -229,7 +229,7 @@ class PositiveEngine(Engine):
         p = _key_logits(self.chunks, x, hidden, -torch.inf, self.work.take("keys", *size)).sub_(state[0]).exp_()
         dv = torch.bmm(p.transpose(1, 2), d_kv, out=self.work.take("dv", *v.shape))
         slope = torch.baddbmm(d_mass, d_kv, v.transpose(1, 2), out=self.work.take("slope", *size))
-        return self.chunks.pull_keys(x, slope.mul_(p), self.work.take("dxk", *x.shape)), dv
+        return self.chunks.vjp_keys(x, slope.mul_(p), self.work.take("dxk", *x.shape)), dv
 
     def _delta(self, g: Tensor, out: Tensor) -> Tensor:
         """``-g . out``, (N, C, 1): what normalization takes back."""
@@ -349,7 +349,7 @@ class PositiveEngine(Engine):
             slope.addcmul_(delta, t.decay.transpose(1, 2))
         slope.baddbmm_(slopes, t.p.transpose(1, 2)).mul_(weights)
         d_log = None if merged is None else slope.sum(2)
-        dxq = self.chunks.pull_queries(xq, slope, take("dxq", *xq.shape))
+        dxq = self.chunks.vjp_queries(xq, slope, take("dxq", *xq.shape))
 
         rescues = []
         if bool((row_scale < 0).any()):
@@ -367,10 +367,10 @@ class PositiveEngine(Engine):
         dv = torch.bmm(t.p.transpose(1, 2), later, out=take("dv", *v.shape)).baddbmm_(scores.transpose(1, 2), g)
         slope = torch.baddbmm(later_mass, later, v.transpose(1, 2), out=take("slope", *t.p.shape))
         slope.baddbmm_(weights.transpose(1, 2), slopes).mul_(t.p)
-        dxk = self.chunks.pull_keys(xk, slope, take("dxk", *xk.shape))
+        dxk = self.chunks.vjp_keys(xk, slope, take("dxk", *xk.shape))
         for row, index, r, d in rescues:
-            dxq[row, index] += r.chunks.pull_queries(r.xq, d.query.unsqueeze(0), torch.empty_like(r.xq))[0]
-            dxk[row] += r.chunks.pull_keys(r.xk, d.key.unsqueeze(0), torch.empty_like(r.xk))[0]
+            dxq[row, index] += r.chunks.vjp_queries(r.xq, d.query.unsqueeze(0), torch.empty_like(r.xq))[0]
+            dxk[row] += r.chunks.vjp_keys(r.xk, d.key.unsqueeze(0), torch.empty_like(r.xk))[0]
             dv[row] += d.value
             if d_log is not None:
                 d_log[row, index] = d.query.sum(1)

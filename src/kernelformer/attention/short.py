@@ -105,15 +105,15 @@ class DirectWeights:
         if self.visible is not None:
             slopes.mul_(self.visible)
         slope = torch.bmm(slopes, r, out=take("slope", *p.shape)).mul_(p)
-        self.chunks.pull_queries(xq, slope, dxq)
+        self.chunks.vjp_queries(xq, slope, dxq)
         slope = torch.bmm(slopes.transpose(1, 2), p, out=take("slope", *r.shape)).mul_(r)
-        self.chunks.pull_keys(xk, slope.transpose(1, 2), dxk)
+        self.chunks.vjp_keys(xk, slope.transpose(1, 2), dxk)
         rescued = row_scale < 0
         for row, index, rescue in self._rescues(rescued, xq, xk, v) if bool(rescued.any()) else ():
             d = rescue_backward(rescue, g[row, index], out[row, index], v[row], True)
             one, q, k = rescue.chunks, rescue.xq, rescue.xk
-            dxq[row, index] += one.pull_queries(q, d.query.unsqueeze(0), torch.empty_like(q))[0]
-            dxk[row] += one.pull_keys(k, d.key.unsqueeze(0), torch.empty_like(k))[0]
+            dxq[row, index] += one.vjp_queries(q, d.query.unsqueeze(0), torch.empty_like(q))[0]
+            dxk[row] += one.vjp_keys(k, d.key.unsqueeze(0), torch.empty_like(k))[0]
             dv[row] += d.value
         return room
 

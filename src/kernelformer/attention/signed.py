@@ -260,7 +260,7 @@ class SignedEngine(Engine):
             self._add_norm_slope(slope, g_guard * norm_sum, phi, norm)
             d_norm.add_((g_guard * norm).sum(1, keepdim=True))
         log_grad = None if self.normalize else torch.linalg.vecdot(g, out).unsqueeze(2)
-        return self.chunks.pull(x, "query", phi, slope, log_grad, self.work.take("dxq", *x.shape))
+        return self.chunks.vjp(x, "query", phi, slope, log_grad, self.work.take("dxq", *x.shape))
 
     def absorb_backward(
         self, state: Tensors, grads: Tensors, x: Tensor, v: Tensor, hidden: Tensor | None
@@ -279,9 +279,9 @@ class SignedEngine(Engine):
             norm_grad = times(d_norm * norms, size)
         dv = torch.bmm(phi, d_kv, out=self.work.take("dv", *v.shape))
         slope = slope if size is None else slope.mul_(size)
-        return self._pull_keys(x, phi, slope, factor, norm_grad, hidden), times(dv, size)
+        return self._vjp_keys(x, phi, slope, factor, norm_grad, hidden), times(dv, size)
 
-    def _pull_keys(
+    def _vjp_keys(
         self,
         x: Tensor,
         phi: Tensor,
@@ -299,7 +299,7 @@ class SignedEngine(Engine):
         log_grad = None if factor is None else torch.linalg.vecdot(phi, slope).unsqueeze(2)
         if log_grad is not None and self.length is not None and norm_grad is not None:
             log_grad = log_grad + norm_grad
-        return self.chunks.pull(x, "key", phi, slope, log_grad, self.work.take("dxk", *x.shape))
+        return self.chunks.vjp(x, "key", phi, slope, log_grad, self.work.take("dxk", *x.shape))
 
     def _group(self, state: Tensors, inputs: Chunks) -> Group:
         """Map a group of chunks, run the recurrence of the state over them, and take the chunks' own scores."""
@@ -407,7 +407,7 @@ class SignedEngine(Engine):
             log_grad = torch.linalg.vecdot(t.phi_q, slope).unsqueeze(2)
             if g_guard is not None and self.length is not None and t.norms is not None:
                 log_grad = log_grad + asked * t.norms
-        dxq = self.chunks.pull(xq, "query", t.phi_q, slope, log_grad, self.work.take("dxq", *xq.shape))
+        dxq = self.chunks.vjp(xq, "query", t.phi_q, slope, log_grad, self.work.take("dxq", *xq.shape))
 
         later, before = later_grads(grads, local, t.decay, state[1].shape[0], self.work)
         dv = torch.bmm(t.phi_k, later[0], out=self.work.take("dv", *v.shape))
@@ -421,5 +421,5 @@ class SignedEngine(Engine):
             norm_grad = (times(later[2], t.keys) + norm_slope) * t.norm_k
         if unit_k is not None:
             slope.addcmul_(norm_slope, unit_k)
-        dxk = self._pull_keys(xk, t.phi_k, slope, t.factor, norm_grad, inputs.hidden)
+        dxk = self._vjp_keys(xk, t.phi_k, slope, t.factor, norm_grad, inputs.hidden)
         return CausalGrads(dxq, dxk, dv, before, None if log_grad is None else log_grad.squeeze(2))

@@ -20,7 +20,7 @@ from kernelformer.hf import conversion, convert, cores, load
 from kernelformer.hf.attend import attend_exactly
 from kernelformer.hf.find import probing
 from kernelformer.hf.load import Source, load_source
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import AttentionSpec, parse_method
 from kernelformer.quiet import silent_libraries
 

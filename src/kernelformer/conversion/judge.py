@@ -23,7 +23,7 @@ from kernelformer.files import finite, read_json, write_json, write_text
 from kernelformer.generation import continuation
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import task_of
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 from kernelformer.page import plain, put_section
 
 LENGTHS = (512, 1024)  # tokens of texts with a hidden number, where nobody says

@@ -25,7 +25,7 @@ from kernelformer.hf.convert import conversion, cores
 from kernelformer.hf.load import Source
 from kernelformer.hf.plan import EXACT, Layer, check_kept
 from kernelformer.modules import AttentionCore, MixedCore
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import move_to_inputs
 
 Batch = Mapping[str, Any]

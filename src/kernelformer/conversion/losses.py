@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernelformer.contract import PositiveSpec
 from kernelformer.hf.attend import bias_table
 from kernelformer.modules import AttentionCore, KernelCore, MixedCore
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 
 ROWS = 128  # of a text's queries in a step of transfer: more texts teach more than more rows of one
 POOLED = 5.0  # weight of the mean output: small beside the errors of single tokens, and what embeddings are made of

@@ -19,7 +19,7 @@ from kernelformer.hf.convert import Layer, conversion, cores
 from kernelformer.hf.find import probing
 from kernelformer.hf.plan import EXACT, check_kept
 from kernelformer.modules import AttentionCore, MixedCore
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 
 FORMULAS = ("favor+", "favor+hyperbolic", "trigonometric")  # methods whose variance has a closed form
 

@@ -16,8 +16,8 @@ from kernelformer.conversion.losses import HiddenStateErrors, output_name, stand
 from kernelformer.hf.attend import CORE, CROSS
 from kernelformer.hf.convert import conversion, cores
 from kernelformer.modules import KernelCore, MixedCore
-from kernelformer.modules.evaluating import evaluating
-from kernelformer.modules.local import LocalCore
+from kernelformer.modules.calibration import evaluating
+from kernelformer.modules.exact import LocalCore
 
 ORIGINAL, CONVERTED = "original", "converted"
 NEAR, KERNEL = "window and sinks alone", "kernel alone"

@@ -14,7 +14,7 @@ from kernelformer.feature_maps.untied import LogLinearMap
 from kernelformer.hf.capture import AttentionCall
 from kernelformer.hf.convert import cores
 from kernelformer.modules import AttentionCore, KernelCore, MixedCore
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 
 KEYS = 4096  # of each head that centres are made of, at most
 ROUNDS = 8  # of k-means

@@ -22,7 +22,7 @@ from kernelformer.hf.capture import AttentionCall, attention_calls
 from kernelformer.hf.convert import convert, cores, undo
 from kernelformer.hf.find import find_attentions
 from kernelformer.modules import METHODS, AttentionCore, build_attention, parse_method
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import maps_by_head
 from kernelformer.timing import Step, time_rounds
 
@@ -146,7 +146,7 @@ def _beside(values: Sequence[int], value: int) -> list[int]:
 def _streams(spec: str) -> bool:
     name, options = parse_method(spec)
     method = METHODS[name]
-    return method.holds(method.causal, options) and method.holds(method.streaming, options)
+    return method.holds(method.causal, options)
 
 
 RATE, WARM_UP = 2e-2, 5  # of the fit: above that of `transfer`, whose steps are many

@@ -25,7 +25,7 @@ from kernelformer.errors import positive_int
 from kernelformer.hf.capture import AttentionCall, attention_calls
 from kernelformer.hf.convert import conversion, cores
 from kernelformer.modules import AttentionCore
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 
 Batch = Mapping[str, Tensor]
 

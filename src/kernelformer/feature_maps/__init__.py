@@ -9,8 +9,7 @@ from kernelformer.feature_maps.fourier import TrigonometricMap
 from kernelformer.feature_maps.nystrom import NystromMap
 from kernelformer.feature_maps.optimal import OptimalMap
 from kernelformer.feature_maps.pivots import WildcatMap
-from kernelformer.feature_maps.rfa import ScaledFourierMap
-from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap
+from kernelformer.feature_maps.spectral import GenerativeMap, MixtureMap, ScaledFourierMap
 from kernelformer.feature_maps.untied import HedgehogMap, LogLinearMap
 
 __all__ = [

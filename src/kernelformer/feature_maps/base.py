@@ -1,7 +1,8 @@
-"""What all feature maps share: their draw, its number, and the way to the next one."""
+"""Base class of feature maps: the draw, its number, and redrawing."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,20 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernelformer.contract import PositiveSpec, Spec, compute_dtype, no_autocast, register
+from kernelformer.contract import PositiveSpec, Spec, compute_dtype, intern_formula, no_autocast
 from kernelformer.errors import flag, integer, positive_int
-from kernelformer.feature_maps.draws import FastDraw, draw_frequencies, generator, hadamard_factors
+from kernelformer.feature_maps.draws import draw_frequencies, generator
 
+# Arguments of `FeatureMap` that constructors pass on as ``**common``.
+_SIZES = ("head_dim", "num_heads")
+_DRAWING = ("seed", "draw", "norms", "per_head", "num_key_heads")
 FIRST = -1  # number of the stream that first values of parameters come from; draws count from 0
 
 
 def parameter(*size: int) -> nn.Parameter:
-    """An empty parameter; like draws it is born on the CPU in float32, whatever the defaults."""
+    """Create an empty parameter, on the CPU in float32 like draws, whatever the defaults."""
     return nn.Parameter(torch.empty(*size, dtype=torch.float32, device="cpu"))
 
 
 class FeatureMap(nn.Module):
-    """phi: R^D -> R^M with ``K(q, k) ~ phi(q) . phi(k)``.
+    """Feature map phi: R^D -> R^M with ``K(q, k) ~ phi(q) . phi(k)``.
 
     Draw number t is a pure function of (seed, t). Both numbers, the draw itself and the settings are buffers, saved
     with the model: a resumed run continues the same draws, evaluation is deterministic, and a map of other settings
@@ -57,6 +61,17 @@ class FeatureMap(nn.Module):
     normalized = True  # whether attention with it divides by the sum of the weights, by default
     aligns = False  # whether `align` does something, which needs that division
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Show the arguments that a constructor passes on as ``**common`` in the signature of its class."""
+        super().__init_subclass__(**keywords)
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            given = {x.name: x for x in own[:-1]}
+            common = inspect.signature(FeatureMap.__init__).parameters
+            sizes, drawing = ([given.get(x, common[x]) for x in names] for names in (_SIZES, _DRAWING))
+            own = [*sizes, *(x for x in own[:-1] if x.name not in (*_SIZES, *_DRAWING)), *drawing]
+        cls.__signature__ = inspect.Signature(sorted(own, key=lambda x: x.kind))  # type: ignore[attr-defined]
+
     def __init__(
         self,
         spec: Spec,
@@ -73,7 +88,7 @@ class FeatureMap(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.spec_id = register(spec)
+        self.spec_id = intern_formula(spec)
         # Of the tensors that `for_query_heads` gives.
         self.spread_spec, self.spread_spec_id = spec, self.spec_id
         self.head_dim = positive_int("head_dim", head_dim)
@@ -99,10 +114,9 @@ class FeatureMap(nn.Module):
         self.register_buffer("omega", None)
 
     def _start(self) -> None:
-        """Take the first draw and the first values of what is learned."""
+        """Take the first draw and the initial values of the parameters."""
         for name, x in self._draws(0).items():
             self.register_buffer(name, x)
-        self._derive()
         with torch.no_grad():
             self._reset_learned()
             self.feature_dim = self._width()
@@ -112,17 +126,17 @@ class FeatureMap(nn.Module):
 
     @property
     def is_random(self) -> bool:
-        """Whether there is anything to draw."""
+        """True if there is anything to draw."""
         return self.num_features > 0
 
     @property
     def has_density(self) -> bool:
-        """Whether it has frequencies, and so a spectral density to look at."""
+        """True if it has frequencies, and so a spectral density."""
         return self.is_random
 
     @property
     def identity(self) -> dict[str, object]:
-        """What makes two maps the same function: a state goes only to a map that equals its maker's."""
+        """Settings and draw that determine the function: a state fits only maps with equal ones."""
         return {**self.options, "seed": self.seed_number, "draw number": self.draw_number}
 
     def _noise(self, draw: int) -> Tensor:
@@ -135,21 +149,11 @@ class FeatureMap(nn.Module):
         return torch.stack(heads).float()
 
     def _draws(self, draw: int) -> dict[str, Tensor]:
-        """The buffers of draw number ``draw``, by name."""
+        """Buffers of draw number ``draw``, by name."""
         return {"omega": self._noise(draw)} if self.is_random else {}
 
-    @torch.inference_mode(False)  # a later call may need gradients
-    def _derive(self) -> None:
-        """What a fast transform takes for omega: it follows from (seed, draw), and so is not saved."""
-        if not isinstance(getattr(self.spec, "transform", None), FastDraw):
-            return
-        sizes = {"heads": self.heads, "num_features": self.num_features, "dim": self.head_dim}
-        drawn = hadamard_factors(self.seed_number, self.draw_number, **sizes, norms=self.norms)
-        for name, x in zip(("drawn", "drawn_signs"), drawn, strict=True):
-            self.register_buffer(name, x.to(self.seed.device), persistent=False)
-
     def _reset_learned(self) -> None:
-        """Parameters as they are at the start, a function of the seed; within `torch.no_grad`."""
+        """Reset parameters to their initial values, a function of the seed; called within `torch.no_grad`."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FeatureMap:
         # model.half() must not round the draw: it is cast when it is used, to float32 at least.
@@ -162,14 +166,14 @@ class FeatureMap(nn.Module):
         return self
 
     def learned_weights(self) -> list[Tensor]:
-        """The parameters and the draws, always in one order; quicker than `parameters`, for every step asks.
+        """Parameters and draws in a fixed order; faster than `parameters`, since every step calls it.
 
         Draws are among them since they can be written, or another tensor be put in their place, under the same number.
         """
         return [weights[name] for weights, name in self.weight_places()]
 
     def weight_places(self) -> list[tuple[Mapping[str, Any], str]]:
-        """Where the `learned_weights` are: dictionaries of modules, and names in them."""
+        """Locations of the `learned_weights`: dictionaries of modules, and names in them."""
         places: list[tuple[Mapping[str, Any], str]] = []
         modules: list[nn.Module] = [self]
         for module in modules:  # grows on the way
@@ -213,7 +217,7 @@ class FeatureMap(nn.Module):
         FeatureMap.take_numbers(self)
 
     def take_numbers(self) -> None:
-        """Seed and draw from their buffers, after something other than `load_state_dict` has filled them.
+        """Read seed and draw from their buffers, after something other than `load_state_dict` has filled them.
 
         Raises:
             ValueError: the settings that came with them are those of another map.
@@ -224,15 +228,14 @@ class FeatureMap(nn.Module):
         if problem:
             raise ValueError(problem)
         self.seed_number, self.draw_number = int(self.seed), int(self.draw)
-        self._derive()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # In the process that unpickles.
-        self.spec_id, self.spread_spec_id = register(self.spec), register(self.spread_spec)
+        self.spec_id, self.spread_spec_id = intern_formula(self.spec), intern_formula(self.spread_spec)
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``omega`` (heads, M, D), heads = H or 1: what `tensors` hands over, in ``dtype``."""
+        """Frequencies ``omega`` (heads, M, D) in ``dtype``, heads = H or 1, as `tensors` returns them."""
         if self.omega is None:
             raise ValueError(
                 f"{type(self).__name__} has no frequencies, and so no spectral density; maps that draw them have."
@@ -240,39 +243,35 @@ class FeatureMap(nn.Module):
         return self.omega if self.omega.dtype == dtype else self.omega.to(dtype)
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """What the spec is bound to: (B or 1, H or 1, ...) each."""
+        """Tensors that the spec is bound to: (B or 1, H or 1, ...) each."""
         if not self.is_random:
             return []
-        omega = self.frequencies(dtype)
-        # In float64 omega, which is rounded to float32, is not what its factors give.
-        fast = "drawn" in self._buffers and dtype == torch.float32 and not omega.requires_grad
-        drawn = [self.get_buffer(name).to(dtype) for name in ("drawn", "drawn_signs")] if fast else []
-        return [x.unsqueeze(0) for x in (omega, *drawn)]
+        return [self.frequencies(dtype).unsqueeze(0)]
 
     def for_query_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What `prepare` gave, for keys that were repeated for every query head: (B or 1, H or 1, ...) each."""
+        """Tensors of `prepare` for keys that were repeated for every query head: (B or 1, H or 1, ...) each."""
         return [self._spread_heads(x, 1) for x in tensors]
 
     def _spread_heads(self, x: Tensor, dim: int) -> Tensor:
-        """Something for each key head as one for each query head; what all heads share stays as it is."""
+        """Repeat a tensor of each key head for its query heads; one shared by all heads stays as it is."""
         repeats = 1 if self.heads == 1 else self.num_heads // self.heads
         return x if repeats == 1 else x.repeat_interleave(repeats, dim)
 
     @property
     def sees_sequence(self) -> bool:
-        """Whether `prepare` looks at all tokens, also at later ones, so that causality would be lost."""
+        """True if `prepare` looks at all tokens, later ones included, so that causality would be lost."""
         return False
 
     def align(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys as the kernel shall see them; here as they are. Masks are those of `prepare`."""
+        """Transform queries and keys before the kernel sees them; here not at all. Masks are those of `prepare`."""
         return query, key
 
     def prepare(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, query_mask: Tensor | None = None
     ) -> list[Tensor]:
-        """The tensors for one call, with q, k, the masks and the scale in view, in the dtype of the arithmetic.
+        """Return the tensors for one call, given q, k, the masks and the scale, in the dtype of the arithmetic.
 
         Args:
             query: (B, H, L, D).
@@ -292,7 +291,7 @@ class FeatureMap(nn.Module):
         return self._spread_heads(sample.unsqueeze(1), 0).expand(self.num_heads, -1, -1, -1)
 
     def resample(self, draw: int | None = None) -> None:
-        """Go to the next draw, or to number ``draw``.
+        """Advance to the next draw, or to number ``draw``.
 
         The draw becomes a new tensor: a graph that is still to be differentiated keeps the one it was built with.
         """
@@ -306,18 +305,17 @@ class FeatureMap(nn.Module):
         self._buffers["age"] = torch.zeros_like(self.age)
         for name, x in self._draws(self.draw_number).items():
             self._buffers[name] = x.to(self.get_buffer(name))
-        self._derive()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start again from what (seed, draw) say, in tensors that may hold anything, as after `Module.to_empty`."""
+        """Restore what (seed, draw) determine, in tensors that may hold anything, as after `Module.to_empty`."""
         self.seed.fill_(self.seed_number)
         self.settings.copy_(_encode(self.options))
         self._redraw()
         self._reset_learned()
 
     def forward(self, x: Tensor, role: str = "query", scale: float = 1.0) -> Tensor:
-        """phi(sqrt(scale) x) as one tensor, (B, H, L, D) -> (B, H, L, M): for looking and for small L.
+        """Compute phi(sqrt(scale) x) as one tensor, (B, H, L, D) -> (B, H, L, M): for inspection and small L.
 
         Keys may come by key head too, (B, G, L, D) -> (B, G, L, M).
         """
@@ -337,13 +335,13 @@ class FeatureMap(nn.Module):
             return phi if factor is None else phi * factor.exp()  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """The settings, for printing a model."""
+        """Settings, for printing a model."""
         what: dict[str, Any] = {"features": self.feature_dim, "heads": self.num_heads, "head_dim": self.head_dim}
         return ", ".join(f"{k}={v}" for k, v in {**what, **self.options}.items()) + f", spec={self.spec}"
 
 
 def _check_key_heads(num_key_heads: int | None, num_heads: int, per_head: bool) -> int:
-    """The number of key heads with maps of their own, which divides that of the query heads."""
+    """Return the number of key heads with maps of their own, which divides that of the query heads."""
     if num_key_heads is None:
         return num_heads
     if num_heads % positive_int("num_key_heads", num_key_heads):
@@ -357,12 +355,12 @@ def _check_key_heads(num_key_heads: int | None, num_heads: int, per_head: bool) 
 
 
 def _encode(options: Mapping[str, object]) -> Tensor:
-    """Settings as bytes in a tensor: every format of weights can carry them, and nothing has to be unpickled."""
+    """Encode settings as bytes in a tensor: every format of weights can carry them, without unpickling."""
     return torch.frombuffer(bytearray(json.dumps(options), "utf-8"), dtype=torch.uint8).clone()
 
 
 def _other_settings(prefix: str, saved: Tensor, ours: Mapping[str, object]) -> str | None:
-    """What is wrong with the settings of a state dict, or None."""
+    """Describe how the settings of a state dict differ from ours; None if they do not."""
     name = prefix.removesuffix(".") or "the map"
     try:
         theirs = json.loads(bytes(saved.to(torch.uint8).tolist()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,7 @@ from torch import Tensor
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role, SignedChunks, SignedSpec
 from kernelformer.errors import choice, flag, number, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.draws import dense_or_fast
-from kernelformer.feature_maps.projection import Identity, Projection, Transform
+from kernelformer.feature_maps.projection import Dense, Identity, Projection
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _by_value(
     needs_z: bool = False,
     nonnegative: bool = False,
 ) -> Activation:
-    """From f, and f written into its argument."""
+    """Build an `Activation` from f, and f written into its argument."""
     return Activation(
         lambda z, eps: f(z) + eps,
         lambda z, eps: f_(z).add_(eps) if eps else f_(z),
@@ -61,7 +61,7 @@ def _by_value(
 
 
 def _by_log(value: Callable[[Tensor, float], Tensor], slope: Callable[[Tensor, float], Tensor]) -> Activation:
-    """From ``y = log(f(z) + eps)``, and its derivative in terms of y."""
+    """Build an `Activation` from ``y = log(f(z) + eps)``, and its derivative in terms of y."""
     return Activation(value, value, lambda g, y, eps: slope(y, eps).mul_(g), nonnegative=True, log=True)
 
 
@@ -101,11 +101,11 @@ class _Pointwise:
     activation: str
     eps: float
     amplitude: float
-    transform: Transform
+    transform: Dense | Identity
 
     @property
     def function(self) -> Activation:
-        """f, by its name."""
+        """Activation f, by its name."""
         return ACTIVATIONS[self.activation]
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
@@ -113,28 +113,28 @@ class _Pointwise:
         return self.transform.width(tensors, head_dim)
 
     def values(self, x: Tensor, tensors: Sequence[Tensor], scale: float) -> Tensor:
-        """``f(W x) + eps``, or its logarithm: the formula but for the amplitude."""
+        """Compute ``f(W x) + eps``, or its logarithm: the formula without the amplitude."""
         return self.function.value(self.transform.project(x, tensors, math.sqrt(scale)), self.eps)
 
 
 @dataclass(frozen=True)
 class ElementwiseSpec(_Pointwise, SignedSpec):
-    """A pointwise map by its values."""
+    """Pointwise map by its values."""
 
     @property
     def nonnegative(self) -> bool:
-        """Whether neither f nor eps can be negative."""
+        """True if neither f nor eps can be negative."""
         return self.function.nonnegative and self.eps >= 0
 
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The formula as it stands; the amplitude cancels under normalization and is left out there."""
+        """Evaluate the formula; the amplitude cancels under normalization and is left out there."""
         phi = self.values(x, tensors, scale)
         return (phi if normalize else phi * self.amplitude), None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """The same in chunks."""
+        """Bind for chunks."""
         projection = self.transform.bind(tensors, math.sqrt(scale), learn)
         return ElementwiseChunks(self, projection, 1.0 if normalize else self.amplitude)
 
@@ -147,19 +147,19 @@ class ElementwiseChunks(SignedChunks):
         self.projection, self.amplitude = projection, amplitude
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> None:
-        """Projection, function and summand, all in the caller's buffer."""
+        """Projection, activation and eps, all in the caller's buffer."""
         self.f.value_(self.projection.rows(x, out), self.eps)
         if self.amplitude != 1:
             out.mul_(self.amplitude)
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """Through f by its own value where that is enough, else by the projection computed again."""
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+        """Differentiate f by its own value where that is enough, else by the projection computed again."""
         known = phi
         if self.f.needs_z or self.amplitude != 1:  # dividing it out would round an inactive feature to an active one
             known = self.projection.rows(x, torch.empty_like(phi))
             known = known if self.f.needs_z else self.f.value_(known, self.eps)
         grad = self.f.back(grad, known, self.eps)
-        return self.projection.pull_rows(x, grad if self.amplitude == 1 else grad.mul_(self.amplitude), out)
+        return self.projection.vjp_rows(x, grad if self.amplitude == 1 else grad.mul_(self.amplitude), out)
 
     def tensor_grads(self) -> list[Tensor]:
         """Gradients of the transform's tensors."""
@@ -168,7 +168,7 @@ class ElementwiseChunks(SignedChunks):
 
 @dataclass(frozen=True)
 class LogElementwiseSpec(_Pointwise, PositiveSpec):
-    """A pointwise map in log space."""
+    """Pointwise map in log space."""
 
     @property
     def constant(self) -> float:
@@ -180,7 +180,7 @@ class LogElementwiseSpec(_Pointwise, PositiveSpec):
         return self.values(x, tensors, scale) + self.constant
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
-        """The same in chunks."""
+        """Bind for chunks."""
         width = self.transform.width(tensors, tensors[0].shape[-1] if tensors else 0)
         return LogElementwiseChunks(self, self.transform.bind(tensors, math.sqrt(scale), learn), width)
 
@@ -203,13 +203,13 @@ class LogElementwiseChunks(PositiveChunks):
         """See `PositiveChunks`."""
         return torch.add(self._values(x).transpose(1, 2), self.spec.constant, out=out)
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """The logarithm, computed again, tells its own slope."""
-        return self.projection.pull_rows(x, self.spec.function.back(grad, self._values(x), self.spec.eps), out)
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Differentiate by the logarithm, computed again."""
+        return self.projection.vjp_rows(x, self.spec.function.back(grad, self._values(x), self.spec.eps), out)
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        return self.pull_queries(x, grad.transpose(1, 2), out)
+        return self.vjp_queries(x, grad.transpose(1, 2), out)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:
         """Row ``row`` of the projection."""
@@ -237,16 +237,11 @@ class GeneralizedMap(FeatureMap):
         self,
         *,
         head_dim: int,
-        num_heads: int,
         num_features: int = 256,
         activation: str = "relu",
         projection: bool = True,
         eps: float | None = None,
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         choice("activation", activation, ACTIVATIONS)
         if flag("projection", projection):
@@ -256,17 +251,12 @@ class GeneralizedMap(FeatureMap):
         eps = 1e-3 if eps is None else number("eps", eps, at_least=0)
         width = num_features if projection else head_dim
         kind = LogElementwiseSpec if ACTIVATIONS[activation].log else ElementwiseSpec
-        transform: Transform = dense_or_fast(draw, num_features, head_dim) if projection else Identity()
+        transform: Dense | Identity = Dense() if projection else Identity()
         super().__init__(
             kind(activation, eps, 1 / math.sqrt(width), transform),
             head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features if projection else 0,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
             settings={"activation": activation, "projection": projection, "eps": eps},
+            **common,
         )
         self._start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from kernelformer.contract import PositiveChunks, PositiveSpec, Role
 from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.draws import dense_or_fast
 from kernelformer.feature_maps.projection import Dense, Projection, Transform
 
 _ROW = {"softmax": -0.5, "gaussian": -1.0}
@@ -31,24 +31,27 @@ class ExponentialSpec(PositiveSpec):
         return self.transform.width(tensors, head_dim)
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The formula as it stands."""
+        """Evaluate the formula."""
         return self.log_shares(x, tensors, scale, role) + self.constant
 
     def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The formula without its constant, which cancels."""
+        """Formula without its constant, which cancels."""
         norm = torch.linalg.vecdot(x, x).unsqueeze(-1)
         return self.transform.project(x, tensors, math.sqrt(scale), norm, self.row * scale)
 
     def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
-        """One product, where W is one matrix for all heads."""
+        """One product, if W is one matrix for all heads."""
         if not isinstance(self.transform, Dense) or self.transform.mirrored or tensors[0].shape[:2].numel() != 1:
             return None
         weight, root, row = tensors[0][0, 0].t(), math.sqrt(scale), self.row * scale
         return lambda x: torch.addmm((x * x).sum(1, True), x, weight, beta=row, alpha=root)
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
-        """In chunks, the scale folded into the frequencies once."""
-        return ExponentialChunks(self.transform.bind(tensors, math.sqrt(scale), learn), self, scale, normalize)
+        """Bind for chunks, with the scale folded into the frequencies once."""
+        projection = self.transform.bind(tensors, math.sqrt(scale), learn)
+        if projection is None:
+            return super().bind(tensors, scale, normalize, learn)
+        return ExponentialChunks(projection, self, scale, normalize)
 
 
 class ExponentialChunks(PositiveChunks):
@@ -64,26 +67,26 @@ class ExponentialChunks(PositiveChunks):
         return offset if self.normalize else offset.add_(self.spec.constant)
 
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-        """The row's own offset cancels under normalization and is left out there."""
+        """Projection; the row's own offset cancels under normalization and is left out there."""
         self.projection.rows(x, out, shift)
         return out if self.normalize else out.add_(self._offset(x).unsqueeze(2))
 
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """The offset is the summand of the product."""
+        """Projection with the offset as the summand of the product."""
         return self.projection.columns(x, out, self._offset(x).unsqueeze(1))
 
     def key_rows(self, x: Tensor, out: Tensor) -> Tensor:
-        """The same row by row."""
+        """Same as `keys`, row by row."""
         return self.projection.rows(x, out, self._offset(x).unsqueeze(2))
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
-        self.projection.pull_rows(x, grad, out)
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Compute ``grad W + 2 row x sum(grad)``; the sum is zero under normalization."""
+        self.projection.vjp_rows(x, grad, out)
         return out if self.normalize else out.addcmul_(x, grad.sum(2, keepdim=True), value=2 * self.row)
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        self.projection.pull_columns(x, grad, out)
+        self.projection.vjp_columns(x, grad, out)
         return out.addcmul_(x, grad.sum(1).unsqueeze(2), value=2 * self.row)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:
@@ -96,7 +99,7 @@ class ExponentialChunks(PositiveChunks):
 
 
 class PositiveMap(FeatureMap):
-    """FAVOR+'s positive features.
+    """Positive features of FAVOR+.
 
         phi(x) = exp(-|x|^2 / 2) / sqrt(m) [exp(w_i . x)]                     softmax kernel   (Performer, Eq. 7)
         phi(x) = exp(-|x|^2) / sqrt(m) [exp(w_i . x)]                         Gaussian kernel
@@ -114,17 +117,12 @@ class PositiveMap(FeatureMap):
     def __init__(
         self,
         *,
-        head_dim: int,
-        num_heads: int,
         num_features: int = 256,
         kernel: str = "softmax",
         hyperbolic: bool = False,
         regularized: bool = False,
-        seed: int = 0,
-        draw: str = "orthogonal",
         norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
@@ -135,17 +133,12 @@ class PositiveMap(FeatureMap):
                 )
             norms = "sqrt"
         width = 2 * num_features if flag("hyperbolic", hyperbolic) else num_features
-        transform = Dense(mirrored=True) if hyperbolic else dense_or_fast(draw, num_features, head_dim)
+        transform = Dense(mirrored=True) if hyperbolic else Dense()
         super().__init__(
             ExponentialSpec(row=_ROW[kernel], constant=-0.5 * math.log(width), transform=transform),
-            head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
             settings={"kernel": kernel, "hyperbolic": hyperbolic, "regularized": regularized},
+            norms=norms,
+            **common,
         )
         self._start()

@@ -1,23 +1,97 @@
-"""FastFood frequencies with learned diagonals (KL-Transformer, Eq. 6, 12)."""
+"""FastFood frequencies with learned diagonals (KL-Transformer, Eq. 6, 12), and the fast Walsh-Hadamard transform.
+
+H_d = H_a (x) H_b for d = a b: a transform of length d is one of length a over one of length b. Taken down to factors
+of two that is the textbook butterfly; factors of at most `RADIX`, each one small matrix product, pass over memory
+fewer times. Cost: O(d log d) either way.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from kernelformer.errors import choice, number, positive_int
-from kernelformer.feature_maps.draws import FastFood, fastfood, generator, padded_dim
+from kernelformer.feature_maps.draws import generator, hadamard
 from kernelformer.feature_maps.projection import Dense, Transform
 from kernelformer.feature_maps.spectral import Smoothing, SpectralMap
 
 LEARN = {"none": "", "S": "S", "SGB": "SGB"}
-# From which d' on transforming every row beats one product with the matrix, multiplied out once per call: measured on a
-# CPU (`kernelformer bench --head-dim`), where a matrix product is the fastest thing there is.
-FWHT_FROM = 512
+RADIX = 16  # fastest factors on a CPU, and flat around it
+
+
+def padded_dim(dim: int) -> int:
+    """Padded dimension d', the next power of two."""
+    return 1 << (dim - 1).bit_length()
+
+
+def _factors(dim: int) -> list[int]:
+    """Split ``dim`` into powers of two of at most `RADIX`, as equal as can be."""
+    bits = dim.bit_length() - 1
+    stages = -(-bits // (RADIX.bit_length() - 1))
+    return [1 << (bits // stages + (i < bits % stages)) for i in range(stages)]
+
+
+def fwht(x: Tensor) -> Tensor:
+    """Compute ``H x`` over the last axis but one, (..., d, C) with d a power of two; H unnormalized, so ``H H = d I``.
+
+    Differentiable, without a Python loop over rows. Cost: O(d log d) per column.
+    """
+    *lead, dim, width = x.shape
+    if dim & (dim - 1):
+        raise ValueError(f"the transform needs a power of two, got {dim} (shape {tuple(x.shape)}); pad with zeros.")
+    inner = 1
+    for size in _factors(dim):
+        x = hadamard(size, x.dtype, x.device) @ x.reshape(*lead, dim // (inner * size), size, inner * width)
+        inner *= size
+    return x.reshape(*lead, dim, width)
+
+
+def fastfood(x: Tensor, scale: Tensor, gauss: Tensor, signs: Tensor, permutation: Tensor) -> Tensor:
+    """Compute ``S H G P H B x / sqrt(d')`` block by block (KL-Transformer, Eq. 6, with sigma = 1).
+
+    Args:
+        x: (..., D, C).
+        scale: S, (..., blocks, d').
+        gauss: G, (..., blocks, d').
+        signs: B, (..., blocks, d').
+        permutation: P, (..., blocks, d'): row i of ``P u`` is row ``permutation[i]`` of u.
+
+    Returns:
+        (..., blocks d', C).
+
+    Cost: O(M log d') per column.
+    """
+    dim = scale.shape[-1]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, dim - x.shape[-2])).unsqueeze(-3)
+    u = fwht(padded * signs.unsqueeze(-1))
+    index = permutation.long().unsqueeze(-1).expand(u.shape)
+    y = fwht(u.gather(-2, index) * gauss.unsqueeze(-1))
+    z: Tensor = y * (scale * dim**-0.5).unsqueeze(-1)
+    return z.flatten(-3, -2)
+
+
+@dataclass(frozen=True)
+class FastFood(Transform):
+    """Transform by `fastfood`; tensors: scale, gauss, signs, permutation, (B or 1, H or 1, blocks, d') each."""
+
+    def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+        """Number of rows of all blocks, blocks d'."""
+        return tensors[0].shape[-2] * tensors[0].shape[-1]
+
+    def project(
+        self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
+    ) -> Tensor:
+        """Definition, by the fast transform of the rows."""
+        x = (x.to(tensors[0].dtype) * factor).transpose(-1, -2)
+        z = fastfood(x, *tensors).transpose(-1, -2)
+        return z if offset is None else torch.add(z, offset, alpha=weight)
 
 
 class FastFoodMap(SpectralMap):
-    """A structured matrix of frequencies.
+    """Structured matrix of frequencies with learned diagonals.
 
         V = 1 / (sigma sqrt(d')) S H G P H B      in blocks of d' rows, d' = D padded to a power of two
 
@@ -32,8 +106,8 @@ class FastFoodMap(SpectralMap):
         num_features: M, a multiple of d'.
         learn: ``none``, and all is redrawn; ``S``, and P, B and G at its old norm are; ``SGB``, and P alone is.
         sigma: width of the kernel at the start.
-        transform: ``fwht`` sends every row through the fast transform, O(M log d'); ``dense`` multiplies V out once per
-            call and every row with it, O(M D). Default: the one that measured faster.
+        transform: ``dense`` multiplies V out once per call and every row with it, O(M D), which is the faster one on a
+            CPU for ordinary heads; ``fwht`` sends every row through the fast transform, O(M log d').
         smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral.spectral_spec`.
         per_head: a matrix of its own for each head.
 
@@ -54,7 +128,7 @@ class FastFoodMap(SpectralMap):
         num_features: int = 256,
         learn: str = "SGB",
         sigma: float = 1.0,
-        transform: str | None = None,
+        transform: str = "dense",
         smoothing: Smoothing = 1.0,
         seed: int = 0,
         per_head: bool = True,
@@ -64,16 +138,12 @@ class FastFoodMap(SpectralMap):
         num_features, head_dim = positive_int("num_features", num_features), positive_int("head_dim", head_dim)
         self._check_size(num_features, head_dim)
         sigma = number("sigma", sigma, above=0)
-        dim = padded_dim(head_dim)
-        fastest = "fwht" if dim >= FWHT_FROM else "dense"
-        kind = choice("transform", fastest if transform is None else transform, ("fwht", "dense"))
-        how: Transform = FastFood() if kind == "fwht" else Dense()
+        how: Transform = FastFood() if choice("transform", transform, ("fwht", "dense")) == "fwht" else Dense()
         super().__init__(
             features,
-            num_features,
-            smoothing,
-            {"learn": learn, "sigma": sigma},
-            how,
+            smoothing=smoothing,
+            settings={"learn": learn, "sigma": sigma},
+            transform=how,
             head_dim=head_dim,
             num_heads=num_heads,
             num_features=num_features,
@@ -82,7 +152,7 @@ class FastFoodMap(SpectralMap):
             per_head=per_head,
             num_key_heads=num_key_heads,
         )
-        self.learned, self.sigma, self.by_rows = LEARN[learn], sigma, kind == "fwht"
+        self.learned, self.sigma, self.by_rows = LEARN[learn], sigma, transform == "fwht"
         for name, x in self._draw(0).items():
             if name in self.learned:
                 self.register_parameter(name, nn.Parameter(x))
@@ -101,7 +171,7 @@ class FastFoodMap(SpectralMap):
             )
 
     def _draw(self, draw: int) -> dict[str, Tensor]:
-        """Draw number ``draw`` of all four, (heads, blocks, d') in float32; P holds the rows' sources."""
+        """Draw all four factors by number, (heads, blocks, d') in float32; P holds the rows' sources."""
         gen = generator(self.seed_number, draw)
         dim = padded_dim(self.head_dim)
         size = (self.heads, self.num_features // dim, dim)
@@ -128,12 +198,12 @@ class FastFoodMap(SpectralMap):
         return [self.S.to(dtype) / self.sigma, self.G.to(dtype), self.B.to(dtype), self.P]
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """V itself, (heads, M, D): the transform of the unit vectors."""
+        """Matrix V, (heads, M, D): the transform of the unit vectors."""
         eye = torch.eye(self.head_dim, dtype=dtype, device=self.S.device)
         return fastfood(eye, *self._factors(dtype))
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """V, or the diagonals and the permutation where rows are transformed."""
+        """Matrix V, or the diagonals and the permutation if rows are transformed."""
         if not self.by_rows:
             return super().tensors(dtype)
         # One dtype for all tensors of a map: numbers below 2^24 are exact in any.

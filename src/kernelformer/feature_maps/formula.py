@@ -1,11 +1,11 @@
-"""A feature map from its formula alone."""
+"""Feature maps from their formula alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ Settings = tuple[tuple[str, object], ...]
 
 
 class FormulaMap(FeatureMap):
-    """A feature map from its formula: a subclass defines `log_phi` for positive features, or else `phi`.
+    """Feature map from its formula: a subclass defines `log_phi` for positive features, or else `phi`.
 
         class Exponential(FormulaMap):
             @staticmethod
@@ -49,15 +49,9 @@ class FormulaMap(FeatureMap):
     def __init__(
         self,
         *,
-        head_dim: int,
-        num_heads: int,
         num_features: int = 0,
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
         settings: Mapping[str, object] | None = None,
+        **common: Any,
     ) -> None:
         kind = type(self)
         if (kind.log_phi is FormulaMap.log_phi) == (kind.phi is FormulaMap.phi):
@@ -65,15 +59,9 @@ class FormulaMap(FeatureMap):
         given = tuple((settings or {}).items())
         super().__init__(
             ValueFormula(kind, given) if kind.log_phi is FormulaMap.log_phi else LogFormula(kind, given),
-            head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
             settings=settings,
+            **common,
         )
         self.formula_settings = dict(given)
         for name, x in self.first_values().items():
@@ -82,16 +70,16 @@ class FormulaMap(FeatureMap):
 
     @staticmethod
     def log_phi(x: Tensor, tensors: Sequence[Tensor], role: Role, **settings: object) -> Tensor:
-        """``log phi(x)``, (*, C, D) -> (*, C, M), by differentiable operations."""
+        """Compute ``log phi(x)``, (*, C, D) -> (*, C, M), by differentiable operations."""
         raise TypeError("a map by its formula says log_phi or phi, and this one says neither.")
 
     @staticmethod
     def phi(x: Tensor, tensors: Sequence[Tensor], role: Role, **settings: object) -> Tensor:
-        """``phi(x)``, (*, C, D) -> (*, C, M), by differentiable operations."""
+        """Compute ``phi(x)``, (*, C, D) -> (*, C, M), by differentiable operations."""
         raise TypeError("a map by its formula says log_phi or phi, and this one says neither.")
 
     def first_values(self) -> dict[str, Tensor]:
-        """The parameters by name, with the values that they start from: (heads, ...) each, heads = `self.heads`."""
+        """Parameters by name, with their initial values: (heads, ...) each, heads = `self.heads`."""
         return {}
 
     def _reset_learned(self) -> None:
@@ -99,42 +87,42 @@ class FormulaMap(FeatureMap):
             self.get_parameter(name).copy_(x)
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The frequencies, if there are any, then the parameters: (1, heads, ...) each."""
+        """Frequencies, if there are any, then the parameters: (1, heads, ...) each."""
         learned = [x.to(dtype).unsqueeze(0) for x in self._parameters.values() if x is not None]
         return [*super().tensors(dtype), *learned]
 
 
 @dataclass(frozen=True)
 class LogFormula(PositiveSpec):
-    """The spec of a map that defines `FormulaMap.log_phi`."""
+    """Spec of a map that defines `FormulaMap.log_phi`."""
 
     owner: type[FormulaMap]
     settings: Settings
 
     @property
     def tied(self) -> bool:
-        """A formula may tell queries from keys."""
+        """False: a formula may treat queries and keys differently."""
         return False
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The formula, of ``sqrt(scale) x``."""
+        """Evaluate the formula at ``sqrt(scale) x``."""
         return self.owner.log_phi(x * math.sqrt(scale), tensors, role, **dict(self.settings))
 
 
 @dataclass(frozen=True)
 class ValueFormula(SignedSpec):
-    """The spec of a map that defines `FormulaMap.phi`."""
+    """Spec of a map that defines `FormulaMap.phi`."""
 
     owner: type[FormulaMap]
     settings: Settings
 
     @property
     def nonnegative(self) -> bool:
-        """As the map says."""
+        """True if the map says so."""
         return self.owner.nonnegative
 
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The formula, of ``sqrt(scale) x``."""
+        """Evaluate the formula at ``sqrt(scale) x``."""
         return self.owner.phi(x * math.sqrt(scale), tensors, role, **dict(self.settings)), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,7 @@ from torch import Tensor
 from kernelformer.contract import Role, SignedChunks, SignedSpec, Workspace
 from kernelformer.errors import choice, positive_int
 from kernelformer.feature_maps.base import FeatureMap
-from kernelformer.feature_maps.draws import dense_or_fast
-from kernelformer.feature_maps.projection import Projection, Transform
+from kernelformer.feature_maps.projection import Dense, Projection, Transform
 
 _ROW = {"softmax": 0.5, "gaussian": 0.0}
 
@@ -32,27 +32,27 @@ class FourierSpec(SignedSpec):
 
     @property
     def has_factor(self) -> bool:
-        """``exp(|x|^2 / 2)`` of the softmax kernel overflows from |x| ~ 13, so it travels as a logarithm."""
+        """True for the softmax kernel: ``exp(|x|^2 / 2)`` overflows from |x| ~ 13, so it is kept as a logarithm."""
         return self.row != 0
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """A cosine and a sine per frequency, and the constant."""
+        """One cosine and one sine per frequency, and the constant."""
         return 2 * self.transform.width(tensors, head_dim) + (self.smoothing > 0)
 
     def sizes(self, normalize: bool) -> tuple[float, float]:
-        """Of a wave and of the constant feature; under normalization up to the amplitude, which cancels there."""
+        """Amplitudes of a wave and of the constant feature; under normalization relative to the former."""
         root = math.sqrt(self.smoothing)
         return (1.0, root / self.amplitude) if normalize else (self.amplitude, root)
 
     def length(self, normalize: bool) -> float:
-        """A cosine and a sine of the same angle have length 1, whatever it is."""
+        """Length of the features: cosine and sine of one angle have length 1."""
         size = math.sqrt(1 + self.smoothing)
         return size / self.amplitude if normalize else size
 
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The formula as it stands."""
+        """Evaluate the formula."""
         wave, constant = self.sizes(normalize)
         angle = self.transform.project(x, tensors, math.sqrt(scale))
         parts = [wave * angle.cos(), wave * angle.sin()]
@@ -62,8 +62,11 @@ class FourierSpec(SignedSpec):
         return torch.cat(parts, -1), factor
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """In chunks, the scale folded into the frequencies once."""
-        return FourierChunks(self, self.transform.bind(tensors, math.sqrt(scale), learn), scale, normalize)
+        """Bind for chunks, with the scale folded into the frequencies once."""
+        projection = self.transform.bind(tensors, math.sqrt(scale), learn)
+        if projection is None:
+            return super().bind(tensors, scale, normalize, learn)
+        return FourierChunks(self, projection, scale, normalize)
 
 
 class FourierChunks(SignedChunks):
@@ -92,15 +95,15 @@ class FourierChunks(SignedChunks):
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return norm.square_().mul_(self.row)
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """``d cos = -sin``, ``d sin = cos``: phi holds both, so nothing is computed again."""
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+        """Use ``d cos = -sin``, ``d sin = cos``: phi holds both, so nothing is computed again."""
         half = phi.shape[-1] // 2
         cos, sin = phi[..., :half], phi[..., half : 2 * half]
         assert self.work is not None  # phi came from here
         slope = self.work.take("angle", *x.shape[:2], half)
         torch.mul(cos, grad[..., half : 2 * half], out=slope)
         slope.addcmul_(sin, grad[..., :half], value=-1)
-        self.projection.pull_rows(x, slope, out)
+        self.projection.vjp_rows(x, slope, out)
         return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.row)
 
     def tensor_grads(self) -> list[Tensor]:
@@ -125,29 +128,17 @@ class TrigonometricMap(FeatureMap):
     def __init__(
         self,
         *,
-        head_dim: int,
-        num_heads: int,
         num_features: int = 256,
         kernel: str = "softmax",
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         choice("kernel", kernel, _ROW)
-        transform = dense_or_fast(draw, num_features, head_dim)
+        transform = Dense()
         super().__init__(
             FourierSpec(row=_ROW[kernel], amplitude=1 / math.sqrt(num_features), transform=transform),
-            head_dim=head_dim,
-            num_heads=num_heads,
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
             settings={"kernel": kernel},
+            **common,
         )
         self._start()

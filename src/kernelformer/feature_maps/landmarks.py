@@ -1,4 +1,4 @@
-"""Landmarks: which tokens they are, and the inverse of the kernel between them (Skyformer, Sec. 4.2, 4.4)."""
+"""Landmarks: their choice, and the inverse of the kernel between them (Skyformer, Sec. 4.2, 4.4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernelformer.kernels import squared_distance
 
 
 def landmark_gram(landmarks: Tensor, valid: Tensor | None, gamma: float) -> Tensor:
-    """``M + gamma I``, (..., s, s); a slot without a token stands alone with 1 + gamma on the diagonal.
+    """Compute ``M + gamma I``, (..., s, s); a slot without a token has only 1 + gamma on its diagonal.
 
     Args:
         landmarks: (..., s, D).
@@ -35,7 +35,7 @@ def sharper(inverse: Tensor, product: Tensor) -> Tensor:
 
 
 def inverse_square_root(matrix: Tensor, ridge: float) -> Tensor:
-    """The symmetric root ``W = A^-1/2`` by products of matrices alone: ``W W = A^-1``.
+    """Compute the symmetric root ``W = A^-1/2`` by matrix products alone: ``W W = A^-1``.
 
         Y <- Y P,  Z <- P Z,  P = (15 I - 10 Z Y + 3 (Z Y)^2) / 8           Y = A / c, Z = I at the start
 
@@ -66,14 +66,14 @@ def inverse_square_root(matrix: Tensor, ridge: float) -> Tensor:
 
 
 def factor(matrix: Tensor) -> Tensor:
-    """The Cholesky factor L, ``L L^T = matrix``, (..., s, s); NaN for a matrix without one, which spares the others."""
+    """Compute the Cholesky factor L, ``L L^T = matrix``, (..., s, s); NaN for a matrix without one, not an error."""
     result = torch.linalg.cholesky_ex(matrix)
     lower: Tensor = result.L.masked_fill((result.info != 0)[..., None, None], torch.nan)
     return lower
 
 
 def inverse_root(matrix: Tensor, inverse: str, ridge: float) -> Tensor:
-    """W with ``W W^T = matrix^-1``, (..., s, s).
+    """Compute W with ``W W^T = matrix^-1``, (..., s, s).
 
     Args:
         matrix: (..., s, s), of `landmark_gram`.
@@ -88,7 +88,7 @@ def inverse_root(matrix: Tensor, inverse: str, ridge: float) -> Tensor:
 
 
 def rank_hash(rank: Tensor, salt: Tensor) -> Tensor:
-    """A random-looking number of at least 0 for each rank, the same for the same rank and salt."""
+    """Hash each rank to a pseudorandom number of at least 0 that depends on rank and salt alone."""
     x = rank + salt
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):  # splitmix64's finalizer
         fill = (1 << (64 - shift)) - 1  # the shift of a signed number repeats its sign
@@ -99,7 +99,7 @@ def rank_hash(rank: Tensor, salt: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Queries or keys of one call, and which of them are real."""
+    """Queries or keys of one call, with the mask of the real ones."""
 
     x: Tensor  # (B, H, n, D)
     real: Tensor | None  # (B, n) bool
@@ -113,7 +113,7 @@ class Tokens:
         return self.real.long().cumsum(1) - 1
 
     def take(self, order: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The tokens with the smallest ``order`` (B or 1, 1 or H, n), real ones first, (B, H, slots, D); which are."""
+        """Select the tokens of least ``order`` (B or 1, 1 or H, n), real ones first, (B, H, slots, D), and a mask."""
         index = self._real_first(order).topk(self.slots, largest=False).indices
         index = index.expand(self.x.shape[0], self.x.shape[1], -1)
         chosen = self.x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, self.x.shape[3]))
@@ -123,7 +123,7 @@ class Tokens:
         return chosen.masked_fill(~valid.unsqueeze(-1), 0), valid
 
     def among_first(self, order: Tensor) -> Tensor:
-        """Which real tokens `take` takes, a bool for each of ``order``, whose numbers are different; others any."""
+        """Mask of the real tokens that `take` selects by ``order``, whose numbers differ; undefined for others."""
         order = self._real_first(order)
         return order <= order.topk(self.slots, largest=False).values[..., -1:]
 
@@ -133,11 +133,11 @@ class Tokens:
 
     @property
     def count(self) -> Tensor | int:
-        """How many are real, (B, 1) or one number for all samples."""
+        """Number of real tokens, (B, 1) or one number for all samples."""
         return self.x.shape[2] if self.real is None else self.real.sum(1, keepdim=True)
 
     def segments(self, number: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Means of stretches of real tokens, as equal as can be, (B, H, slots, D), and which slots have any.
+        """Means of stretches of real tokens, as equal as can be, (B, H, slots, D), and a mask of slots with any.
 
         Args:
             number: of stretches in each sample, (B, 1), at most ``slots``, the default.
@@ -157,7 +157,7 @@ class Tokens:
 
 
 def together(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Landmarks of queries and of keys, (B, H, s, D), and which slots have a token."""
+    """Concatenate landmarks of queries and of keys, (B, H, s, D), and the mask of slots with a token."""
     landmarks = torch.cat([z for z, _ in parts], 2)
     if all(valid is None for _, valid in parts):
         return landmarks, None
@@ -166,7 +166,7 @@ def together(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Ten
 
 
 def aligned(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Queries and keys moved towards each other, which softmax attention does not notice.
+    """Move queries and keys towards each other without changing softmax attention.
 
         q' = t q,  k' = (k - mean k) / t + t mean q          t = (var k / var q)^(1/4), each coordinate by itself
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,11 +53,11 @@ class NystromSpec(SignedSpec):
 
     @property
     def has_factor(self) -> bool:
-        """Whether rows carry the softmax kernel's ``exp(|x|^2 / 2)``."""
+        """True if rows carry the softmax kernel's ``exp(|x|^2 / 2)``."""
         return self.row != 0
 
     def length(self, normalize: bool) -> float:
-        """For the guard: a weight below gamma is not resolved, so that far smaller denominators mean nothing."""
+        """Square root of gamma: a weight below gamma is not resolved, so smaller denominators mean nothing."""
         return math.sqrt(self.gamma)
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
@@ -66,7 +67,7 @@ class NystromSpec(SignedSpec):
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The formula as it stands."""
+        """Evaluate the formula."""
         landmarks, offset, root, centre = tensors
         x = x.to(landmarks.dtype)
         near = x - centre.unsqueeze(-2)
@@ -77,7 +78,7 @@ class NystromSpec(SignedSpec):
         return phi, self.row * scale * x.square().sum(-1, keepdim=True) if self.has_factor else None
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """In chunks, the scale folded into the landmarks once."""
+        """Bind for chunks, with the scale folded into the landmarks once."""
         return NystromChunks(self, tensors, scale, normalize, learn)
 
 
@@ -99,7 +100,7 @@ class NystromChunks(SignedChunks):
         return norm.square_()
 
     def _kernel(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x less the centre, (N, C, D), and kappa(x, Z), (N, C, s)."""
+        """Compute x less the centre, (N, C, D), and kappa(x, Z), (N, C, s)."""
         near = torch.sub(x, self.centre, out=self.work.take("near", *x.shape))
         logs = self.work.take("kernel", *x.shape[:2], self.weight.shape[1])
         torch.baddbmm(self.offset, near, self.weight.transpose(1, 2), out=logs)
@@ -107,14 +108,14 @@ class NystromChunks(SignedChunks):
         return near, logs.clamp_max_(0).exp_()  # above 0 is rounding
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
-        """The kernel, and half of the inverse."""
+        """Kernel, times half of the inverse."""
         torch.bmm(self._kernel(x)[1], self.half, out=out)
         if not self.spec.has_factor or (role == "query" and self.normalize):
             return None
         return self._norm(x).mul_(self.spec.row * self.scale)
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """Through the root, then through the exponential by its own value; the centre has no slope."""
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+        """Differentiate the root, then the exponential by its own value; the centre has no gradient."""
         near, kernel = self._kernel(x)
         if self.grads is not None:
             self.grads[2].baddbmm_(kernel.transpose(1, 2), grad)
@@ -127,13 +128,13 @@ class NystromChunks(SignedChunks):
         return out if log_grad is None else out.addcmul_(x, log_grad, value=2 * self.spec.row * self.scale)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of landmarks, log weights and root, and zeros for the centre."""
+        """Gradients of landmarks, log weights and root, and zeros for the centre."""
         assert self.grads is not None
         return list(self.grads)
 
 
 class NystromMap(FeatureMap):
-    """Skyformer's features of the Gaussian or the softmax kernel.
+    """Skyformer features of the Gaussian or the softmax kernel.
 
         out = kappa(Q, Z) (M + gamma I)^-1 kappa(Z, K) V           (Skyformer, Eq. 5, 6)
 
@@ -195,24 +196,11 @@ class NystromMap(FeatureMap):
                 f"landmarks={landmarks!r}: those of tokens are each query head's own. Leave it out."
             )
         gamma = number("gamma", gamma, above=0)  # without a ridge equal tokens have no inverse
-        settings = {
-            "num_landmarks": num_landmarks,
-            "gamma": gamma,
-            "inverse": inverse,
-            "kernel": kernel,
-            "landmarks": landmarks,
-            "align": align,
-        }
-        super().__init__(
-            NystromSpec(_ROW[kernel], gamma),
-            head_dim=head_dim,
-            num_heads=num_heads,
-            num_features=0,
-            seed=seed,
-            per_head=True,
-            num_key_heads=num_key_heads,
-            settings=settings,
-        )
+        settings: dict[str, object] = {"num_landmarks": num_landmarks, "gamma": gamma, "inverse": inverse}
+        settings |= {"kernel": kernel, "landmarks": landmarks, "align": align}
+        sizes: dict[str, Any] = {"head_dim": head_dim, "num_heads": num_heads, "num_key_heads": num_key_heads}
+        spec = NystromSpec(_ROW[kernel], gamma)
+        super().__init__(spec, num_features=0, seed=seed, per_head=True, settings=settings, **sizes)
         self.num_landmarks, self.gamma, self.inverse, self.landmarks = num_landmarks, gamma, inverse, landmarks
         self.normalized, self.aligns = kernel == "softmax", align
         if landmarks == "learned":
@@ -221,12 +209,12 @@ class NystromMap(FeatureMap):
 
     @property
     def is_random(self) -> bool:
-        """Whether landmarks are drawn."""
+        """True if landmarks are drawn."""
         return self.landmarks in ("uniform", "leverage", "pivoted")
 
     @property
     def sees_sequence(self) -> bool:
-        """Whether landmarks come from all tokens, also from later ones."""
+        """True if landmarks come from all tokens, also from later ones."""
         return self.landmarks != "learned"
 
     def _draws(self, draw: int) -> dict[str, Tensor]:
@@ -244,7 +232,7 @@ class NystromMap(FeatureMap):
 
     @property
     def has_density(self) -> bool:
-        """Landmarks are points, not frequencies."""
+        """False: landmarks are points, not frequencies."""
         return False
 
     def _width(self) -> int:
@@ -253,7 +241,7 @@ class NystromMap(FeatureMap):
     def align(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `landmarks.aligned`."""
+        """Apply `landmarks.aligned`, if asked for."""
         if not self.aligns:
             return query, key
         dtype = compute_dtype(query.dtype)
@@ -263,7 +251,7 @@ class NystromMap(FeatureMap):
     def prepare(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, query_mask: Tensor | None = None
     ) -> list[Tensor]:
-        """Landmarks, their log weights, the root of the inverse and the centre, for each sample and head."""
+        """Compute landmarks, log weights, the root of the inverse and the centre, for each sample and head."""
         dtype = compute_dtype(query.dtype)
         if self.gamma < LEAST[dtype]:
             raise ValueError(
@@ -296,7 +284,7 @@ class NystromMap(FeatureMap):
     def _pivoted(
         self, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Landmarks among all rows of [Q; K], and which slots have one."""
+        """Choose landmarks among all rows of [Q; K]; also the mask of slots with one."""
         parts, masks = [], []
         for x, mask in ((query, query_mask), (key, key_mask)):
             parts.append(x if mask is None else x.masked_fill(~mask[:, None, :, None], 0))
@@ -307,7 +295,7 @@ class NystromMap(FeatureMap):
         return at(rows, index, valid), valid
 
     def _tensors(self, points: Tensor, valid: Tensor | None, scale: float) -> list[Tensor]:
-        """From landmarks in the units of x, (B or 1, H, s, D), and which slots have one."""
+        """Compute the tensors from landmarks in the units of x, (B or 1, H, s, D), and the mask of slots with one."""
         if valid is None:
             centre = points.detach().mean(2)
         else:
@@ -323,7 +311,7 @@ class NystromMap(FeatureMap):
 
     @torch.no_grad()
     def _scores(self, x: Tensor, landmarks: Tensor, valid: Tensor | None, scale: float) -> Tensor:
-        """Leverage scores (B, H, n) of tokens that are no landmarks yet, up to a factor.
+        """Estimate leverage scores (B, H, n) of tokens that are not landmarks yet, up to a factor.
 
             r(x) = 1 - kappa(x, Z) (M + gamma I)^-1 kappa(Z, x) = 1 - |phi(x)|^2
 
@@ -337,7 +325,7 @@ class NystromMap(FeatureMap):
         return torch.cat(rows, 2).clamp_min(self.gamma)
 
     def _by_leverage(self, parts: Sequence[Tokens], orders: Sequence[Tensor], scale: float) -> list[Tensor]:
-        """Orders (B, H, n) of queries and of keys: half of the slots as they come, the others by leverage scores.
+        """Order queries and keys (B, H, n): half of the slots by ``orders``, the others by leverage scores.
 
         Weighted sampling without replacement: the smallest of exponential numbers with the scores as rates.
 

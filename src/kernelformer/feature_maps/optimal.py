@@ -29,15 +29,15 @@ class OptimalSpec(PositiveSpec):
 
     @property
     def tied(self) -> bool:
-        """Queries and keys are balanced by inverse factors."""
+        """False: queries and keys are balanced by inverse factors."""
         return False
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The formula as it stands."""
+        """Evaluate the formula."""
         return self._logs(x, tensors, scale, role) + tensors[2].unsqueeze(-2)
 
     def log_shares(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """Queries take the constants of the keys, whose own summand then is one number per row."""
+        """Formula in which queries take the constants of the keys, whose own summand then is one number per row."""
         logs = self._logs(x, tensors, scale, role)
         return logs + 2 * tensors[2].unsqueeze(-2) if role == "query" else logs
 
@@ -47,14 +47,14 @@ class OptimalSpec(PositiveSpec):
         return Dense().project(x, [w], math.sqrt(scale), norm, -0.5 * scale)
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
-        """In chunks, the scale folded into the frequencies once; buffers, of which nothing is to be learned."""
+        """Bind for chunks, with the scale folded into the frequencies once; nothing is learned."""
         parts = [Dense().bind([w], math.sqrt(scale), learn=False) for w in tensors[:2]]
         squares = [(x.square() * scale).unsqueeze(1) for x in tensors[3:]]
         return OptimalChunks(parts, tensors[2], squares, normalize)
 
 
 class OptimalChunks(PositiveChunks):
-    """`OptimalSpec` on chunks; first of each pair the queries', second the keys'.
+    """`OptimalSpec` on chunks; of each pair the first is the queries', the second the keys'.
 
     Args:
         parts: x -> sqrt(scale) w x.
@@ -67,28 +67,28 @@ class OptimalChunks(PositiveChunks):
         self.parts, self.constants, self.squares, self.normalize = parts, constants, squares, normalize
 
     def _offset(self, x: Tensor, which: int) -> Tensor:
-        """``-scale |t x|^2 / 2``, (N, C, 1)."""
+        """Compute ``-scale |t x|^2 / 2``, (N, C, 1)."""
         return (x.square() @ self.squares[which].mT).mul_(-0.5)
 
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-        """Constants ride on the product; under normalization those of the keys too, and the row's own is left out."""
+        """Projection plus constants, under normalization those of the keys too and without the row's own offset."""
         constants = self.constants.unsqueeze(1)
         self.parts[0].rows(x, out, torch.add(shift, constants, alpha=2 if self.normalize else 1))
         return out if self.normalize else out.add_(self._offset(x, 0))
 
     def keys(self, x: Tensor, out: Tensor) -> Tensor:
-        """The offset is the summand of the product."""
+        """Projection with the offset as the summand of the product."""
         self.parts[1].columns(x, out, self._offset(x, 1).mT)
         return out if self.normalize else out.add_(self.constants.unsqueeze(2))
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """``grad W - scale t^2 x sum(grad)``; the sum is zero under normalization."""
-        self.parts[0].pull_rows(x, grad, out)
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Compute ``grad W - scale t^2 x sum(grad)``; the sum is zero under normalization."""
+        self.parts[0].vjp_rows(x, grad, out)
         return out if self.normalize else out.addcmul_(x * self.squares[0], grad.sum(2, keepdim=True), value=-1)
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        self.parts[1].pull_columns(x, grad, out)
+        self.parts[1].vjp_columns(x, grad, out)
         return out.addcmul_(x * self.squares[1], grad.sum(1).unsqueeze(2), value=-1)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:
@@ -99,7 +99,7 @@ class OptimalChunks(PositiveChunks):
 
 
 class OptimalMap(CalibratedMap):
-    """Positive features of the softmax kernel with the least variance for queries and keys like those seen before.
+    """Positive features of the softmax kernel with least variance for queries and keys of known statistics.
 
         phi(x) = det(I - 4 A)^(1/4) / sqrt(m) [exp(w_i^T A w_i + w_i^T (I - 4 A)^(1/2) x - |x|^2 / 2)]
 
@@ -152,7 +152,7 @@ class OptimalMap(CalibratedMap):
         self._start()
 
     def tensors(self, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[Tensor]:
-        """Frequencies, constants and balance, see `OptimalSpec`; the statistics are taken at ``scale``."""
+        """Frequencies, constants and balance, see `OptimalSpec`; the statistics are evaluated at ``scale``."""
         assert self.statistics is not None
         assert self.omega is not None
         w_q, w_k, constants = self.statistics.features(self.omega, scale)
@@ -163,5 +163,5 @@ class OptimalMap(CalibratedMap):
     def prepare(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, query_mask: Tensor | None = None
     ) -> list[Tensor]:
-        """The tensors at the scale of the call; tokens are not looked at."""
+        """Return the tensors at the scale of the call, which do not depend on tokens."""
         return self.tensors(compute_dtype(query.dtype), scale)

@@ -80,13 +80,13 @@ def pivots(
 
 
 def at(x: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """The chosen tokens (B, H, r, D) of x (B, H, S, D), with zeros where there is none."""
+    """Gather the chosen tokens (B, H, r, D) of x (B, H, S, D), with zeros where there is none."""
     chosen = x.gather(2, index.unsqueeze(3).expand(-1, -1, -1, x.shape[3]))
     return chosen.masked_fill(~valid.unsqueeze(3), 0)
 
 
 class _Choice:
-    """The choice for some rows: a factor G (N, t, S), ``G^T G ~ kappa(x, x)``, that grows by some rows each round.
+    """Pivoted Cholesky for a block of rows: a factor G (N, t, S), ``G^T G ~ kappa(x, x)``, that grows in each round.
 
     Rounds accept different numbers in different rows of N; where one accepts less, its rows of G are zeros.
     """
@@ -107,7 +107,7 @@ class _Choice:
         self.floor = FLOOR[x.dtype] * (2 * self.half).clamp_min(1)  # (N, S)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """All rounds; in each the first proposal of a row is accepted or found to be explained."""
+        """Run all rounds; in each the first proposal of a row is accepted or found to be explained."""
         for number in range(self.wanted + self.x.shape[1]):
             if not self._round(number):
                 break
@@ -119,7 +119,7 @@ class _Choice:
         return index.masked_fill(~accepted, 0), accepted
 
     def _propose(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens (N, b), and thresholds (b) in [0, 1) for the shares of their residuals that must be left."""
+        """Propose tokens (N, b), with thresholds (b) in [0, 1) for the shares of their residuals that must be left."""
         logs = torch.log(self.residual.double()).add_(self.weight)
         # Relative to the largest that is left: weights of long tokens are beyond any range.
         share = logs.sub_(logs.amax(1, keepdim=True)).exp_().nan_to_num_(0)
@@ -133,7 +133,7 @@ class _Choice:
         return tokens, uniform[self.block :]
 
     def _round(self, number: int) -> bool:
-        """Propose, accept, and take off what the accepted ones explain; False where no more are to come."""
+        """Propose, accept, and subtract what the accepted ones explain; return False after the last round."""
         tokens, thresholds = self._propose(number)
         before = self.factor[:, : self.used].gather(2, tokens.unsqueeze(1).expand(-1, self.used, -1))  # (N, t, b)
         points = self.x.gather(1, tokens.unsqueeze(2).expand(-1, -1, self.x.shape[2]))
@@ -150,7 +150,7 @@ class _Choice:
         accepted, tokens = accepted.gather(1, order), tokens.gather(1, order)
         self.chosen.append((tokens, accepted))
         if most == 0:
-            return self._goes_on()
+            return self._continues()
         lower = lower.gather(1, order.unsqueeze(2).expand(-1, -1, lower.shape[2]))
         lower = lower.gather(2, order.unsqueeze(1).expand(-1, most, -1))
         lower.diagonal(dim1=1, dim2=2).masked_fill_(~accepted, 1)
@@ -160,14 +160,14 @@ class _Choice:
         own = torch.zeros_like(self.residual, dtype=torch.bool).scatter_(1, tokens, accepted)
         self.residual.masked_fill_(own | (self.residual <= self.floor), 0)
         self.room = self.room - accepted.sum(1)
-        return self._goes_on()
+        return self._continues()
 
-    def _goes_on(self) -> bool:
-        """Whether some row wants more landmarks and has something left to explain."""
+    def _continues(self) -> bool:
+        """Return True if some row wants more landmarks and has something left to explain."""
         return bool(((self.room > 0) & (self.residual > 0).any(1)).any())
 
     def _accept(self, rest: Tensor, need: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which proposals become landmarks (N, b), the factor of ``rest`` (N, b, b) over them, and what is left (N, b).
+        """Accept proposals: a mask (N, b), the factor of ``rest`` (N, b, b) over them, and the residuals (N, b).
 
         One does if more than ``need`` (N, b) of its residual is left.
         """
@@ -185,7 +185,7 @@ class _Choice:
         return accepted, lower, rest.diagonal(dim1=1, dim2=2)
 
     def _explain(self, points: Tensor, before: Tensor, lower: Tensor, accepted: Tensor) -> None:
-        """New rows of the factor, ``lower^-1 (kappa(z, x) - before^T G)`` for landmarks z, and the residuals' fall."""
+        """Append rows to the factor, ``lower^-1 (kappa(z, x) - before^T G)`` for landmarks z; lower the residuals."""
         end = self.used + points.shape[1]
         if end > self.factor.shape[1]:
             self.factor = torch.cat([self.factor, torch.empty_like(self.factor)], 1)
@@ -201,7 +201,7 @@ class _Choice:
 
 
 def _accepted_first(accepted: Tensor) -> Tensor:
-    """The order of the proposals (N, b) with the accepted ones before the others."""
+    """Order the proposals (N, b) with the accepted ones before the others."""
     return torch.sort(accepted.logical_not().to(torch.uint8), stable=True, dim=1).indices
 
 
@@ -223,12 +223,12 @@ class WildcatSpec(SignedSpec):
 
     @property
     def has_factor(self) -> bool:
-        """Rows carry their largest logarithm."""
+        """True: rows carry their largest logarithm."""
         return True
 
     @property
     def guarded(self) -> bool:
-        """A guard by norms would drown what is left of queries that are far from all keys; outputs are clipped."""
+        """False: a guard by norms would drown queries that are far from all keys; outputs are clipped instead."""
         return False
 
     def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
@@ -238,7 +238,7 @@ class WildcatSpec(SignedSpec):
     def features(
         self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The formula as it stands."""
+        """Evaluate the formula."""
         landmarks, offset, root, centre, tau = tensors
         x = x.to(landmarks.dtype)
         centre, tau, offset = centre.unsqueeze(-2), tau.unsqueeze(-1), offset.unsqueeze(-2)
@@ -249,12 +249,12 @@ class WildcatSpec(SignedSpec):
         return phi, top if role == "key" else top + scale * (x @ centre.transpose(-1, -2))
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
-        """In chunks."""
+        """Bind for chunks."""
         return WildcatChunks(tensors, scale, normalize, learn)
 
 
 def _finite(top: Tensor) -> Tensor:
-    """The largest logarithm of a row; 0 where there is no landmark."""
+    """Replace the largest logarithm of a row by 0 if there is no landmark."""
     return top.masked_fill(top == -torch.inf, 0)
 
 
@@ -282,15 +282,15 @@ class WildcatChunks(SignedChunks):
         return seen, logs.sub_(top).exp_(), top
 
     def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
-        """The kernel, and half of the inverse."""
+        """Kernel, times half of the inverse."""
         _, kernel, factor = self._seen(x, role)
         torch.bmm(kernel, self.half, out=out)
         if role == "key":
             return factor
         return None if self.normalize else factor.add_((x @ self.centre.transpose(1, 2)).mul_(self.scale))
 
-    def pull(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
-        """Through the root, then through the exponential by its own value; what rows are relative to cancels."""
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+        """Differentiate the root, then the exponential by its own value; the reference of a row cancels."""
         seen, kernel, _ = self._seen(x, role)
         if self.grads is not None:
             self.grads[2].baddbmm_(kernel.transpose(1, 2), grad)
@@ -314,7 +314,7 @@ class WildcatChunks(SignedChunks):
             self.grads[3].add_(grad, alpha=factor)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of landmarks, their squares, root and centre; tau counts as constant."""
+        """Gradients of landmarks, their squares, root and centre; tau counts as constant."""
         assert self.grads is not None
         return list(self.grads)
 
@@ -355,22 +355,22 @@ class WildcatMap(FeatureMap):
             settings={"num_landmarks": num_landmarks, "pivots": pivots},
         )
         self.num_landmarks, self.pivots = num_landmarks, pivots
-        self.has_said = False  # that all keys are landmarks
+        self.has_warned = False  # that all keys are landmarks
         self._start()
 
     @property
     def is_random(self) -> bool:
-        """Whether landmarks are drawn."""
+        """True if landmarks are drawn."""
         return self.pivots == "random"
 
     @property
     def sees_sequence(self) -> bool:
-        """Landmarks come from all keys, also from later ones."""
+        """True: landmarks come from all keys, later ones included."""
         return True
 
     @property
     def has_density(self) -> bool:
-        """Landmarks are points, not frequencies."""
+        """False: landmarks are points, not frequencies."""
         return False
 
     def _draws(self, draw: int) -> dict[str, Tensor]:
@@ -385,9 +385,9 @@ class WildcatMap(FeatureMap):
     def prepare(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None, scale: float, query_mask: Tensor | None = None
     ) -> list[Tensor]:
-        """Landmarks, half of their squares, the root of the inverse, the centre and tau, for each sample and head."""
+        """Compute landmarks, half of their squares, the root of the inverse, the centre and tau, by sample and head."""
         dtype = compute_dtype(query.dtype)
-        self._say(key.shape[2])
+        self._warn(key.shape[2])
         key = key.to(dtype).repeat_interleave(query.shape[1] // key.shape[1], 1)
         if key_mask is not None:
             key = key.masked_fill(~key_mask[:, None, :, None], 0)
@@ -408,9 +408,9 @@ class WildcatMap(FeatureMap):
         offset = (-0.5 * landmarks.square().sum(3)).masked_fill(~valid, -torch.inf)
         return [landmarks, offset, inverse_root(gram, "cholesky", RIDGE).to(dtype), centre, tau]
 
-    def _say(self, tokens: int) -> None:
-        if self.num_landmarks > tokens > 0 and not self.has_said and not torch.compiler.is_compiling():
-            self.has_said = True
+    def _warn(self, tokens: int) -> None:
+        if self.num_landmarks > tokens > 0 and not self.has_warned and not torch.compiler.is_compiling():
+            self.has_warned = True
             warnings.warn(
                 f"num_landmarks={self.num_landmarks} of {tokens} keys: all of them are landmarks; 'softmax' is exact "
                 f"and cheaper for sequences that short.",
@@ -419,17 +419,17 @@ class WildcatMap(FeatureMap):
 
 
 @contextmanager
-def unsaid(model: nn.Module) -> Iterator[None]:
-    """Calls that only try a model say nothing of the landmarks that their few tokens have, and count as no call."""
+def without_landmark_warnings(model: nn.Module) -> Iterator[None]:
+    """Suppress warnings about few tokens in calls that only try a model."""
     maps = [x for x in model.modules() if isinstance(x, WildcatMap)]
-    said = [x.has_said for x in maps]
+    before = [x.has_warned for x in maps]
     for x in maps:
-        x.has_said = True
+        x.has_warned = True
     try:
         yield
     finally:
-        for x, before in zip(maps, said, strict=True):
-            x.has_said = before
+        for x, warned in zip(maps, before, strict=True):
+            x.has_warned = warned
 
 
 def _count(key: Tensor, mask: Tensor | None) -> Tensor | int:
@@ -438,7 +438,7 @@ def _count(key: Tensor, mask: Tensor | None) -> Tensor | int:
 
 @torch.no_grad()
 def _tau(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, scale: float) -> Tensor:
-    """``sqrt(3.946 max|k| / max|q|)`` over real tokens, (B, H, 1); 1 where all keys are equal.
+    """Compute ``sqrt(3.946 max|k| / max|q|)`` over real tokens, (B, H, 1); 1 where all keys are equal.
 
     Queries count as long enough for products of `LEAST_PRODUCT`: with less all keys are one, whatever tau is.
     """

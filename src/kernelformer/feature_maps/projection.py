@@ -1,4 +1,4 @@
-"""``z = W x``, the linear part of a map: what W is made of, and how chunks go through it.
+"""The linear part ``z = W x`` of a map: the definition of W, and its products with chunks.
 
 A `Transform` is part of a spec and says how W follows from the map's tensors; bound to them it is a `Projection`.
 """
@@ -17,55 +17,55 @@ from kernelformer.contract import scaled
 
 
 class Projection(ABC):
-    """A transform bound to the rows of a block; letters as in `contract`."""
+    """Transform bound to the rows of a block; letters as in `contract`."""
 
     @abstractmethod
     def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """``out = W x + shift`` row by row: x (N, C, D), shift broadcastable to out (N, C, M), which is returned."""
+        """Compute ``out = W x + shift`` by rows: x (N, C, D), shift broadcastable to out (N, C, M); returns out."""
 
     @abstractmethod
     def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """The same transposed: shift broadcastable to out (N, M, C)."""
+        """Compute `rows` transposed: shift broadcastable to out (N, M, C)."""
 
     @abstractmethod
-    def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Gradient at x of `rows`, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
+    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Gradient of `rows` at x, grad (N, C, M) -> out (N, C, D); adds to `tensor_grads` if bound to learn."""
 
     @abstractmethod
-    def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """Gradient at x of `columns`, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` as well."""
+    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Gradient of `columns` at x, grad (N, M, C) -> out (N, C, D); adds to `tensor_grads` as well."""
 
     @abstractmethod
     def at(self, row: int) -> Projection:
-        """The same for one row of N, by views, so that gradients land in the whole."""
+        """Return the same for one row of N, by views, so that gradients are summed in the whole."""
 
     def tensor_grads(self) -> list[Tensor]:
-        """Gradients of the bound tensors, (N, ...) each, summed over all pulls so far."""
+        """Return the gradients of the bound tensors, (N, ...) each, summed over all vector-Jacobian products so far."""
         raise TypeError(f"{type(self).__name__} has no tensors to learn.")
 
 
 @dataclass(frozen=True)
 class Transform(ABC):
-    """How z follows from x and the map's tensors."""
+    """Linear map from x to z, given the map's tensors."""
 
     @abstractmethod
     def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """The number of entries of z."""
+        """Number of entries of z."""
 
     @abstractmethod
     def project(
         self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
     ) -> Tensor:
-        """The definition, ``factor W x + weight offset``: x (B, H, C, D), offset (B, H, C, 1) -> (B, H, C, M)."""
+        """Definition, ``factor W x + weight offset``: x (B, H, C, D), offset (B, H, C, 1) -> (B, H, C, M)."""
 
-    @abstractmethod
-    def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection:
-        """``factor W`` for chunks; tensors (N, ...)."""
+    def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection | None:
+        """Bind ``factor W`` for chunks; tensors (N, ...). None, the default: chunks go through `project`."""
+        return None
 
 
 @dataclass(frozen=True)
 class Dense(Transform):
-    """W as one matrix; tensors: omega (B or 1, H or 1, M, D). Mirrored: W and -W, one below the other."""
+    """Transform by one matrix W; tensors: omega (B or 1, H or 1, M, D). Mirrored: W and -W, one below the other."""
 
     mirrored: bool = False
 
@@ -74,13 +74,13 @@ class Dense(Transform):
         return tensors[0].shape[-2] * (2 if self.mirrored else 1)
 
     def matrix(self, omega: Tensor) -> Tensor:
-        """W itself, (..., M, D)."""
+        """Matrix W, (..., M, D)."""
         return torch.cat([omega, -omega], -2) if self.mirrored else omega
 
     def project(
         self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
     ) -> Tensor:
-        """One product; for all heads at once where they share the frequencies."""
+        """One product, for all heads at once if they share the frequencies."""
         omega = self.matrix(tensors[0])
         x = x.to(omega.dtype)
         if omega.shape[:-2].numel() == 1 and torch.compiler.is_exporting():  # a flat view would fix the length
@@ -97,7 +97,7 @@ class Dense(Transform):
         return z if offset is None else torch.add(z, offset, alpha=weight)
 
     def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection:
-        """The factor is multiplied in once."""
+        """Fold the factor into the matrix once."""
         weight = scaled(tensors[0], factor, self.matrix)
         grads = torch.zeros_like(weight, memory_format=torch.contiguous_format) if learn else None
         return DenseProjection(weight, grads, factor, self.mirrored)
@@ -110,7 +110,7 @@ class DenseProjection(Projection):
         self.weight, self.grads, self.factor, self.mirrored = weight, grads, factor, mirrored
 
     def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """The shift rides on the product as its summand; one matrix for all rows is one product."""
+        """One product with the shift as its summand."""
         weight = self.weight.transpose(1, 2)
         if x.shape[0] > 1 and weight.stride(0) == 0 and x.is_contiguous() and out.is_contiguous():
             torch.mm(x.flatten(0, 1), weight[0], out=out.flatten(0, 1))
@@ -118,17 +118,17 @@ class DenseProjection(Projection):
         return torch.bmm(x, weight, out=out) if shift is None else torch.baddbmm(shift, x, weight, out=out)
 
     def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """The shift rides on the product as its summand."""
+        """One product with the shift as its summand."""
         x = x.transpose(1, 2)
         return torch.bmm(self.weight, x, out=out) if shift is None else torch.baddbmm(shift, self.weight, x, out=out)
 
-    def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """Multiply the gradient by W."""
         if self.grads is not None:
             self.grads.baddbmm_(grad.transpose(1, 2), x)
         return torch.bmm(grad, self.weight, out=out)
 
-    def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
         if self.grads is not None:
             self.grads.baddbmm_(grad, x)
@@ -141,7 +141,7 @@ class DenseProjection(Projection):
         return DenseProjection(self.weight[one], grads, self.factor, self.mirrored)
 
     def tensor_grads(self) -> list[Tensor]:
-        """Of omega: undo the folded factor, and both signs of a mirrored one."""
+        """Gradient of omega: undo the folded factor, and both signs of a mirrored one."""
         assert self.grads is not None
         grad = self.grads * self.factor
         if self.mirrored:
@@ -152,20 +152,20 @@ class DenseProjection(Projection):
 
 @dataclass(frozen=True)
 class Identity(Transform):
-    """z = x; no tensors."""
+    """Transform z = x, without tensors."""
 
     def width(self, tensors: Sequence[Tensor], head_dim: int) -> int:
-        """As many entries as x has."""
+        """Head dimension."""
         return head_dim
 
     def project(
         self, x: Tensor, tensors: Sequence[Tensor], factor: float, offset: Tensor | None = None, weight: float = 1.0
     ) -> Tensor:
-        """The factor alone."""
+        """Multiply by the factor."""
         return x * factor if offset is None else torch.add(x * factor, offset, alpha=weight)
 
     def bind(self, tensors: Sequence[Tensor], factor: float, learn: bool) -> Projection:
-        """There is nothing to bind."""
+        """Bind the factor."""
         return IdentityProjection(factor)
 
 
@@ -176,22 +176,22 @@ class IdentityProjection(Projection):
         self.factor = factor
 
     def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """The factor alone."""
+        """Multiply by the factor."""
         torch.mul(x, self.factor, out=out)
         return out if shift is None else out.add_(shift)
 
     def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """The factor alone, transposed."""
+        """Multiply by the factor and transpose."""
         return self.rows(x.transpose(1, 2), out, shift)
 
-    def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """The factor alone."""
+    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Multiply by the factor."""
         return torch.mul(grad, self.factor, out=out)
 
-    def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """The factor alone, transposed."""
+    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Multiply by the factor and transpose."""
         return torch.mul(grad.transpose(1, 2), self.factor, out=out)
 
     def at(self, row: int) -> Projection:
-        """All rows are the same."""
+        """Return itself: all rows are the same."""
         return self

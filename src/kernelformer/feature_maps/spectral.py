@@ -30,7 +30,7 @@ STARTS = ("identity", "xavier")  # of a mixture's covariances
 
 
 def spectral_spec(features: str, width: int, independent: int, smoothing: Smoothing, transform: Transform) -> Spec:
-    """RKS or PRF features.
+    """Build the spec of RKS or PRF features.
 
     Args:
         features: ``rks`` or ``prf``.
@@ -57,11 +57,11 @@ class SpectralMap(FeatureMap):
 
     Args:
         features: ``rks`` or ``prf``.
-        width: how many frequencies there are; ``num_features`` of them are independent.
         smoothing: s of RKS features, a number of at least 0 or ``noise``; see `spectral_spec`.
-        settings: see `FeatureMap`.
-        transform: x -> W x.
-        common: other arguments of `FeatureMap`.
+        width: number of frequencies, of which ``num_features`` are independent; None: all are.
+        transform: x -> W x; None: a matrix.
+
+    The others are those of `FeatureMap`.
     """
 
     noise: Tensor
@@ -69,18 +69,19 @@ class SpectralMap(FeatureMap):
     def __init__(
         self,
         features: str,
-        width: int,
+        *,
         smoothing: Smoothing,
         settings: Mapping[str, object],
-        transform: Transform,
-        *,
         num_features: int,
+        width: int | None = None,
+        transform: Transform | None = None,
         **common: Any,
     ) -> None:
         if not isinstance(smoothing, str):
             smoothing = number("smoothing", smoothing, at_least=0)
         own = {"features": features, **settings, **({"smoothing": smoothing} if features == "rks" else {})}
-        spec = spectral_spec(features, width, num_features, smoothing, transform)
+        width = num_features if width is None else width
+        spec = spectral_spec(features, width, num_features, smoothing, transform or Dense())
         super().__init__(spec, num_features=num_features, settings=own, **common)
 
     def _draws(self, draw: int) -> dict[str, Tensor]:
@@ -88,7 +89,7 @@ class SpectralMap(FeatureMap):
 
 
 class MixtureMap(SpectralMap):
-    """A Gaussian mixture as spectral density, C components of weight 1/C.
+    """Gaussian mixture as spectral density, C components of weight 1/C.
 
         w_{c,i} = S_c n_i + mu_c,      n_i ~ N(0, I) shared by the components           (KL-Transformer, Eq. 5, 10)
 
@@ -119,8 +120,6 @@ class MixtureMap(SpectralMap):
     def __init__(
         self,
         *,
-        head_dim: int,
-        num_heads: int,
         features: str,
         num_features: int = 256,
         components: int = 2,
@@ -129,11 +128,8 @@ class MixtureMap(SpectralMap):
         start: str = "identity",
         mean_std: float | None = None,
         smoothing: Smoothing = 1.0,
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
         per_head: bool = True,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         num_features = positive_int("num_features", num_features)
         components = positive_int("components", components)
@@ -144,24 +140,18 @@ class MixtureMap(SpectralMap):
         mean_std = None if mean_std is None else number("mean_std", mean_std, at_least=0)
         super().__init__(
             features,
-            components * num_features,
-            smoothing,
-            {"components": components, "tied": tied, "covariance": covariance},
-            Dense(),
-            head_dim=head_dim,
-            num_heads=num_heads,
+            width=components * num_features,
+            smoothing=smoothing,
+            settings={"components": components, "tied": tied, "covariance": covariance},
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
             per_head=per_head,
-            num_key_heads=num_key_heads,
+            **common,
         )
         self.components, self.tied, self.diagonal = components, tied, covariance == "diagonal"
         self.start, self.mean_std = start, mean_std
         own = components // 2 if tied else components
-        self.mu = parameter(self.heads, own, head_dim)
-        self.S = parameter(self.heads, own, head_dim, *(() if self.diagonal else (head_dim,)))
+        self.mu = parameter(self.heads, own, self.head_dim)
+        self.S = parameter(self.heads, own, self.head_dim, *(() if self.diagonal else (self.head_dim,)))
         self._start()
 
     def _reset_learned(self) -> None:
@@ -185,7 +175,7 @@ class MixtureMap(SpectralMap):
         return self.head_dim * width, self.heads * width
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """S n + mu, component after component, (heads, C num_features, D)."""
+        """Frequencies S n + mu, component after component, (heads, C num_features, D)."""
         noise, S, mu = self.noise.to(dtype).unsqueeze(1), self.S.to(dtype), self.mu.to(dtype).unsqueeze(2)
         spread = noise * S.unsqueeze(2) if self.diagonal else noise @ S.transpose(-1, -2)  # (heads, C, M, D)
         if self.tied:
@@ -193,7 +183,7 @@ class MixtureMap(SpectralMap):
         return (spread + mu).flatten(1, 2)
 
     def covariances(self) -> Tensor:
-        """S_c S_c^T, (H, C, D, D)."""
+        """Covariances S_c S_c^T, (H, C, D, D)."""
         S = self.S.detach().float()
         own = S.square().diag_embed() if self.diagonal else S @ S.transpose(-1, -2)
         both = own.repeat_interleave(2, 1) if self.tied else own
@@ -201,12 +191,12 @@ class MixtureMap(SpectralMap):
 
 
 def _uniform(like: Tensor, bound: float, gen: torch.Generator) -> Tensor:
-    """Numbers from -bound to bound in the shape of a tensor, in float64."""
+    """Draw numbers from -bound to bound in the shape of a tensor, in float64."""
     return (2 * torch.rand(like.shape, generator=gen, dtype=torch.float64, device="cpu") - 1) * bound
 
 
 class Generator(nn.Module):
-    """Noise to frequencies: ``depth`` times (linear, batch normalization, leaky ReLU), then linear and tanh.
+    """Network from noise to frequencies: ``depth`` times (linear, batch norm, leaky ReLU), then linear and tanh.
 
     Linear layers before a normalization have no bias: it would take it away again.
     Normalization is by the statistics of the noise at hand, in training and in evaluation: the kernel is a function of
@@ -224,7 +214,7 @@ class Generator(nn.Module):
 
     @torch.no_grad()
     def start(self, gen: torch.Generator) -> None:
-        """As torch's own layers start: uniform in +-1/sqrt(fan in)."""
+        """Initialize as torch's own layers: uniform in +-1/sqrt(fan in)."""
         for x in (*self.weights, self.bias):
             bound = 1 / math.sqrt(x.shape[1] if x.dim() == 2 else self.weights[-1].shape[1])
             x.copy_(_uniform(x, bound, gen))
@@ -233,7 +223,7 @@ class Generator(nn.Module):
             shift.fill_(0)
 
     def forward(self, noise: Tensor) -> Tensor:
-        """(n, D) -> (n, D), in the dtype of the noise."""
+        """Map noise to frequencies, (n, D) -> (n, D), in the dtype of the noise."""
         dtype, h = noise.dtype, noise
         for weight, gain, shift in zip(self.weights, self.gains, self.shifts, strict=False):
             h = F.linear(h, weight.to(dtype))
@@ -264,17 +254,12 @@ class GenerativeMap(SpectralMap):
         self,
         *,
         head_dim: int,
-        num_heads: int,
         features: str,
         num_features: int = 256,
         width: int | None = None,
         depth: int = 4,
         smoothing: Smoothing = 1.0,
-        seed: int = 0,
-        draw: str = "orthogonal",
-        norms: str | None = None,
-        per_head: bool = False,
-        num_key_heads: int | None = None,
+        **common: Any,
     ) -> None:
         num_features, head_dim = positive_int("num_features", num_features), positive_int("head_dim", head_dim)
         if num_features == 1:
@@ -286,18 +271,11 @@ class GenerativeMap(SpectralMap):
         depth = positive_int("depth", depth)
         super().__init__(
             features,
-            num_features,
-            smoothing,
-            {"width": width, "depth": depth},
-            Dense(),
-            head_dim=head_dim,
-            num_heads=num_heads,
+            smoothing=smoothing,
+            settings={"width": width, "depth": depth},
             num_features=num_features,
-            seed=seed,
-            draw=draw,
-            norms=norms,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
+            head_dim=head_dim,
+            **common,
         )
         self.generator = Generator(head_dim, width, depth)
         self._start()
@@ -306,6 +284,36 @@ class GenerativeMap(SpectralMap):
         self.generator.start(generator(self.seed_number, FIRST))
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """g(n), (heads, num_features, D); all heads are one batch."""
+        """Frequencies g(n), (heads, num_features, D); all heads are one batch."""
         flat: Tensor = self.generator(self.noise.to(dtype).flatten(0, 1))
         return flat.view(self.noise.shape)
+
+
+class ScaledFourierMap(SpectralMap):
+    """Fourier features with a learned scale for every coordinate of the frequencies.
+
+        phi(x) = 1 / sqrt(m) [cos(w_i . x), sin(w_i . x)],      w_i = sigma * n_i,  n_i ~ N(0, I)
+
+    Meant for unit vectors, where the Gaussian kernel is the softmax kernel up to a factor. M = 2 num_features.
+
+    Parameters: sigma (heads, D), at first 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_features: int = 256,
+        per_head: bool = True,
+        **common: Any,
+    ) -> None:
+        num_features = positive_int("num_features", num_features)
+        super().__init__("rks", smoothing=0.0, settings={}, num_features=num_features, per_head=per_head, **common)
+        self.sigma = parameter(self.heads, self.head_dim)
+        self._start()
+
+    def _reset_learned(self) -> None:
+        self.sigma.fill_(1.0)
+
+    def frequencies(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Frequencies sigma * n, (heads, num_features, D)."""
+        return self.noise.to(dtype) * self.sigma.to(dtype).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What calibrated maps know of queries and keys: their moments, and the best positive features for them."""
+"""Moments of queries and keys for calibrated maps, and the optimal positive features for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOMENTS = "statistics.moments"  # how the name of the sums in a state dict ends;
 
 
 def optimal_exponents(spread: Tensor) -> Tensor:
-    """``a = (1 - 2 l - sqrt((2 l + 1)^2 + 8 l)) / 16``, entry by entry; l >= 0 is the mean square of a coordinate.
+    """Compute ``a = (1 - 2 l - sqrt((2 l + 1)^2 + 8 l)) / 16``; l >= 0 is the mean square of a coordinate.
 
     It makes ``E log Var`` of the estimate smallest. It is 0 at l = 0 and negative elsewhere.
     """
@@ -25,7 +25,7 @@ def optimal_exponents(spread: Tensor) -> Tensor:
 
 
 class Statistics(nn.Module):
-    """Moments of queries and keys, summed up over calibrations, and what follows from them; for each map of its own.
+    """Moments of queries and keys of each map, summed up over calibrations, and the tensors derived from them.
 
     With t_l^4 = mean k_l^2 / mean q_l^2 if they are to be balanced, else t = 1, the mean over all pairs is
 
@@ -62,12 +62,12 @@ class Statistics(nn.Module):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many queries and keys were seen by the map that saw the fewest."""
+        """Numbers of queries and keys seen by the map that saw the fewest."""
         queries, keys = self.moments[:, :, -1, -1].amin(1).tolist()
         return int(queries), int(keys)
 
     def add(self, moments: Tensor) -> None:
-        """Count in the moments of more queries and keys, as `moments_of` gives them."""
+        """Add the moments of more queries and keys, as `moments_of` returns them."""
         total = self.moments + moments.to(self.moments)
         if not bool(total.isfinite().all()):
             raise ValueError(
@@ -77,7 +77,7 @@ class Statistics(nn.Module):
         self._replace(total)
 
     def reset_parameters(self) -> None:
-        """Begin anew, having seen nothing."""
+        """Clear all moments."""
         self._replace(torch.zeros_like(self.moments))
 
     def _replace(self, moments: Tensor) -> None:
@@ -85,7 +85,7 @@ class Statistics(nn.Module):
         self.refresh()
 
     def refresh(self) -> None:
-        """Take everything that follows from the moments anew, after they were filled by whatever means.
+        """Recompute everything that is derived from the moments, after they were filled.
 
         Raises:
             ValueError: they are no sums over finite tokens.
@@ -110,7 +110,7 @@ class Statistics(nn.Module):
             self.digest = hashlib.sha256(data).hexdigest()[:16] if seen else ""
 
     def _derive(self, moments: Tensor) -> dict[str, Tensor]:
-        """Basis, spread and balance."""
+        """Compute basis, spread and balance."""
         means = moments / moments[..., -1:, -1:].clamp_min(1)
         (q, k), (qq, kk) = means[..., :-1, -1].unbind(0), means[..., :-1, :-1].unbind(0)
         size_q, size_k = (x.diagonal(0, 1, 2) for x in (qq, kk))
@@ -127,7 +127,7 @@ class Statistics(nn.Module):
         return {"basis": basis, "spread": spread.clamp_min(0), "balance": t}
 
     def features(self, omega: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Frequencies of queries and of keys (heads, M, D), and constants (heads, M), from omega (heads, M, D).
+        """Compute frequencies of queries and keys (heads, M, D), and constants (heads, M), from omega (heads, M, D).
 
         With C = (I - 4 A)^(1/2) and A = U diag(a) U^T, a the `optimal_exponents` of scale l:
 
@@ -172,7 +172,7 @@ class Statistics(nn.Module):
 
 
 def moments_of(query: Tensor, key: Tensor) -> Tensor:
-    """Sums of [x, 1] [x, 1]^T over queries and over keys, (heads, N, D) each -> (2, heads, D + 1, D + 1) in float64."""
+    """Sum [x, 1] [x, 1]^T over queries and over keys, (heads, N, D) each -> (2, heads, D + 1, D + 1) in float64."""
     totals = []
     for x in (query, key):
         total = x.new_zeros(x.shape[0], x.shape[2] + 1, x.shape[2] + 1, dtype=wide_dtype(x))
@@ -184,7 +184,7 @@ def moments_of(query: Tensor, key: Tensor) -> Tensor:
 
 
 class CalibratedMap(FeatureMap):
-    """A map that depends on statistics of queries and keys, which `calibrate` takes; a base class.
+    """Base class of maps that depend on statistics of queries and keys, which `calibrate` collects.
 
     A subclass sets ``statistics`` before `_start`; None means that there is nothing to calibrate.
     """
@@ -193,36 +193,36 @@ class CalibratedMap(FeatureMap):
 
     @property
     def identity(self) -> dict[str, object]:
-        """That of any map, and its statistics: a state from before a calibration does not fit after it."""
+        """Identity of the map with its statistics: a state from before a calibration does not fit after it."""
         digest = "" if self.statistics is None else self.statistics.digest
         return {**super().identity, **({"statistics": digest} if digest else {})}
 
     def learned_weights(self) -> list[Tensor]:
-        """Those of any map without the sums, which nothing but what follows from them depends on: steps compare all."""
+        """Weights of the map without the sums, from which only derived tensors follow: steps compare all weights."""
         sums = None if self.statistics is None else self.statistics.moments
         return [x for x in super().learned_weights() if x is not sums]
 
     def check_calibration(self, scale: float) -> None:
-        """Raise a ValueError where a calibration would lose something; ``scale`` is that of the core."""
+        """Raise a ValueError if a calibration would overwrite something; ``scale`` is that of the core."""
 
     def calibrate(self, moments: Tensor, scale: float) -> None:
-        """Count in more queries and keys by their `moments_of`; ``scale`` is that of the core."""
+        """Add more queries and keys by their `moments_of`; ``scale`` is that of the core."""
         assert self.statistics is not None
         self.statistics.add(moments)
 
     def reset_calibration(self) -> None:
-        """Begin anew, having seen nothing."""
+        """Clear the statistics."""
         assert self.statistics is not None
         self.statistics.reset_parameters()
 
     def take_numbers(self) -> None:
-        """Seed, draw and what follows from the statistics, after something has filled the buffers."""
+        """Read seed and draw from their buffers, and refresh the statistics."""
         super().take_numbers()
         if self.statistics is not None:
             self.statistics.refresh()
 
     def reset_parameters(self) -> None:
-        """Start again from what (seed, draw) say, without statistics."""
+        """Restore what (seed, draw) determine, without statistics."""
         if self.statistics is not None:
             self.statistics.reset_parameters()
         super().reset_parameters()

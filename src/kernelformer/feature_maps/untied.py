@@ -1,16 +1,16 @@
-"""Positive maps with weights of their own for queries and keys, and for each head of both."""
+"""Positive maps with separate weights for queries and keys, and for each head of both."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from kernelformer.contract import PositiveChunks, PositiveSpec, Role, register
+from kernelformer.contract import PositiveChunks, PositiveSpec, Role, intern_formula
 from kernelformer.errors import choice, flag, positive_int
 from kernelformer.feature_maps.base import FIRST, FeatureMap, parameter
 from kernelformer.feature_maps.draws import draw_frequencies, generator
@@ -43,7 +43,7 @@ class UntiedSpec(PositiveSpec):
 
     @property
     def tied(self) -> bool:
-        """Queries and keys have maps of their own."""
+        """False: queries and keys have separate maps."""
         return False
 
     @property
@@ -51,7 +51,7 @@ class UntiedSpec(PositiveSpec):
         return Dense(mirrored=self.mirrored)
 
     def log_features(self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role) -> Tensor:
-        """The formula as it stands."""
+        """Evaluate the formula."""
         w, *bias = _of(role, tensors)
         by_head = role == "query" and self.grouped
         rows: Tensor = x.unflatten(2, (w.shape[2], -1)) if by_head else x  # (B, G, R, L, D)
@@ -64,7 +64,7 @@ class UntiedSpec(PositiveSpec):
         return logs.flatten(2, 3) if by_head else logs
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
-        """In chunks; every summand differs from feature to feature, so nothing cancels."""
+        """Bind for chunks; every summand differs from feature to feature, so nothing cancels."""
         queries, keys = _of("query", tensors), _of("key", tensors)
         group = queries[0].shape[1] if self.grouped else 1
         if self.grouped:
@@ -77,13 +77,13 @@ class UntiedSpec(PositiveSpec):
 
 
 def _of(role: Role, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of one role: the first half is that of the queries."""
+    """Select the tensors of one role: the first half is that of the queries."""
     half = len(tensors) // 2
     return list(tensors[:half] if role == "query" else tensors[half:])
 
 
 class LogUnits(Projection):
-    """``z = W x + b``, less the log-sum-exp of each of ``units`` equal parts of z.
+    """Projection ``z = W x + b``, less the log-sum-exp of each of ``units`` equal parts of z.
 
     Args:
         linear: x -> W x.
@@ -96,22 +96,22 @@ class LogUnits(Projection):
         self.linear, self.bias, self.grads, self.units = linear, bias, grads, units
 
     def rows(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Summands ride on the product where nothing comes between."""
+        """Fold summands into the product where nothing comes between."""
         return self._logs(self.linear.rows, 2, x, out, shift)
 
     def columns(self, x: Tensor, out: Tensor, shift: Tensor | None = None) -> Tensor:
-        """The same transposed."""
+        """Same as `rows`, transposed."""
         return self._logs(self.linear.columns, 1, x, out, shift)
 
-    def pull_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-        """``grad - phi sum(grad)`` of each part, then back through W."""
-        grad = self._pull(self.linear.rows, 2, x, grad)
-        return self.linear.pull_rows(x, grad, out)
+    def vjp_rows(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+        """Compute ``grad - phi sum(grad)`` of each part, then multiply by W."""
+        grad = self._vjp(self.linear.rows, 2, x, grad)
+        return self.linear.vjp_rows(x, grad, out)
 
-    def pull_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_columns(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """The same for a transposed gradient."""
-        grad = self._pull(self.linear.columns, 1, x, grad)
-        return self.linear.pull_columns(x, grad, out)
+        grad = self._vjp(self.linear.columns, 1, x, grad)
+        return self.linear.vjp_columns(x, grad, out)
 
     def at(self, row: int) -> Projection:
         """Row ``row`` as views."""
@@ -123,7 +123,7 @@ class LogUnits(Projection):
         return [*self.linear.tensor_grads(), *self.grads]
 
     def _affine(self, product: Callable[..., Tensor], dim: int, x: Tensor, out: Tensor, shift: Tensor | None) -> Tensor:
-        """``out = W x + b + shift``; ``dim`` is the axis of the features."""
+        """Compute ``out = W x + b + shift``; ``dim`` is the axis of the features."""
         for b in self.bias:
             b = b.unsqueeze(3 - dim)
             shift = b if shift is None else shift + b
@@ -136,8 +136,8 @@ class LogUnits(Projection):
         parts.sub_(parts.logsumexp(dim + 1, keepdim=True))
         return out if shift is None else out.add_(shift)
 
-    def _pull(self, product: Callable[..., Tensor], dim: int, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient at W x, from that of what `rows` or `columns` gave; adds to that of b."""
+    def _vjp(self, product: Callable[..., Tensor], dim: int, x: Tensor, grad: Tensor) -> Tensor:
+        """Gradient at W x, from that of `rows` or `columns`; adds to that of b."""
         if self.units:
             logs = self._affine(product, dim, x, torch.empty_like(grad), None)
             shares, parts = (y.unflatten(dim, (self.units, -1)) for y in (logs, grad))
@@ -161,7 +161,7 @@ class UntiedChunks(PositiveChunks):
         self.query, self.key, self.group = query, key, group
 
     def _by_head(self, x: Tensor) -> Tensor:
-        """Rows (N, R C, X) with a map for each head, (N R, C, X): a view."""
+        """View rows (N, R C, X) with a map for each head as (N R, C, X)."""
         return x if self.group == 1 else x.view(x.shape[0] * self.group, -1, x.shape[2])
 
     def queries(self, x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
@@ -178,14 +178,14 @@ class UntiedChunks(PositiveChunks):
         """See `PositiveChunks`."""
         return self.key.rows(x, out)
 
-    def pull_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_queries(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        self.query.pull_rows(self._by_head(x), self._by_head(grad), self._by_head(out))
+        self.query.vjp_rows(self._by_head(x), self._by_head(grad), self._by_head(out))
         return out
 
-    def pull_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    def vjp_keys(self, x: Tensor, grad: Tensor, out: Tensor) -> Tensor:
         """See `PositiveChunks`."""
-        return self.key.pull_columns(x, grad, out)
+        return self.key.vjp_columns(x, grad, out)
 
     def at(self, row: int, head: int = 0) -> PositiveChunks:
         """Row ``row`` as views, for the queries of one head."""
@@ -200,7 +200,7 @@ class UntiedChunks(PositiveChunks):
 
 
 class UntiedMap(FeatureMap):
-    """What maps with an `UntiedSpec` share: the weights of queries and keys, by head.
+    """Base class of maps with an `UntiedSpec`: the weights of queries and keys, by head.
 
     Parameters: w_q (H, m, D) of the queries, w_k (G, m, D) of the keys; H = G = 1 where the heads share one map. A
     subclass that learns more names it in `learns`, has a parameter of each role by that name, and sets all in
@@ -209,7 +209,6 @@ class UntiedMap(FeatureMap):
     Args:
         spec: without groups of queries.
         rows: m.
-        settings: what tells this map from others of its class, by the names of the options.
 
     The others are those of `FeatureMap`; nothing is redrawn.
     """
@@ -219,46 +218,28 @@ class UntiedMap(FeatureMap):
     w_k: nn.Parameter
 
     def __init__(
-        self,
-        spec: UntiedSpec,
-        *,
-        head_dim: int,
-        num_heads: int,
-        rows: int,
-        seed: int,
-        per_head: bool,
-        num_key_heads: int | None,
-        settings: Mapping[str, object],
-        draw: str = "orthogonal",
+        self, spec: UntiedSpec, *, num_heads: int, rows: int, per_head: bool, num_key_heads: int | None, **common: Any
     ) -> None:
-        super().__init__(
-            replace(spec, grouped=num_key_heads not in (None, num_heads)),
-            head_dim=head_dim,
-            num_heads=num_heads,
-            num_features=0,
-            seed=seed,
-            draw=draw,
-            per_head=per_head,
-            num_key_heads=num_key_heads,
-            settings=settings,
-        )
+        grouped = replace(spec, grouped=num_key_heads not in (None, num_heads))
+        heads: dict[str, Any] = {"num_heads": num_heads, "per_head": per_head, "num_key_heads": num_key_heads}
+        super().__init__(grouped, num_features=0, **heads, **common)
         self.spread_spec = spec
-        self.spread_spec_id = register(spec)
+        self.spread_spec_id = intern_formula(spec)
         self.query_heads = num_heads if per_head else 1
-        self.w_q, self.w_k = (parameter(x, rows, head_dim) for x in (self.query_heads, self.heads))
+        self.w_q, self.w_k = (parameter(x, rows, self.head_dim) for x in (self.query_heads, self.heads))
 
     def _start_at(self, w: Tensor) -> None:
-        """The same first w (G, m, D) for queries and keys."""
+        """Initialize queries and keys with the same w (G, m, D)."""
         self.w_k.copy_(w)
         self.w_q.copy_(w.repeat_interleave(self.query_heads // self.heads, 0))
 
     @property
     def grouped(self) -> bool:
-        """Whether several query heads with maps of their own share the map of a key head."""
+        """True if several query heads with maps of their own share the map of a key head."""
         return self.num_key_heads != self.num_heads
 
     def tensors(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The parameters of the queries, then of the keys."""
+        """Parameters of the queries, then of the keys."""
         named = [[getattr(self, f"{name}_{role}") for name in self.learns] for role in "qk"]
         queries, keys = ([x.to(dtype).unsqueeze(0) for x in some] for some in named)
         if self.grouped:
@@ -266,7 +247,7 @@ class UntiedMap(FeatureMap):
         return [*queries, *keys]
 
     def for_query_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Maps of keys repeated, those of queries as they are."""
+        """Repeat the maps of keys; those of queries stay as they are."""
         if not self.grouped:
             return list(tensors)
         repeats = tensors[0].shape[2]
@@ -278,7 +259,7 @@ STARTS = ("favor+", "favor++", "favor#")
 
 
 class LogLinearMap(CalibratedMap, UntiedMap):
-    """Positive features without a tie to a density.
+    """Free positive features: exponentials of learned affine functions.
 
         log phi_i(q) = w_i . q + b_i       w and b of their own for queries and keys, and for each head of both
         log phi_i(k) = w_i . k + b_i - log sum_j exp(w_j . k + b_j)
@@ -349,7 +330,7 @@ class LogLinearMap(CalibratedMap, UntiedMap):
         return self.w_q, self.b_q, self.w_k, self.b_k
 
     def _first_values(self, scale: float) -> list[Tensor]:
-        """What w and b start from, in the order of `_learned`; the scale is of the statistics, if there are any."""
+        """Initial values of w and b, in the order of `_learned`; ``scale`` is that of the statistics, if any."""
         gen = generator(self.seed_number, FIRST)
         rows, dim = self.w_q.shape[1:]
         norms = None if self.statistics is None else "chi"  # see `OptimalMap`
@@ -363,7 +344,7 @@ class LogLinearMap(CalibratedMap, UntiedMap):
         return [w_q.repeat_interleave(groups, 0), b.repeat_interleave(groups, 0), w_k, b]
 
     def check_calibration(self, scale: float) -> None:
-        """Refuse to overwrite what was learned."""
+        """Raise a ValueError if w and b have been trained, which calibration would overwrite."""
         for x, first in zip(self._learned, self._first_values(scale), strict=True):
             near = max(1e-5, 16 * torch.finfo(x.dtype).eps)  # they are drawn in float32
             if not torch.allclose(x.detach(), first.to(x), rtol=near, atol=near):
@@ -374,20 +355,20 @@ class LogLinearMap(CalibratedMap, UntiedMap):
 
     @torch.no_grad()
     def calibrate(self, moments: Tensor, scale: float) -> None:
-        """Count in more queries and keys, and start like the features for all of them."""
+        """Add more queries and keys, and initialize w and b like the features for all of them."""
         super().calibrate(moments, scale)
         for x, first in zip(self._learned, self._first_values(scale), strict=True):
             x.copy_(first)
 
     @torch.no_grad()
     def reset_calibration(self) -> None:
-        """Begin anew, having seen nothing and learned nothing."""
+        """Clear the statistics and reset w and b."""
         super().reset_calibration()
         self._reset_learned()
 
 
 class HedgehogMap(UntiedMap):
-    """Softmax over learned projections and over their negatives.
+    """Softmax features over learned projections and over their negatives.
 
         phi(x) = [softmax(W x), softmax(-W x)]       W of its own for queries and keys, and for each head of both
 

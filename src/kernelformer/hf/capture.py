@@ -13,7 +13,7 @@ from torch import Tensor
 from kernelformer.hf.attend import attend, attend_exactly, causal_without_mask, read_mask
 from kernelformer.hf.find import probing
 from kernelformer.modules import AttentionCore
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from kernelformer.cache import StateCache, StateLayer
-from kernelformer.feature_maps.pivots import unsaid
+from kernelformer.feature_maps.pivots import without_landmark_warnings
 from kernelformer.hf.adapters import family_of, restore_bias, tabulate_bias
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import CORE, CROSS, KeptAttention
@@ -22,7 +22,7 @@ from kernelformer.hf.derive import CONVERTED, MIXED, derive, register_converted,
 from kernelformer.hf.find import find_attentions, held_configs, run
 from kernelformer.hf.plan import EXACT, Conversion, Layer, make_plan
 from kernelformer.modules import AttentionCore
-from kernelformer.modules.replacing import dropout_left_out
+from kernelformer.modules.multihead import warn_about_dropped_dropout
 from kernelformer.modules.spec import move_to_inputs
 
 __all__ = [
@@ -231,7 +231,9 @@ def apply(model: nn.Module, plan: Conversion) -> None:
     for module, new in zip(modules, built, strict=True):
         family_of(module).install(model, module, new)
     attentions = zip(plan.layers, built, strict=True)
-    dropout_left_out(model, {layer.name: x for layer, x in attentions if isinstance(x, KernelMultiheadAttention)})
+    warn_about_dropped_dropout(
+        model, {layer.name: x for layer, x in attentions if isinstance(x, KernelMultiheadAttention)}
+    )
     tabulate_bias(model)
     if isinstance(model, PreTrainedModel):
         vars(model)[BEFORE] = _own_configs(model, MIXED if any(x.reason for x in plan.layers) else CONVERTED)
@@ -308,7 +310,7 @@ def _verify(model: nn.Module, inputs: Mapping[str, Any] | None) -> None:
 
     handles = [module.register_forward_pre_hook(count(name)) for name, module in called.items()]
     try:
-        with unsaid(model):
+        with without_landmark_warnings(model):
             run(model, inputs)
     finally:
         for handle in handles:

@@ -28,7 +28,7 @@ from kernelformer.hf.attend import (
     read_mask,
     reason_to_keep,
 )
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 
 PROBE = "kernelformer_probe"
 TOKENS = 6  # of the inputs that a model is tried with

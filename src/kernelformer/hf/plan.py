@@ -12,7 +12,7 @@ from kernelformer.hf.adapters import family_of
 from kernelformer.hf.adapters.base import Way
 from kernelformer.hf.find import Attention, find_attentions
 from kernelformer.modules import AttentionCore, MixedCore, method_options
-from kernelformer.modules.replacing import select
+from kernelformer.modules.multihead import select
 from kernelformer.modules.spec import AttentionSpec, build_core, cross_options, maps_by_head, resolve_options
 
 EXACT = "softmax"

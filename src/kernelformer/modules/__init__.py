@@ -3,17 +3,21 @@
 from kernelformer.modules.calibration import calibrate
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, SoftmaxCore
-from kernelformer.modules.functional import kernel_attention
 from kernelformer.modules.kernel import KernelCore
 from kernelformer.modules.layer import KernelAttention
 from kernelformer.modules.methods import METHODS, Method, list_methods
 from kernelformer.modules.mixed import MixedCore
-from kernelformer.modules.multihead import MultiheadAttention
-from kernelformer.modules.positions import RelativePositions
-from kernelformer.modules.replacing import replace_attention, restore_attention
-from kernelformer.modules.rotary import RotaryPositions
+from kernelformer.modules.multihead import MultiheadAttention, replace_attention, restore_attention
+from kernelformer.modules.positions import RelativePositions, RotaryPositions
 from kernelformer.modules.schedules import parameter_groups, redraw
-from kernelformer.modules.spec import AttentionSpec, build_attention, method_options, parse_attention, parse_method
+from kernelformer.modules.spec import (
+    AttentionSpec,
+    build_attention,
+    kernel_attention,
+    method_options,
+    parse_attention,
+    parse_method,
+)
 
 __all__ = [
     "METHODS",

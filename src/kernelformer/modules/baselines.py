@@ -27,7 +27,7 @@ class BaselineCore(AttentionCore):
     export_refusal = "has as many landmarks or mixtures as the length allows"
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Bidirectional only."""
+        """Return the error for a causal call, or None: these methods are bidirectional only."""
         if not causal:
             return None
         return ValueError(
@@ -50,7 +50,7 @@ class BaselineCore(AttentionCore):
         return out.to(dtype), None
 
     def _whole(self, call: Call) -> Tensor:
-        """The method itself; keys and values have as many heads as the queries."""
+        """Attend; keys and values have as many heads as the queries."""
         raise TypeError(f"{type(self).__name__} does not say how it attends.")
 
 
@@ -88,7 +88,7 @@ class NystromformerCore(BaselineCore):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(conv)."""
+        """Initialize the convolution uniformly in +-1/sqrt(conv)."""
         if self.conv:
             draw = torch.rand(self.conv_weight.shape, generator=generator(self.seed, FIRST), device="cpu")
             self.conv_weight.copy_((2 * draw - 1) * self.conv**-0.5)
@@ -132,7 +132,7 @@ class NystromformerCore(BaselineCore):
 
 
 def _pseudoinverse(matrix: Tensor, rounds: int) -> Tensor:
-    """`landmarks.sharper`, again and again, from ``V = A^T / (|A|_1 |A|_inf)`` of each matrix."""
+    """Iterate `landmarks.sharper` from ``V = A^T / (|A|_1 |A|_inf)`` of each matrix."""
     size = matrix.abs()
     norm = size.sum(-2).amax(-1) * size.sum(-1).amax(-1)
     inverse = matrix.transpose(-1, -2) / norm[..., None, None]
@@ -171,7 +171,7 @@ class LinformerCore(BaselineCore):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Gaussian of variance 1 / rank, as a random projection has it."""
+        """Initialize with variance 1 / rank, like a random projection."""
         gen = generator(self.seed, FIRST)
         for x in (self.E, self.F):
             x.copy_(torch.randn(x.shape, generator=gen, dtype=torch.float64, device="cpu") * self.rank**-0.5)

@@ -21,7 +21,7 @@ from kernelformer.attention.step import step_near
 from kernelformer.contract import PositiveSpec, Role, Spec, compute_dtype, no_tangents
 from kernelformer.errors import integer, shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.checks import Bias, Call, assert_values, can_look, can_read
+from kernelformer.modules.checks import Bias, Call, assert_values, can_read, readable_without_sync
 
 MASK = 1 << 24  # numbers of an explicit mask that are made at once, where a view will not do
 
@@ -119,7 +119,7 @@ def check_slope(slope: Tensor | None, table: Tensor, heads: int) -> None:
     fades = ((slope >= 0) & slope.isfinite()).all()
     wrong = "slopes must be finite and at least 0, what lies far away fades"
     assert_values(fades, f"{wrong}.")
-    if can_look(slope) and not bool(fades):
+    if readable_without_sync(slope) and not bool(fades):
         raise ValueError(f"{wrong}; got {slope.tolist()}.")
 
 
@@ -131,7 +131,7 @@ def check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is
     if slope is None:
         said = f"max_distance={window} says that the bias is constant beyond that distance"
         assert_constant(table, middle, window, is_causal, f"{said}, and it is not; clip the table.")
-        reach = constant_beyond(table, middle, is_causal) if can_look(table) else 0
+        reach = constant_beyond(table, middle, is_causal) if readable_without_sync(table) else 0
         if reach > window:
             raise ValueError(f"{said}, and it is beyond {reach} only; give max_distance={reach}, or clip the table.")
         return
@@ -143,7 +143,7 @@ def check_tail(table: Tensor, middle: int, window: int, slope: Tensor | None, is
             f"bias -slope * distance there."
         )
         assert_values(falls, wrong)
-        if can_look(table) and not bool(falls):
+        if readable_without_sync(table) and not bool(falls):
             raise ValueError(wrong)
 
 
@@ -162,7 +162,7 @@ def share_tail(table: Tensor, middle: int, window: int, is_causal: bool) -> Tens
 
 def _checks(x: Tensor) -> bool:
     """Whether the numbers of a bias are checked: here if that is free, and by the device if the graph is compiled."""
-    return x.numel() > 0 and (can_look(x) or torch.compiler.is_compiling())
+    return x.numel() > 0 and (readable_without_sync(x) or torch.compiler.is_compiling())
 
 
 def assert_constant(table: Tensor, middle: int, window: int, is_causal: bool, message: str) -> None:
@@ -195,7 +195,7 @@ def check_values(table: Tensor) -> None:
     """Check that a bias has no NaN and no +inf in it."""
     if not _checks(table):
         return
-    if not can_look(table):
+    if not readable_without_sync(table):
         assert_values((table.detach() < torch.inf).all(), "bias must not have NaN or +inf in it; -inf means hidden.")
         return
     top = float(table.detach().amax())
@@ -448,7 +448,7 @@ class BiasedAttention:
 
 def bias_window(bias: Bias, is_causal: bool) -> int | None:
     """The distance beyond which a bias is constant, as the caller says or by its values; None: nobody knows."""
-    if bias.window is not None or not can_look(bias.table):
+    if bias.window is not None or not readable_without_sync(bias.table):
         return bias.window
     return find_window(bias.table, bias.layout, is_causal)
 
@@ -473,7 +473,7 @@ def bias_not_parallel(spec: Spec, call: Call) -> str | None:
         window = bias_window(bias, call.is_causal)
     if window is None:
         return "a bias of which no max_distance is known"
-    if not can_look(bias.table):
+    if not readable_without_sync(bias.table):
         return None
     level = _level(bias, call.is_causal)
     if not level.numel():
@@ -502,7 +502,7 @@ def _constant_beyond(bias: Bias, window: int) -> Bias:
     said = f"the state keeps {window} keys one by one, so the bias must be constant beyond that distance, and it is"
     middle = bias.layout.L - 1 + bias.layout.offset
     assert_constant(bias.table, middle, window, True, f"{said} not; start anew with a larger max_distance.")
-    reach = constant_beyond(bias.table, middle, True) if can_look(bias.table) else 0
+    reach = constant_beyond(bias.table, middle, True) if readable_without_sync(bias.table) else 0
     if reach > window:
         raise ValueError(f"{said} beyond {reach} only; start anew with max_distance={reach}.")
     return replace(bias, table=share_tail(bias.table, middle, window, True))

@@ -1,4 +1,4 @@
-"""Statistics of queries and keys for maps that depend on them: of one core, and of a whole model."""
+"""Calibration of maps that depend on statistics of queries and keys: of one core, and of a whole model."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from torch import Tensor, nn
 
 from kernelformer.feature_maps.statistics import CalibratedMap, moments_of
 from kernelformer.modules.checks import Call
-from kernelformer.modules.evaluating import evaluating
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
 
 
 class Calibrated(nn.Module):
-    """What an attention core offers to a calibration."""
+    """Mixin of attention cores that can be calibrated."""
 
     method: str
     scale: float
 
     @property
     def calibrates(self) -> bool:
-        """Whether its map depends on statistics of queries and keys, so that `calibrate` has something to do."""
+        """True if its map depends on statistics of queries and keys, so that `calibrate` has something to do."""
         phi = getattr(self, "feature_map", None)
         return isinstance(phi, CalibratedMap) and phi.statistics is not None
 
     def calibrate(
         self, query: Tensor, key: Tensor, key_mask: Tensor | None = None, *, query_mask: Tensor | None = None
     ) -> None:
-        """Count queries and keys into the statistics of the map, beside those of earlier calls.
+        """Add queries and keys to the statistics of the map, beside those of earlier calls.
 
         They are like those of `forward`, before the scale. All pairs of a query and a key count alike, whichever
         sample they are from; hidden tokens leave no trace. States from before do not fit afterwards.
@@ -53,7 +52,7 @@ class Calibrated(nn.Module):
         phi.calibrate(_moments(self, query, key, key_mask, query_mask), self.scale)
 
     def reset_calibration(self) -> None:
-        """Forget all statistics: the map is as it was before the first calibration."""
+        """Clear all statistics: the map is as it was before the first calibration."""
         _calibrated_map(self).reset_calibration()
 
 
@@ -119,7 +118,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, reset: bool = False, 
 
 
 def _calibrated_map(core: Calibrated) -> CalibratedMap:
-    """The map of a core.
+    """Return the calibrated map of a core.
 
     Raises:
         ValueError: it has no statistics.
@@ -135,7 +134,7 @@ def _calibrated_map(core: Calibrated) -> CalibratedMap:
 def _moments(
     core: Calibrated, query: Tensor, key: Tensor, key_mask: Tensor | None, query_mask: Tensor | None
 ) -> Tensor:
-    """`moments_of` the real tokens, as the map of a core sees them."""
+    """Compute `moments_of` the real tokens, as the map of a core sees them."""
     full, phi = cast("AttentionCore", core), _calibrated_map(core)
     call = Call(query=query, key=key, value=key, scale=full.scale, key_mask=key_mask, query_mask=query_mask)
     call = full._accept(call)
@@ -155,7 +154,7 @@ def _moments(
 
 
 def _rows(x: Tensor, mask: Tensor | None, heads: int) -> Tensor:
-    """Real tokens for each map: (B, H or G, L, D) -> (heads, N, D)."""
+    """Select the real tokens for each map: (B, H or G, L, D) -> (heads, N, D)."""
     if x.shape[1] < heads:
         x = x.repeat_interleave(heads // x.shape[1], 1)
     tokens = x.unflatten(1, (heads, -1)).movedim(3, 1)  # (B, L, heads, R, D)
@@ -175,7 +174,7 @@ def _call(model: nn.Module, batch: Any) -> None:
 
 @contextmanager
 def _watching(cores: Mapping[str, Calibrated], seen: dict[str, Tensor]) -> Iterator[None]:
-    """Sum up the moments of what cores are called with, by name."""
+    """Sum up the moments of the inputs of cores, by name."""
 
     def hook(name: str) -> Any:
         def count(core: Calibrated, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -195,7 +194,7 @@ def _watching(cores: Mapping[str, Calibrated], seen: dict[str, Tensor]) -> Itera
 
 @contextmanager
 def _attending_exactly(cores: Mapping[str, Calibrated]) -> Iterator[None]:
-    """Softmax in the place of what cores do, for a block."""
+    """Replace the forward of cores by softmax attention for a block."""
     from kernelformer.modules.exact import SoftmaxCore  # which is itself a core
 
     for core in cores.values():
@@ -207,3 +206,16 @@ def _attending_exactly(cores: Mapping[str, Calibrated]) -> Iterator[None]:
     finally:
         for core in cores.values():
             del vars(core)["forward"]
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Put models into evaluation mode for a block, and restore the mode of each part afterwards."""
+    modes = [(x, x.training) for model in models for x in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,10 +1,10 @@
-"""Checks of what callers hand to an attention core."""
+"""Checks of the inputs of an attention core."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from kernelformer.errors import shape
 
 @dataclass(frozen=True)
 class Bias:
-    """A checked relative position bias.
+    """Checked relative position bias.
 
     That of a step is over one query and the W + 1 keys up to its own: ``layout`` is (1, W + 1) with offset W, and the
     window is W.
@@ -32,7 +32,7 @@ class Bias:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The checked inputs of one call of an attention core."""
+    """Checked inputs of one call of an attention core."""
 
     query: Tensor  # (B, H, L, D)
     key: Tensor  # (B, G, S, D)
@@ -53,12 +53,12 @@ class Call:
 
     @property
     def in_stream(self) -> bool:
-        """Whether a state comes before this call or after it."""
+        """True if a state comes before this call or after it."""
         return self.streams or self.state is not None
 
     @property
     def real_queries(self) -> Tensor | None:
-        """The queries that landmarks may come from, (B, L); None means all. The one place that knows the default."""
+        """Mask of the queries that landmarks may come from, (B, L), with its default; None means all."""
         if self.query_mask is not None:
             return self.query_mask
         return self.key_mask if self.query.shape[2] == self.key.shape[2] else None
@@ -167,17 +167,17 @@ def check_gate(gate: Tensor, key: Tensor, heads: int, refuses: str | None = None
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether the values of a tensor can be read here, so that a ValueError can name a wrong one."""
+    """Return True if the values of a tensor can be read here, so that a ValueError can name a wrong one."""
     return not torch.compiler.is_compiling() and not x.is_meta and x.numel() > 0
 
 
-def can_look(x: Tensor) -> bool:
-    """Whether reading a number is free: a device would have to be waited for, and a compiled graph cannot."""
+def readable_without_sync(x: Tensor) -> bool:
+    """Return True if reading a number needs no synchronization with a device and no compiled graph is traced."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
 def assert_values(holds: Tensor, message: str) -> None:
-    """Where a compiled graph cannot look, let its device check: a RuntimeError, without a break of the graph or a wait.
+    """Let the device check values in a compiled graph: a RuntimeError, without a graph break or a synchronization.
 
     Only the CPU and CUDA have this check.
     """
@@ -218,19 +218,19 @@ def check_stream(query: Tensor, key: Tensor, is_causal: bool) -> None:
 
 
 def check_memory(memory: State, method: str, maker: dict[str, object]) -> None:
-    """Check that a memory is what `remember` of a core with these settings returned."""
+    """Check that a memory comes from `remember` of a core with these settings."""
     made = dict(memory.made_by) if isinstance(memory, State) else {}
     if "remembers" not in made:
         given = f"a state of {made['method']!r}" if made else type(memory).__name__
         raise ValueError(f"recall needs what remember of this {method!r} core returned, got {given}.")
     del made["remembers"]
-    problem = other_maker(made, maker)
+    problem = config_mismatch(made, maker)
     if problem:
         raise ValueError(f"{problem}; remember the context again.")
 
 
-def other_maker(theirs: dict[str, object], ours: dict[str, object]) -> str | None:
-    """How the core that made a state differs from this one, or None."""
+def config_mismatch(theirs: dict[str, object], ours: dict[str, object]) -> str | None:
+    """Describe how the core that made a state differs from this one, or return None."""
     if theirs.get("method") != ours["method"]:
         return f"the state was made by method {theirs.get('method')!r}, this core is {ours['method']!r}"
     other = [(n, theirs.get(n), ours.get(n)) for n in {**theirs, **ours} if theirs.get(n) != ours.get(n)]
@@ -239,8 +239,8 @@ def other_maker(theirs: dict[str, object], ours: dict[str, object]) -> str | Non
     return "the state was made with another " + ", ".join(f"{n} ({a}, here {b})" for n, a, b in other)
 
 
-def other_tensor(kept: Tensor, needed: tuple[int, ...], query: Tensor) -> str | None:
-    """How a tensor of a state differs from what inputs of this dtype and device need, or None."""
+def tensor_mismatch(kept: Tensor, needed: tuple[int, ...], query: Tensor) -> str | None:
+    """Describe how a tensor of a state differs from what inputs of this dtype and device need, or return None."""
     if kept.shape != needed:
         return f"the state has shape {shape(kept)}, these inputs need {needed}"
     dtype, device = compute_dtype(query.dtype), query.device
@@ -249,14 +249,24 @@ def other_tensor(kept: Tensor, needed: tuple[int, ...], query: Tensor) -> str | 
     return None
 
 
+def no_weights(method: str, asked: str, *, window: bool = True) -> ValueError:
+    """Return the error for dropout of weights that a method does not form; ``window``: whether it can have one."""
+    way = ", or give a window, whose weights are formed" if window else ""
+    return ValueError(
+        f"{asked} drops attention weights, which method {method!r} never forms; leave it at 0, or use an exact method "
+        f"('softmax', 'gaussian', 'local'){way}. Dropout of the output is KernelAttention's dropout=."
+    )
+
+
 def check_near(
     method: str,
-    near: dict[str, int | None],
+    near: dict[str, Any],
     *,
     normalize: bool,
     aligns: bool,
     near_scale: float | None,
     dropout: float,
+    beta: str = "learned",
 ) -> None:
     """Check that near tokens, by their settings, fit a feature map, or that nothing is set for them if there are none.
 
@@ -267,16 +277,17 @@ def check_near(
         aligns: whether the map moves the keys.
         near_scale: of the near scores, or None.
         dropout: of the near weights.
+        beta: as `KernelCore` takes it.
     """
     if not near:
         if dropout:
-            raise ValueError(
-                f"attention_dropout={dropout:g} drops attention weights, which method {method!r} never forms; leave it "
-                f"at 0, use an exact method ('softmax', 'gaussian', 'local'), or a window. Dropout of the output is "
-                f"KernelAttention's dropout=."
-            )
-        if near_scale is not None:
-            raise ValueError(f"near_scale={near_scale:g} is of the exact part, got no window and no sinks.")
+            raise no_weights(method, f"attention_dropout={dropout!r}")
+        for name, x, plain in (("beta", beta, "learned"), ("near_scale", near_scale, None)):
+            if x != plain:
+                raise ValueError(
+                    f"{name}={x!r} is of near tokens that are attended to exactly, and {method!r} got neither window= "
+                    f"nor sinks=; give one of them, or leave {name} out."
+                )
         return
     asked = ", ".join(f"{name}={x}" for name, x in near.items())
     if not normalize:
@@ -292,7 +303,7 @@ def check_near(
 
 
 def cannot_stream(method: str, what: str) -> ValueError:
-    """The error for a stream of a method whose state would grow, where ``what`` asks for one."""
+    """Return the error for a stream of a method whose state would grow, where ``what`` asks for one."""
     return ValueError(
         f"{method!r} cannot stream, but {what} was asked for: its state would grow with the context. Use a method with "
         f"a feature map, such as 'favor+', or keep keys and values and call the core with all of them."

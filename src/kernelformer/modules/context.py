@@ -1,4 +1,4 @@
-"""The ranks that sequences are split over at the moment, if they are, and what tokens must know of those elsewhere.
+"""Ranks that sequences are split over at the moment, and quantities that depend on tokens of other ranks.
 
 Process-wide and not of a thread: activation checkpointing recomputes layers in the threads of the backward pass.
 """
@@ -17,7 +17,7 @@ _ACTIVE: list[Ranks] = []
 
 
 def active_ranks() -> Ranks | None:
-    """The ranks of the innermost `split_over`; None where every process has whole sequences."""
+    """Return the ranks of the innermost `split_over`, or None if every process has whole sequences."""
     return _ACTIVE[-1] if _ACTIVE else None
 
 
@@ -33,7 +33,7 @@ def split_over(ranks: Ranks) -> Iterator[Ranks]:
 
 @contextmanager
 def agreeing() -> Iterator[None]:
-    """Let an error in the block on one rank be an error on all of them, where sequences are split."""
+    """Turn an error in the block on one rank into an error on all ranks, if sequences are split."""
     ranks, problem = active_ranks(), None
     try:
         yield
@@ -48,20 +48,20 @@ def agreeing() -> Iterator[None]:
 
 
 def needs_whole(what: str, way: str) -> None:
-    """Raise where sequences are split: ``what`` needs all of them."""
+    """Raise a ValueError if sequences are split: ``what`` needs all of them."""
     ranks = active_ranks()
     if ranks is not None:
         raise ValueError(f"{what} needs whole sequences, and they are split over {ranks.size} ranks; {way}.")
 
 
 def tokens_before(length: int) -> int:
-    """How many tokens the ranks before this one hold, which holds ``length``; 0 where nothing is split."""
+    """Number of tokens on the ranks before this one, which holds ``length``; 0 if nothing is split."""
     ranks = active_ranks()
     return 0 if ranks is None else ranks.starts(length)[ranks.rank]
 
 
 def real_before(mask: Tensor) -> Tensor:
-    """How many real tokens of each sample are on the ranks before, (B, L) -> (B, 1)."""
+    """Number of real tokens of each sample on the ranks before, (B, L) -> (B, 1)."""
     ranks = active_ranks()
     counts = mask.long().sum(1, keepdim=True)
     if ranks is None:
@@ -70,7 +70,7 @@ def real_before(mask: Tensor) -> Tensor:
 
 
 def segment_before(ids: Tensor, real: Tensor) -> Tensor:
-    """How many real tokens of the segment that each row begins with are on the ranks before, (B, L) -> (B, 1)."""
+    """Number of real tokens, on the ranks before, of the segment that each row begins with, (B, L) -> (B, 1)."""
     ranks = active_ranks()
     none = ids.new_zeros(ids.shape[0], 1)
     if ranks is None:
@@ -85,7 +85,7 @@ def segment_before(ids: Tensor, real: Tensor) -> Tensor:
 
 
 def next_column(x: Tensor, fill: int) -> Tensor:
-    """The numbers of the token after this rank's last, (B, L) -> (B, 1); ``fill`` where there is none."""
+    """Numbers of the token after this rank's last, (B, L) -> (B, 1); ``fill`` if there is none."""
     ranks = active_ranks()
     column = x[:, :1] if x.shape[1] else x.new_zeros(x.shape[0], 1)
     if ranks is None:
@@ -97,7 +97,7 @@ def next_column(x: Tensor, fill: int) -> Tensor:
 
 
 def share_of_mean(total: Tensor, count: Tensor, given: Tensor | int | None = None) -> Tensor:
-    """A mean over the tokens of all ranks from this rank's sum and number: its value, and the gradient of its share.
+    """Mean over the tokens of all ranks from this rank's sum and number: its value, with the gradient of its share.
 
     The gradients of all ranks together are those of the mean; ``given`` is the number over all ranks, if it is known.
     """
@@ -111,7 +111,7 @@ def share_of_mean(total: Tensor, count: Tensor, given: Tensor | int | None = Non
 
 
 def share_of_same(value: Tensor) -> Tensor:
-    """A number that all ranks have computed alike: its value, and of its gradient one share in R."""
+    """Number that all ranks have computed alike: its value, with a gradient of one share in R."""
     ranks = active_ranks()
     assert ranks is not None
     share = value / ranks.size

@@ -1,25 +1,86 @@
-"""Random feature attention with a gate: causal attention that forgets."""
+"""Random feature attention with a gate: causal attention that forgets (Peng et al.).
+
+    S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T          z_t = g_t z_{t-1} + (1 - g_t) phi(k_t)
+
+Unrolled, key j weighs ``(1 - g_j) g_{j+1} ... g_i`` for query i. What depends on i cancels in the ratio, so that a
+gate is one log factor per key, ``log(1 - g_j) - sum_{u <= j} log g_u``, which signed maps know how to carry.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernelformer.attention import State, causal_attention, step
-from kernelformer.contract import compute_dtype, no_tangents, register
+from kernelformer.contract import Role, SignedChunks, SignedSpec, compute_dtype, intern_formula, no_tangents
 from kernelformer.errors import flag
 from kernelformer.feature_maps.base import FIRST, parameter
 from kernelformer.feature_maps.draws import generator
 from kernelformer.feature_maps.fourier import FourierSpec
-from kernelformer.feature_maps.rfa import GatedSpec, ScaledFourierMap
+from kernelformer.feature_maps.spectral import ScaledFourierMap
 from kernelformer.modules.checks import Call, check_range
 from kernelformer.modules.kernel import KernelCore
 
 SEGMENT = 256  # tokens after which the log weights start again from 0: in float32 they lose digits as they grow
 EDGE = 1e-6  # how near a gate comes to 0 and to 1
+
+
+@dataclass(frozen=True)
+class GatedSpec(SignedSpec):
+    """Fourier map of all coordinates but the last, which is the log weight of a key."""
+
+    inner: FourierSpec
+
+    @property
+    def has_factor(self) -> bool:
+        """True: keys carry their last coordinate as log factor."""
+        return True
+
+    def length(self, normalize: bool) -> float | None:
+        """Length of the Fourier features."""
+        return self.inner.length(normalize)
+
+    def feature_dim(self, tensors: Sequence[Tensor], head_dim: int) -> int:
+        """Number of the Fourier features."""
+        return self.inner.feature_dim(tensors, head_dim - 1)
+
+    def features(
+        self, x: Tensor, tensors: Sequence[Tensor], scale: float, role: Role, normalize: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Evaluate the formula."""
+        phi, _ = self.inner.features(x[..., :-1], tensors, scale, role, normalize)
+        return phi, x[..., -1:] if role == "key" or not normalize else None
+
+    def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> SignedChunks:
+        """Bind for chunks."""
+        return GatedChunks(self.inner.bind(tensors, scale, normalize, learn), normalize)
+
+
+class GatedChunks(SignedChunks):
+    """`GatedSpec` on chunks."""
+
+    def __init__(self, inner: SignedChunks, normalize: bool) -> None:
+        self.inner, self.normalize = inner, normalize
+
+    def features(self, x: Tensor, role: Role, out: Tensor) -> Tensor | None:
+        """Fourier features, with the log weight as factor."""
+        self.inner.features(x[..., :-1], role, out)
+        return x[..., -1:].clone() if role == "key" or not self.normalize else None
+
+    def vjp(self, x: Tensor, role: Role, phi: Tensor, grad: Tensor, log_grad: Tensor | None, out: Tensor) -> Tensor:
+        """Gradient of the Fourier features; that of the log weight is that of the factor."""
+        inner = self.inner.vjp(x[..., :-1], role, phi, grad, None, x.new_empty(*x.shape[:2], x.shape[2] - 1))
+        out[..., :-1] = inner
+        out[..., -1:] = 0 if log_grad is None else log_grad
+        return out
+
+    def tensor_grads(self) -> list[Tensor]:
+        """Gradients of the tensors of the Fourier map."""
+        return self.inner.tensor_grads()
 
 
 class GatedCore(KernelCore):
@@ -48,7 +109,7 @@ class GatedCore(KernelCore):
         super().__init__(method, feature_map, normalize=True, **options)
         assert isinstance(feature_map.spec, FourierSpec)
         self.gated_spec = GatedSpec(feature_map.spec)
-        self.gated_key = register(self.gated_spec)
+        self.gated_key = intern_formula(self.gated_spec)
         self.own_gate = flag("own_gate", own_gate)
         if own_gate:
             self.gate_weight = parameter(self.num_heads, self.head_dim)
@@ -57,7 +118,7 @@ class GatedCore(KernelCore):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Small weights, and a bias of 2: a gate of 0.88 remembers some ten tokens."""
+        """Initialize with small weights and a bias of 2: a gate of 0.88 keeps some ten tokens."""
         if not self.own_gate:
             return
         gen = generator(self.feature_map.seed_number, FIRST)
@@ -68,14 +129,14 @@ class GatedCore(KernelCore):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        register(self.gated_spec)
+        intern_formula(self.gated_spec)
 
     def _key_heads(self, key: Tensor) -> int:
-        """Gates are per query head, and so is what they leave of the past."""
+        """Number of query heads: each has its own gate."""
         return self.num_heads
 
     def _gates(self, key: Tensor, gate: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """(B, H, L) in the dtype of the arithmetic; key (B, H, L, D), hidden (B, 1, L): those may hold anything."""
+        """Compute gates (B, H, L) in the dtype of the arithmetic; hidden (B, 1, L) keys (B, H, L, D) are ignored."""
         dtype = key.dtype
         if gate is None:
             if not self.own_gate:
@@ -89,7 +150,7 @@ class GatedCore(KernelCore):
         return gate.clamp(EDGE, 1 - EDGE)
 
     def _logs(self, gate: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log weights of keys, and the log of what is left of the past after each, (B, H, L); hidden tokens pass by."""
+        """Compute log weights of keys, and the log of the decay after each, (B, H, L); hidden tokens change nothing."""
         keep, take = gate.log(), torch.log1p(-gate)
         if hidden is not None:
             keep = keep.masked_fill(hidden, 0)
@@ -100,11 +161,11 @@ class GatedCore(KernelCore):
         return ValueError(f"{self.method!r} is causal only, got {what}: a gate forgets what came before.")
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Why it cannot see the future; None for a causal call."""
+        """Return the error for a call that is not causal, or None."""
         return None if causal else self._not_bidirectional("is_causal=False")
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """Refuse: a context has no order to forget in."""
+        """Raise a ValueError: a context has no order to forget in."""
         raise self._not_bidirectional("a context")
 
     def _not_parallel(self, call: Call) -> str | None:
@@ -163,6 +224,6 @@ class GatedCore(KernelCore):
 
 
 def _with_column(x: Tensor, logs: Tensor | None) -> Tensor:
-    """Tokens (B, H, L, D) with one more coordinate: log weights (B, H, L), or 0."""
+    """Append one coordinate to tokens (B, H, L, D): log weights (B, H, L), or 0."""
     column = x.new_zeros(*x.shape[:3], 1) if logs is None else logs.unsqueeze(-1)
     return torch.cat([x, column], -1)

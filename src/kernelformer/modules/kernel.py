@@ -20,7 +20,7 @@ from kernelformer.contract import autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.modules.bias import FADES, NEAR, BiasedAttention
-from kernelformer.modules.checks import Call, check_near, check_scale, other_maker, other_tensor
+from kernelformer.modules.checks import Call, check_near, check_scale, config_mismatch, tensor_mismatch
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.loops import attend_plain, not_parallel
@@ -375,7 +375,7 @@ class KernelCore(AttentionCore):
             return f"the state was made {made} a bias, this call has {here}"
         for own in (NEAR, FADES):
             theirs.pop(own, None)
-        problem = other_maker(theirs, ours)
+        problem = config_mismatch(theirs, ours)
         if problem:
             return problem
         if biased:
@@ -384,7 +384,7 @@ class KernelCore(AttentionCore):
             main = state.tensors[1]
             heads = self.num_heads if self._by_query_head(call) else self._key_heads(call.key)
             needed = (call.key.shape[0], heads, self.feature_dim, call.value.shape[-1])
-        return other_tensor(main, needed, call.query)
+        return tensor_mismatch(main, needed, call.query)
 
 
 class WildcatCore(KernelCore):

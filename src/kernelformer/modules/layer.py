@@ -15,13 +15,12 @@ from kernelformer.modules.context import tokens_before
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.loops import check_algorithm
 from kernelformer.modules.packed import segment_positions
-from kernelformer.modules.positions import RelativePositions
-from kernelformer.modules.rotary import RotaryPositions
+from kernelformer.modules.positions import RelativePositions, RotaryPositions
 from kernelformer.modules.spec import POSITION_OPTIONS, ROTARY_OPTIONS, build_attention, method_options, near_settings
 
 
 def check_near_positions(positions: RelativePositions, core: AttentionCore) -> None:
-    """Raise where far tokens would have more than one bias: a window takes what is constant or a line beyond it."""
+    """Check that far tokens have one bias: a window takes a bias that is constant or a line beyond it."""
     if not core.has_near or positions.scheme == "alibi":
         return
     window, reach = getattr(core, "window", None) or 0, positions.max_distance
@@ -37,7 +36,7 @@ def check_near_positions(positions: RelativePositions, core: AttentionCore) -> N
 def layer_positions(
     relative: str | RelativePositions | None, num_heads: int, causal: bool, options: dict[str, Any], method: str
 ) -> RelativePositions | None:
-    """The positions that a layer was asked for; takes their options away from the core's."""
+    """Build the relative positions of a layer; removes their options from the core's."""
     if isinstance(relative, RelativePositions):
         if relative.num_heads != num_heads:
             raise ValueError(f"these positions have {relative.num_heads} heads, and the layer {num_heads}.")
@@ -60,7 +59,7 @@ def layer_positions(
 
 
 def layer_rotary(rotary: bool, head_dim: int, options: dict[str, Any]) -> RotaryPositions | None:
-    """The rotary positions that a layer was asked for; takes their options away from the core's."""
+    """Build the rotary positions of a layer; removes their options from the core's."""
     mine = {x: options.pop(x) for x in ROTARY_OPTIONS if x in options}
     if flag("rotary", rotary):
         return RotaryPositions(head_dim, **mine)
@@ -238,7 +237,7 @@ class KernelAttention(nn.Module):
         return heads
 
     def _gate(self, context: Tensor) -> dict[str, Any]:
-        """``g_t = sigmoid(w . x_t + b)`` for each head, where the method forgets."""
+        """Compute ``g_t = sigmoid(w . x_t + b)`` for each head, if the method has a gate."""
         if self.gate is None:
             return {}
         weight, bias = self.gate.weight, self.gate.bias
@@ -255,7 +254,7 @@ class KernelAttention(nn.Module):
         position_ids: Tensor | None,
         segment_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys with rotary positions, where the layer has them; they start again with every segment."""
+        """Apply rotary positions to queries and keys, if the layer has them; they restart with every segment."""
         if self.rotary is None:
             if position_ids is not None:
                 raise ValueError("position_ids are for rotary positions, this layer was built with rotary=False.")
@@ -320,7 +319,7 @@ class KernelAttention(nn.Module):
         return_state: bool = False,
         position_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, State]:
-        """(B, L, E) -> (B, L, E).
+        """Attend: (B, L, E) -> (B, L, E).
 
         Args:
             x: (B, L, E).
@@ -367,7 +366,7 @@ class KernelAttention(nn.Module):
         segment_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """One token, (B, 1, E) -> (B, 1, E) and the state after it; None starts. Arguments as for the layer's call."""
+        """Attend with one token, (B, 1, E) -> (B, 1, E) and the state after it. Arguments as for the layer's call."""
         if not self.causal:
             raise ValueError(
                 "step needs a causal layer, this one was built with causal=False; build it with causal=True."
@@ -387,7 +386,7 @@ class KernelAttention(nn.Module):
         return self._merge(heads), after
 
     def remember(self, context: Tensor, key_mask: Tensor | None = None) -> State:
-        """What `recall` needs of a context (B, S, context_dim): of constant size for methods with a feature map."""
+        """Summarize a context (B, S, context_dim) for `recall`: of constant size for methods with a feature map."""
         self._check_takes_context()
         self._check("context", context, "context_dim")
         self._check_mask("context", key_mask, context)
@@ -395,7 +394,7 @@ class KernelAttention(nn.Module):
         return self.core.remember(key, value, key_mask=key_mask)
 
     def recall(self, x: Tensor, memory: State) -> Tensor:
-        """Attend to a remembered context, which does not have to be read again: (B, L, E) -> (B, L, E)."""
+        """Attend to a context from `remember` without reading it again: (B, L, E) -> (B, L, E)."""
         self._check_takes_context()
         if self.causal or self.positions is not None:
             raise ValueError(
@@ -406,6 +405,6 @@ class KernelAttention(nn.Module):
         return self._merge(self.core.recall(self._heads(self.query(x)), memory))
 
     def extra_repr(self) -> str:
-        """The settings, for printing a model."""
+        """Settings, for printing a model."""
         dropout = f", dropout={self.dropout:g}" if self.dropout else ""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}{dropout}"

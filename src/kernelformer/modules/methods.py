@@ -1,4 +1,4 @@
-"""The table of methods: every fact about a method stands in its one record, and whoever needs one reads it here."""
+"""The table of methods: each fact about a method is stated in its one record."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from kernelformer.feature_maps import (
 )
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.exact import GaussianCore, SoftmaxCore
+from kernelformer.modules.exact import GaussianCore, LocalCore, SoftmaxCore
 from kernelformer.modules.gated import GatedCore
 from kernelformer.modules.kernel import KernelCore, WildcatCore
-from kernelformer.modules.local import LocalCore
 
 
 @dataclass(frozen=True)
 class Paper:
-    """Where a method was published.
+    """Publication of a method.
 
     Args:
         name: as the library cites it.
@@ -45,7 +44,7 @@ class Paper:
 
     @property
     def url(self) -> str:
-        """Its page on arxiv.org."""
+        """Page on arxiv.org."""
         return f"https://arxiv.org/abs/{self.arxiv}"
 
 
@@ -75,11 +74,11 @@ QUADRATIC_COST = "L²"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One method, with everything that the library knows about it.
+    """Record of one method.
 
     A fact that depends on options is the mapping of the options that make it true: skyformer is causal with
     ``{"landmarks": "learned"}``. `holds` evaluates it. A bias and a window need a normalized sum: with
-    ``normalize=False`` no method takes one.
+    ``normalize=False`` no method takes one. Other facts are those of the classes.
 
     Args:
         about: what it is, in one line, without the paper.
@@ -94,13 +93,11 @@ class Method:
         cost: time in the length L: m features, d head dimension, C components, s landmarks, r rank.
         family: ``exact``; ``positive`` or ``signed`` features, with the default options; ``landmarks``; ``other``.
         size: the option that sets how many features, landmarks or rows it has; None where there is nothing to set.
-        causal: whether it can attend to earlier tokens only.
-        streaming: whether it can attend token by token, with a state.
-        bias: whether it takes a relative position bias.
-        window: whether it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``.
+        causal: whether it can attend to earlier tokens only, and so token by token with a state.
+        normalized: whether weights are divided by their sum, which a bias and near tokens need.
         cross: whether it can attend to another sequence; a method that cannot is causal only.
         cross_method: what a model takes for attention to another sequence by default; None: the same method.
-        per_head: whether each head has a map of its own.
+        per_head: whether each head has a map of its own, for methods with the option ``num_key_heads``.
     """
 
     about: str
@@ -116,30 +113,43 @@ class Method:
     cost: str = "L m"
     size: str | None = "num_features"
     causal: Fact = True
-    streaming: Fact = True
-    bias: Fact = True
-    window: Fact = True
+    normalized: Fact = True
     cross: Fact = True
     cross_method: str | None = None
     per_head: Fact = field(default_factory=lambda: {"per_head": True})
 
     @property
     def quadratic(self) -> bool:
-        """Whether its time is quadratic in the length."""
+        """True if its time is quadratic in the length."""
         return self.cost == QUADRATIC_COST
 
     @property
     def has_map(self) -> bool:
-        """Whether it attends through a feature map."""
+        """True if it attends through a feature map."""
         return issubclass(self.make, FeatureMap)
 
     @property
+    def attends(self) -> type[AttentionCore]:
+        """Class of its core."""
+        return self.core if issubclass(self.make, FeatureMap) else self.make
+
+    @property
+    def bias(self) -> Fact:
+        """True if it takes a relative position bias."""
+        return self.normalized if self.attends.takes_bias else False
+
+    @property
+    def window(self) -> Fact:
+        """True if it can attend to near tokens and the first ones exactly, by ``window`` and ``sinks``."""
+        return self.normalized if "window" in inspect.signature(self.attends).parameters else False
+
+    @property
     def own_scale(self) -> bool:
-        """Whether it has a scale of its own instead of 1 / sqrt(D): unit vectors have, and elu."""
+        """True if its scale is not 1 / sqrt(D): for unit vectors, and for elu."""
         return "scale" in self.default or bool(self.fixed.get("normalize_qk"))
 
     def holds(self, fact: Fact, options: Mapping[str, Any] | None = None) -> bool:
-        """Whether a fact of this record is true with these options; those that are not given have their defaults."""
+        """Evaluate a fact of this record for these options; options that are not given have their defaults."""
         if isinstance(fact, bool):
             return fact
         parameters = inspect.signature(self.make).parameters
@@ -150,7 +160,7 @@ class Method:
 
 @dataclass(frozen=True)
 class SparseLayer:
-    """What the library knows about a sparse layer without importing transformers.
+    """Record of a sparse layer, readable without importing transformers.
 
     Args:
         about: what it is, in one line.
@@ -180,7 +190,7 @@ SPARSE_LAYERS: dict[str, SparseLayer] = {
 
 
 def check_sparse_options(layer: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a sparse layer, if it has all of them.
+    """Check the options of a sparse layer, and return them.
 
     Raises:
         ValueError: an unknown option, with the known ones.
@@ -192,7 +202,7 @@ def check_sparse_options(layer: str, options: Mapping[str, Any]) -> dict[str, An
 
 
 def no_core(layer: str) -> ValueError:
-    """The error for a sparse layer where only a method can stand."""
+    """Return the error for a sparse layer where only a method is accepted."""
     return ValueError(
         f"{layer!r} is a whole layer of transformers, for the self-attention of encoders of this library "
         f"(KernelformerConfig, train, compare, study encoder), and not a method; use one of list_methods() here, such "
@@ -215,8 +225,6 @@ METHODS: dict[str, Method] = {
         cost=QUADRATIC_COST,
         family="exact",
         size=None,
-        window=False,
-        per_head=False,
     ),
     "gaussian": Method(
         about="exact Gaussian kernelized attention in tiles, quadratic",
@@ -227,9 +235,6 @@ METHODS: dict[str, Method] = {
         cost=QUADRATIC_COST,
         family="exact",
         size=None,
-        bias=False,
-        window=False,
-        per_head=False,
     ),
     "local": Method(
         about="exact softmax attention to the tokens nearby and the first ones",
@@ -238,7 +243,6 @@ METHODS: dict[str, Method] = {
         cost="L w",
         family="exact",
         size=None,
-        per_head=False,
     ),
     "favor+": Method(
         about="positive orthogonal random features",
@@ -324,7 +328,6 @@ METHODS: dict[str, Method] = {
         cost="L d",
         family="positive",
         size=None,
-        per_head=False,
     ),
     "gmm-rks": Method(
         about="learned Gaussian mixture, Fourier features, signed",
@@ -393,9 +396,7 @@ METHODS: dict[str, Method] = {
         family="landmarks",
         size="num_landmarks",
         causal={"landmarks": "learned"},
-        streaming={"landmarks": "learned"},
-        bias={"kernel": "softmax"},
-        window={"kernel": "softmax"},
+        normalized={"kernel": "softmax"},
         per_head={"landmarks": "learned"},
     ),
     "wildcat": Method(
@@ -410,8 +411,6 @@ METHODS: dict[str, Method] = {
         family="landmarks",
         size="num_landmarks",
         causal=False,
-        streaming=False,
-        per_head=False,
     ),
     "nystromformer": Method(
         about="softmax attention through segment means",
@@ -422,10 +421,6 @@ METHODS: dict[str, Method] = {
         family="landmarks",
         size="num_landmarks",
         causal=False,
-        streaming=False,
-        bias=False,
-        window=False,
-        per_head=False,
     ),
     "linformer": Method(
         about="softmax attention to learned mixtures of keys",
@@ -436,10 +431,6 @@ METHODS: dict[str, Method] = {
         family="other",
         size="rank",
         causal=False,
-        streaming=False,
-        bias=False,
-        window=False,
-        per_head=False,
     ),
     "rfa": Method(
         about="Fourier features of unit vectors, learned scale",
@@ -458,8 +449,6 @@ METHODS: dict[str, Method] = {
         paper=RFA,
         phi="`rfa` with a gate that forgets",
         family="signed",
-        bias=False,
-        window=False,
         cross=False,
     ),
     "loglinear": Method(
@@ -479,7 +468,7 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(name: str) -> Method:
-    """The record of a method.
+    """Return the record of a method.
 
     Raises:
         ValueError: no method has this name.
@@ -492,7 +481,7 @@ def find_method(name: str) -> Method:
 
 
 def list_methods() -> dict[str, str]:
-    """Every method's name, with a line about it."""
+    """Return every method's name with a line about it."""
     return {
         name: method.about if method.paper is None else f"{method.about} ({method.paper.name})"
         for name, method in METHODS.items()

@@ -16,7 +16,7 @@ from kernelformer.modules.core import AttentionCore
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PairState(State):
-    """The states of both kinds; its tensors are those of the first, then those of the second."""
+    """States of both kinds; its tensors are those of the first, then those of the second."""
 
     parts: tuple[State, State] = ()  # type: ignore[assignment]
 
@@ -28,16 +28,16 @@ class PairState(State):
         return PairState(first.tensors + second.tensors, first.length, made_by, last_id=last_id, parts=parts)
 
     def to(self, device: torch.device | str) -> PairState:
-        """The same on another device."""
+        """Return the same state on another device."""
         last_id = None if self.last_id is None else self.last_id.to(device)
         return self.of((self.parts[0].to(device), self.parts[1].to(device)), last_id)
 
     def detach(self) -> PairState:
-        """The same, cut off from the graph."""
+        """Return the same state, detached from the graph."""
         return self.of((self.parts[0].detach(), self.parts[1].detach()), self.last_id)
 
     def reorder(self, index: Tensor | Sequence[int]) -> PairState:
-        """Samples by their index, repeats allowed."""
+        """Select samples by their index, repeats allowed."""
         order = torch.as_tensor(index, dtype=torch.long)
         last_id = None if self.last_id is None else self.last_id[order.to(self.last_id.device)]
         return self.of((self.parts[0].reorder(index), self.parts[1].reorder(index)), last_id)
@@ -72,7 +72,7 @@ class MixedCore(AttentionCore):
 
     @property
     def cores(self) -> tuple[AttentionCore, AttentionCore]:
-        """The exact core and the linear one."""
+        """Exact core and linear core."""
         return self.exact, self.linear
 
     @property
@@ -82,26 +82,26 @@ class MixedCore(AttentionCore):
 
     @property
     def takes_loops(self) -> bool:  # type: ignore[override]
-        """Whether the linear core knows the algorithms "chunked" and "parallel"."""
+        """True if the linear core knows the algorithms "chunked" and "parallel"."""
         return self.linear.takes_loops
 
     @property
     def takes_segments(self) -> bool:  # type: ignore[override]
-        """Whether both cores can keep packed sequences apart."""
+        """True if both cores can keep packed sequences apart."""
         return self.exact.takes_segments and self.linear.takes_segments
 
     @property
     def has_near(self) -> bool:  # type: ignore[override]
-        """Whether the linear heads attend to near tokens exactly and to others not."""
+        """True if the linear heads attend exactly to near tokens alone."""
         return self.linear.has_near
 
     @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
-        """Whether one query's output depends on the others, as in the linear core."""
+        """True if one query's output depends on the others, as in the linear core."""
         return self.linear.mixes_queries
 
     def resample(self, draw: int | None = None) -> None:
-        """Go to the next draw of the linear heads, or to number ``draw``."""
+        """Advance to the next draw of the linear heads, or to number ``draw``."""
         self.linear.resample(draw)
 
     def calibrate(
@@ -116,7 +116,7 @@ class MixedCore(AttentionCore):
         self.linear.reset_calibration()
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Why the linear core cannot attend with this causality; None where it can."""
+        """Return the error of the linear core for this causality, or None."""
         return self.linear.refusal(causal)
 
     def _resolve_scale(self, scale: float | None) -> float:
@@ -131,7 +131,7 @@ class MixedCore(AttentionCore):
         return self.linear._stream_refusal(what)
 
     def _misfit(self, call: Call, state: State) -> str | None:
-        """Each core checks its own part when it attends; here only what concerns the whole."""
+        """Check only what concerns the whole state: each core checks its own part when it attends."""
         return None if isinstance(state, PairState) else f"state must be one of this core's, got {type(state).__name__}"
 
     def _forget(self, state: State, samples: Tensor) -> State:
@@ -140,7 +140,7 @@ class MixedCore(AttentionCore):
         return PairState.of((first, second), state.last_id)
 
     def _split(self, x: Tensor, which: int) -> Tensor:
-        """The heads of one kind; of grouped keys, those that they look at, one for each query head."""
+        """Select the heads of one kind; grouped keys are repeated for each of their query heads."""
         repeats = self.num_heads // x.shape[1]
         return x[:, [head // repeats for head in self.heads[which]]]
 
@@ -149,7 +149,7 @@ class MixedCore(AttentionCore):
         return torch.cat(list(parts), 1)[:, back]
 
     def _parts(self, call: Call) -> list[tuple[AttentionCore, list[Tensor], State | None]]:
-        """Each core with its queries, keys and values, and its state."""
+        """Yield each core with its queries, keys and values, and its state."""
         parts = []
         for which, core in enumerate(self.cores):
             state = call.state.parts[which] if isinstance(call.state, PairState) else None
@@ -157,7 +157,7 @@ class MixedCore(AttentionCore):
         return parts
 
     def _common(self, call: Call) -> dict[str, Any]:
-        """What calls and steps of both cores take."""
+        """Arguments that calls and steps of both cores take."""
         return {"scale": None if call.scale == self.scale else call.scale, "key_mask": call.key_mask}
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
@@ -186,7 +186,7 @@ class MixedCore(AttentionCore):
         return self._join(outs), PairState.of((states[0], states[1]))
 
     def _bias(self, call: Call, core: AttentionCore) -> dict[str, Any]:
-        """The bias of the heads of one core, as its `forward` takes it."""
+        """Select the bias of the heads of one core, as its `forward` takes it."""
         bias = call.bias
         if bias is None:
             return {}
@@ -200,7 +200,7 @@ class MixedCore(AttentionCore):
         }
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """What `recall` needs of a whole context, for each kind."""
+        """Summarize a context for `recall`, for both kinds."""
         first, second = (
             core.remember(self._split(key, i), self._split(value, i), key_mask=key_mask)
             for i, core in enumerate(self.cores)
@@ -208,7 +208,7 @@ class MixedCore(AttentionCore):
         return PairState.of((first, second))
 
     def recall(self, query: Tensor, memory: State) -> Tensor:
-        """Attend to a remembered context, without a bias: (B, H, L, D) -> (B, H, L, E)."""
+        """Attend to a context from `remember`, without a bias: (B, H, L, D) -> (B, H, L, E)."""
         if not isinstance(memory, PairState):
             raise ValueError(f"recall needs what remember of this core returned, got {type(memory).__name__}.")
         return self._join([core.recall(self._split(query, i), memory.parts[i]) for i, core in enumerate(self.cores)])

@@ -1,7 +1,10 @@
-"""`torch.nn.MultiheadAttention` by any method: its constructor, its call, its weights."""
+"""`torch.nn.MultiheadAttention` by any method, and its place in any plain PyTorch model."""
 
 from __future__ import annotations
 
+import fnmatch
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from kernelformer.errors import fraction, positive_int, shape
-from kernelformer.modules.checks import assert_values, can_read
+from kernelformer.errors import fraction, positive_int, shape, unknown
+from kernelformer.modules.checks import assert_values, can_read, no_weights
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.spec import build_core, move_to_inputs, near_settings, no_weights
+from kernelformer.modules.spec import build_core, method_options, move_to_inputs, near_settings
 
 
 def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """``key_padding_mask`` (B, S), True or -inf = ignore, as bool with True = ignore.
+    """Convert ``key_padding_mask`` (B, S), True or -inf = ignore, to bool with True = ignore.
 
     Raises:
         ValueError: another shape, or numbers that would be added to the logits.
@@ -30,7 +33,7 @@ def hidden_keys(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
 
 
 def is_causal_mask(mask: Tensor | None, queries: int, keys: int, heads: int, hint: bool) -> bool:
-    """Whether ``attn_mask`` hides the future, key j from query i iff j > i, rather than nothing.
+    """Return True if ``attn_mask`` hides the future, key j from query i iff j > i, and False if it hides nothing.
 
     Args:
         mask: (L, S), or (batch * heads, L, S) with the same in each; bool with True = ignore, or 0 and -inf. None with
@@ -83,7 +86,7 @@ def _check_tensor(mask: object, name: str) -> None:
 
 
 def _hidden(mask: Tensor, name: str) -> Tensor:
-    """True, or -inf, = ignore, as bool."""
+    """Convert a mask with True, or -inf, = ignore, to bool."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -166,12 +169,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(embed_dim, num_heads, fraction("dropout", dropout), *more)
         core = build_core(method, num_heads=num_heads, head_dim=self.head_dim, **options)
         if dropout and not core.takes_dropout:
-            raise no_weights(method, f"dropout={dropout!r}")
+            raise no_weights(method, f"dropout={dropout!r}", window="window" in method_options(method))
         self._attach(core)
 
     @classmethod
     def from_torch(cls, original: nn.MultiheadAttention, core: AttentionCore) -> MultiheadAttention:
-        """One that takes over the weights of another, not copies, and attends by ``core``.
+        """Build one that shares the weights of another and attends by ``core``.
 
         Dropout of weights is left out where the core forms none; `restored` gives it back.
         """
@@ -183,7 +186,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return new.train(original.training)
 
     def restored(self) -> nn.MultiheadAttention:
-        """Torch's own module with these weights, not copies; what the core has learned stays behind.
+        """Return torch's own module with these weights, shared; parameters of the core are left out.
 
         After `from_torch` it is the very module that was replaced, with its hooks.
         """
@@ -235,8 +238,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Returns:
             Outputs as wide as the queries, in their layout; and the weights (B, L, S), or (B, H, L, S) for each head,
-            without B where the inputs have none; None if nobody needs them. Keys of `add_bias_kv` and `add_zero_attn`
-            are the last columns.
+            without B where the inputs have none; None without ``need_weights``. Keys of `add_bias_kv` and
+            `add_zero_attn` are the last columns.
         """
         if query.is_nested:
             return self._attend_nested(
@@ -270,7 +273,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, itself: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, H, L, D), and the weights (B, H, L, S + extra)."""
+        """Attend: (B, H, L, D), and the weights (B, H, L, S + extra)."""
         key_mask = query_mask = None
         if hidden is not None:
             key_mask = ~hidden
@@ -279,12 +282,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         k, v, extra = self._with_own_keys(k, v)
         # Queries and keys keep their distance: causality and windows count it.
         in_order = causal or self.kernel.has_near
-        if extra:  # they come first, so that causality hides them from nobody: as many queries before the others
+        if extra:  # they come first, so that causality hides them from no query: as many queries precede the others
             key_mask = None if key_mask is None else F.pad(key_mask, (extra, 0), value=True)
             if in_order:
                 q = F.pad(q, (0, 0, extra, 0))
                 query_mask = None if query_mask is None else F.pad(query_mask, (extra, 0), value=False)
-        if self.kernel.takes_dropout and self.kernel.attention_dropout != self.dropout:  # set anew, as torch's may be
+        if self.kernel.takes_dropout and self.kernel.attention_dropout != self.dropout:  # it may be changed, as torch's
             self.kernel.attention_dropout = self.dropout
         options: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": query_mask}
         weights = self.kernel.attention_matrix(q, k, **options) if need_weights else None
@@ -333,7 +336,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
 
     def _project(self, *inputs: Tensor) -> list[Tensor]:
-        """(B, H, L, D) each."""
+        """Project and split into heads, (B, H, L, D) each."""
         if self.in_proj_weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         else:
@@ -347,7 +350,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return heads
 
     def _with_own_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Keys and values with those that belong to the module before them, and how many these are."""
+        """Prepend the module's own keys and values, and return their number."""
         own: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
             own.append((self._heads(self.bias_k).to(k.dtype), self._heads(self.bias_v).to(v.dtype)))
@@ -359,12 +362,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.cat([*keys, k], 2), torch.cat([*values, v], 2), len(own)
 
     def extra_repr(self) -> str:
-        """The settings, for printing a model."""
+        """Settings, for printing a model."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
 
 
 def _settings(module: nn.MultiheadAttention) -> dict[str, Any]:
-    """What builds another like it; without memory for weights, which come from elsewhere."""
+    """Constructor arguments of a copy, without memory for weights, which come from elsewhere."""
     return {
         "embed_dim": module.embed_dim,
         "num_heads": module.num_heads,
@@ -380,7 +383,144 @@ def _settings(module: nn.MultiheadAttention) -> dict[str, Any]:
 
 
 def _take_over(old: nn.MultiheadAttention, new: nn.MultiheadAttention) -> None:
-    """Give one module the very parameters of another."""
+    """Share the parameters of one module with another."""
     for name in _WEIGHTS:
         setattr(new, name, getattr(old, name))
     new.out_proj = old.out_proj
+
+
+def replace_attention(
+    model: nn.Module, method: str, layers: Sequence[int | str] | int | str | None = None, **options: Any
+) -> list[str]:
+    """Replace every `torch.nn.MultiheadAttention` of a model by a `MultiheadAttention`, in place.
+
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 6)
+        kf.replace_attention(model, "favor+", num_features=256)       # ["layers.0.self_attn", ...]
+
+    The parameters are the very same ones, so that an optimizer, tied weights, frozen ones, their device and dtype stay
+    as they are, and so does the mode of each module. A module that is used in several places is replaced once, in all
+    of them. Each gets a draw of its own, ``seed`` plus its number. `restore_attention` undoes it.
+
+    Dropout of attention weights is left out where a method forms none, with a warning.
+
+    Args:
+        model: any module that holds attentions; models of transformers mostly have their own: `hf.convert`.
+        method: a name from `list_methods`.
+        layers: which ones, by their number among the model's attentions, or by patterns of their names such as
+            ``"encoder.*"``, one or several; None: all that are still torch's.
+        options: of the method, see `build_attention`.
+
+    Returns:
+        The names of those that were replaced, in the order of the model's modules.
+
+    Raises:
+        ValueError: an unknown method, option or layer, an attention that cannot be replaced, or none; nothing is.
+    """
+    attentions = _attentions(model)
+    names = [name for name, _ in attentions]
+    chosen = sorted(select(names, layers))
+    if layers is None:
+        chosen = [i for i in chosen if type(attentions[i][1]) is not MultiheadAttention]
+    if not chosen:
+        raise ValueError(
+            f"all {len(names)} attentions of {type(model).__name__} are replaced already; kf.restore_attention gives "
+            f"torch's back."
+        )
+    for i in chosen:
+        _check_replaceable(*attentions[i])
+    new = []
+    for i in chosen:
+        old = attentions[i][1]
+        core = build_core(method, num_heads=old.num_heads, head_dim=old.head_dim, layer=i, **options)
+        new.append(MultiheadAttention.from_torch(old, core))
+    for i, module in zip(chosen, new, strict=True):
+        swap(model, attentions[i][1], module)
+    warn_about_dropped_dropout(model, {names[i]: x for i, x in zip(chosen, new, strict=True)})
+    return [names[i] for i in chosen]
+
+
+def restore_attention(model: nn.Module) -> list[str]:
+    """Restore torch's own attentions in a model, with the weights as they are now; parameters of cores are lost.
+
+    Returns:
+        The names of those that were restored.
+    """
+    replaced = [(name, x) for name, x in model.named_modules() if type(x) is MultiheadAttention]
+    if not replaced or not replaced[0][0]:
+        what = "is itself one: its restored() is" if replaced else "has none:"
+        raise ValueError(f"{type(model).__name__} {what} a kf.MultiheadAttention that could be put back into a model.")
+    for _, module in replaced:
+        swap(model, module, module.restored())
+    return [name for name, _ in replaced]
+
+
+def select(names: Sequence[str], layers: Sequence[int | str] | int | str | None) -> set[int]:
+    """Resolve numbers or patterns of names to the numbers of attentions; None means all.
+
+    Raises:
+        ValueError: one of them means none.
+    """
+    if layers is None:
+        return set(range(len(names)))
+    if not isinstance(layers, Iterable | int):
+        raise ValueError(f"layers are numbers or patterns of names, got {type(layers).__name__}.")
+    chosen: set[int] = set()
+    for wanted in [layers] if isinstance(layers, int | str) else layers:
+        if isinstance(wanted, str):
+            some = {i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, wanted)}
+            if not some:
+                raise unknown("attention", wanted, names)
+        elif isinstance(wanted, bool) or not isinstance(wanted, int) or not -len(names) <= wanted < len(names):
+            raise ValueError(f"this model has {len(names)} attentions, numbered from 0, got {wanted!r:.60}.")
+        else:
+            some = {wanted % len(names)}
+        chosen |= some
+    return chosen
+
+
+def swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace a module by another at every place: layers that share one have it under several names."""
+    for parent in list(model.modules()):
+        for name in [name for name, child in parent._modules.items() if child is old]:
+            setattr(parent, name, new)
+
+
+def warn_about_dropped_dropout(model: nn.Module, attentions: dict[str, MultiheadAttention]) -> None:
+    """Warn about attentions with a dropout of weights that they no longer form."""
+    lost = {name: x for name, x in attentions.items() if x.dropout and not x.kernel.takes_dropout}
+    if lost:
+        name, first = next(iter(lost.items()))
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        warnings.warn(
+            f"attention dropout of {first.dropout:g} is left out in {name}{more} of {type(model).__name__}: "
+            f"{first.kernel.method!r} forms no weights to drop. Other dropout of the model stays.",
+            stacklevel=3,
+        )
+
+
+def _attentions(model: nn.Module) -> list[tuple[str, nn.MultiheadAttention]]:
+    attentions = [(name, x) for name, x in model.named_modules() if isinstance(x, nn.MultiheadAttention)]
+    if not attentions:
+        raise ValueError(
+            f"{type(model).__name__} has no torch.nn.MultiheadAttention; attentions of transformers are replaced by "
+            f"kernelformer.hf.convert, others by hand, with kf.KernelAttention or kf.build_attention."
+        )
+    if not attentions[0][0]:
+        raise ValueError(
+            f"the model is itself an attention, a {type(model).__name__}, and has no place in which it could be "
+            f"replaced; build a kf.MultiheadAttention and load its state dict."
+        )
+    return attentions
+
+
+def _check_replaceable(name: str, module: nn.MultiheadAttention) -> None:
+    kind = type(module)
+    if isinstance(module, MultiheadAttention):
+        raise ValueError(f"{name} is a {kind.__name__} of {module.kernel.method!r} already; restore it first.")
+    if kind is not nn.MultiheadAttention:
+        raise ValueError(
+            f"{name} is a {kind.__name__}, a kind of torch.nn.MultiheadAttention that may compute something else; "
+            f"choose the others by layers=."
+        )
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise ValueError(f"{name} has hooks, which would be lost; remove them, and register them again afterwards.")

@@ -1,4 +1,4 @@
-"""Packed sequences: several of them in one row, as segments that do not see each other.
+"""Packed sequences: several in one row, as segments that do not see each other.
 
 A packed call becomes calls on the segments alone: they are sorted by length into batches, of which less than half is
 padding, attended as any other padded batch, and put back. So every method means the same packed and apart, and no
@@ -31,7 +31,7 @@ NO_ID = torch.iinfo(torch.int64).min  # the last id of a stream without tokens
 
 
 class Segments(NamedTuple):
-    """Where segments are: N of them, by row and then by place; on the CPU."""
+    """Positions of N segments, by row and then by place; on the CPU."""
 
     row: Tensor  # (N)
     start: Tensor  # (N), in the row
@@ -54,11 +54,11 @@ class Segments(NamedTuple):
         return Segments(row, start, ends.diff())
 
     def where(self, chosen: Tensor) -> Segments:
-        """Some of them, by a bool (N)."""
+        """Select segments by a bool (N)."""
         return Segments(*(x[chosen] for x in self))
 
     def buckets(self) -> list[Segments]:
-        """Batches in which the longest is at most a third longer than the shortest, or less than twice up to SHORT."""
+        """Group segments into batches; the longest is at most a third longer than the shortest, or 2x up to SHORT."""
         order = self.length.argsort(stable=True)
         lengths, parts = self.length[order].tolist(), []
         while lengths:
@@ -70,7 +70,7 @@ class Segments(NamedTuple):
 
 
 def check_packed(core: AttentionCore, call: Call) -> None:
-    """Check the segment ids of a call: integers (B, L) that core and bias can do with, from the start of a stream."""
+    """Check the segment ids of a call: integers (B, L) that fit the core, the bias and the state."""
     ids, state, bias = call.segment_ids, call.state, call.bias
     if state is not None and (state.last_id is None) != (ids is None):
         made, here = ("with", "none") if ids is None else ("without", "some")
@@ -113,7 +113,7 @@ def _check_ids(ids: Tensor, call: Call) -> None:
 
 
 def attend_packed(core: AttentionCore, call: Call) -> tuple[Tensor, State | None]:
-    """Attend within the segments of a call, and in a stream from the state on, which is that of the last segment.
+    """Attend within the segments of a call, and in a stream from the state, which is that of the last segment.
 
     Cost: that of the segments alone, with less than twice as many tokens by padding; in a stream twice.
     """
@@ -128,14 +128,14 @@ def attend_packed(core: AttentionCore, call: Call) -> tuple[Tensor, State | None
 
 
 def enter_segment(core: AttentionCore, call: Call) -> Call:
-    """The call of a step, whose state has forgotten the samples that are in another segment now."""
+    """Return the call of a step, with the state of samples in another segment cleared."""
     if call.state is None or call.segment_ids is None:
         return call
     return replace(call, state=_continued(core, call.state, call.segment_ids))
 
 
 def last_id(call: Call) -> Tensor:
-    """The ids (B) of the last tokens of a call, or of the state before it where it has no tokens."""
+    """Return the ids (B) of the last tokens of a call, or of the state before it if it has no tokens."""
     assert call.segment_ids is not None
     ids = call.segment_ids.long()
     before = ids.new_full(ids.shape[:1], NO_ID) if call.state is None else call.state.last_id
@@ -144,14 +144,14 @@ def last_id(call: Call) -> Tensor:
 
 
 def _continued(core: AttentionCore, state: State, ids: Tensor) -> State:
-    """The state without the samples that are in another segment somewhere in ids (B, L)."""
+    """Clear the state of samples that are in another segment somewhere in ids (B, L)."""
     assert state.last_id is not None
     others = (ids != state.last_id.unsqueeze(1)).any(1)
     return core._forget(state, others) if not can_read(others) or bool(others.any()) else state
 
 
 def _attend_stream(core: AttentionCore, call: Call, ids: Tensor, segments: Segments) -> tuple[Tensor, State | None]:
-    """Attend with a state before the call or after it, by whole rows, so that the state knows all distances.
+    """Attend with a state before or after the call, by whole rows, so that the state has all distances.
 
     The last segment of each row makes the state. Of the others, the first one may go on from the state before.
     """
@@ -172,7 +172,7 @@ def _attend_stream(core: AttentionCore, call: Call, ids: Tensor, segments: Segme
 
 
 def _attend_first(core: AttentionCore, call: Call, first: Segments, out: Tensor) -> Tensor:
-    """Outputs (B, H, L, E) with those of segments at the start of some rows, which go on from the state."""
+    """Replace outputs (B, H, L, E) of segments at the start of rows, which continue from the state."""
     assert call.state is not None
     width, rows = int(first.length.max()), first.row.to(out.device)
     inside = torch.arange(out.shape[2], device=out.device) < first.length.to(out.device).unsqueeze(1)
@@ -194,7 +194,7 @@ def _attend_first(core: AttentionCore, call: Call, first: Segments, out: Tensor)
 
 
 def attend_apart(core: AttentionCore, call: Call, segments: Segments, others: Tensor | None = None) -> Tensor:
-    """Attend within segments -> (B, H, L, E); at tokens that are in none of them those of ``others``."""
+    """Attend within segments -> (B, H, L, E); tokens outside of all segments get those of ``others``."""
     if call.key_mask is not None:
         segments, call = _without_hidden(segments, call, call.key_mask)
     batches = Batches(segments, call.query)
@@ -236,7 +236,7 @@ def _without_hidden(segments: Segments, call: Call, mask: Tensor) -> tuple[Segme
 
 
 class Batches:
-    """Segments of rows as padded batches, (n, w) tokens each, and the way back.
+    """Segments of rows as padded batches, (n, w) tokens each, and back.
 
     Args:
         segments: which do not overlap.
@@ -260,12 +260,12 @@ class Batches:
         self.nothing = [None] * len(sources)
 
     def take(self, x: Tensor) -> list[Tensor]:
-        """Tokens (B, h, L, d) as batches (n, h, w, d), padded with zeros."""
+        """Gather tokens (B, h, L, d) into batches (n, h, w, d), padded with zeros."""
         tokens = F.pad(x.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1))
         return [y.transpose(1, 2) for y in self._split(tokens.index_select(0, self.source))]
 
     def take_mask(self, mask: Tensor | None) -> list[Tensor | None]:
-        """A mask (B, L) as masks (n, w), False in padding; without one those that hide padding, None where is none."""
+        """Gather a mask (B, L) into the padded batches (n, w); of no mask, None for batches without padding."""
         tokens = self.rows * self.length
         if mask is not None:
             return [*self._split(F.pad(mask.flatten(), (0, 1)).index_select(0, self.source))]
@@ -273,7 +273,7 @@ class Batches:
         return [None if full else x for x, full in zip(inside, self.full, strict=True)]
 
     def put(self, outs: Sequence[Tensor], others: Tensor | None) -> Tensor:
-        """Batches (n, H, w, E) as rows (B, H, L, E), with ``others`` at tokens that are in none."""
+        """Scatter batches (n, H, w, E) to rows (B, H, L, E), with ``others`` at tokens that are in none."""
         tokens = [x.transpose(1, 2).flatten(0, 1) for x in outs]
         zeros = tokens[0].new_zeros(1, *tokens[0].shape[1:])
         placed = torch.cat([*tokens, zeros]).index_select(0, self.place)
@@ -284,13 +284,13 @@ class Batches:
         return torch.where(inside, rows, others)
 
     def _split(self, x: Tensor) -> list[Tensor]:
-        """(P, ...) -> (n, w, ...) for each batch."""
+        """Split (P, ...) into (n, w, ...) for each batch."""
         parts = x.split([n * w for n, w in self.shapes])
         return [y.unflatten(0, z) for y, z in zip(parts, self.shapes, strict=True)]
 
 
 def _cut(bias: Bias | None, tokens: int, past: int) -> Bias | None:
-    """A bias over whole rows as one over so many tokens after ``past`` others: distances are relative."""
+    """Restrict a bias over whole rows to so many tokens after ``past`` others: distances are relative."""
     if bias is None:
         return None
     middle = bias.layout.L - 1 + bias.layout.offset
@@ -303,7 +303,7 @@ def _both(mask: Tensor | None, other: Tensor) -> Tensor:
 
 
 def segment_positions(segment_ids: Tensor, real: Tensor | None = None) -> Tensor:
-    """Positions (B, L) that start at 0 with every segment of packed rows, wherever a split one began.
+    """Compute positions (B, L) that start at 0 with every segment of packed rows, also of one begun on another rank.
 
     Args:
         segment_ids: (B, L), see `AttentionCore.forward`.

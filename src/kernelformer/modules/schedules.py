@@ -1,4 +1,4 @@
-"""A schedule of new draws of the random features while training."""
+"""Redrawing of random features while training, and parameter groups for optimizers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kernelformer.modules.kernel import KernelCore
 
 
 def random_maps(model: nn.Module) -> list[FeatureMap]:
-    """All feature maps of a model that have something to draw, each once."""
+    """Return all feature maps of a model that have something to draw, each once."""
     return [x for x in model.modules() if isinstance(x, FeatureMap) and x.is_random]
 
 
 def redraw(model: nn.Module, every: int = 1000) -> RemovableHandle:
-    """Give every random map of ``model`` its next draw after each ``every`` training forwards of the model.
+    """Advance every random map of ``model`` to its next draw after each ``every`` training forwards of the model.
 
     The schedule hangs on the root module's forward, never on an inner one, so that activation checkpointing recomputes
     with the draw it has seen. How long a draw has been in use is a buffer of the map, saved with the model: a resumed
-    run goes on where it was. Forwards in `eval()` do not count. With gradient accumulation every micro-batch counts.
+    run continues where it was. Forwards in `eval()` do not count. With gradient accumulation every micro-batch counts.
     With activation checkpointing, go backward before the next forward: recomputation sees the newest draw.
 
     Args:
@@ -57,7 +57,7 @@ def redraw(model: nn.Module, every: int = 1000) -> RemovableHandle:
 
 
 def parameter_groups(model: nn.Module, **kernel: Any) -> list[dict[str, Any]]:
-    """Named groups for an optimizer: what the kernels learn, and everything else.
+    """Return named groups for an optimizer: parameters of the kernels, and all others.
 
         torch.optim.AdamW(kf.parameter_groups(model, lr=1e-2, weight_decay=0.0), lr=1e-3)
 

@@ -1,11 +1,12 @@
-"""The options of the methods: which ones a method takes, what they are called, and what they do."""
+"""Options of the methods, attention strings, and the construction of cores from both."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.errors import integer, positive_int, unknown
+from kernelformer.contract import compute_dtype
+from kernelformer.errors import integer, positive_int, shape, unknown
 from kernelformer.files import check_limit
+from kernelformer.modules.checks import check_floats, check_near, no_weights
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.methods import DRAWN, METHODS, SPARSE_LAYERS, check_sparse_options, find_method
-from kernelformer.modules.positions import RelativePositions
-from kernelformer.modules.rotary import RotaryPositions
+from kernelformer.modules.positions import RelativePositions, RotaryPositions
 
 SIZE = "num_features"  # the size of every method, whatever it calls it
 _CORE_OPTIONS = ("scale", "normalize_qk")
@@ -30,7 +32,7 @@ _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", re.MULTIL
 
 
 def method_options(method: str) -> list[str]:
-    """The options of a method by their own names, besides head_dim and num_heads.
+    """List the options of a method by its own names, besides head_dim and num_heads.
 
     ``num_features`` and ``seed`` may be given to every method: see `resolve_options`.
     """
@@ -41,7 +43,7 @@ def method_options(method: str) -> list[str]:
 
 
 def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:
-    """Check the options of a method, and give each the name that the method has for it.
+    """Check the options of a method, and rename each to the method's own name for it.
 
     ``num_features`` becomes the method's own size (``num_landmarks``, ``rank``), or is left out where there is none to
     set; ``seed`` is left out where nothing is drawn. So a loop over methods gives all of them the same two.
@@ -83,7 +85,7 @@ def resolve_options(method: str, options: Mapping[str, Any], more: Sequence[str]
 
 
 def applicable_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options of several methods that this one takes, by its own names; its own name for a size wins."""
+    """Select from the options of several methods those that this one takes; its own name for a size wins."""
     entry, known = find_method(method), [*method_options(method), SIZE]
     size, chosen = entry.size, {name: x for name, x in options.items() if name in known}
     if entry.has_map and not (has_near(chosen) and entry.holds(entry.window, chosen)):
@@ -94,18 +96,18 @@ def applicable_options(method: str, options: Mapping[str, Any]) -> dict[str, Any
 
 
 def maps_by_head(method: str, options: Mapping[str, Any]) -> bool:
-    """Whether a method with these options has a map for each head, so that ``num_key_heads`` says how many."""
+    """Return True if a method with these options has a map for each head, so that ``num_key_heads`` has a meaning."""
     entry = find_method(method)
     return "num_key_heads" in method_options(method) and entry.holds(entry.per_head, options)
 
 
 def has_near(options: Mapping[str, Any]) -> bool:
-    """Whether options of a method with a feature map ask for near tokens to be attended to exactly."""
+    """Return True if options of a method with a feature map ask for exact attention to near tokens."""
     return options.get("window") is not None or bool(options.get("sinks"))
 
 
 def cross_options(method: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A method and its options for attention to another sequence, where no token is near another.
+    """Return a method and its options for attention to another sequence, where no token is near another.
 
     Window and sinks are left out, with all that belongs to them; ``local``, which has nothing else, is ``softmax``.
     """
@@ -118,50 +120,38 @@ def cross_options(method: str, options: Mapping[str, Any]) -> tuple[str, dict[st
 
 
 def near_settings(core: AttentionCore) -> str:
-    """The window and the sinks of a core that has them, for messages."""
+    """Format the window and the sinks of a core, for messages."""
     core = getattr(core, "linear", core)  # of heads of two kinds
     return ", ".join(f"{name}={getattr(core, name)}" for name in ("window", "sinks"))
 
 
 def _check_near(method: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check that a method can attend to near tokens exactly, if that is asked for, and that nothing is set in vain."""
-    entry, asked = find_method(method), [name for name in NEAR_OPTIONS if name in options]
-    if (asked and "window" not in known) or (has_near(options) and not entry.holds(entry.window, options)):
-        raise _no_window(method, ", ".join(f"{name}={options[name]!r}" for name in asked))
-    forms_weights = "attention_dropout" in known and (has_near(options) or not entry.has_map)
-    if options.get("attention_dropout") and not forms_weights:
-        raise no_weights(method, f"attention_dropout={options['attention_dropout']!r}")
-    for name in ("beta", "near_scale"):
-        if name in known and options.get(name) not in (None, "learned") and not has_near(options):
-            raise ValueError(
-                f"{name}={options[name]!r} is of near tokens that are attended to exactly, and {method!r} got neither "
-                f"window= nor sinks=; give one of them, or leave {name} out."
-            )
-
-
-def _no_window(method: str, asked: str) -> ValueError:
-    """The error for near tokens of a method that has no normalized kernel for the others."""
-    fact = find_method(method).window
-    way = "" if isinstance(fact, bool) else f", {method!r} with {', '.join(f'{x}={y!r}' for x, y in fact.items())}"
-    return ValueError(
-        f"{asked}: {method!r} cannot attend to near tokens exactly and to the others by a kernel in one normalization; "
-        f"use a normalized linear method such as 'favor+'{way}, or 'local' for near tokens alone."
-    )
-
-
-def no_weights(method: str, asked: str) -> ValueError:
-    """The error for dropout of weights that a method does not have."""
-    exact = ", ".join(repr(name) for name, entry in METHODS.items() if entry.family == "exact")
-    way = ", or give a window, whose weights are formed" if "window" in method_options(method) else ""
-    return ValueError(
-        f"{asked} drops attention weights, which method {method!r} never forms; leave it at 0, or use an exact method "
-        f"({exact}){way}. Dropout of the output is KernelAttention's dropout=."
-    )
+    """Check options of near tokens that are attended to exactly, and dropout of weights, before anything is built."""
+    entry, asked = find_method(method), {name: options[name] for name in NEAR_OPTIONS if name in options}
+    if asked and "window" not in known:
+        given = ", ".join(f"{name}={x!r}" for name, x in asked.items())
+        raise ValueError(
+            f"{given}: {method!r} cannot attend to near tokens exactly and to the others by a kernel in one "
+            f"normalization; use a normalized linear method such as 'favor+', or 'local' for near tokens alone."
+        )
+    dropout, normalize = options.get("attention_dropout"), options.get("normalize")
+    if dropout and "attention_dropout" not in known:
+        raise no_weights(method, f"attention_dropout={dropout!r}", window=False)
+    if entry.has_map:
+        check_near(
+            method,
+            {name: asked[name] for name in ("window", "sinks") if asked.get(name)},
+            normalize=entry.holds(entry.normalized, options) if normalize is None else normalize,
+            aligns=options.get("align") is True,
+            near_scale=asked.get("near_scale"),
+            dropout=dropout or 0.0,
+            beta=asked.get("beta", "learned"),
+        )
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """Option of a method.
 
     Args:
         name: as `build_attention` and an attention string take it.
@@ -175,20 +165,20 @@ class Option:
 
 
 def describe_options(method: str) -> list[Option]:
-    """All options of a method with what they do, in the order of `method_options`."""
+    """Describe all options of a method, in the order of `method_options`."""
     entry = find_method(method)
     return _describe(method_options(method), [entry.make, *([entry.core] if entry.has_map else [])], entry.default)
 
 
 def describe_positions() -> list[Option]:
-    """The options of positions, which an attention of a model or a layer has besides those of its method."""
+    """Describe the options of positions, which an attention of a model or a layer has besides those of its method."""
     from kernelformer.modules.layer import KernelAttention  # which itself reads the options of methods
 
     return _describe((*POSITION_OPTIONS, *ROTARY_OPTIONS), [RelativePositions, RotaryPositions, KernelAttention], {})
 
 
 def arguments(kind: type) -> dict[str, str]:
-    """What the docstrings of a class and of those that it inherits from say of each argument."""
+    """Parse the description of each argument from the docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for one in kind.__mro__:
         _, sign, rest = inspect.cleandoc(one.__dict__.get("__doc__") or "").partition("\nArgs:\n")
@@ -200,7 +190,7 @@ def arguments(kind: type) -> dict[str, str]:
 
 
 def defaults(kind: type) -> dict[str, object]:
-    """Default values of the arguments of a class and of those that it inherits from."""
+    """Return default values of the arguments of a class and its bases."""
     values: dict[str, object] = {}
     for one in kind.__mro__:
         if "__init__" in one.__dict__:
@@ -227,7 +217,7 @@ _COUNT = re.compile(r"(?:(\d+) x )?(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention as it is written: ``method:option=value:...``, in some of a model's blocks.
+    """An attention string, parsed: ``method:option=value:...``, in some of a model's blocks.
 
     Options are kept as texts, so that reading and writing give the same string again; `values` has what they mean.
 
@@ -243,7 +233,7 @@ class AttentionSpec:
 
     @classmethod
     def parse(cls, text: str) -> AttentionSpec:
-        """Read one attention, without a count; whether its names are known is not asked."""
+        """Read one attention, without a count; names are not checked."""
         method, *options = text.split(":")
         return cls(method, tuple(options))
 
@@ -276,11 +266,11 @@ class AttentionSpec:
 
     @property
     def plain(self) -> AttentionSpec:
-        """The same without options."""
+        """Same method without options."""
         return replace(self, options=())
 
     def without(self, names: Iterable[str]) -> AttentionSpec:
-        """The same without the options of these names."""
+        """Return the same without the options of these names."""
         dropped = set(names)
         return replace(self, options=tuple(x for x in self.options if x.partition("=")[0] not in dropped))
 
@@ -300,7 +290,7 @@ def _write(name: str, value: Any) -> str:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Read ``method:option=value:...``: the method and its options, checked, by the names that the method has for them.
+    """Read ``method:option=value:...``: the method and its options, checked, by the method's own names.
 
     Values are Python literals, or else strings.
 
@@ -334,20 +324,20 @@ def _checked(text: str) -> AttentionSpec:
 
 
 def without_positions(text: str) -> str:
-    """The same attention without relative and rotary positions."""
+    """Remove relative and rotary positions from an attention."""
     spec = AttentionSpec.parse(text).without(ROTARY_OPTIONS)
     named = [x.partition("=")[0] for x in spec.options]
     return str(spec.without(POSITION_OPTIONS) if "relative" in named else spec)
 
 
 def has_positions(text: str) -> bool:
-    """Whether a layer of this attention has relative or rotary positions, so that its input needs none."""
+    """Return True if a layer of this attention has relative or rotary positions, so that its input needs none."""
     options = parse_attention(text)[1]
     return "relative" in options or bool(options.get("rotary"))
 
 
 def for_cross_attention(text: str) -> str:
-    """The same attention to another sequence, which has no distances: without relative positions, window and sinks.
+    """Convert an attention to one to another sequence: without relative positions, window and sinks.
 
     ``local``, which is nothing without a window, becomes ``softmax``.
     """
@@ -359,7 +349,7 @@ def for_cross_attention(text: str) -> str:
 
 
 def default_cross_attention(text: str) -> str:
-    """The attention to another sequence that a model with this self-attention has where none is given.
+    """Return the default attention to another sequence for a model with this self-attention.
 
     As `for_cross_attention`, by the `cross_method` of its method if there is one, with the options that both have; the
     scale of unit vectors is not among them.
@@ -474,7 +464,7 @@ def build_core(
 
 
 def _near_scale_differs(method: str, settings: Mapping[str, Any]) -> bool:
-    """Whether near tokens have softmax's scale, the map having one of its own; unit vectors have one for both."""
+    """Return True if near tokens have softmax's scale beside a map with a scale of its own (not for unit vectors)."""
     own = "scale" in find_method(method).default
     return own and has_near(settings) and not settings.get("normalize_qk")
 
@@ -482,3 +472,119 @@ def _near_scale_differs(method: str, settings: Mapping[str, Any]) -> bool:
 def move_to_inputs(core: AttentionCore, like: Tensor) -> AttentionCore:
     """Move a core to the device of its inputs; in half precision it stays in float32, which is what its sums are in."""
     return core.to(like.device, torch.float64 if like.dtype == torch.float64 else None)
+
+
+CACHE = 32  # cores that are kept, the last ones used
+# Arguments of torch's function that have another name here, or none.
+_TORCH_NAMES = {
+    "attn_mask": "key_mask=, (batch, keys) with True = attend, hides keys, and is_causal=True the future; others need "
+    "torch's own function",
+    "dropout_p": "attention_dropout= is its name here, for exact methods and windows",
+    "enable_gqa": "leave it out: keys of fewer heads than the queries are shared among them in any case",
+}
+
+
+def kernel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    method: str = "favor+",
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    algorithm: str | None = None,
+    max_distance: int | None = None,
+    slope: Tensor | None = None,
+    num_prefix: int = 0,
+    query_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attend by a method, without building a module first.
+
+        out = kf.kernel_attention(q, k, v, method="favor+", is_causal=True, num_features=256)
+
+    A core is built by the first call and kept for calls with the same method, options, heads, device and dtype; the
+    last 32 are. The draw is a function of ``seed``, an option, so that it never depends on who called before.
+
+    Nothing can be learned here: a method with parameters is refused, since they would stay at their random first
+    values. `build_attention` makes a module that a model can hold, train and save; also `redraw` and streams are there.
+    With a window or sinks ``beta`` is therefore 0. With ``attention_dropout`` exact methods and windows drop weights in
+    every call, as torch's function does with ``dropout_p``.
+    Compiled code calls it as a function of its own, outside the graph.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, G, S, D), G divides H.
+        value: (B, G, S, E).
+        method: a name from `list_methods`.
+        is_causal: key j is visible to query i iff j <= i.
+        key_mask: (B, S) bool, True = attend.
+        bias: relative position bias; it and the others are those of `AttentionCore.forward`.
+        scale: of the product q . k; default 1 / sqrt(D), or the method's own.
+        algorithm: ``chunked`` or ``parallel``, with a bias also others.
+        max_distance: with a bias.
+        slope: with a bias.
+        num_prefix: with a bias.
+        query_mask: (B, L) bool, which queries are real.
+        segment_ids: (B, L) integers, of packed sequences.
+        options: of the method, see `build_attention`.
+
+    Returns:
+        (B, H, L, E).
+    """
+    for name in _TORCH_NAMES:
+        if name in options:
+            raise ValueError(f"{name} is an argument of torch's scaled_dot_product_attention; {_TORCH_NAMES[name]}.")
+    check_floats(query, key, value)
+    if query.dim() != 4:
+        raise ValueError(f"query must be (batch, heads, length, head_dim), got shape {shape(query)}.")
+    # A compiled graph would build a core of its own instead of looking for one. Torch's compiler is slow to import.
+    find = torch.compiler.disable(_core) if torch.compiler.is_compiling() else _core
+    core: AttentionCore = find(method, query, options)
+    out: Tensor = core(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        bias=bias,
+        scale=scale,
+        algorithm=algorithm,
+        max_distance=max_distance,
+        slope=slope,
+        num_prefix=num_prefix,
+        query_mask=query_mask,
+        segment_ids=segment_ids,
+    )
+    return out
+
+
+def _core(method: str, query: Tensor, options: dict[str, Any]) -> AttentionCore:
+    for name, x in {"method": method, **options}.items():
+        if not isinstance(x, Hashable):
+            raise ValueError(f"{name} must be a plain value, by which a core can be found again, got {x!r}.")
+    # By sorted names: the same settings are the same core in whatever order they are given.
+    settings = {name: options[name] for name in sorted(options)}
+    if has_near(options) and "beta" in method_options(method):
+        settings.setdefault("beta", "zero")  # where a learned one starts
+    dtype = compute_dtype(query.dtype)
+    return _cached(method, query.shape[3], query.shape[1], query.device, dtype, **settings)
+
+
+@functools.lru_cache(maxsize=CACHE, typed=True)  # safe among threads
+def _cached(
+    method: str, head_dim: int, num_heads: int, device: torch.device, dtype: torch.dtype, **options: Any
+) -> AttentionCore:
+    with torch.inference_mode(False):  # a later call may need gradients
+        core = build_attention(method, head_dim=head_dim, num_heads=num_heads, **options).to(device, dtype)
+    learned = sum(x.numel() for x in core.parameters())
+    if learned:
+        raise ValueError(
+            f"{method!r} learns {learned:,} parameters, which a function has nowhere to keep: they would stay at their "
+            f"random first values. Build a module with kf.build_attention({method!r}, head_dim={head_dim}, "
+            f"num_heads={num_heads}), and train it."
+        )
+    return core

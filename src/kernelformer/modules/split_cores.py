@@ -32,8 +32,8 @@ from kernelformer.modules.window import NO_SINK, Far, NearFarAttention, Stream
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
+    from kernelformer.modules.exact import LocalCore
     from kernelformer.modules.kernel import KernelCore
-    from kernelformer.modules.local import LocalCore
 
 SHORT = 1024  # tokens among which sinks are looked for without a gradient as long as the sequence
 

@@ -23,7 +23,7 @@ from kernelformer.attention.state import MadeBy
 from kernelformer.attention.step import far_logits, far_step
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
 from kernelformer.modules.bias import check_tail
-from kernelformer.modules.checks import Bias, Call, can_look, can_read
+from kernelformer.modules.checks import Bias, Call, can_read, readable_without_sync
 
 if TYPE_CHECKING:
     from kernelformer.modules.core import AttentionCore
@@ -100,7 +100,7 @@ def first_tokens(count: int, call: Call, before: Sinks | None, offset: int = 0, 
     batch, length = key.shape[0], key.shape[2]
     if before is not None:
         before = before._replace(position=before.position - (past - offset))
-        if can_look(key) and bool(before.visible.all()):
+        if readable_without_sync(key) and bool(before.visible.all()):
             return before
     if before is None and mask is None and not is_exporting() and count <= length:  # a graph is of any length
         position = torch.arange(count, device=key.device).expand(batch, -1)
@@ -231,7 +231,7 @@ class Far:
     """The far part of a call: a feature map and a factor for each head.
 
     Args:
-        spec: of the map, as `contract.register` names it.
+        spec: of the map, as `contract.intern_formula` names it.
         tensors: of the map, as prepared for the call.
         beta: (H), the logarithm of the factor; None means 0.
     """

@@ -25,7 +25,7 @@ from kernelformer.errors import shape
 from kernelformer.hf import convert
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules import parse_method
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 from kernelformer.settings import plain
 from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
 from kernelformer_lab.studies.settings import AminoAcidsSettings as Settings

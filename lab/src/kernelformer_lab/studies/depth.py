@@ -28,7 +28,7 @@ from kernelformer.conversion.texts import check_length, inputs_for, read_texts
 from kernelformer.hf import convert
 from kernelformer.hf.load import load_source
 from kernelformer.modules import method_options, parse_method
-from kernelformer.modules.evaluating import evaluating
+from kernelformer.modules.calibration import evaluating
 from kernelformer.settings import plain
 from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
 from kernelformer_lab.studies.settings import DepthSettings as Settings

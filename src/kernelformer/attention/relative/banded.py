@@ -499,7 +499,7 @@ class BandedBackward:
         b, length = self.banded, self.call.layout.S
         d_logs = self.take("band_logs", *t.logs.shape)
         torch.mul(d_phi.permute(1, 2, 0, 3), phi.permute(1, 2, 0, 3), out=d_logs.unflatten(2, (-1, BAND_CHUNK)))
-        dx = b.map.pull_keys(t.x, d_logs, self.take("band_dx", *t.x.shape))
+        dx = b.map.vjp_keys(t.x, d_logs, self.take("band_dx", *t.x.shape))
         dx = b.tiles.through(dx, t.x, t.size)
         dv = d_v.transpose(0, 1).reshape(*t.x.shape[:2], -1)
         if t.hidden is not None:
@@ -516,7 +516,7 @@ class BandedBackward:
         d_logs = self.take("band_logs", *s.x.shape[:2], features)
         rows = d_logs.unflatten(1, (chunks, size))
         torch.mul(d_left.transpose(0, 1), s.left.transpose(0, 1), out=rows)
-        dx = b.map.pull_queries(s.x, d_logs, self.take("band_dx", *s.x.shape))
+        dx = b.map.vjp_queries(s.x, d_logs, self.take("band_dx", *s.x.shape))
         dx = b.tiles.through(dx, s.x, s.size)
         last = min(s.first + chunks * size, self.call.layout.L)
         piece = self.dq[self.block.block, :, s.first : last]

@@ -229,7 +229,7 @@ class RelativeCall:
         key: (B, H, S, D).
         value: (B, H, S, E).
         bias: (H, L + S - 1) over distances j - i, or (H, 2R - 1, 2C - 1) on a grid; -inf = hidden.
-        spec: of the map, as `contract.register` names it.
+        spec: of the map, as `contract.intern_formula` names it.
         tensors: of the map, (B or 1, H or 1, ...) in the dtype of the arithmetic.
         scale: the map sees ``sqrt(scale) x``.
         layout: of the tokens.

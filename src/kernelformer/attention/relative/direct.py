@@ -376,7 +376,7 @@ class Backward:
     def flush(self, tile: Keys) -> None:
         """Write the gradients of a tile that nobody will meet again."""
         assert tile.dv is not None
-        parts = visible_pair(self.block.tiles.pull_keys(tile), tile.dv, tile.hidden)
+        parts = visible_pair(self.block.tiles.vjp_keys(tile), tile.dv, tile.hidden)
         for target, part in zip((self.dk, self.dv), parts, strict=True):
             piece = target[self.block.block, :, tile.span[0] : tile.span[1]]
             piece.add_(part.view(piece.shape))
@@ -403,7 +403,7 @@ class Backward:
                 for key in scan.to(*call.edges(span, True)):
                     scan.sums.add_keys(block.map_keys(key), scan.tail.fade(scan.distance(key, False), True))
                 self.ahead(scan, c)
-            dq = block.tiles.pull_queries(c.q)
+            dq = block.tiles.vjp_queries(c.q)
             if side < 0 and bool(c.lost.any()):
                 g, out = block.take(self.grad, span), block.take(self.out, span)
                 dq = dq.clone()  # its buffer is the map's, which is needed again

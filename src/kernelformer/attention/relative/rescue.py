@@ -239,7 +239,7 @@ def rescue_backward(block: Block, span: Span, lost: Tensor, g: Tensor, out: Tens
             pairs.mul_(slopes.unsqueeze(1))
             dlq += pairs.sum(2)
             at = slice(t.key[0], t.key[1])
-            dk = one.pull_keys(t.x, pairs.sum(0, keepdim=True), torch.empty_like(t.x))
+            dk = one.vjp_keys(t.x, pairs.sum(0, keepdim=True), torch.empty_like(t.x))
             dk = block.tiles.through(dk, t.x, t.size)[0]
             dv = t.weights.T @ mine
             if t.hidden is not None:
@@ -257,7 +257,7 @@ def rescue_backward(block: Block, span: Span, lost: Tensor, g: Tensor, out: Tens
             for target, asked in zip(block.state_grads(s.side), (mine, -delta), strict=False):
                 target[n] += alone.T @ asked
         x, size = block.tiles.directions(block.rows(call.query, span).flip(1)[n : n + 1, index])
-        dx = one.pull_queries(x, dlq.unsqueeze(0), torch.empty_like(x))
+        dx = one.vjp_queries(x, dlq.unsqueeze(0), torch.empty_like(x))
         grads.dq[n, index] += block.tiles.through(dx, x, size)[0]
 
 
@@ -315,7 +315,7 @@ def _signed_backward(block: Block, span: Span, g: Tensor, out: Tensor, grads: Ro
                 along = asked.sum(1).unsqueeze(2)
                 grad = grad + along * t.phi / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
         log_grad = logs.sum(1).unsqueeze(2) if tile.factor is not None else None
-        dk = block.tiles.chunks.pull(t.x, "key", t.phi, grad, log_grad, torch.empty_like(t.x))
+        dk = block.tiles.chunks.vjp(t.x, "key", t.phi, grad, log_grad, torch.empty_like(t.x))
         dk = block.tiles.through(dk, tile.x, tile.size)
         dv = t.weights.transpose(1, 2) @ g
         for target, part in ((grads.dk, dk), (grads.dv, dv)):
@@ -324,4 +324,4 @@ def _signed_backward(block: Block, span: Span, g: Tensor, out: Tensor, grads: Ro
             piece = target[block.block, :, t.key[0] : t.key[1]]
             piece.add_(part.view(piece.shape))
         call.bias.collect(logs, span, t.key)
-    grads.dq.add_(block.tiles.pull_queries(q))
+    grads.dq.add_(block.tiles.vjp_queries(q))

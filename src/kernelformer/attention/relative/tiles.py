@@ -120,11 +120,11 @@ class Tiles(ABC):
         """Add the gradient of ``left`` (N, Cq, M; may be overwritten) to the queries'."""
 
     @abstractmethod
-    def pull_queries(self, queries: Queries) -> Tensor:
+    def vjp_queries(self, queries: Queries) -> Tensor:
         """Gradient at x, (N, C, D)."""
 
     @abstractmethod
-    def pull_keys(self, keys: Keys) -> Tensor:
+    def vjp_keys(self, keys: Keys) -> Tensor:
         """Gradient at x, (N, C, D)."""
 
     def empty_shift(self, rows: int, features: int, like: Tensor) -> Tensor:
@@ -175,16 +175,16 @@ class PositiveTiles(Tiles):
         assert queries.grad is not None
         queries.grad.addcmul_(slope, left)
 
-    def pull_queries(self, queries: Queries) -> Tensor:
+    def vjp_queries(self, queries: Queries) -> Tensor:
         """Through the map."""
         assert queries.grad is not None
-        grad = self.chunks.pull_queries(queries.x, queries.grad, self.work.take("dxq", *queries.x.shape))
+        grad = self.chunks.vjp_queries(queries.x, queries.grad, self.work.take("dxq", *queries.x.shape))
         return self.through(grad, queries.x, queries.size)
 
-    def pull_keys(self, keys: Keys) -> Tensor:
+    def vjp_keys(self, keys: Keys) -> Tensor:
         """Through the map."""
         assert keys.grad is not None
-        grad = self.chunks.pull_keys(keys.x, keys.grad.mul_(keys.phi), self.work.take("dxk", *keys.x.shape))
+        grad = self.chunks.vjp_keys(keys.x, keys.grad.mul_(keys.phi), self.work.take("dxk", *keys.x.shape))
         return self.through(grad, keys.x, keys.size)
 
 
@@ -252,17 +252,17 @@ class SignedTiles(Tiles):
         assert queries.grad is not None
         queries.grad.addcmul_(slope, (shift - row_scale).exp_())
 
-    def pull_queries(self, queries: Queries) -> Tensor:
+    def vjp_queries(self, queries: Queries) -> Tensor:
         """With the guard's share along the feature vector, unless its length is constant."""
         assert queries.grad is not None
         if queries.norm_grad is not None and self.length is None:
             assert queries.norms is not None
             queries.grad.addcmul_(queries.norm_grad, _direction(queries.phi, queries.norms))
         out = self.work.take("dxq", *queries.x.shape)
-        grad = self.chunks.pull(queries.x, "query", queries.phi, queries.grad, None, out)
+        grad = self.chunks.vjp(queries.x, "query", queries.phi, queries.grad, None, out)
         return self.through(grad, queries.x, queries.size)
 
-    def pull_keys(self, keys: Keys) -> Tensor:
+    def vjp_keys(self, keys: Keys) -> Tensor:
         """Of the features and of their log factor."""
         assert keys.grad is not None
         assert keys.raw is not None
@@ -282,7 +282,7 @@ class SignedTiles(Tiles):
         if keys.hidden is not None:
             grad.masked_fill_(keys.hidden.unsqueeze(2), 0)
         out = self.work.take("dxk", *keys.x.shape)
-        return self.through(self.chunks.pull(keys.x, "key", keys.raw, grad, log_grad, out), keys.x, keys.size)
+        return self.through(self.chunks.vjp(keys.x, "key", keys.raw, grad, log_grad, out), keys.x, keys.size)
 
 
 def _across(norms: Tensor | None) -> Tensor | None:

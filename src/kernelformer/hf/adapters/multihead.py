@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kernelformer.hf.adapters.base import Family, Way
 from kernelformer.modules import AttentionCore, MultiheadAttention
-from kernelformer.modules.replacing import swap
+from kernelformer.modules.multihead import swap
 
 
 class KernelMultiheadAttention(MultiheadAttention):
