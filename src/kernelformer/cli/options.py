@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from kernelformer.cli.common import plain_errors
+from kernelformer.lazy import LAYERS
 from kernelformer.settings import OPTION, Option, as_text, from_text, given_as, list_type, options
 
 Complete = Callable[[str], list[str]]
@@ -18,10 +19,10 @@ Complete = Callable[[str], list[str]]
 
 @cache
 def method_names() -> tuple[str, ...]:
-    """Names of all methods, and of the sparse layers that models can have."""
-    from kernelformer.modules.methods import METHODS, SPARSE_LAYERS  # imports torch: completion alone needs it
+    """Names of all methods and registered layers."""
+    from kernelformer.modules import METHODS  # imports torch, which completion alone needs
 
-    return (*METHODS, *SPARSE_LAYERS)
+    return (*METHODS, *LAYERS)
 
 
 def attentions(incomplete: str) -> list[str]:

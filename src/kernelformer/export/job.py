@@ -30,8 +30,9 @@ from kernelformer.models import (
     KernelformerForSequenceClassification,
     KernelformerModel,
 )
+from kernelformer.models.blocks import Block
 from kernelformer.models.saved import load_saved, model_folder
-from kernelformer.models.sparse_layers import SparseAttention
+from kernelformer.modules import KernelAttention
 from kernelformer.modules.exact import GrowingCore
 
 BYTES, TOKENIZER, NUMBERS = "bytes", "tokenizer", "numbers"  # what a script makes tokens from
@@ -111,7 +112,8 @@ OWN = (*ENCODERS, KernelformerForCausalLM)
 def check_model(model: Any) -> None:
     """Raise a ValueError for a model that cannot be exported: what it is, and what can be."""
     name, config = type(model).__name__, model.config
-    inner = [x for x in model.modules() if isinstance(x, SparseAttention)]
+    attentions = [x.attention for x in model.modules() if isinstance(x, Block)]
+    inner = [x for x in attentions if not isinstance(x, KernelAttention)]
     if inner:
         raise ValueError(f"{type(inner[0]).__name__} of {name} cannot be exported; use a method of list_methods().")
     if hasattr(model, "conversion"):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.cache import StateCache
@@ -19,7 +18,6 @@ from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.files import WEIGHTS, check_hashes, naming_full_disk, read_json, write_hashes
 from kernelformer.models.config import KernelformerConfig
-from kernelformer.models.sparse_layers import reset_mask_values
 from kernelformer.modules import KernelAttention, RelativePositions
 from kernelformer.modules.context import active_ranks, share_of_mean, share_of_same
 from kernelformer.modules.core import AttentionCore
@@ -70,8 +68,8 @@ class KernelformerPreTrainedModel(PreTrainedModel):
             init.zeros_(module.bias)
         elif isinstance(module, FirstToken):
             init.normal_(module.vector, std=1.0 if std is None else std)
-        elif isinstance(module, LSHSelfAttention):
-            reset_mask_values(module)
+        elif hasattr(module, "reset_constants"):  # buffers of a registered layer that are not saved
+            module.reset_constants()  # type: ignore[operator]
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:  # type: ignore[override]
         """Save as Hugging Face's does; beside the files come their hashes."""
