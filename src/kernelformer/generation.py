@@ -8,15 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from kernelformer.errors import integer, number, positive_int
-from kernelformer.models import KernelformerForCausalLM
 from kernelformer.quiet import silent_libraries
+
+if TYPE_CHECKING:
+    from kernelformer.models import KernelformerForCausalLM
 
 Decode = tuple[tuple[int, float, int], ...]  # contexts with the seconds of a token and the bytes of the state
 CONTEXTS = (128, 512, 2048, 8192)

@@ -64,12 +64,6 @@ def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
     return field(default=default, metadata={OPTION: Option(help, **more)})
 
 
-def same_option(settings: type[Any], name: str) -> Any:
-    """A field with the default, the help and the bounds that it has in another settings dataclass."""
-    same = next(x for x in fields(settings) if x.name == name)
-    return field(default=same.default, metadata=same.metadata)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of settings: checks the bounds of all options, so that a call from Python has them too."""

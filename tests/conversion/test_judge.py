@@ -18,8 +18,14 @@ from kernelformer.conversion import convert as converting  # noqa: E402
 from kernelformer.conversion import judge as judge_pipeline  # noqa: E402
 from kernelformer.conversion import keep as convert_keep  # noqa: E402
 from kernelformer.conversion import report as conversion_report  # noqa: E402
+from kernelformer.conversion.judge import (  # noqa: E402
+    CONVERTED,
+    KERNEL,
+    NEAR,
+    ORIGINAL,
+    Steps,
+)
 from kernelformer.conversion.measure import Report  # noqa: E402
-from kernelformer.conversion.parts import CONVERTED, KERNEL, NEAR, ORIGINAL  # noqa: E402
 from kernelformer.conversion.passkey import (  # noqa: E402
     QUESTION,
     answer_log_probs,
@@ -35,7 +41,6 @@ from kernelformer.conversion.report import (  # noqa: E402
 )
 from kernelformer.conversion.settings import ConvertSettings as Setting  # noqa: E402
 from kernelformer.conversion.settings import JudgeSettings  # noqa: E402
-from kernelformer.conversion.steps import Steps  # noqa: E402
 from kernelformer.errors import StoppedError  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.page import put_section  # noqa: E402

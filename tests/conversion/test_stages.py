@@ -13,23 +13,25 @@ from distill.test_distillation import SMALL, by_definition, decoder, encoder, en
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernelformer as kf
+from kernelformer.conversion.distill import Lora, lora_targets
 from kernelformer.conversion.losses import ROWS, attention_loss
-from kernelformer.conversion.transfer import CENTRES, SAME, key_centres, start_maps
 from kernelformer.conversion.tune import (
+    CENTRES,
     PATIENCE,
-    Lora,
+    SAME,
     Progress,
     Reuse,
     Stage,
     Watched,
     best_rate,
+    key_centres,
     learned,
-    lora_targets,
+    start_maps,
     transfer,
     tune,
 )
 from kernelformer.hf import convert, cores
-from kernelformer.hf.capture import AttentionCall
+from kernelformer.hf.find import AttentionCall
 
 NEAR = {"window": 4, "sinks": 1}
 

@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.conversion.profile import condition_number, score_spectrum, statistical_dimension
+from kernelformer.conversion.measure import condition_number, score_spectrum, statistical_dimension
 from kernelformer.conversion.readers import read_texts
-from kernelformer.hf.capture import attention_inputs
+from kernelformer.hf.find import attention_inputs
 from kernelformer.modules import build_attention
 from kernelformer_lab.studies import approximation
 from kernelformer_lab.studies.settings import ApproximationSettings

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.conversion.advice_report import Advice, Check, Kept, Trial, page, record
+from kernelformer.conversion.convert import propose
 from kernelformer.conversion.keep import scores_on, whole_rows
 from kernelformer.conversion.losses import RATIO, TOLERANCE, Figure
-from kernelformer.conversion.profile import attention_profile
+from kernelformer.conversion.measure import attention_profile
 from kernelformer.conversion.settings import AdviseSettings
 from kernelformer.conversion.texts import check_length, check_readable, read_texts, rows_for, some_texts
 from kernelformer.conversion.trials import (
@@ -37,10 +38,8 @@ from kernelformer.conversion.trials import (
 from kernelformer.environment import environment
 from kernelformer.errors import number
 from kernelformer.files import write_text
-from kernelformer.hf.capture import AttentionCall
-from kernelformer.hf.find import Attention, find_attentions
+from kernelformer.hf.find import Attention, AttentionCall, find_attentions
 from kernelformer.hf.load import Source, load_source
-from kernelformer.hf.plan import propose
 from kernelformer.page import as_text, rounded
 
 Log = Callable[[str], None]

@@ -6,17 +6,16 @@ import copy
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernelformer.commands import program
 from kernelformer.conversion.checkpoint import Checkpoint, appearing, check_target
-from kernelformer.conversion.distill import Distillation, check_repeats, held_out_rows, plan_stages
 from kernelformer.conversion.holdout import (
     Batches,
     Evaluation,
@@ -27,26 +26,122 @@ from kernelformer.conversion.holdout import (
     hold_back,
     hold_out_windows,
 )
-from kernelformer.conversion.judge import check_judging, judge
-from kernelformer.conversion.keep import check_recall_heads, keep_exact
+from kernelformer.conversion.judge import Log, Steps, check_judging, judge
+from kernelformer.conversion.losses import Reference
+from kernelformer.conversion.measure import measure
 from kernelformer.conversion.readers import hash_files
-from kernelformer.conversion.report import ConversionResult, licence_of
-from kernelformer.conversion.settings import JUDGED, ConvertSettings, JudgeSettings
-from kernelformer.conversion.steps import Log, Steps
+from kernelformer.conversion.report import ConversionResult, licence_of, model_card
+from kernelformer.conversion.settings import JUDGED, ConvertSettings
 from kernelformer.conversion.texts import check_length
-from kernelformer.conversion.transfer import CENTRES, start_student
-from kernelformer.conversion.tune import lora_targets, quick_dtype
 from kernelformer.environment import environment
 from kernelformer.errors import StoppedError
 from kernelformer.feature_maps.untied import LogLinearMap
 from kernelformer.files import read_json, write_json, write_text
-from kernelformer.hf.load import Source, load_source
-from kernelformer.modules import AttentionCore, calibrate
+from kernelformer.hf.adapters import family_of
+from kernelformer.hf.convert import conversion, convert, undo
+from kernelformer.hf.find import find_attentions
+from kernelformer.hf.load import Source, load, load_source
+from kernelformer.modules import METHODS, AttentionCore, calibrate, parse_method
 
 S = TypeVar("S", bound=ConvertSettings)
 ROWS = 2  # that attentions of a decoder are compared on
 MAPPED = 6  # passes of the original that take as long as one of a model with features, and starting its maps
 STARTS = 4  # others that maps start by, as in the conversion itself
+
+
+LEARNED = "loglinear"  # after distillation nearest to the original, and causal
+UNTRAINED = "wildcat"
+NEAR = ":window=32:sinks=1"
+ENCODER_NEAR, DECODER_NEAR = ":window=64:sinks=1", ":window=64:sinks=4"
+WINDOW = 64  # of both
+FEATURES = 64  # of maps that are learned beside a window
+# Of a decoder without training: random features carry little of what is far, and sometimes cost more than they carry;
+# maps that start at the original's keys carry more, where there are texts to take them from.
+DECODERS = (
+    "local:window=64:sinks=4",
+    "favor+:window=64:sinks=4",
+    "loglinear:window=64:sinks=4",
+)
+Compare = Callable[[Sequence[str]], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """An attention for a pretrained model.
+
+    Args:
+        attention: ``method:option=value:...``.
+        reason: why, in a sentence.
+        features: number of features; None: that of all conversions.
+    """
+
+    attention: str
+    reason: str
+    features: int | None = None
+
+
+def propose(model: nn.Module, *, distilled: bool) -> str:
+    """The attention for `convert`, without a measurement; see `proposal`."""
+    return proposal(model, distilled=distilled).attention
+
+
+def proposal(
+    model: nn.Module, *, distilled: bool, length: int | None = None, compare: Compare | None = None
+) -> Proposal:
+    """The attention for `convert`, and why.
+
+        encoder, not distilled    wildcat with a window          a model of two sequences, not distilled    loglinear
+        decoder, not distilled    local, favor+ or loglinear with a window, whichever is nearest to the original
+        distilled                 loglinear with a window
+
+    A relative bias that goes on beyond the window leaves no room for one.
+
+    Args:
+        model: a pretrained one.
+        distilled: whether it will learn from its original.
+        length: tokens of the texts that it learns from; with less than two windows there is nothing far to learn.
+        compare: gives the losses of a model with each of some attentions, less is nearer; None: nothing to measure on.
+    """
+    attentions = find_attentions(model, None)
+    modules = {x.name: model.get_submodule(x.name) for x in attentions}
+    biased = any(family_of(module).has_bias(module, name, False) for name, module in modules.items())
+    causal, pair = any(x.causal for x in attentions), any(x.cross for x in attentions)
+    if distilled:
+        return _learned(biased, causal, length)
+    if pair or (causal and biased):
+        return Proposal(
+            LEARNED, f"{LEARNED}: the model is causal or reads two sequences; it needs --distill to be of use"
+        )
+    if not causal:
+        near = "; its relative bias leaves no room for a window" if biased else " and a window"
+        attention = UNTRAINED if biased else UNTRAINED + NEAR
+        return Proposal(attention, f"{attention}: an encoder without training is nearest with landmarks{near}")
+    if length is not None and length <= WINDOW:
+        first = DECODERS[0]
+        return Proposal(first, f"{first}: texts of {length} tokens are within its window, nothing is far in them")
+    return _decoder(compare)
+
+
+def _learned(biased: bool, causal: bool, length: int | None) -> Proposal:
+    if biased:
+        return Proposal(LEARNED, f"{LEARNED}: it is distilled, and its relative bias leaves no room for a window")
+    if length is not None and length < 2 * WINDOW:
+        why = f"texts of {length} tokens leave little to learn beyond a window of {WINDOW}"
+        return Proposal(LEARNED, f"{LEARNED}: it is distilled, and {why}")
+    attention = LEARNED + (DECODER_NEAR if causal else ENCODER_NEAR)
+    reason = "it is distilled, and a learned map beside a window is nearest then"
+    more = "" if causal else f"; without training {UNTRAINED}{NEAR} may be nearer still"
+    return Proposal(attention, f"{attention}: {reason}{more}", FEATURES)
+
+
+def _decoder(compare: Compare | None) -> Proposal:
+    if compare is None:
+        first = DECODERS[0]
+        return Proposal(first, f"{first}: a decoder without training, and no texts to measure anything else on")
+    losses = compare(DECODERS)
+    best = min(losses, key=lambda x: losses[x])
+    said = ", ".join(f"{x} {loss:.3g}" for x, loss in losses.items())
+    return Proposal(best, f"{best}: the nearest for a decoder without training, by the rise of the loss ({said})")
 
 
 def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: None) -> tuple[S, str]:
@@ -58,8 +153,6 @@ def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: 
         texts: of the conversion; the comparison uses others than are measured on, where there are others.
         log: called with what happens.
     """
-    from kernelformer.hf.plan import DECODERS, Proposal, proposal
-
     by_others = True
 
     def compare(attentions: Sequence[str]) -> dict[str, float]:
@@ -85,10 +178,7 @@ def _losses(
     setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str], log: Log
 ) -> tuple[dict[str, float], bool]:
     """Rise of the loss of the next token with each attention, as it would be converted; and whether by other texts."""
-    from kernelformer.conversion.losses import Reference
-    from kernelformer.conversion.transfer import start_student
-    from kernelformer.hf import convert, undo
-    from kernelformer.modules import METHODS, parse_method
+    from kernelformer.conversion.tune import start_student
 
     length = check_length(origin, setting.length)
     evaluation = evaluation_inputs(origin, texts, length, setting.samples, 1, setting.seed)
@@ -199,8 +289,6 @@ def run(
         force: replace a converted model that is there.
         log: called with what happens.
     """
-    from kernelformer.hf import conversion, convert
-
     check_target(source, target, force)
     if setting.attention:
         setting.method()  # what is wrong with it is said before anything is read
@@ -208,9 +296,15 @@ def run(
     texts = divide_texts(setting.distill, setting.text, setting.samples, setting.seed)
     log(f"reading {source}")
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
-    check_judging(origin, texts, JudgeSettings.of(setting))
-    check_recall_heads(setting, origin, texts)
-    check_repeats(setting, origin)
+    check_judging(origin, texts, setting)
+    if setting.recall_heads:
+        from kernelformer.conversion.keep import check_recall_heads
+
+        check_recall_heads(setting, origin, texts)
+    if setting.distill is not None:
+        from kernelformer.conversion import distill
+
+        distill.check_repeats(setting, origin)
     remarks = list(origin.remarks)
     if not setting.attention:
         setting, reason = with_default(setting, origin, texts, log)
@@ -221,7 +315,8 @@ def run(
     result.remarks = remarks
     result.environment = environment(torch.get_num_threads())
     texts = hold_out_windows(origin, texts, result.length, setting.samples, setting.seed)
-    texts = hold_back(origin, texts, result.length, held_out_rows(result.length), setting.seed)
+    if texts.training:
+        texts = hold_back(origin, texts, result.length, distill.held_out_rows(result.length), setting.seed)
     evaluation = evaluation_inputs(origin, texts, result.length, setting.samples, setting.batch, setting.seed)
     inputs = evaluation.batches
     if evaluation.used is None:
@@ -235,18 +330,20 @@ def run(
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
     statistics = _calibration_inputs(student, origin, result, texts, evaluation)
     _calibrate(student, origin, statistics, result, log)
-    stages = plan_stages(student, setting) if texts.training else {}
+    stages = distill.plan_stages(student, setting) if texts.training else {}
     if stages and setting.lora:
-        lora_targets(student, setting.lora_layers)  # what is wrong with it is said before anything is learned
+        distill.lora_targets(student, setting.lora_layers)  # what is wrong with it is said before anything is learned
     keeps = bool(setting.keep or setting.keep_heads or setting.recall_heads)
     _measure(result, "all converted" if keeps else "converted", origin, student, inputs, log)
     if keeps:
+        from kernelformer.conversion.keep import keep_exact
+
         keep_exact(student, origin, result, texts, evaluation, log)
         _calibrate(student, origin, statistics, result, log)
         _measure(result, "converted", origin, student, inputs, log)
     checkpoint = Checkpoint.of(target, _identity(source, setting, result, student), force)
     if stages:
-        Distillation(student, origin, texts, result, checkpoint, log, inputs).run(stages)
+        distill.Distillation(student, origin, texts, result, checkpoint, log, inputs).run(stages)
         _measure(result, "distilled", origin, student, inputs, log)
     result.conversion = conversion(student).as_json()
     result.licence = licence_of(source)
@@ -255,7 +352,7 @@ def run(
     checkpoint.remove()
     if not setting.no_judge:
         try:
-            result.judged = judge(origin, student, texts, evaluation, result.length, JudgeSettings.of(setting), log)
+            result.judged = judge(origin, student, texts, evaluation, result.length, setting, log)
         except KeyboardInterrupt:
             words = ["judge", target, "--original", source, *(["--text", setting.text] if setting.text else [])]
             later = " ".join([program(), *(shlex.quote(str(x)) for x in words)])
@@ -292,6 +389,8 @@ def _calibrate(student: Any, origin: Source, rows: Batches, result: ConversionRe
         calibrate(student, rows, reset=True, exact=True)
     if result.texts.get("measured on") is None:
         return  # random tokens have no keys worth starting at
+    from kernelformer.conversion.tune import CENTRES, quick_dtype, start_student
+
     chosen = start_student(student, origin.model, rows, autocast=quick_dtype(origin.model.device))
     result.remarks = [x for x in result.remarks if STARTED not in x]
     if chosen:
@@ -300,16 +399,12 @@ def _calibrate(student: Any, origin: Source, rows: Batches, result: ConversionRe
 
 
 def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, log: Log) -> None:
-    from kernelformer.conversion.measure import measure
-
     log(f"measuring: {label}")
     result.reports[label] = measure(origin.model, student, inputs)
 
 
 def _identity(source: str | Path, setting: ConvertSettings, result: ConversionResult, student: Any) -> dict[str, str]:
     """What has to be the same for a distillation to go on; also what was chosen to stay exact."""
-    from kernelformer.hf import conversion
-
     path = Path(source)
     files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path] if path.is_file() else []
     others = ("distill", "text", "allow_pickle", *JUDGED)
@@ -337,8 +432,6 @@ def _write(student: Any, origin: Source, target: Path, result: ConversionResult,
 
 def _describe(result: ConversionResult, folder: Path, name: str) -> None:
     """Write the report and the model card, each all or nothing."""
-    from kernelformer.conversion.report import model_card
-
     write_text(folder / "README.md", model_card(result, name))
     write_json(folder / "report.json", result.as_json())
 
@@ -346,8 +439,6 @@ def _describe(result: ConversionResult, folder: Path, name: str) -> None:
 @torch.no_grad()
 def _check(student: Any, folder: Path, inputs: dict[str, Tensor]) -> None:
     """Check that the model as written gives the same numbers as the one in memory."""
-    from kernelformer.hf import load
-
     student.eval()
     written, own = load(folder)(**inputs)[0], student(**inputs)[0]
     if not torch.allclose(written, own, rtol=1e-3, atol=1e-4 * float(own.abs().max())):

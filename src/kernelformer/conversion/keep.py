@@ -15,15 +15,14 @@ from transformers import PreTrainedModel
 
 from kernelformer.conversion.holdout import Batches, Evaluation, Texts, choice_inputs
 from kernelformer.conversion.losses import output_divergence
-from kernelformer.conversion.profile import attention_weights
+from kernelformer.conversion.measure import attention_weights
 from kernelformer.conversion.report import ConversionResult
 from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import SHORTEST, recall_row
 from kernelformer.hf.attend import CORE, CROSS
-from kernelformer.hf.capture import attention_calls
-from kernelformer.hf.convert import conversion, cores
+from kernelformer.hf.convert import EXACT, Layer, check_kept, conversion, cores
+from kernelformer.hf.find import attention_calls
 from kernelformer.hf.load import Source
-from kernelformer.hf.plan import EXACT, Layer, check_kept
 from kernelformer.modules import AttentionCore, MixedCore
 from kernelformer.modules.evaluating import evaluating
 from kernelformer.modules.spec import move_to_inputs

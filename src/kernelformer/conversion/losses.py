@@ -393,10 +393,33 @@ def _relative_error(want: Tensor, got: Tensor, mask: Tensor | None) -> Tensor:
     return _kept_tokens((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=1e-300), mask)
 
 
+ORIGINAL, CONVERTED = "original", "converted"
+NEAR, KERNEL = "window and sinks alone", "kernel alone"
 Batch = Mapping[str, Any]
 RATIO, COSINE = "perplexity ratio", "cosine"
 TOLERANCE = {RATIO: 1.25, COSINE: 0.98}
 LEAST = 1e-5  # a loss below it is rounding
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a whole model beside its original; None where a model has none of the kind.
+
+    Args:
+        perplexity: of the next token, of causal language models.
+        accuracy: share of hidden tokens that the model finds, of masked models.
+        accuracy_error: standard error of the difference of ``accuracy`` from the original's, token by token.
+        agreement: share of tokens whose likeliest one is the original's.
+        cosine: mean cosine of mean outputs to the original's, of encoders.
+        output: relative error of the output.
+    """
+
+    perplexity: float | None = None
+    accuracy: float | None = None
+    accuracy_error: float | None = None
+    agreement: float | None = None
+    cosine: float | None = None
+    output: float | None = None
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.conversion.losses import Batch, Figure, Reference, attention_loss
-from kernelformer.conversion.measure import CEILING, predicted_error
-from kernelformer.conversion.profile import attention_weights
-from kernelformer.conversion.transfer import start_maps
-from kernelformer.hf.capture import AttentionCall, attention_calls
+from kernelformer.conversion.measure import CEILING, attention_weights, predicted_error
+from kernelformer.conversion.tune import start_maps
 from kernelformer.hf.convert import convert, cores, undo
-from kernelformer.hf.find import find_attentions
+from kernelformer.hf.find import AttentionCall, attention_calls, find_attentions
 from kernelformer.modules import METHODS, AttentionCore, build_attention, parse_method
 from kernelformer.modules.evaluating import evaluating
 from kernelformer.modules.spec import maps_by_head

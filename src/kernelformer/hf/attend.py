@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.output_capturing import _active_collector
@@ -587,3 +588,34 @@ def _pairs(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
         return None
     past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)[None, None]
     return past if seen is None else past & seen[:, None, None]
+
+
+CONVERTED = "kernelformer"  # its name; the modules of converted models have their cores
+MIXED = "kernelformer_mixed"  # of models with attentions that could not be replaced, whose masks are as before
+
+
+def kernel_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | PatternMask | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with the core that a converted module has; see `attend` for shapes."""
+    core = module._modules.get(CORE)
+    if isinstance(core, KeptAttention):
+        return core(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    if not isinstance(core, AttentionCore):
+        raise ValueError(
+            f"{type(module).__name__} has no core; the implementation {CONVERTED!r} is set by kernelformer.hf.convert, "
+            f"not by hand."
+        )
+    return attend(core, module, query, key, value, attention_mask, **options)
+
+
+def register_converted() -> None:
+    """Make the implementations known to transformers; conversion and loading do this by themselves."""
+    for name, mask in ((CONVERTED, make_mask), (MIXED, make_mixed_mask)):
+        AttentionInterface.register(name, kernel_attention)
+        AttentionMaskInterface.register(name, mask)

@@ -22,8 +22,7 @@ from kernelformer.errors import choice
 from kernelformer.feature_maps.statistics import MOMENTS
 from kernelformer.files import check_counts, check_hashes, read_json
 from kernelformer.hf.attend import CORE
-from kernelformer.hf.convert import apply
-from kernelformer.hf.plan import Conversion
+from kernelformer.hf.convert import Conversion, apply
 from kernelformer.hf.pretrained import (
     TASKS,
     attempt,

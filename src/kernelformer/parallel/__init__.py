@@ -8,8 +8,7 @@ from kernelformer.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kernelformer.parallel.checkpoint import load_sharded, save_sharded
-    from kernelformer.parallel.context import context_parallel, next_token_loss, sum_gradients
-    from kernelformer.parallel.group import start_group
+    from kernelformer.parallel.context import context_parallel, next_token_loss, start_group, sum_gradients
     from kernelformer.parallel.sharding import shard
 
 __all__ = [

@@ -17,9 +17,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from kernelformer.conversion.profile import condition_number, score_spectrum, statistical_dimension
+from kernelformer.conversion.measure import condition_number, score_spectrum, statistical_dimension
 from kernelformer.conversion.readers import read_texts
-from kernelformer.hf.capture import attention_inputs
+from kernelformer.hf.find import attention_inputs
 from kernelformer.hf.load import load_source
 from kernelformer.modules import build_attention
 from kernelformer_lab.studies.base import Log, Progress

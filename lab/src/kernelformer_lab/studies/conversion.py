@@ -278,7 +278,7 @@ def _measure(source: Source, texts: Sequence[str], quality: Quality, method: str
 
 def _start(source: Source, student: Any, texts: Sequence[str], settings: Settings) -> None:
     """Start free maps at the original's keys, see `start_maps`; others stay as they are."""
-    from kernelformer.conversion.transfer import start_student
+    from kernelformer.conversion.tune import start_student
 
     inputs = inputs_for(source, texts, settings.length, settings.batch, settings.seed + 3)
     start_student(student, source.model, [next(inputs) for _ in range(STARTS)])

@@ -19,8 +19,7 @@ from kernelformer.conversion.readers import read_texts
 from kernelformer.environment import environment
 from kernelformer.feature_maps import GeneralizedMap
 from kernelformer.formatting import human_time
-from kernelformer.hf.capture import attention_inputs
-from kernelformer.hf.find import find_attentions
+from kernelformer.hf.find import attention_inputs, find_attentions
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules import METHODS, AttentionCore, build_attention, method_options, parse_method
 from kernelformer.page import style
