@@ -58,7 +58,7 @@ class StateLayer(CacheLayerMixin):
             )
 
     def _mark(self, keys: Tensor) -> Tensor:
-        keys = keys.view_as(keys)  # the mark must not stay on a tensor that somebody keeps
+        keys = keys.view_as(keys)  # the mark must not stay on the caller's tensor
         setattr(keys, _OWNER, self)
         return keys
 
@@ -181,5 +181,5 @@ class StateCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether any token was taken in."""
+        """True if any token was taken in."""
         return self.get_seq_length() > 0

@@ -32,7 +32,7 @@ def require_extra(who: str, *modules: str, extra: str = "hf") -> None:
 
 
 def _installed(name: str) -> bool:
-    """Whether a module can be imported, without importing it."""
+    """Return True if a module can be imported, without importing it."""
     if name in sys.modules:
         return sys.modules[name] is not None
     try:

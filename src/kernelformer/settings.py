@@ -28,7 +28,7 @@ Parse = Callable[[str, str], Any]
 
 @dataclass(frozen=True)
 class Option:
-    """How a setting is given on the command line.
+    """Command-line form of a setting.
 
     Args:
         help: a few words on it.

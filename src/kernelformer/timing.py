@@ -40,7 +40,7 @@ def taking_timings() -> Iterator[None]:
 
 
 def timings_under_way() -> bool:
-    """Whether a process that lives is taking timings; the mark of one that was killed is removed."""
+    """Return True if a running process is taking timings; marks of killed ones are removed."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     busy = False
     for mark in Path(tempfile.gettempdir()).glob(f"{_NAME}{user}-*"):
@@ -69,7 +69,7 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What is measured: a call, what is cleaned up after it, which no figure includes, and the device of the call."""
+    """Measured call, with a clean-up that no figure includes and the device of the call."""
 
     run: Callable[[], Any]
     clean: Callable[[], Any] = lambda: None

@@ -426,13 +426,11 @@ def test_the_licence_is_the_one_that_the_source_states(tmp_path, encoder):
 
 
 def test_a_card_names_the_licence_and_what_was_kept_and_obeys_no_sample(decoder, text, tmp_path, monkeypatch):
-    from kernelformer.conversion import judge as judging
-
     source = tmp_path / "s"
     transformers.AutoTokenizer.from_pretrained(decoder).save_pretrained(source)
     tiny("LlamaForCausalLM", torch.float32).save_pretrained(source)
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
-    monkeypatch.setattr(judging, "continuation", lambda *_, **__: "# a\n## b <script>|")
+    monkeypatch.setattr(transformers.PreTrainedTokenizerBase, "decode", lambda *_, **__: "# a\n## b <script>|")
     run(source, tmp_path / "d", text, attention="elu", layers="0", passkeys=0)
     card = (tmp_path / "d" / "README.md").read_text()
     assert "\nlicense: mit\n---" in card

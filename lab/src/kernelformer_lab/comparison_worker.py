@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from kernelformer.errors import StoppedError, TrainingError
 from kernelformer.files import write_json, write_text
-from kernelformer.generation import decode_costs, room, sample_bytes
+from kernelformer.generation import room, sample_bytes
 from kernelformer.models import MODELS, KernelformerForCausalLM
 from kernelformer_lab.records import RESULT, SAMPLE, Result, read_object
 from kernelformer_lab.subprocesses import end_with_parent
@@ -24,6 +27,44 @@ PROMPT = "def "
 LENGTH = 300  # bytes of a sample
 STOPPED = 130  # as the shell says of Ctrl-C
 ERROR = "error: "  # before the reason of a failure, to tell it from what libraries say
+
+
+CONTEXTS = (128, 512, 2048, 8192)
+CHUNK = 2048  # tokens of a prefill that go through the model at once
+
+
+@torch.inference_mode()
+def decode_costs(
+    model: KernelformerForCausalLM, contexts: Sequence[int] = CONTEXTS, repeats: int = 30
+) -> tuple[tuple[int, float, int], ...]:
+    """Measure the median seconds of a token and the bytes of the state after some contexts, in this order.
+
+    Contexts that a model has no positions for are left out.
+    """
+    model.train(False)
+    cache, seen, rows = model.new_cache(), 0, list[tuple[int, float, int]]()
+    gen = torch.Generator().manual_seed(0)
+
+    def feed(count: int) -> None:
+        tokens = torch.randint(model.config.vocab_size, (1, count), generator=gen).to(model.device)
+        model(tokens, past_key_values=cache, logits_to_keep=1)
+
+    for context in sorted(contexts):
+        if model.longest is not None and context + repeats + 1 > model.longest:
+            break
+        while seen < context:
+            count = min(CHUNK, context - seen)
+            feed(count)
+            seen += count
+        feed(1)  # a warm-up
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            feed(1)
+            times.append(time.perf_counter() - start)
+        seen += repeats + 1
+        rows.append((context, median(times), cache.nbytes))
+    return tuple(rows)
 
 
 def main(request: str) -> int:

@@ -74,7 +74,7 @@ COMMANDS = {
     "continue": Entry(
         "kernelformer.cli.generate:continue_",
         PRETRAINED,
-        "Let a converted decoder go on with a text, in constant memory.",
+        "Continue a text with a converted decoder, in constant memory.",
         (('linear --prompt "Once upon a time" --tokens 200', "with a converted decoder"),),
     ),
     "attention": Entry(

@@ -1,4 +1,4 @@
-"""What all commands share: consoles, errors without a traceback, JSON, threads."""
+"""Consoles, errors without a traceback, JSON and threads for all commands."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class VisibleConsole(Console):
         return super().render_str(visible(text, keep="\n\t"), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What was no plain text before; rich's own control codes stay, and a table has room for all it says."""
+        """Render text with visible control characters; rich's own control codes stay, and tables are not truncated."""
         if isinstance(renderable, Table):
             self._make_room(renderable, options or self.options)
         for part in super().render(renderable, options):
             yield part if part.control else part._replace(text=visible(part.text, keep="\n"))
 
     def _make_room(self, table: Table, options: ConsoleOptions) -> None:
-        """Let cells go on in a further line where rich would cut them off: no number loses its end.
+        """Wrap cells where rich would truncate them.
 
         Columns that are not to be broken are, if together they leave too little room for the others.
         """
@@ -132,7 +132,7 @@ def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
         yield
     except StoppedError as stopped:
         fail(stopped, 130)
-    except BrokenPipeError:  # as in `kernelformer list | head`: whoever reads has enough
+    except BrokenPipeError:  # as in `kernelformer list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(141) from None
     except OSError as problem:
@@ -229,7 +229,7 @@ class Following:
     """Progress of one job.
 
     Args:
-        total: parts of the job; None: nobody knows.
+        total: parts of the job; None: unknown.
         inner: whether sentences tell how far the present part is, which then counts too.
         seconds: that the job takes, where time decides; counted from the first sentence.
     """
@@ -289,7 +289,7 @@ def following(total: int | None = None, *, inner: bool = False, seconds: float |
 
 
 def part_done(text: str) -> float | None:
-    """How much of something a sentence says to be done, 0 to 1; None: it does not say."""
+    """Read from a log sentence the share that is done, 0 to 1; None: it has none."""
     match = PART.search(text)
     if match is None:
         return None

@@ -69,7 +69,7 @@ class Entry:
 
     @property
     def is_group(self) -> bool:
-        """Whether it has commands of its own."""
+        """True if it has commands of its own."""
         return self.target.endswith(":app")
 
     def load(self, name: str) -> Any:

@@ -87,7 +87,7 @@ def _value(each: Field[Any], hint: Any, given: Any) -> Any:
 
 
 def _is_text(each: Field[Any], hint: Any) -> bool:
-    """Whether a field is given as a text that has to be parsed; an argument that is a list has a word for each item."""
+    """Return True if a field is given as one text to parse; a list argument has a word for each item instead."""
     how: Option = each.metadata[OPTION]
     return (list_type(hint) is not None and not how.argument) or how.parse is not None
 

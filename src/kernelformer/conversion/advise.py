@@ -1,4 +1,4 @@
-"""The search of `advise`: which candidates are measured, timed, fitted and run in the model, within its time."""
+"""Advice on a conversion: search candidates by error, time and the output of the model, within a time budget."""
 
 from __future__ import annotations
 
@@ -241,9 +241,9 @@ class Search:
         return next((x for x in left if x.candidate.method not in methods), None)
 
     def _may_be_within(self, trial: Trial) -> bool:
-        """Whether what is expected is within the tolerance, or not far from it.
+        """Return True if the expected figure is within the tolerance, or not far from it.
 
-        Where nobody can tell: whether its error is below all of its group that were run and are not.
+        Without an expected figure: if its error is below all of its group that were run and are not.
         """
         if trial.expected is not None:
             likely = math.sqrt(trial.expected.low * trial.expected.loss)  # one standard deviation below

@@ -1,4 +1,4 @@
-"""The state of a distillation that was stopped, and target folders that appear whole or not at all."""
+"""Checkpoints of a distillation, and target folders that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Checkpoint:
 
     Args:
         folder: for one file; made when there is something to keep.
-        identity: what has to be the same for a run to go on.
+        identity: what has to be the same to resume a run.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class Checkpoint:
         try:
             check_archive(self.folder / FILE)
             left = self._read()["identity"]
-        except Exception as problem:  # not there, damaged, or of somebody else: torch has many ways to say so
+        except Exception as problem:  # missing, damaged or of another program: torch has many errors for it
             first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
             return f"it has no readable {FILE}: {first.rstrip('.')}"
         return ", ".join(sorted(x for x in {*left, *self.identity} if left.get(x) != self.identity.get(x)))

@@ -67,7 +67,7 @@ Compare = Callable[[Sequence[str]], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Proposal:
-    """An attention for a pretrained model.
+    """Default attention for a pretrained model, with the reason.
 
     Args:
         attention: ``method:option=value:...``.
@@ -81,20 +81,20 @@ class Proposal:
 
 
 def propose(model: nn.Module, *, distilled: bool) -> str:
-    """The attention for `convert`, without a measurement; see `proposal`."""
+    """Default attention for `convert`, without a measurement; see `proposal`."""
     return proposal(model, distilled=distilled).attention
 
 
 def proposal(
     model: nn.Module, *, distilled: bool, length: int | None = None, compare: Compare | None = None
 ) -> Proposal:
-    """The attention for `convert`, and why.
+    """Choose the default attention for `convert`, with the reason.
 
         encoder, not distilled    wildcat with a window          a model of two sequences, not distilled    loglinear
         decoder, not distilled    local, favor+ or loglinear with a window, whichever is nearest to the original
         distilled                 loglinear with a window
 
-    A relative bias that goes on beyond the window leaves no room for one.
+    A relative bias that reaches beyond the window leaves no room for one.
 
     Args:
         model: a pretrained one.
@@ -280,7 +280,7 @@ def run(
     """Convert a model and write it: all of it or nothing; then judge it. The original is never changed.
 
     What is judged goes into the report and the model card of the folder, which say until then that it was not. A
-    distillation that is stopped leaves its state in ``target`` + ".partial", and the same call goes on with it.
+    distillation that is stopped leaves its state in ``target`` + ".partial", and the same call resumes it.
 
     Args:
         source: see `load_source`.
@@ -404,7 +404,7 @@ def _measure(result: ConversionResult, label: str, origin: Source, student: Any,
 
 
 def _identity(source: str | Path, setting: ConvertSettings, result: ConversionResult, student: Any) -> dict[str, str]:
-    """What has to be the same for a distillation to go on; also what was chosen to stay exact."""
+    """Identity of a conversion, which has to be the same to resume it; with what was chosen to stay exact."""
     path = Path(source)
     files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path] if path.is_file() else []
     others = ("distill", "text", "allow_pickle", *JUDGED)

@@ -1,4 +1,4 @@
-"""The distillation of a conversion: its stages and their budgets, from where a checkpoint has left off."""
+"""Distillation of a conversion: stages, budgets, LoRA, resumed from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kernelformer.conversion.texts import Repeats, TextRows, first_token, rows_f
 from kernelformer.conversion.tune import (
     BreakdownError,
     Progress,
-    Reuse,
+    ReusePolicy,
     best_rate,
     learned,
     learns,
@@ -40,7 +40,7 @@ from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.hf.convert import conversion
 from kernelformer.hf.load import Source
 
-STEPS = 300  # of attention transfer, where texts are given and nobody says
+STEPS = 300  # default, of attention transfer
 TRANSFER = 1 / 3  # share of the minutes for attention transfer, where a map learns
 ENDLESS = 10**9  # steps, where the clock says when to end
 MEMORY = 2 << 30  # bytes of queries, keys and values that are kept at a time
@@ -48,7 +48,7 @@ TIMES = 4  # that what was seen of a batch serves
 HELD_OUT = 4096  # tokens, of at least 4 rows: a few texts alone would say now this and now that
 TRIALS = 0.1  # of a stage's time may go into finding a rate
 TRIAL_STEPS = 6
-REPEATS = 0.5  # of a decoder's rows have passages that come again, where nobody says
+REPEATS = 0.5  # of a decoder's rows have repeated passages by default
 LOOKED_AT = 16  # batches, for a text that is longer than the window
 # A few steps like larger rates than a whole stage does, so that none is tried above the usual one.
 RATES = {
@@ -311,19 +311,19 @@ class Distillation:
             batches = self._reuse().batches_of(len(losses))
         self.draws.append((batches * self.setting.batch, self.setting.seed + 1 + number))
 
-    def _reuse(self) -> Reuse:
+    def _reuse(self) -> ReusePolicy:
         """As many batches in a block as fit into `MEMORY`, by the sizes of the attentions."""
         names = set(learned(self.student))
         width = sum(3 * x.num_heads * x.head_dim for x in conversion(self.student).layers if x.name in names)
         size = 4 * self.setting.batch * self.result.length * width
-        return Reuse(max(1, min(64, MEMORY // max(1, size))), TIMES)
+        return ReusePolicy(max(1, min(64, MEMORY // max(1, size))), TIMES)
 
     def _stage(self, stage: str, number: int, budget: Budget, saved: Any, *, last: bool) -> None:
         losses = self.result.losses.setdefault(stage, [])
         if losses:
-            self.result.remarks.append(f"{stage} went on after step {len(losses)}, where it was stopped")
+            self.result.remarks.append(f"{stage} was resumed after step {len(losses)}")
         order = self.setting.seed + 1 + number
-        reuse = self._reuse() if stage == "transfer" else Reuse()
+        reuse = self._reuse() if stage == "transfer" else ReusePolicy()
         skip = reuse.first_batch(len(losses))
         start, kind = time.monotonic(), "LoRA" if stage == "tune" and self.lora is not None else stage
         learn = partial(self._learn, stage, reuse)
@@ -368,7 +368,7 @@ class Distillation:
     def _learn(
         self,
         stage: str,
-        reuse: Reuse,
+        reuse: ReusePolicy,
         rate: float,
         batches: Iterator[dict[str, Tensor]],
         steps: int,

@@ -1,4 +1,4 @@
-"""Judging a converted model beside its original: its parts, what it recalls, what it writes, and a probe."""
+"""Judge a converted model beside its original: parts, passkey retrieval, samples, and a linear probe."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _local(core: KernelCore) -> LocalCore:
         scale=core.scale if core.near_scale is None else core.near_scale,
         normalize_qk=core.normalize_qk,
     )
-    local.window = core.window or 0  # with sinks alone a token does not even see itself, which nobody else asks for
+    local.window = core.window or 0  # with sinks alone a token does not even see itself, which no other caller asks for
     setattr(local, CROSS, getattr(core, CROSS, False))
     return local
 
@@ -195,7 +195,7 @@ def part_figures(
 
 @dataclass
 class _Sums:
-    """What the figures of a part are made of."""
+    """Running sums for the figures of a part."""
 
     errors: HiddenStateErrors
     right: dict[str, list[Tensor]] = field(default_factory=lambda: {ORIGINAL: [], CONVERTED: []})
@@ -230,7 +230,7 @@ def _mean(parts: list[Tensor]) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-LENGTHS = (512, 1024)  # tokens of texts with a hidden number, where nobody says
+LENGTHS = (512, 1024)  # default tokens of texts with a hidden number
 TOKENS, PROMPT, PROMPTS = 64, 32, 2  # tokens of a sample and of the beginning before it; beginnings
 WRITTEN = 8  # tokens of a pass that take as long as one that is written
 
@@ -419,7 +419,7 @@ def _recall(
 
 
 def _lost(recall: Sequence[Recall]) -> list[str]:
-    """What to do where the converted model finds less than half of what the original finds."""
+    """Advice where the converted model finds less than half of what the original finds."""
     found = {name: sum(sum(x.right) for x in recall if x.model == name) for name in (ORIGINAL, CONVERTED)}
     if 2 * found[CONVERTED] >= found[ORIGINAL]:
         return []
@@ -462,7 +462,8 @@ def _add_samples(
         begin, written = torch.tensor([ids]), {}
         for name, model in ((ORIGINAL, origin.model), (CONVERTED, student)):
             with steps.step(f"sample {number + 1}, {name}", WRITTEN * tokens):
-                written[name] = continuation(model, origin.tokenizer, begin, tokens=tokens, seed=setting.seed + number)
+                made, _ = continuation(model, begin, tokens=tokens, seed=setting.seed + number)
+                written[name] = origin.tokenizer.decode(made, skip_special_tokens=True)
         result.samples.append(Sample(origin.tokenizer.decode(begin[0], skip_special_tokens=True), written))
 
 

@@ -1,4 +1,4 @@
-"""What of a conversion stays exact: the attentions that the output needs most, and single heads."""
+"""Choose what stays exact in a conversion: the attentions that the output needs most, and single heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kernelformer.conversion.holdout import Batches, Evaluation, Texts, choice_inputs
 from kernelformer.conversion.losses import output_divergence
-from kernelformer.conversion.measure import attention_weights
+from kernelformer.conversion.measure import attention_weights, best_heads
 from kernelformer.conversion.report import ConversionResult
 from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import SHORTEST, recall_row
@@ -180,15 +180,6 @@ def recall_scores(
         for head, x in enumerate(values):
             scores[name, head] = max(float(x) / count, scores.get((name, head), 0.0))
     return scores
-
-
-def best_heads(scores: Scores, count: int) -> dict[str, list[int]]:
-    """Choose the ``count`` heads with the largest scores, by the attention's name."""
-    check_kept("heads", len(scores), count)
-    chosen: dict[str, list[int]] = {}
-    for name, head in sorted(scores, key=lambda x: -scores[x])[:count]:
-        chosen.setdefault(name, []).append(head)
-    return {name: sorted(heads) for name, heads in chosen.items()}
 
 
 ROWS = 4  # in which passages are repeated, to see which heads find them again

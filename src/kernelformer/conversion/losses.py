@@ -424,7 +424,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Figure:
-    """How near a converted model is to its original.
+    """Distance of a converted model from its original, in one figure.
 
     Args:
         kind: `RATIO`, of the perplexities of the next token, for causal language models; `COSINE` of mean-pooled last
@@ -445,7 +445,7 @@ class Figure:
         return max(LEAST, math.log(self.value) if self.kind == RATIO else 1 - self.value)
 
     def within(self, tolerance: float) -> bool:
-        """Whether it is at least as near as a figure of the same kind."""
+        """Return True if it is at least as near as a figure of the same kind."""
         return self.value <= tolerance if self.kind == RATIO else self.value >= tolerance
 
     def __str__(self) -> str:

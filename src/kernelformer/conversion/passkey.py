@@ -1,4 +1,4 @@
-"""Long texts with a number hidden in them, which a causal language model is asked for at the end (2305.16300)."""
+"""Passkey retrieval (2305.16300), and linear probes of embeddings."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def _question(tokenizer: Any, key: str) -> tuple[list[int], list[int]]:
 
 
 def tells_numbers(tokenizer: Any) -> bool:
-    """Whether a tokenizer has different tokens for different numbers; that of proteins has none for any."""
+    """Return True if a tokenizer has different tokens for different numbers; that of proteins has none for any."""
     try:
         _question(tokenizer, "0" * DIGITS)
     except ValueError:
@@ -260,7 +260,7 @@ def number_tokens(tokenizer: Any, seed: int = 0) -> list[list[int]]:
 
 
 def knows_numbers(source: Source) -> bool:
-    """Whether a model has different tokens for different numbers, all of them in its vocabulary."""
+    """Return True if a model has different tokens for different numbers, all of them in its vocabulary."""
     tokens = number_tokens(source.tokenizer)
     return bool(tokens) and max(map(max, tokens)) < source.model.config.get_text_config().vocab_size
 

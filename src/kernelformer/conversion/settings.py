@@ -9,7 +9,7 @@ from typing import Any
 from kernelformer.errors import choice
 from kernelformer.settings import KIND, PICKLE, SEED, TEXTS, Settings, option, parse_layers
 
-FEATURES = 128  # or landmarks, or the rank, where nobody says
+FEATURES = 128  # default number of features or landmarks, or the rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class ConvertSettings(JudgeSettings):
         no_judge: write the model without judging it beside its original.
     """
 
-    attention: str = option("", "method, or method:option=value; default: by the kind of model, and said why")
+    attention: str = option("", "method, or method:option=value; default: by the kind of model, with the reason")
     features: int | None = option(
         None, "features, landmarks or rank; default: 128; 64 beside the window that --distill takes", least=1
     )

@@ -26,8 +26,8 @@ from kernelformer.modules.evaluating import evaluating
 Batch = Mapping[str, Tensor]
 
 
-class Watched:
-    """An original whose attentions are watched on batch after batch.
+class TeacherActivations:
+    """Inputs of an original's attentions, recorded batch by batch.
 
     Args:
         teacher: the original, in evaluation mode.
@@ -45,12 +45,12 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Reuse:
-    """How often, and in which order, what was seen of a batch serves.
+class ReusePolicy:
+    """Policy by which recorded batches are reused.
 
     Batches come in blocks of ``block``: first each once, as the original is run on it; then again, ``times`` in all, in
     an order that the step's number gives. So a step costs a pass of the original only now and then, and a run that
-    was stopped goes on by its number of steps alone.
+    was stopped resumes by its number of steps alone.
 
     Args:
         block: batches that are kept at a time.
@@ -69,7 +69,9 @@ class Reuse:
         blocks, rest = divmod(steps, self.block * self.times)
         return blocks * self.block + min(rest, self.block)
 
-    def steps(self, watched: Watched, batches: Iterator[Batch], first: int, last: int) -> Iterator[Turn]:
+    def steps(
+        self, watched: TeacherActivations, batches: Iterator[Batch], first: int, last: int
+    ) -> Iterator[StepBatch]:
         """Yield what each step from ``first`` on works with; ``batches`` begin with `first_batch` of ``first``.
 
         Args:
@@ -93,12 +95,12 @@ class Reuse:
                 kept[number] = watched(batch), real_tokens(batch)
             if step >= first:
                 calls, tokens = kept[number]
-                yield Turn(step, calls, seed=(step // whole) * self.block + number, turn=turn, tokens=tokens)
+                yield StepBatch(step, calls, seed=(step // whole) * self.block + number, turn=turn, tokens=tokens)
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What a step works with.
+class StepBatch:
+    """Recorded attention calls of one batch, as a step uses them.
 
     Args:
         step: its number, from 0.
@@ -133,11 +135,11 @@ Point = tuple[int, float, int, float]  # step, seconds, tokens, held-out loss
 
 @dataclass
 class Progress:
-    """Progress of a stage, with which a run that was stopped goes on as if it had not been.
+    """Progress of a stage, from which a stopped run resumes exactly.
 
     Args:
         losses: of the steps so far.
-        saved: what `state` gave, to go on from.
+        saved: what `state` gave, to resume from.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -154,7 +156,7 @@ class Progress:
     _start: float = 0.0
 
     def state(self) -> dict[str, Any] | None:
-        """All that a run needs to go on, as tensors and plain values; None before the first run."""
+        """State to resume from, as tensors and plain values; None before the first run."""
         if self.optimizer is None:
             return self.saved
         return {
@@ -198,7 +200,7 @@ class Stage:
         optimizer: of the trained tensors.
         steps: at most.
         seconds: at most, if given; the schedule then follows the clock, of all runs together.
-        progress: to go on with.
+        progress: to resume from.
         look: gives the loss of the held-out texts; None: there are none.
         log: called after each step with its number and its loss.
     """
@@ -327,7 +329,7 @@ def best_rate(
 
 
 Batches = Iterator[Mapping[str, Tensor]]
-ONCE = Reuse()
+ONCE = ReusePolicy()
 
 
 class BreakdownError(ValueError):
@@ -358,7 +360,7 @@ def transfer(
     progress: Progress | None = None,
     log: Log | None = None,
     held_out: Sequence[Mapping[str, Tensor]] = (),
-    reuse: Reuse = ONCE,
+    reuse: ReusePolicy = ONCE,
     window_dropout: float = 0.0,
 ) -> list[float]:
     """Attention transfer: fit the maps of a converted model to the original's attention; the backbone stays.
@@ -379,8 +381,8 @@ def transfer(
         lr: of Adam, at its peak; it falls to nothing by a cosine.
         seconds: at most, if given; the schedule then follows the clock.
         autocast: the precision of the original's pass, such as ``torch.bfloat16``; maps are fitted in their own.
-        progress: of a run to go on with; ``steps`` counts all of them, and ``batches`` start where it stopped, or
-            with `Reuse.first_batch` of its steps.
+        progress: of a run to resume; ``steps`` counts all of them, and ``batches`` start where it stopped, or
+            with `ReusePolicy.first_batch` of its steps.
         log: called after each step with its number and the mean loss of the layers.
         held_out: inputs to look at now and then; the maps of the best look are kept.
         reuse: how often what the original saw of a batch serves; each time other rows of it count.
@@ -399,7 +401,7 @@ def transfer(
             f"attention transfer fits what a map learns, and there is nothing to learn here ({methods}); use a learned "
             f"method such as 'loglinear', or fine-tune."
         )
-    watched, inside = Watched(teacher, own, autocast), cores(student)
+    watched, inside = TeacherActivations(teacher, own, autocast), cores(student)
     parameters = [x for some in own.values() for x in some]
     options: dict[str, Any] = {"window_dropout": window_dropout}
     with evaluating(student, teacher):
@@ -481,7 +483,7 @@ def tune(
     trained = [x for group in groups for x in group["params"]]  # type: ignore[attr-defined]
 
     def losses(inputs: Mapping[str, Tensor]) -> Tensor:
-        # Entered anew in each step: within one context autocast would go on with weights of its first pass.
+        # Entered anew in each step: within one context autocast would keep using weights of its first pass.
         with torch.autocast(student.device.type, dtype=autocast, enabled=autocast is not None):
             with torch.no_grad():
                 wanted = teacher(**inputs, output_hidden_states=True)
@@ -538,7 +540,7 @@ def start_student(
     if not own:
         return {}
     with evaluating(teacher, student):
-        watched = Watched(teacher, own, autocast)
+        watched = TeacherActivations(teacher, own, autocast)
         return start_maps(own, [watched(x) for x in batches])
 
 

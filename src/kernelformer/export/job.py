@@ -49,7 +49,7 @@ _READ = {
 }
 _EXAMPLE = {BYTES: "'a text'", TOKENIZER: "'a text'", NUMBERS: "'5 17 3'"}
 
-_GENERATE = '''"""Go on with a text, by onnxruntime and numpy alone: python generate.py {example} 100"""
+_GENERATE = '''"""Continue a text, by onnxruntime and numpy alone: python generate.py {example} 100"""
 import sys
 from pathlib import Path
 {imports}import numpy as np
@@ -85,7 +85,7 @@ def script(generates: bool, tokens: str, longest: int | None) -> tuple[str, str]
     """The name and the text of a script.
 
     Args:
-        generates: whether it goes on with a text; otherwise it reads one.
+        generates: continue a text; else read one.
         tokens: `BYTES`, `TOKENIZER` or `NUMBERS`.
         longest: tokens that the model has positions for.
     """
@@ -99,7 +99,7 @@ def script(generates: bool, tokens: str, longest: int | None) -> tuple[str, str]
 
 
 def token_kind(folder: Path, vocabulary: int) -> str:
-    """What the tokens of a model are: those of its tokenizer, bytes where it has none and 256 tokens, or numbers."""
+    """Kind of a model's tokens: its tokenizer's, bytes if it has none and 256 tokens, or numbers."""
     if (folder / "tokenizer.json").is_file():
         return TOKENIZER
     return BYTES if vocabulary == 256 else NUMBERS
@@ -136,7 +136,7 @@ def check_model(model: Any) -> None:
 
 
 def is_causal(model: Any) -> bool:
-    """Whether a model goes on with a text."""
+    """Return True for a causal language model."""
     return bool(model.can_generate()) and not isinstance(model, ENCODERS)
 
 
@@ -172,7 +172,7 @@ COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported.
+    """Record of an export.
 
     Args:
         folder: of the files.

@@ -23,7 +23,7 @@ ONE_FILE = 1 << 30  # bytes of weights beyond which they stand beside their grap
 
 
 class Named(Protocol):
-    """What a graph was made from: the names of its inputs and outputs."""
+    """Names of the inputs and outputs of a graph."""
 
     @property
     def inputs(self) -> Sequence[str]:
@@ -59,7 +59,7 @@ def save_onnx(program: ExportedProgram, module: Named, path: Path) -> None:
 
 @contextmanager
 def traced(name: str) -> Iterator[None]:
-    """Say in one line what `torch.export` could not trace; our own refusals come through as they are."""
+    """Turn errors of `torch.export` into one line; our own errors pass through."""
     try:
         with quiet_exporter():
             yield
@@ -177,7 +177,7 @@ def _here(path: Path) -> Any:
 
 
 def reference(module: Whole | Prompt, inputs: Sequence[Tensor]) -> Tensor:
-    """What the model gives in torch, by its own algorithms."""
+    """Output of the model in torch, by its own algorithms."""
     if isinstance(module, Whole):
         output: Tensor = module(*inputs)
         return output

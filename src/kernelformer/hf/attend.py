@@ -460,9 +460,15 @@ def _after_kept(
         before["bias"] = F.pad(table[:, L : L + past], (0, past - 1))
     first, last = slice(None, past), slice(past, None)
     masks = (None, None) if key_mask is None else (key_mask[:, first], key_mask[:, last])
-    nobody = query.new_zeros(*query.shape[:2], past, query.shape[3])
+    dummy_query = query.new_zeros(*query.shape[:2], past, query.shape[3])
     _, state = core(
-        nobody, key[:, :, first], value[:, :, first], is_causal=True, key_mask=masks[0], return_state=True, **before
+        dummy_query,
+        key[:, :, first],
+        value[:, :, first],
+        is_causal=True,
+        key_mask=masks[0],
+        return_state=True,
+        **before,
     )
     return core(  # type: ignore[no-any-return]
         query, key[:, :, last], value[:, :, last], is_causal=True, key_mask=masks[1], state=state, **extra
@@ -516,7 +522,7 @@ def make_mixed_mask(
 
 
 class KeptAttention(nn.Module):
-    """In place of a core: the attention goes on as it was, with the model's own mask and keys.
+    """Placeholder for a core where the attention stays as it was, with the model's own mask and keys.
 
     Args:
         reason: why it cannot be replaced.

@@ -21,7 +21,7 @@ from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import CONVERTED, CORE, CROSS, MIXED, KeptAttention, register_converted
 from kernelformer.hf.find import Attention, find_attentions, held_configs, run
 from kernelformer.modules import AttentionCore, MixedCore, method_options
-from kernelformer.modules.replacing import dropout_left_out, select
+from kernelformer.modules.replacing import select, warn_about_dropped_dropout
 from kernelformer.modules.spec import (
     AttentionSpec,
     build_core,
@@ -50,7 +50,7 @@ class Layer:
         exact_heads: those that attend exactly in a layer that was replaced.
         calls: in one pass, when the conversion was verified; 0: not verified.
         cross: whether its keys are those of other tokens than its queries.
-        reason: why it could not be replaced and goes on as the model has it; "" for all others.
+        reason: why it could not be replaced and stays as the model has it; "" for all others.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Layer:
 
     @property
     def replaced(self) -> bool:
-        """Whether its attention is replaced by a method's."""
+        """True if its attention is replaced by a method's."""
         return self.method != EXACT
 
     def build(self, number: int) -> AttentionCore:
@@ -99,7 +99,7 @@ class Conversion:
 
     @property
     def verified(self) -> bool:
-        """Whether a pass has shown that every attention is called."""
+        """True if a pass has shown that every attention is called."""
         return all(x.calls for x in self.layers)
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -388,7 +388,7 @@ def convert(
     What no kernel can do is kept as the model has it, and `model.conversion` says why: sliding windows (Mistral, Gemma,
     Qwen2, ModernBERT), which are linear already, soft-capped logits, sinks, disentangled attention (DeBERTa).
 
-    A converted decoder generates in constant memory. Relative biases (T5, MPNet) go on as relative biases, for methods
+    A converted decoder generates in constant memory. Relative biases (T5, MPNet) stay relative biases, for methods
     that take one. Attention dropout is left out, with a warning (see `attend`). The model gets configurations of its
     own, so that another model of the same configuration is left alone.
 
@@ -441,7 +441,9 @@ def apply(model: nn.Module, plan: Conversion) -> None:
     for module, new in zip(modules, built, strict=True):
         family_of(module).install(model, module, new)
     attentions = zip(plan.layers, built, strict=True)
-    dropout_left_out(model, {layer.name: x for layer, x in attentions if isinstance(x, KernelMultiheadAttention)})
+    warn_about_dropped_dropout(
+        model, {layer.name: x for layer, x in attentions if isinstance(x, KernelMultiheadAttention)}
+    )
     tabulate_bias(model)
     if isinstance(model, PreTrainedModel):
         vars(model)[BEFORE] = _own_configs(model, MIXED if any(x.reason for x in plan.layers) else CONVERTED)

@@ -1,4 +1,4 @@
-"""The attentions of a model: which modules attend, in which way, with how many heads."""
+"""Find the attentions of a model, and record their inputs."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Attention:
         head_dim: D.
         scale: of the product q . k.
         causal: whether it was causal when the model was tried.
-        calls: in one pass; several where layers share their weights, 0 where nobody has tried.
+        calls: in one pass; several where layers share their weights, 0 if the model was not tried.
         cross: whether its keys were those of other tokens than its queries.
-        num_key_heads: G, fewer than H for grouped queries; None where nobody has tried.
+        num_key_heads: G, fewer than H for grouped queries; None if the model was not tried.
         reason: why it cannot be replaced and is kept; "" for all others.
     """
 
@@ -330,30 +330,6 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
             handle.remove()
 
 
-@torch.no_grad()
-def attention_inputs(model: Any, **inputs: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Collect queries, keys and values (B, H, L, D) of every attention layer, in the order of the calls.
-
-    Args:
-        model: a model of transformers whose attention goes through `transformers.AttentionInterface`.
-        inputs: of the model, ``input_ids`` and so on; all texts of one length.
-    """
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
-        seen.append((query, key, value))
-        return attend_exactly(module, query, key, value, mask, **options)
-
-    with probing(model, record):
-        model(**inputs)
-    if not seen:
-        raise ValueError(
-            f"{type(model).__name__} does not send its attention through transformers' AttentionInterface, so that its "
-            f"queries and keys cannot be seen; use a model that does, such as BERT."
-        )
-    return seen
-
-
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of an attention in a pass of a model: what it was given and what it returned.
@@ -387,13 +363,18 @@ class AttentionCall:
         return self.query.shape[-1] ** -0.5 if given is None else float(given)
 
     def visible(self) -> tuple[Tensor | None, bool]:
-        """Which keys are real, (B, S) bool or None for all, and whether attention is causal."""
+        """Return the mask of real keys, (B, S) bool or None for all, and True if attention is causal."""
         causal = causal_without_mask(self.module, self.options.get("is_causal"))
         return read_mask(self.mask, self.query, self.key, causal)
 
     @property
+    def real(self) -> Tensor | None:
+        """Mask (B, L) of queries that are no padding; None for all, and for those of other tokens than the keys."""
+        return self.visible()[0] if self.query.shape[2] == self.key.shape[2] else None
+
+    @property
     def inputs(self) -> tuple[Any, ...]:
-        """What `attention_loss` takes: queries, keys, values, key mask, causality, scale, relative bias.
+        """Arguments of `attention_loss`: queries, keys, values, key mask, causality, scale, relative bias.
 
         Those of half precision come as float32, and causality as the model leaves it to the implementation: without
         padding it gives no mask at all.

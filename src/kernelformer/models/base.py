@@ -80,7 +80,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as Hugging Face's does; seeds and draws of feature maps go on from what was saved.
+        """Load as Hugging Face's does; seeds and draws of feature maps are restored.
 
         A folder is checked before anything of it is built, see `kernelformer.weight_headers`. Weights are safetensors;
         pickled ones by a name on the hub need ``use_safetensors=False``.

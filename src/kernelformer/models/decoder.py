@@ -160,5 +160,5 @@ class KernelformerForPixels(KernelformerForCausalLM):
 
     def __init__(self, config: KernelformerConfig) -> None:
         config = deepcopy(config)
-        config.positions = choose_positions(config, config.encoder_specs, "image")  # whoever loads it has the same
+        config.positions = choose_positions(config, config.encoder_specs, "image")  # saved with the model
         super().__init__(config)

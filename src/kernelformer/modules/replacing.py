@@ -60,7 +60,7 @@ def replace_attention(
         new.append(MultiheadAttention.from_torch(old, core))
     for i, module in zip(chosen, new, strict=True):
         swap(model, attentions[i][1], module)
-    dropout_left_out(model, {names[i]: x for i, x in zip(chosen, new, strict=True)})
+    warn_about_dropped_dropout(model, {names[i]: x for i, x in zip(chosen, new, strict=True)})
     return [names[i] for i in chosen]
 
 
@@ -110,7 +110,7 @@ def swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
             setattr(parent, name, new)
 
 
-def dropout_left_out(model: nn.Module, attentions: dict[str, MultiheadAttention]) -> None:
+def warn_about_dropped_dropout(model: nn.Module, attentions: dict[str, MultiheadAttention]) -> None:
     """Warn of attentions that asked for a dropout of weights that they no longer form."""
     lost = {name: x for name, x in attentions.items() if x.dropout and not x.kernel.takes_dropout}
     if lost:

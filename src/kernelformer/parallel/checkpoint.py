@@ -1,8 +1,7 @@
 """Checkpoints of sharded models: saved by any number of processes, loaded by any other, to the last bit.
 
 Written and read by `torch.distributed.checkpoint` with its safetensors storage, one file per process. Tensors are all
-that these files hold; everything else is JSON. So nothing in a folder is unpickled, whoever made it. (Torch's default
-storage pickles its ``.metadata`` and every value that is not a tensor.) What processes tell each other about the plan
+that these files hold; everything else is JSON. So nothing in a folder is unpickled. (Torch's default storage pickles its ``.metadata`` and every value that is not a tensor.) What processes tell each other about the plan
 is pickled by torch, among themselves.
 """
 
@@ -294,7 +293,7 @@ def _publish(part: Path, folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself, if its files are those that were saved."""
+    """Read the record of a checkpoint whose files are those that were saved."""
     if not (folder / RECORD).is_file():
         raise ValueError(f"{folder} is not a checkpoint of save_sharded: it has no {RECORD}.")
     try:
