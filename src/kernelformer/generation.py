@@ -102,15 +102,7 @@ def sample_bytes(
 
 @dataclass(frozen=True)
 class Continued:
-    """Text that a model wrote, and what its cache took.
-
-    Args:
-        text: after the prompt.
-        tokens: of it.
-        prompt: tokens of the prompt.
-        seconds: for all of it.
-        cache: bytes of the cache after so many tokens of context.
-    """
+    """Text that a model wrote, and what its cache took."""
 
     text: str
     tokens: int

@@ -99,16 +99,7 @@ class Clock:
 
 @dataclass
 class Search:
-    """Search for the cheapest attention that leaves a model as it is.
-
-    Args:
-        trials: the model and its attention.
-        advice: what is filled.
-        clock: how long.
-        shape: of its attentions, to be timed.
-        steps: of a fit.
-        log: called with what happens.
-    """
+    """Search for the cheapest attention that leaves a model as it is."""
 
     trials: Trials
     advice: Advice

@@ -52,15 +52,7 @@ class Texts:
 
 
 def hold_back(source: Source, texts: Texts, length: int, rows: int, seed: int) -> Texts:
-    """Hold some of the texts to learn from back, to look at while learning; none where there are few.
-
-    Args:
-        source: the model.
-        texts: of the conversion.
-        length: tokens of a row.
-        rows: how many are wanted.
-        seed: of the choice.
-    """
+    """Hold some of the texts to learn from back, to look at while learning; none where there are few."""
     different = list(dict.fromkeys(texts.training))
     if len(different) < FEW:
         return texts
@@ -149,16 +141,7 @@ class Evaluation:
 
 
 def evaluation_inputs(source: Source, texts: Texts, length: int, samples: int, batch: int, seed: int) -> Evaluation:
-    """Choose what is measured on.
-
-    Args:
-        source: the model.
-        texts: to choose from.
-        length: tokens of a row.
-        samples: rows: texts, or windows of joined texts for causal models.
-        batch: rows of a batch.
-        seed: of the choice.
-    """
+    """Choose the rows to measure on: texts, or windows of joined texts for causal models."""
     if not texts.evaluation:
         return Evaluation(_first_rows(made_up_inputs(source, length, batch, seed), samples, batch), None, [])
     check_readable(source, texts.evaluation)
@@ -177,15 +160,6 @@ def choice_inputs(
 
     They are texts to learn from, or where there are none others of the file that is measured on: a choice by the texts
     that are measured would flatter the figures.
-
-    Args:
-        source: the model.
-        texts: of the conversion.
-        evaluation: what is measured on.
-        length: tokens of a row.
-        samples: rows, as many as are measured on.
-        batch: rows of a batch.
-        seed: of the choice.
     """
     pool, file = texts.training or evaluation.unused, texts.training_file or texts.evaluation_file
     if not pool:

@@ -46,14 +46,7 @@ Log = Callable[[str], None]
 
 @dataclass
 class Steps:
-    """Time of a phase, by the work that is done and what it took.
-
-    Args:
-        phase: its name.
-        work: of all its steps, in any unit.
-        log: called with a sentence before each step.
-        seconds: at most.
-    """
+    """Time of a phase, by the work that is done and what it took."""
 
     phase: str
     work: float
@@ -82,13 +75,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Place:
-    """A core with near keys and a kernel for the far ones, and where it stands.
-
-    Args:
-        parent: the module that has it.
-        name: its name there.
-        core: itself.
-    """
+    """A core with near keys and a kernel for the far ones, and where it stands."""
 
     parent: nn.Module
     name: str
@@ -318,11 +305,6 @@ def _while_fits(rows: Batches, passes: int, steps: Steps, used: Batches) -> Iter
 
 def check_judging(origin: Source, texts: Texts, setting: JudgeSettings) -> None:
     """Check that what is asked for can be measured, before anything takes time.
-
-    Args:
-        origin: the original.
-        texts: to measure on.
-        setting: what is asked for.
 
     Raises:
         ValueError: a probe of a model that is no encoder or without labelled texts; hidden numbers or samples of a

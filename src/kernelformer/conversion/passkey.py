@@ -187,13 +187,6 @@ def passkeys(texts: Sequence[str], tokenizer: Any, length: int, count: int, seed
     The depths are ``(i + 1/2) / count`` for i < count; the numbers and the places where the surrounding text begins are
     drawn. Texts are joined, and begin again where they are shorter than that.
 
-    Args:
-        texts: to hide it in.
-        tokenizer: of transformers.
-        length: L, tokens of each with question and answer.
-        count: how many.
-        seed: of the draws; another length has others.
-
     Raises:
         ValueError: there is no room for a sentence and a question, the texts have no tokens, or all numbers have the
             same.
@@ -246,12 +239,7 @@ def tells_numbers(tokenizer: Any) -> bool:
 
 
 def number_tokens(tokenizer: Any, seed: int = 0) -> list[list[int]]:
-    """Token ids of random numbers of five digits, each after a blank; none where a tokenizer has no digits.
-
-    Args:
-        tokenizer: of transformers.
-        seed: of the numbers.
-    """
+    """Token ids of random numbers of five digits, each after a blank; none where a tokenizer has no digits."""
     if not tells_numbers(tokenizer):
         return []
     drawn = torch.randint(10**DIGITS, (NUMBERS,), generator=torch.Generator().manual_seed(seed)).tolist()

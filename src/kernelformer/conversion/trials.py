@@ -459,13 +459,7 @@ def timed_core(method: str, options: Mapping[str, Any], shape: Shape) -> Attenti
 
 @torch.no_grad()
 def time_attentions(cores: Mapping[str, AttentionCore], shape: Shape, length: int) -> dict[str, Timing]:
-    """Time attentions and exact attention by SDPA, in turns; one that fails is left out.
-
-    Args:
-        cores: by name.
-        shape: of their inputs, which are random.
-        length: tokens.
-    """
+    """Time attentions and exact attention by SDPA, in turns; one that fails is left out."""
     q, k, v = _inputs(shape, length)
     exact = build_attention(EXACT, head_dim=shape.head_dim, num_heads=shape.num_heads)
     steps = {

@@ -619,11 +619,6 @@ def key_centres(keys: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Centres of keys (N, D) by k-means, (count, D); where keys are fewer some centres are the same.
 
     First centres are keys, each drawn with a probability as the squared distance to those before it (k-means++).
-
-    Args:
-        keys: of one head.
-        count: M.
-        generator: of the choice of first centres.
     """
     order = torch.randperm(len(keys), generator=generator).to(keys.device)
     keys = keys[order[:KEYS]].float()

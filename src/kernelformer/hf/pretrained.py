@@ -24,13 +24,7 @@ _Load = Callable[..., tuple[Any, dict[str, Any]]]
 
 
 def attempt(path: object, make: Callable[[], Any], what: str = "model") -> Any:
-    """Call ``make`` quietly and turn whatever transformers raises for a folder into a ValueError of one line.
-
-    Args:
-        path: of the folder, for the message.
-        make: reads it.
-        what: is read, for the message.
-    """
+    """Call ``make`` quietly and turn whatever transformers raises for a folder into a ValueError of one line."""
     try:
         with silent_libraries():
             return make()

@@ -21,13 +21,7 @@ from kernelformer.modules.spec import POSITION_OPTIONS, parse_attention
 class Block(GradientCheckpointingLayer):
     """Self-attention, cross-attention where there is any, and feed-forward, each around a residual connection.
 
-        x <- x + part(norm(x))        norm_first;  else  x <- norm(x + part(x))
-
-    Args:
-        config: of the model.
-        index: of the block in its stack.
-        attention: from tokens to tokens.
-        cross: from tokens to a context.
+    x <- x + part(norm(x))        norm_first;  else  x <- norm(x + part(x))
     """
 
     def __init__(

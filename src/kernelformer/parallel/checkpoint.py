@@ -1,8 +1,8 @@
 """Checkpoints of sharded models: saved by any number of processes, loaded by any other, to the last bit.
 
 Written and read by `torch.distributed.checkpoint` with its safetensors storage, one file per process. Tensors are all
-that these files hold; everything else is JSON. So nothing in a folder is unpickled. (Torch's default storage pickles its ``.metadata`` and every value that is not a tensor.) What processes tell each other about the plan
-is pickled by torch, among themselves.
+that these files hold; everything else is JSON, so that nothing in a folder is unpickled. (Torch's default storage
+pickles its ``.metadata`` and every value that is not a tensor.) The plan that processes exchange is pickled by torch.
 """
 
 from __future__ import annotations
@@ -244,12 +244,6 @@ def _rows(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: x.view(1) if x.dim() == 0 else x for name, x in tensors.items()}
 
 
-def _write(part: Path, tensors: Mapping[str, Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is enough
-        save(_rows(tensors), storage_writer=HuggingFaceStorageWriter(str(part), save_distributed=True))
-
-
 def _read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -377,13 +371,7 @@ def _of_first(text: str) -> str:
 
 
 def _all_do(action: Callable[[], object], what: str = "", first: bool = False) -> None:
-    """Do it on all processes, or on the first alone; what goes wrong on one is raised on all.
-
-    Args:
-        action: to be done.
-        what: begins the error.
-        first: whether only the first process does it.
-    """
+    """Do it on all processes, or on the first alone; what goes wrong on one is raised on all."""
     problem = ""
     try:
         if not first or _is_first():
