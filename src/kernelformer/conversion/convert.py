@@ -18,7 +18,7 @@ from kernelformer.commands import program
 from kernelformer.conversion.checkpoint import Checkpoint, appearing, check_target
 from kernelformer.conversion.holdout import (
     Batches,
-    Evaluation,
+    Job,
     Texts,
     choice_inputs,
     divide_texts,
@@ -318,7 +318,6 @@ def run(
     if texts.training:
         texts = hold_back(origin, texts, result.length, distill.held_out_rows(result.length), setting.seed)
     evaluation = evaluation_inputs(origin, texts, result.length, setting.samples, setting.batch, setting.seed)
-    inputs = evaluation.batches
     if evaluation.used is None:
         result.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
     else:
@@ -328,27 +327,28 @@ def run(
             result.remarks.append(f"{setting.samples} samples were asked for, and the texts to measure on make {rows}")
     log(f"converting to {setting.attention}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
-    statistics = _calibration_inputs(student, origin, result, texts, evaluation)
-    _calibrate(student, origin, statistics, result, log)
+    job = Job(origin, student, texts, evaluation, result, log)
+    statistics = _calibration_inputs(job)
+    _calibrate(job, statistics)
     stages = distill.plan_stages(student, setting) if texts.training else {}
     if stages and setting.lora:
         distill.lora_targets(student, setting.lora_layers)  # what is wrong with it is said before anything is learned
     keeps = bool(setting.keep or setting.keep_heads or setting.recall_heads)
-    _measure(result, "all converted" if keeps else "converted", origin, student, inputs, log)
+    _measure(job, "all converted" if keeps else "converted")
     if keeps:
         from kernelformer.conversion.keep import keep_exact
 
-        keep_exact(student, origin, result, texts, evaluation, log)
-        _calibrate(student, origin, statistics, result, log)
-        _measure(result, "converted", origin, student, inputs, log)
+        keep_exact(job)
+        _calibrate(job, statistics)
+        _measure(job, "converted")
     checkpoint = Checkpoint.of(target, _identity(source, setting, result, student), force)
     if stages:
-        distill.Distillation(student, origin, texts, result, checkpoint, log, inputs).run(stages)
-        _measure(result, "distilled", origin, student, inputs, log)
+        distill.Distillation(job, checkpoint).run(stages)
+        _measure(job, "distilled")
     result.conversion = conversion(student).as_json()
     result.licence = licence_of(source)
     log(f"writing {target}")
-    _write(student, origin, target, result, inputs)
+    _write(job, target)
     checkpoint.remove()
     if not setting.no_judge:
         try:
@@ -361,46 +361,39 @@ def run(
     return result
 
 
-def _calibration_inputs(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation
-) -> Batches:
+def _calibration_inputs(job: Job) -> Batches:
     """Inputs to calibrate and to start on; none where the method has no use for them."""
-    parts = list(student.modules())
+    parts = list(job.student.modules())
     calibrated = any(isinstance(x, AttentionCore) and x.calibrates for x in parts)
-    started = any(isinstance(x, LogLinearMap) for x in parts) and evaluation.used is not None
+    started = any(isinstance(x, LogLinearMap) for x in parts) and job.evaluation.used is not None
     if not calibrated and not started:
         return []
-    setting = result.setting
-    samples, batch = setting.samples, setting.batch
-    rows, used = choice_inputs(origin, texts, evaluation, result.length, samples, batch, setting.seed)
-    if used is None:
-        result.remarks.append("calibrated on what is measured on; give more texts, or others to learn from")
-    else:
-        result.texts["calibrated on"] = used
-    return rows
+    remark = "calibrated on what is measured on; give more texts, or others to learn from"
+    return job.choice_inputs(job.setting.samples, job.setting.batch, "calibrated on", remark)
 
 
-def _calibrate(student: Any, origin: Source, rows: Batches, result: ConversionResult, log: Log) -> None:
+def _calibrate(job: Job, rows: Batches) -> None:
     """Take statistics of the queries and keys that exact attention has, and start free maps at the keys themselves."""
     if not rows:
         return
-    log("calibrating")
-    if any(isinstance(x, AttentionCore) and x.calibrates for x in student.modules()):
-        calibrate(student, rows, reset=True, exact=True)
-    if result.texts.get("measured on") is None:
+    job.log("calibrating")
+    if any(isinstance(x, AttentionCore) and x.calibrates for x in job.student.modules()):
+        calibrate(job.student, rows, reset=True, exact=True)
+    if job.evaluation.used is None:
         return  # random tokens have no keys worth starting at
     from kernelformer.conversion.tune import CENTRES, quick_dtype, start_student
 
-    chosen = start_student(student, origin.model, rows, autocast=quick_dtype(origin.model.device))
+    model, result = job.origin.model, job.result
+    chosen = start_student(job.student, model, rows, autocast=quick_dtype(model.device))
     result.remarks = [x for x in result.remarks if STARTED not in x]
     if chosen:
         count = sum(x == CENTRES for x in chosen.values())
         result.remarks.append(f"maps of {count} of {len(chosen)} attentions {STARTED}")
 
 
-def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, log: Log) -> None:
-    log(f"measuring: {label}")
-    result.reports[label] = measure(origin.model, student, inputs)
+def _measure(job: Job, label: str) -> None:
+    job.log(f"measuring: {label}")
+    job.result.reports[label] = measure(job.origin.model, job.student, job.evaluation.batches)
 
 
 def _identity(source: str | Path, setting: ConvertSettings, result: ConversionResult, student: Any) -> dict[str, str]:
@@ -417,17 +410,18 @@ def _identity(source: str | Path, setting: ConvertSettings, result: ConversionRe
     return {**parts, "model": result.model, "length": str(result.length), "what stays exact": plan}
 
 
-def _write(student: Any, origin: Source, target: Path, result: ConversionResult, inputs: Batches) -> None:
+def _write(job: Job, target: Path) -> None:
     from kernelformer.conversion.report import picture
 
+    result, origin = job.result, job.origin
     with appearing(target) as part:
-        student.save_pretrained(part)
+        job.student.save_pretrained(part)
         if origin.tokenizer is not None:
             origin.tokenizer.save_pretrained(part)
-        result.remarks += copy_sentence_files(origin.path, part, allow_pickle=result.setting.allow_pickle)
+        result.remarks += copy_sentence_files(origin.path, part, allow_pickle=job.setting.allow_pickle)
         _describe(result, part, target.name)
         picture(result, part / "report.png")
-        _check(student, part, inputs[0])
+        _check(job.student, part, job.evaluation.batches[0])
 
 
 def _describe(result: ConversionResult, folder: Path, name: str) -> None:

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kernelformer.conversion.checkpoint import Checkpoint
-from kernelformer.conversion.holdout import Batches, Texts
+from kernelformer.conversion.holdout import Batches, Job
 from kernelformer.conversion.keep import window_of
 from kernelformer.conversion.losses import Reference
 from kernelformer.conversion.passkey import knows_numbers, number_tokens
-from kernelformer.conversion.report import ConversionResult
 from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import Repeats, TextRows, first_token, rows_for
 from kernelformer.conversion.tune import (
@@ -57,7 +56,6 @@ RATES = {
     "LoRA": (1e-3, 5e-4, 2e-4),
 }
 MAPS = 10.0  # times the rate of the backbone, for maps in tuning
-Log = Callable[[str], None]
 
 
 # How models name the projection of the values and that of the output, within an attention and beside it.
@@ -218,33 +216,13 @@ def repeats_for(origin: Source, student: Any, setting: ConvertSettings) -> Repea
 
 
 class Distillation:
-    """The stages of one conversion.
+    """Stages of one conversion: the student is trained in place, and a checkpoint keeps what was learned."""
 
-    Args:
-        student: converted; it is trained in place.
-        origin: the original.
-        texts: to learn from, and to look at now and then.
-        result: gets losses, curves, texts and remarks.
-        checkpoint: keeps what was learned.
-        log: called with what happens.
-        inputs: that the conversion is measured on, for a figure between two stages.
-    """
-
-    def __init__(
-        self,
-        student: Any,
-        origin: Source,
-        texts: Texts,
-        result: ConversionResult,
-        checkpoint: Checkpoint,
-        log: Log,
-        inputs: Batches,
-    ) -> None:
-        self.student, self.origin, self.texts, self.result = student, origin, texts, result
-        self.setting: ConvertSettings = result.setting
-        self.checkpoint, self.log, self.inputs = checkpoint, log, inputs
-        self.rows: TextRows = rows_for(origin, texts.training, result.length)
-        self.repeats = repeats_for(origin, student, self.setting)
+    def __init__(self, job: Job, checkpoint: Checkpoint) -> None:
+        self.student, self.origin, self.texts, self.result = job.student, job.origin, job.texts, job.result
+        self.setting, self.checkpoint, self.log, self.inputs = job.setting, checkpoint, job.log, job.evaluation.batches
+        self.rows: TextRows = rows_for(job.origin, job.texts.training, job.result.length)
+        self.repeats = repeats_for(job.origin, job.student, self.setting)
         self._say_repeats()
         self.held_out = self._held_out()
         self.lora: Lora | None = None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernelformer.conversion.report import ConversionResult
+from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import (
     TextsUsed,
     check_readable,
@@ -168,6 +171,45 @@ def choice_inputs(
     made, rows = rows_for(source, chosen, length), min(rows, samples)
     inputs = _first_rows(made.batches(batch, seed, start=first_token(source)), rows, batch)
     return inputs, made.used(file, len(pool), [(rows, seed)])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion: its models, texts and inputs, and the result to fill.
+
+    Args:
+        origin: the original.
+        student: the same model, converted in place.
+        texts: to learn from, and to look at now and then.
+        evaluation: inputs to measure on.
+        result: gets figures, texts and remarks.
+        log: called with what happens.
+    """
+
+    origin: Source
+    student: Any
+    texts: Texts
+    evaluation: Evaluation
+    result: ConversionResult
+    log: Callable[[str], None]
+
+    @property
+    def setting(self) -> ConvertSettings:
+        """Settings of the conversion."""
+        setting: ConvertSettings = self.result.setting
+        return setting
+
+    def choice_inputs(self, samples: int, batch: int, what: str, remark: str) -> Batches:
+        """Inputs to choose on, noted in the result under ``what``; a remark where there are no other texts."""
+        result = self.result
+        rows, used = choice_inputs(
+            self.origin, self.texts, self.evaluation, result.length, samples, batch, self.setting.seed
+        )
+        if used is not None:
+            result.texts[what] = used
+        elif remark not in result.remarks:
+            result.remarks.append(remark)
+        return rows
 
 
 def _first_rows(endless: Iterator[dict[str, Tensor]], rows: int, batch: int) -> Batches:
