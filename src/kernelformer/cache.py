@@ -1,4 +1,4 @@
-"""The cache of `generate`: the states of a model's layers, whose size does not grow with the context."""
+"""Cache for `generate` that holds states of constant size instead of keys and values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StateLayer(CacheLayerMixin):
         return keys
 
     def remember(self, memory: State, keys: Tensor) -> None:
-        """Keep a context as its state and not as its keys; models that ask for the keys get empty ones."""
+        """Keep a context as its state; models that ask for the keys get empty ones."""
         self.memory = memory
         self.keys = self._mark(keys.new_empty(*keys.shape[:2], 0, keys.shape[3]))  # a slice would keep all of them
         self.values = self.keys

@@ -1,4 +1,4 @@
-"""Commands that messages advise, so that they work when they are copied into a shell."""
+"""Commands quoted in messages, ready to paste into a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses whose fields know their help, bounds and how they are read from a text.
+"""Settings as frozen dataclasses whose fields have help, bounds and parsers.
 
 The command line is made from such fields, so that a default and a bound stand once. Nothing here needs torch.
 """
@@ -183,7 +183,7 @@ def parse_layers(text: str) -> list[int | str]:
 
 
 def plain(settings: Any) -> dict[str, Any]:
-    """Settings as values that JSON can carry; of a path its last part: a record travels."""
+    """Settings as plain values for JSON; paths are reduced to their last part."""
     values = {}
     for each in fields(settings):
         value, how = getattr(settings, each.name), each.metadata.get(OPTION, Option())

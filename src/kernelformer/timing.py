@@ -1,4 +1,4 @@
-"""Time calls in rounds, and mark the time in which timings are taken, so that other processes wait."""
+"""Time calls in rounds, under a mark for which other processes wait."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _lives(process: int) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was asked to do."""
+    """Wait until a device is idle."""
     torch.get_device_module(device).synchronize()
 
 
@@ -89,7 +89,7 @@ class Step:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage only where a step's `clean` asks for it, and never look at what was there before: libraries."""
+    """Disable garbage collection, except where a step's `clean` asks for it."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -25,7 +25,7 @@ class SizeError(ValueError):
 
 
 def check_contained(folder: Path) -> None:
-    """Check that all that a folder of weights holds or names is in it, before a library reads any of it.
+    """Check that a folder of weights contains all files that it names, before a library reads any.
 
     Raises:
         ValueError: a link out of it, an index that is not one or names files elsewhere, or an adapter alone.

@@ -1,4 +1,4 @@
-"""The command line; what it does lives in the other packages."""
+"""Command line of kernelformer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_MEMORY = ("failed to map segment", "annot allocate memory", "can't allocate m
 
 
 def main() -> None:
-    """Run ``kernelformer``, or say what it needs."""
+    """Run ``kernelformer``, or report missing extras and memory."""
     bound_spinning()
     limit = _limit()  # now: where there is no memory nothing more can be imported
     try:

@@ -32,7 +32,7 @@ NARROW = 8  # characters that a column of text needs to be read
 
 
 class VisibleConsole(Console):
-    """Console on which control characters are seen, and brackets and colons are what they are.
+    """Console that shows control characters and does not interpret markup or emoji.
 
     A text may hold what a terminal would obey: escape sequences, carriage returns, marks that turn the direction of
     writing. Whatever is printed here, tables, titles and bars too, shows them as ``<U+001B>``. Nothing in it counts as
@@ -46,7 +46,7 @@ class VisibleConsole(Console):
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """The text as it is laid out: its control characters have a width here."""
+        """Convert a string to text with visible control characters."""
         return super().render_str(visible(text, keep="\n\t"), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -85,7 +85,7 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def _redirect(wanted: bool) -> bool:
-    """With --json stdout has the JSON alone; tables and sentences go to stderr."""
+    """Send tables and sentences to stderr, so that stdout has the JSON alone."""
     console.stderr = wanted
     return wanted
 
@@ -107,7 +107,7 @@ def goes_on() -> str:
 
 
 def fail(problem: Exception, code: int = 2) -> NoReturn:
-    """Print an error, or that a stop was asked for, once if all processes have it, and end the command."""
+    """Print an error or a stop, once if all processes have it, and end the command."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not getattr(problem, "everywhere", False):
         where = "" if rank == "0" else f" on process {rank}"
@@ -155,7 +155,7 @@ def show_json(value: Any) -> None:
 
 
 def write(text: str, keep: str = "\n\t") -> None:
-    """Write a model's text to stdout; control characters are shown, in a pipe too, which often ends on a terminal."""
+    """Write a model's text to stdout with visible control characters."""
     _write_out(visible(text, keep))
 
 
@@ -165,7 +165,7 @@ def _write_out(text: str) -> None:
 
 
 def target(path: Path) -> Path:
-    """Make the folder of a path and check that it can be written, before an hour of measuring and not after it."""
+    """Make the folder of a path and check early that it can be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written; give another --out.")
@@ -173,7 +173,7 @@ def target(path: Path) -> Path:
 
 
 def picture_in(out: Path, name: str) -> Path:
-    """Path of the picture in the folder --out, which is made; the path of a picture is refused."""
+    """Path of a picture in the folder --out, which is made; raises if --out is itself a picture."""
     if out.suffix.lower() in PICTURES and not out.is_dir():
         raise ValueError(f"--out takes a folder, in which the picture is {name}, got the path of a picture: {out}.")
     return target(out / name)
@@ -264,16 +264,16 @@ class Following:
             self.bars.update(self.bar, completed=self.done + part)
 
     def advance(self) -> None:
-        """One part of the job is done."""
+        """Count one part as done."""
         self.done += 1
         self.bars.update(self.bar, completed=self.done)
 
     def reach(self, done: float, total: float) -> None:
-        """So much of the whole is done."""
+        """Set the progress to ``done`` of ``total``."""
         self.bars.update(self.bar, completed=done, total=total)
 
     def _stage(self, name: str, part: float) -> None:
-        """A job of several stages has a bar for each: their times do not tell of each other's."""
+        """Restart the bar for a new stage, whose time is unrelated to that of the last."""
         if name != self.stage:
             self.stage = name
             self.bars.reset(self.bar, total=1.0)
@@ -282,7 +282,7 @@ class Following:
 
 @contextmanager
 def following(total: int | None = None, *, inner: bool = False, seconds: float | None = None) -> Iterator[Following]:
-    """Progress of what is done in here, on stderr; it disappears at the end. See `Following`."""
+    """Context with a progress bar on stderr, which disappears at the end; see `Following`."""
     job = Following(total, inner, seconds)
     with job.bars:
         yield job

@@ -1,7 +1,4 @@
-"""``kernelformer convert``.
-
-What converts is imported by the command: transformers takes seconds.
-"""
+"""``kernelformer convert``; heavy imports are inside, since transformers takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of a command, made from the fields of its settings: help, default, bounds and parsing stand there once."""
+"""Command-line options derived from settings dataclasses."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class Search:
             self._run(trial)
 
     def _run(self, trial: Trial) -> None:
-        """Run the model with a trial, which has a time then, too."""
+        """Run the model with a trial, timed first if it was not."""
         self.log(f"running the model with {trial.label}")
         with self.clock.step("runs"):
             if trial.timing is None:
@@ -214,7 +214,7 @@ class Search:
         self._expect()
 
     def _next(self) -> Trial | None:
-        """The trial to run next; None: no other is of interest.
+        """Choose the trial to run next; None if no other is of interest.
 
         First the best of each group, of fitted maps before the others; then the cheapest that may be within the
         tolerance, while it is cheaper than what was run and is; then the best of each method.
@@ -243,7 +243,7 @@ class Search:
         return _error(trial) < min((_error(x) for x in same if not self.advice.within(x)), default=math.inf)
 
     def _expect(self) -> None:
-        """Expect a figure of all that were not run, by those that were."""
+        """Predict figures of trials that were not run from those that were."""
         run = [x for x in self.advice.trials if x.figure is not None]
         fit = LossFit.of([(x.candidate.group, _error(x), _loss(x)) for x in run])
         for x in self.advice.trials:
@@ -308,7 +308,7 @@ class Search:
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names, and how many there are beside them."""
+    """Join the first names, with the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -333,7 +333,7 @@ def _loss(trial: Trial) -> float:
 
 
 def _cost(trial: Trial) -> float:
-    """Time of the attention, of that of exact attention; one that was not timed goes last."""
+    """Time relative to exact attention; infinite if not timed."""
     return math.inf if trial.timing is None else trial.timing.ratio
 
 
@@ -434,7 +434,7 @@ def advise(
 def check(
     advice: Advice, model: Any, batches: Sequence[Batch], others: Sequence[Batch], log: Log = lambda _: None
 ) -> None:
-    """Convert really, on other texts than those of an advice, and record what was expected and what came.
+    """Verify an advice by conversions measured on other texts; record expected and measured figures.
 
     Checked are the trials that were run in the model, and those whose figure was predicted.
 

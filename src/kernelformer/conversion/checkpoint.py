@@ -69,7 +69,7 @@ class Checkpoint:
         return state
 
     def _other(self) -> str:
-        """Name what is different in the checkpoint that is there; empty if nothing is."""
+        """Name the differences from the checkpoint on disk; empty if there are none."""
         try:
             check_archive(self.folder / FILE)
             left = self._read()["identity"]
@@ -83,7 +83,7 @@ class Checkpoint:
         return list(self._read()["losses"]) if (self.folder / FILE).is_file() else []
 
     def load(self, model: Any) -> tuple[dict[str, list[float]], Any, dict[str, Any]]:
-        """Put the weights so far into a model; returns losses by stage, the state of the last, and what was noted."""
+        """Load the saved weights into a model; returns losses by stage, the optimizer state and the notes."""
         if not (self.folder / FILE).is_file():
             return {}, None, {}
         kept = self._read()
@@ -99,7 +99,7 @@ class Checkpoint:
         *,
         now: bool = False,
     ) -> None:
-        """Write all of it, if it is time (or ``now``) and anything was learned.
+        """Write a checkpoint, if it is due (or ``now``) and anything was learned.
 
         Args:
             model: its weights.
@@ -153,7 +153,7 @@ def _converted(folder: Path) -> bool:
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """Make a folder to write into, which gets the name ``target`` if the block ends well; what was there is removed."""
+    """Write a folder atomically: it replaces ``target`` if the block succeeds."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PART}")
     part.mkdir()

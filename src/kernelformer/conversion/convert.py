@@ -1,4 +1,4 @@
-"""A pretrained model made linear, from a folder to a folder: converted, measured, distilled, and described."""
+"""Convert a pretrained model from folder to folder: convert, calibrate, measure, distill, judge and report."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _decoder(compare: Compare | None) -> Proposal:
 
 
 def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: None) -> tuple[S, str]:
-    """Settings with the attention that is proposed for a model, and why; see `proposal`.
+    """Fill in the default attention of a model, with the reason; see `proposal`.
 
     Args:
         setting: without an attention.
@@ -177,7 +177,7 @@ def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: 
 def _losses(
     setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str], log: Log
 ) -> tuple[dict[str, float], bool]:
-    """Rise of the loss of the next token with each attention, as it would be converted; and whether by other texts."""
+    """Rise of the next-token loss with each attention; and True if texts are others than those measured on."""
     from kernelformer.conversion.tune import start_student
 
     length = check_length(origin, setting.length)
@@ -373,7 +373,7 @@ def _calibration_inputs(job: Job) -> Batches:
 
 
 def _calibrate(job: Job, rows: Batches) -> None:
-    """Take statistics of the queries and keys that exact attention has, and start free maps at the keys themselves."""
+    """Calibrate by queries and keys of exact attention, and initialize learned maps at centres of the keys."""
     if not rows:
         return
     job.log("calibrating")

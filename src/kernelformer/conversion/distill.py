@@ -108,7 +108,7 @@ def _kinds(names: Sequence[str]) -> str:
 
 
 class Lora:
-    """LoRA inside a converted model: low-rank products beside some of its linear layers are what is left to train.
+    """LoRA in a converted model: only low-rank products beside some linear layers are trained.
 
         W x  ->  W x + 2 B A x        A (r, in) drawn, B (out, r) zero
 
@@ -134,7 +134,7 @@ class Lora:
                 x.requires_grad_(True)
 
     def merge(self) -> None:
-        """Add the products to the weights; the model is then what it was before, with other numbers."""
+        """Merge the products into the weights and restore the model's structure."""
         self.tuner.merge_and_unload()
         vars(self.student).pop("peft_config", None)
         for name, x in self.student.named_parameters():
@@ -150,7 +150,7 @@ class Budget:
 
 
 def held_out_rows(length: int) -> int:
-    """Rows of some tokens each that are looked at while learning."""
+    """Number of held-out rows for a row length."""
     return max(4, HELD_OUT // length)
 
 
@@ -207,7 +207,7 @@ def check_repeats(setting: ConvertSettings, origin: Source) -> None:
 
 
 def repeats_for(origin: Source, student: Any, setting: ConvertSettings) -> Repeats | None:
-    """Passages that come again beyond the window of a converted decoder; None for other models, and for no share."""
+    """Repeated passages beyond the window of a converted decoder; None for other models or a share of 0."""
     share = REPEATS if setting.repeats is None else setting.repeats
     if origin.task != "causal" or not share:
         return None
@@ -254,7 +254,7 @@ class Distillation:
         )
 
     def run(self, stages: dict[str, Budget]) -> None:
-        """Stage by stage, from where the checkpoint has left off."""
+        """Run the stages, from where the checkpoint stopped."""
         check_far(self.student, list(islice(self._batches(self.setting.seed + 1), LOOKED_AT)))
         done = self.checkpoint.stages()
         if "tune" in done:
@@ -282,7 +282,7 @@ class Distillation:
             self.lora = Lora(self.student, targets, self.setting.lora, self.setting.seed)
 
     def _count(self, stage: str, number: int) -> None:
-        """Count what a stage that is over has used."""
+        """Count the texts that a finished stage has used."""
         losses = self.result.losses.setdefault(stage, [])
         batches = len(losses)
         if stage == "transfer" and losses:

@@ -525,7 +525,7 @@ def start_student(
     *,
     autocast: torch.dtype | None = None,
 ) -> dict[str, str]:
-    """Start the maps of a converted model where `start_maps` finds best, by what its original sees on some batches.
+    """Initialize the maps of a converted model where `start_maps` finds best, by what its original sees on some batches.
 
     Args:
         student: converted.
@@ -546,7 +546,7 @@ def start_student(
 
 @torch.no_grad()
 def start_maps(cores: Mapping[str, AttentionCore], batches: Sequence[Sequence[AttentionCall]]) -> dict[str, str]:
-    """Start the loglinear maps of some cores at centres of the original's keys, where that is nearer to its attention.
+    """Initialize loglinear maps, optionally at k-means centres of the original's keys, whichever loss is smaller.
 
     With centres c_1 ... c_M of the keys (k-means in the metric of the kernel), and x already times sqrt(scale),
 

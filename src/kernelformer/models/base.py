@@ -169,7 +169,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
 def _check_files(
     cls: type[KernelformerPreTrainedModel], name: Any = None, *args: Any, subfolder: str = "", **kwargs: Any
 ) -> None:
-    """Check a local folder before it costs anything: where its files are, hashes, and sizes that its weights have not.
+    """Check files, hashes and sizes of a local folder before anything is built.
 
     The arguments are those of `from_pretrained`. The folder's own configuration is checked also where another is given:
     transformers' Auto classes give what they have read from the folder.
@@ -222,7 +222,7 @@ class FirstToken(nn.Module):
         self.vector = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Put it in front, (B, L, d) and mask (B, L) -> (B, 1 + L, d) and (B, 1 + L)."""
+        """Prepend the vector, (B, L, d) and mask (B, L) -> (B, 1 + L, d) and (B, 1 + L)."""
         ranks = active_ranks()
         count = 0 if ranks is not None and ranks.rank else 1
         first = self.vector.to(x.dtype).expand(x.shape[0], count, -1)

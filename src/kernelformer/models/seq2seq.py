@@ -1,4 +1,4 @@
-"""Encoder-decoder models, for translation and the like."""
+"""Encoder-decoder models, such as for translation."""
 
 from __future__ import annotations
 

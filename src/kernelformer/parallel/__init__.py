@@ -24,6 +24,6 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     dict.fromkeys(("load_sharded", "save_sharded"), f"{__name__}.checkpoint")
-    | dict.fromkeys(("context_parallel", "next_token_loss", "sum_gradients"), f"{__name__}.context")
-    | {"shard": f"{__name__}.sharding", "start_group": f"{__name__}.group"},
+    | dict.fromkeys(("context_parallel", "next_token_loss", "start_group", "sum_gradients"), f"{__name__}.context")
+    | {"shard": f"{__name__}.sharding"},
 )

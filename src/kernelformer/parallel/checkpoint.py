@@ -363,7 +363,7 @@ def _is_first() -> bool:
 
 
 def _of_first(text: str) -> str:
-    """The first process's text, on all."""
+    """Broadcast the text of the first process."""
     texts: list[Any] = [text]
     if not _alone():
         dist.broadcast_object_list(texts, 0)
@@ -371,7 +371,7 @@ def _of_first(text: str) -> str:
 
 
 def _all_do(action: Callable[[], object], what: str = "", first: bool = False) -> None:
-    """Do it on all processes, or on the first alone; what goes wrong on one is raised on all."""
+    """Run on all processes, or the first alone; an error on one is raised on all."""
     problem = ""
     try:
         if not first or _is_first():
@@ -384,7 +384,7 @@ def _all_do(action: Callable[[], object], what: str = "", first: bool = False) -
 
 
 def _reason(problem: BaseException) -> str:
-    """One line that says what went wrong; torch packs what other processes say into an exception of its own."""
+    """One line on an error; torch wraps those of other processes."""
     while isinstance(problem, CheckpointException) and problem.failures:
         problem = next(iter(problem.failures.values()))[0]
     text = " ".join(str(problem).split())

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from kernelformer.attention.ranks import Ranks
 from kernelformer.errors import positive_int
@@ -23,7 +21,7 @@ IGNORED = -100  # label of a token that does not count
 
 @contextmanager
 def context_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
-    """Let the ranks of a group hold one sequence, part by part in the order of the ranks.
+    """Split one sequence over the ranks of a group, in their order.
 
         with context_parallel(group) as ranks:
             mine = ranks.part(tokens)            # or read only these
@@ -104,6 +102,9 @@ def start_group(timeout: int = TIMEOUT, backend: str | None = None) -> None:
             been started already it is set.
         backend: of torch.distributed; None: that of the device.
     """
+    from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # not in every build
+    from torch.distributed.rendezvous import rendezvous
+
     limit = timedelta(seconds=positive_int("timeout", timeout))
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(limit)
