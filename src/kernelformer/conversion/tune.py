@@ -525,7 +525,7 @@ def start_student(
     *,
     autocast: torch.dtype | None = None,
 ) -> dict[str, str]:
-    """Initialize the maps of a converted model where `start_maps` finds best, by what its original sees on some batches.
+    """Initialize the maps of a converted model as `start_maps` finds best, by what its original sees on some batches.
 
     Args:
         student: converted.

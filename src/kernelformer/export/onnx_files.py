@@ -8,33 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from kernelformer.export.graphs import Prompt, Step, Whole, empty_cache
+from kernelformer.export.graphs import LayerPrompt, LayerStep, Prompt, Step, Whole, empty_cache
 from kernelformer.quiet import silent_libraries
 
 OPSET = 20  # of ONNX
 ONE_FILE = 1 << 30  # bytes of weights beyond which they stand beside their graph: a file of ONNX ends at 2 GiB
 
 
-class Named(Protocol):
-    """Names of the inputs and outputs of a graph."""
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """Names of the inputs."""
-
-    @property
-    def outputs(self) -> Sequence[str]:
-        """Names of the outputs."""
-
-
-def save_onnx(program: ExportedProgram, module: Named, path: Path) -> None:
+def save_onnx(program: ExportedProgram, module: Whole | Prompt | Step | LayerPrompt | LayerStep, path: Path) -> None:
     """Write a graph as ONNX.
 
     Args:

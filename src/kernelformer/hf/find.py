@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,22 +68,11 @@ class Attention:
 
 
 @dataclass
-class _Seen:
-    heads: int
-    dim: int
-    scale: float
-    causal: bool
-    cross: bool
-    key_heads: int
-    reason: str = ""
-    calls: int = 1
-
-
-@dataclass
 class Probe:
-    """Attention that records what it was called with, module by module."""
+    """Attention that records its sizes and counts its calls, module by module."""
 
-    seen: dict[int, _Seen] = field(default_factory=dict)
+    seen: dict[int, Attention] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
@@ -91,27 +80,22 @@ class Probe:
         """Attend exactly, and record sizes, scale and mask."""
         known = (*ARGUMENTS, *KEPT_KEYWORDS)
         check_keywords({name: x for name, x in options.items() if name not in known}, "kernel attention", module)
-        before = self.seen.get(id(module))
-        if before is not None:
-            before.calls += 1
-        else:
+        self.calls[id(module)] += 1
+        if id(module) not in self.seen:
             scale, reason = options.get("scaling"), reason_to_keep(options, mask)
             causal = causal_without_mask(module, options.get("is_causal"))
-            self.seen[id(module)] = _Seen(
+            self.seen[id(module)] = Attention(
+                "",
+                "interface",
                 query.shape[1],
                 query.shape[3],
                 query.shape[3] ** -0.5 if scale is None else float(scale),
                 is_causal(module, mask, options) if reason else read_mask(mask, query, key, causal)[1],
-                query.shape[2] != key.shape[2],
-                key.shape[1],
-                reason,
+                cross=query.shape[2] != key.shape[2],
+                num_key_heads=key.shape[1],
+                reason=reason,
             )
         return attend_exactly(module, query, key, value, mask, **options)
-
-    def calls(self, module: nn.Module) -> int:
-        """Number of calls of a module."""
-        seen = self.seen.get(id(module))
-        return 0 if seen is None else seen.calls
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
@@ -187,25 +171,11 @@ def _within(inner: str, outer: str) -> bool:
 
 def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
     """Describe a module if it is an attention that can be replaced."""
-    family, seen = family_of(module), probe.seen.get(id(module))
+    family, seen, calls = family_of(module), probe.seen.get(id(module)), probe.calls[id(module)]
     if family.way != "interface":
         heads, dim = family.sizes(module)
-        reason = family.reason_to_keep(module)
-        return Attention(name, family.way, heads, dim, dim**-0.5, False, probe.calls(module), reason=reason)
-    if seen is None:
-        return None
-    return Attention(
-        name,
-        "interface",
-        seen.heads,
-        seen.dim,
-        seen.scale,
-        seen.causal,
-        seen.calls,
-        seen.cross,
-        seen.key_heads,
-        seen.reason,
-    )
+        return Attention(name, family.way, heads, dim, dim**-0.5, False, calls, reason=family.reason_to_keep(module))
+    return None if seen is None else replace(seen, name=name, calls=calls)
 
 
 def _refuse(model: nn.Module, uncovered: list[str], idle: list[Attention]) -> None:
@@ -318,7 +288,7 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
     """Send every attention that is covered through a probe for a block."""
 
     def note(module: nn.Module, *_: Any) -> None:
-        probe.seen.setdefault(id(module), _Seen(0, 0, 1.0, False, False, 0)).calls += 1
+        probe.calls[id(module)] += 1
 
     unseen = (x for x in model.modules() if family_of(x).way in ("multihead", "own"))  # by an interface
     handles = [x.register_forward_pre_hook(note) for x in unseen]

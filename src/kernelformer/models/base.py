@@ -32,6 +32,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
     config_class = KernelformerConfig
     config: KernelformerConfig
     base_model_prefix = "model"
+    _input_embed_layer = "tokens"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012  (transformers' own name)
     _is_stateful = True  # a state cannot go back, so no assisted decoding

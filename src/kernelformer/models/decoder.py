@@ -69,20 +69,6 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         tables = [x.max_length for x in self.modules() if isinstance(x, RelativePositions)]
         return min((x for x in (self.embeddings.longest, *tables) if x is not None), default=None)
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The table of tokens."""
-        table: nn.Module = self.embeddings.tokens
-        return table
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Set another table of tokens."""
-        self.embeddings.tokens = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The last layer, tied to the tokens unless the configuration says otherwise."""
-        head: nn.Module = self.lm_head
-        return head
-
     def new_cache(self) -> StateCache:
         """Make an empty cache."""
         return StateCache(self.config.num_hidden_layers)

@@ -57,20 +57,10 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         """The encoder, as `generate` asks for it."""
         return self.encoder
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The table of tokens."""
-        table: nn.Module = self.encoder.embeddings.tokens
-        return table
-
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Set another table of tokens."""
         self.encoder.embeddings.tokens = value
         self.embeddings.tokens = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The last layer, tied to the tokens unless the configuration says otherwise."""
-        head: nn.Module = self.lm_head
-        return head
 
     def new_cache(self) -> StateCache:
         """Make an empty cache."""
