@@ -32,10 +32,7 @@ COMMANDS = {
         START,
         "Show versions, what is missing, threads, memory, devices and folders, and check attention against its "
         "definition.",
-        (
-            ("", "versions, what is missing, threads, devices and a quick self-check"),
-            ("--json", "for a report"),
-        ),
+        (("", "versions, what is missing, threads, devices and a quick self-check"), ("--json", "for a report")),
     ),
     "generate": Entry(
         "kernelformer.cli.generate:generate",

@@ -40,6 +40,7 @@ from kernelformer.errors import number
 from kernelformer.files import write_text
 from kernelformer.hf.find import Attention, AttentionCall, find_attentions
 from kernelformer.hf.load import Source, load_source
+from kernelformer.hf.pretrained import first_names
 from kernelformer.page import as_text, rounded
 
 Log = Callable[[str], None]
@@ -90,7 +91,7 @@ class Clock:
         """Yield items while another one fits in; name the others."""
         for place, item in enumerate(items):
             if self.left(share) < self.longest.get(kind, 0.0):
-                missed = f"{kind} of {few(list(map(str, items[place:])))}"
+                missed = f"{kind} of {first_names(list(map(str, items[place:])))}"
                 left_out += [] if missed in left_out else [missed]
                 return
             with self.step(kind):
@@ -200,7 +201,7 @@ class Search:
                 break
             if self.clock.left(RUNS) < self.clock.longest["runs"]:
                 names = [x.label for x in self.advice.trials if x.figure is None]
-                self.advice.left_out.append(f"runs of the model with {few(names)}")
+                self.advice.left_out.append(f"runs of the model with {first_names(names)}")
                 break
             self._run(trial)
 
@@ -305,11 +306,6 @@ class Search:
             by_layer[i] = (*by_layer.get(i, ()), h)
         different = dict.fromkeys(tuple(sorted(x)) for x in some_layers if x)
         return [*((x, {}) for x in different), *([((), by_layer)] if by_layer else [])]
-
-
-def few(names: Sequence[str], most: int = 3) -> str:
-    """Join the first names, with the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _worst(errors: Mapping[T, float], part: int) -> list[T]:

@@ -57,11 +57,7 @@ WINDOW = 64  # of both
 FEATURES = 64  # of maps that are learned beside a window
 # Of a decoder without training: random features carry little of what is far, and sometimes cost more than they carry;
 # maps that start at the original's keys carry more, where there are texts to take them from.
-DECODERS = (
-    "local:window=64:sinks=4",
-    "favor+:window=64:sinks=4",
-    "loglinear:window=64:sinks=4",
-)
+DECODERS = ("local:window=64:sinks=4", "favor+:window=64:sinks=4", "loglinear:window=64:sinks=4")
 Compare = Callable[[Sequence[str]], Mapping[str, float]]
 
 

@@ -50,11 +50,7 @@ TRIAL_STEPS = 6
 REPEATS = 0.5  # of a decoder's rows have repeated passages by default
 LOOKED_AT = 16  # batches, for a text that is longer than the window
 # A few steps like larger rates than a whole stage does, so that none is tried above the usual one.
-RATES = {
-    "transfer": (1e-2, 5e-3, 2e-3),
-    "tune": (1.5e-4, 5e-5, 2e-5),
-    "LoRA": (1e-3, 5e-4, 2e-4),
-}
+RATES = {"transfer": (1e-2, 5e-3, 2e-3), "tune": (1.5e-4, 5e-5, 2e-5), "LoRA": (1e-3, 5e-4, 2e-4)}
 MAPS = 10.0  # times the rate of the backbone, for maps in tuning
 
 

@@ -375,13 +375,7 @@ def _lengths(origin: Source, setting: JudgeSettings) -> tuple[int, ...]:
 
 
 def _recall(
-    origin: Source,
-    student: Any,
-    texts: Sequence[str],
-    length: int,
-    setting: JudgeSettings,
-    steps: Steps,
-    work: float,
+    origin: Source, student: Any, texts: Sequence[str], length: int, setting: JudgeSettings, steps: Steps, work: float
 ) -> list[Recall]:
     """Ask each model for the same numbers hidden in texts of one length, as a step of so much work."""
     from kernelformer.conversion.passkey import answer_log_probs

@@ -78,10 +78,7 @@ def choose_exact(
 
 
 def greedy(
-    cost: Callable[[Iterable[str]], float],
-    names: Sequence[str],
-    count: int,
-    log: Progress = lambda chosen, total: None,
+    cost: Callable[[Iterable[str]], float], names: Sequence[str], count: int, log: Progress = lambda chosen, total: None
 ) -> list[str]:
     """Choose names one at a time, each time one that adds least to a cost of the names chosen.
 

@@ -519,11 +519,7 @@ SAME, CENTRES = "as it was", "keys"
 
 
 def start_student(
-    student: PreTrainedModel,
-    teacher: PreTrainedModel,
-    batches: Iterable[Batch],
-    *,
-    autocast: torch.dtype | None = None,
+    student: PreTrainedModel, teacher: PreTrainedModel, batches: Iterable[Batch], *, autocast: torch.dtype | None = None
 ) -> dict[str, str]:
     """Initialize the maps of a converted model as `start_maps` finds best, by what its original sees on some batches.
 

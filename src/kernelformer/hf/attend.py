@@ -438,12 +438,7 @@ def _recall(
 
 
 def _after_kept(
-    core: AttentionCore,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    extra: dict[str, Any],
+    core: AttentionCore, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, extra: dict[str, Any]
 ) -> Tensor:
     """Attend from the last L tokens of S, with a cache that keeps all keys: the first S - L make a state."""
     L, past = query.shape[2], key.shape[2] - query.shape[2]

@@ -25,11 +25,7 @@ class Block(GradientCheckpointingLayer):
     """
 
     def __init__(
-        self,
-        config: KernelformerConfig,
-        index: int,
-        attention: nn.Module,
-        cross: KernelAttention | None = None,
+        self, config: KernelformerConfig, index: int, attention: nn.Module, cross: KernelAttention | None = None
     ) -> None:
         super().__init__()
         self.index, self.norm_first = index, config.norm_first

@@ -23,11 +23,7 @@ from kernelformer.modules.packed import segment_positions
 
 
 def token_positions(
-    attention_mask: Tensor | None,
-    tokens: int,
-    past: int,
-    device: torch.device,
-    segment_ids: Tensor | None = None,
+    attention_mask: Tensor | None, tokens: int, past: int, device: torch.device, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Positions (B or 1, L) of the last tokens, counted over real ones, so that padding on the left moves nothing.
 

@@ -43,12 +43,7 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         self.encoder = KernelformerModel(config)
         self.embeddings = Embeddings(config, choose_positions(config, specs))
         self.stack = Stack(
-            config,
-            specs,
-            causal=True,
-            length=config.max_position_embeddings,
-            cross=config.cross_specs,
-            part=1,
+            config, specs, causal=True, length=config.max_position_embeddings, cross=config.cross_specs, part=1
         )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()

@@ -135,11 +135,7 @@ _FAILURES = (OSError, ValueError, TypeError, KeyError, SafetensorError, Checkpoi
 
 
 def save_sharded(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    extra: Mapping[str, Any] | None = None,
+    folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, extra: Mapping[str, Any] | None = None
 ) -> None:
     """Write a checkpoint of a model, sharded or not; every process calls it, and all see the same disk.
 
