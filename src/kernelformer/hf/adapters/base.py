@@ -1,4 +1,4 @@
-"""Base of the families: how a core gets into an attention, and how a relative bias becomes a table."""
+"""Base of the families: install a core in an attention, and turn a relative bias into a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTERFACE = "interface"  # attribute of an adapted module
 
 
 def derive(module: nn.Module, first: type) -> None:
-    """Give a module a class of the same name that has the methods of ``first`` before its own."""
+    """Add the methods of a mixin before a module's own, picklably: its class gets a derived one of the same name."""
     kind: Any = type(module)
     if not issubclass(kind, first):
         module.__class__ = _derived(first, kind)
@@ -34,7 +34,7 @@ def _derived(first: type, kind: type) -> type:
 
 
 def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Tell pickle and copy how to make a derived class again: by its name they would find the original."""
+    """Let pickle and copy derive the class again; its name alone would find the original."""
     reduced: Any = object.__reduce_ex__(module, max(2, protocol))
     kind: type = type(module)
     firsts: list[type] = []
@@ -45,7 +45,7 @@ def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 
 def _blank(kind: Any, *firsts: type) -> Any:
-    """Make a module of a class that is derived again, without its state."""
+    """Make an empty module of a class that is derived again."""
     for first in firsts:
         kind = _derived(first, kind)
     return kind.__new__(kind)
