@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernelformer.cli import generate as decoding
-from kernelformer.cli.generate import write_sample
+from kernelformer.cli import generate
 from kernelformer.generation import ByteStreamer, Sampled, room, sample_bytes
 from kernelformer.models import MODELS, KernelformerConfig
 
@@ -71,8 +70,8 @@ def test_text_goes_out_with_its_control_characters_visible(monkeypatch, capsys):
         write(text)
         return Sampled(text, len(text), 1.0, 0)
 
-    monkeypatch.setattr(decoding, "sample_bytes", fake)
-    write_sample(None, "a\r", tokens=3)
+    monkeypatch.setattr(generate, "sample_bytes", fake)
+    generate.write_sample(None, "a\r", tokens=3)
     out, err = capsys.readouterr()
     assert out == "a<U+000D>" + text.replace("\x1b", "<U+001B>")
     assert "bytes in 1.0 s" in err

@@ -276,7 +276,7 @@ def test_a_damaged_model_is_named_and_made_again(finished, file, damage, message
         load_run(finished)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate"])
+@pytest.mark.parametrize("command", ["evaluate"])
 @pytest.mark.parametrize("content", ["{}", '{"run": {"task": "ragged"}, "environment": {}, "command": ""}', "nothing"])
 def test_the_commands_say_it_without_a_traceback(finished, command, content):
     (finished / "run.json").write_text(content)
