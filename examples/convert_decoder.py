@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kernelformer.conversion.transfer import start_student
-from kernelformer.conversion.tune import transfer
+from kernelformer.conversion.tune import start_student, transfer
 from kernelformer.hf import StateCache, convert, new_cache
 
 WAYS = {

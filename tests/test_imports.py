@@ -105,7 +105,7 @@ def test_every_public_name_is_there():
         assert all(getattr(package, name) is not None for name in package.__all__)
 
 
-@pytest.mark.parametrize("module", ["models", "hf", "export", "hf.plan"])
+@pytest.mark.parametrize("module", ["models", "hf", "export", "hf.convert"])
 @pytest.mark.parametrize("missing", [("transformers",), HF])
 def test_packages_say_what_to_install(module, missing):
     done = python(BLOCKED.format(names=missing) + f"import kernelformer.{module}")

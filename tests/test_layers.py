@@ -19,7 +19,7 @@ ORDER = [
     {"generation", "page"},
     {"models"},
     {"hf"},
-    {"cache", "diagnosis", "parallel", "quiet", "terminal", "weight_headers"},
+    {"cache", "diagnosis", "parallel", "quiet", "weight_headers"},
     {"modules"},
     {"feature_maps", "attention"},
     {"contract", "kernels", "environment", "formatting", "files", "lazy", "commands", "settings", "timing", "errors"},

@@ -19,6 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
+from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.settings import split_names as names
 from kernelformer_lab import comparison as compare
 from kernelformer_lab import jobs
@@ -497,3 +498,22 @@ def test_runs_are_shortened_to_the_time_they_may_take(monkeypatch):
 def test_the_time_of_a_step_is_measured():
     run = replace(find_recipe("demo").run(), task_options={"data": TEXT, "length": 32, "validation_samples": 16})
     assert compare.fit_steps(run, ["favor+:num_features=8"], 1e-3).steps == 20
+
+
+def tiny_decoder(attention, **more):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return MODELS["causal-lm"](KernelformerConfig(attention=attention, **sizes, **more))
+
+
+def test_decode_costs_tell_constant_states_from_growing_ones():
+    rows = compare.decode_costs(tiny_decoder("favor+:num_features=8"), (8, 40), repeats=2)
+    assert [row[0] for row in rows] == [8, 40]
+    assert rows[0][2] == rows[1][2]
+    rows = compare.decode_costs(tiny_decoder("softmax"), (8, 40), repeats=2)
+    assert rows[0][2] < rows[1][2]
+    assert rows == tuple(sorted(rows))
+
+
+def test_a_model_is_timed_as_far_as_it_has_positions():
+    model = tiny_decoder("elu", positions="learned", max_position_embeddings=30)
+    assert [row[0] for row in compare.decode_costs(model, (8, 26, 27), repeats=3)] == [8, 26]

@@ -1,4 +1,4 @@
-"""The cache of `generate`: the states of a model's layers, whose size does not grow with the context."""
+"""Cache for `generate` that holds states of constant size instead of keys and values."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class StateLayer(CacheLayerMixin):
             )
 
     def _mark(self, keys: Tensor) -> Tensor:
-        keys = keys.view_as(keys)  # the mark must not stay on a tensor that somebody keeps
+        keys = keys.view_as(keys)  # the mark must not stay on the caller's tensor
         setattr(keys, _OWNER, self)
         return keys
 
     def remember(self, memory: State, keys: Tensor) -> None:
-        """Keep a context as its state and not as its keys; models that ask for the keys get empty ones."""
+        """Keep a context as its state; models that ask for the keys get empty ones."""
         self.memory = memory
         self.keys = self._mark(keys.new_empty(*keys.shape[:2], 0, keys.shape[3]))  # a slice would keep all of them
         self.values = self.keys
@@ -181,5 +181,5 @@ class StateCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether any token was taken in."""
+        """True if any token was taken in."""
         return self.get_seq_length() > 0

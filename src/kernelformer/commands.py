@@ -1,4 +1,4 @@
-"""Commands that messages advise, so that they work when they are copied into a shell."""
+"""Commands quoted in messages, ready to paste into a shell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "kernelformer"
 
 
 def program() -> str:
-    """How ``kernelformer`` is called here: by its name, by the path it was called by, or as a module of this Python."""
+    """Command that runs ``kernelformer`` here: its name, the path it was called by, or a module of this Python."""
     if shutil.which(NAME):
         return NAME
     called = sys.argv[0]
@@ -29,7 +29,7 @@ def typed() -> str:
 
 
 def resume_command(folder: Path | str, command: str = "train", more: str = "") -> str:
-    """The command that goes on with what is in a folder, in backticks: a run, or by `compare` a comparison.
+    """Command that resumes the run or comparison in a folder, in backticks.
 
     Bounds that were raised by options are raised in it too: no record keeps them, and the data is read again.
 

@@ -1,4 +1,4 @@
-"""What there is on this machine: versions, extras, threads, memory, devices, folders, and whether attention is right.
+"""Diagnosis of an installation: versions, extras, threads, memory, devices, folders, and a self-check of attention.
 
 Nothing here needs more than torch, so that it can tell what is missing.
 """
@@ -37,7 +37,7 @@ TOLERANCE = 2e-5  # of float32 against the definition, as in the tests
 
 
 def diagnose() -> dict[str, Any]:
-    """Look at everything; plain values that JSON can carry."""
+    """Collect the whole diagnosis as plain values."""
     return {
         "versions": versions(),
         "extras": extras(),
@@ -113,7 +113,7 @@ def threads() -> dict[str, Any]:
 
 
 def allocator() -> dict[str, Any]:
-    """Whether freed memory is kept for the next tensor: counted by the page faults of large ones, one after another."""
+    """Check if freed memory is kept for the next tensor, by the page faults of large ones allocated in turn."""
     settings = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
     found: dict[str, Any] = {"settings": settings, "preloaded": os.environ.get("LD_PRELOAD") or None}
     share = _faults()
@@ -131,7 +131,7 @@ def allocator() -> dict[str, Any]:
 
 
 def _faults(rounds: int = 4) -> float | None:
-    """Page faults of a fresh tensor as a share of its pages, after the first; None where nobody counts them."""
+    """Page faults of a fresh tensor as a share of its pages, after the first; None where they are not counted."""
     try:
         import resource
     except ImportError:  # Windows
@@ -172,7 +172,7 @@ def caches() -> list[dict[str, Any]]:
 
 
 def hub() -> dict[str, Any]:
-    """Whether the hub may be asked; whether it would answer is not tried."""
+    """Report if the environment allows access to the hub; no connection is tried."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     said = {name: os.environ[name] for name in names if name in os.environ}
     return {"offline": any(x.upper() in ("1", "ON", "YES", "TRUE") for x in said.values()), "environment": said}
@@ -234,7 +234,7 @@ def as_lines(found: dict[str, Any]) -> list[str]:
 
 
 def missing_lines(found: dict[str, Any]) -> list[str]:
-    """What is not installed, what it would give, and the command that installs it."""
+    """Lines on extras that are not installed, their use, and the command that installs them."""
     return [
         f"extra [{x['extra']}]: missing {', '.join(x['missing'])}; gives {x['gives'] or 'more'}: {x['install']}"
         if x["missing"]

@@ -20,7 +20,7 @@ LIBRARIES = ("kernelformer", "transformers", "accelerate", "numpy")
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """What figures depend on besides the code: libraries and machine, without its name and without paths."""
+    """Record libraries and machine, which figures depend on; without host name and paths."""
     import torch
 
     versions: dict[str, Any] = {

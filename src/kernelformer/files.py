@@ -28,7 +28,7 @@ LIMITS = {
     "follow_links": 0,  # 1: links may lead out of a folder of data or of a model
     "allow_hub": 0,  # 1: a local folder may name parts of a model that are on the hub
 }
-_given: dict[str, int] = {}  # bounds that were set in this process, not by whoever started it
+_given: dict[str, int] = {}  # bounds that were set in this process, not inherited
 _LAYERS = re.compile(r"(^|_)(layers?|depths?|blocks?)$")
 
 
@@ -296,7 +296,7 @@ def check_hash(path: Path, expected: str) -> None:
 def check_hashes(folder: Path) -> None:
     """Raise `HashError` for the first file of a folder that is not what was saved; one that is gone is not looked at.
 
-    Whoever loads the folder says what is missing.
+    The loader reports missing files.
     """
     for name, expected in read_hashes(folder).items():
         path = folder / name

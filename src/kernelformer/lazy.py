@@ -1,9 +1,10 @@
-"""What a package does when it is imported: say what it needs, and leave slow imports until a name is asked for."""
+"""Imports on demand: missing extras, lazy names of packages, and layers that other distributions register."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -31,7 +32,7 @@ def require_extra(who: str, *modules: str, extra: str = "hf") -> None:
 
 
 def _installed(name: str) -> bool:
-    """Whether a module can be imported, without importing it."""
+    """Return True if a module can be imported, without importing it."""
     if name in sys.modules:
         return sys.modules[name] is not None
     try:
@@ -60,3 +61,27 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A whole self-attention layer of another distribution, for the encoders of `kernelformer.models`.
+
+    Args:
+        home: ``module:name`` of its class, built by ``(width, num_heads, length, **options)``.
+        about: one line for lists.
+        options: names that an attention string may give.
+    """
+
+    home: str
+    about: str
+    options: tuple[str, ...]
+
+    def load(self) -> Callable[..., Any]:
+        """Import its class."""
+        module, _, name = self.home.partition(":")
+        kind: Callable[..., Any] = getattr(import_module(module), name)
+        return kind
+
+
+LAYERS: dict[str, Layer] = {}  # by the name in an attention string

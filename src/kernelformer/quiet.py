@@ -1,4 +1,4 @@
-"""Transformers without its progress bars and remarks."""
+"""Silence progress bars and log messages of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses whose fields know their help, bounds and how they are read from a text.
+"""Settings as frozen dataclasses whose fields have help, bounds and parsers.
 
 The command line is made from such fields, so that a default and a bound stand once. Nothing here needs torch.
 """
@@ -28,7 +28,7 @@ Parse = Callable[[str, str], Any]
 
 @dataclass(frozen=True)
 class Option:
-    """How a setting is given on the command line.
+    """Command-line form of a setting.
 
     Args:
         help: a few words on it.
@@ -62,12 +62,6 @@ def option(default: Any = MISSING, help: str = "", **more: Any) -> Any:
         more: see `Option`.
     """
     return field(default=default, metadata={OPTION: Option(help, **more)})
-
-
-def same_option(settings: type[Any], name: str) -> Any:
-    """A field with the default, the help and the bounds that it has in another settings dataclass."""
-    same = next(x for x in fields(settings) if x.name == name)
-    return field(default=same.default, metadata=same.metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +183,7 @@ def parse_layers(text: str) -> list[int | str]:
 
 
 def plain(settings: Any) -> dict[str, Any]:
-    """Settings as values that JSON can carry; of a path its last part: a record travels."""
+    """Settings as plain values for JSON; paths are reduced to their last part."""
     values = {}
     for each in fields(settings):
         value, how = getattr(settings, each.name), each.metadata.get(OPTION, Option())

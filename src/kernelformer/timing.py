@@ -1,4 +1,4 @@
-"""Time calls in rounds, and mark the time in which timings are taken, so that other processes wait."""
+"""Time calls in rounds, under a mark for which other processes wait."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def taking_timings() -> Iterator[None]:
 
 
 def timings_under_way() -> bool:
-    """Whether a process that lives is taking timings; the mark of one that was killed is removed."""
+    """Return True if a running process is taking timings; marks of killed ones are removed."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     busy = False
     for mark in Path(tempfile.gettempdir()).glob(f"{_NAME}{user}-*"):
@@ -63,13 +63,13 @@ def _lives(process: int) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that it was asked to do."""
+    """Wait until a device is idle."""
     torch.get_device_module(device).synchronize()
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is measured: a call, what is cleaned up after it, which no figure includes, and the device of the call."""
+    """Measured call, with a clean-up that no figure includes and the device of the call."""
 
     run: Callable[[], Any]
     clean: Callable[[], Any] = lambda: None
@@ -89,7 +89,7 @@ class Step:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage only where a step's `clean` asks for it, and never look at what was there before: libraries."""
+    """Disable garbage collection, except where a step's `clean` asks for it."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -25,7 +25,7 @@ class SizeError(ValueError):
 
 
 def check_contained(folder: Path) -> None:
-    """Check that all that a folder of weights holds or names is in it, before a library reads any of it.
+    """Check that a folder of weights contains all files that it names, before a library reads any.
 
     Raises:
         ValueError: a link out of it, an index that is not one or names files elsewhere, or an adapter alone.
@@ -105,12 +105,7 @@ def check_shapes(build: Callable[[], nn.Module], saved: Shapes) -> None:
 
 
 def check_sizes(options: Iterable[Mapping[str, Any]], files: Iterable[Path]) -> None:
-    """Raise `SizeError` if attentions ask for more features than their files have room for, before any is drawn.
-
-    Args:
-        options: of each attention.
-        files: that their numbers must be in.
-    """
+    """Raise `SizeError` if attentions ask for more features than their files have room for, before any is drawn."""
     size, asked = sum(path.stat().st_size for path in files), dict.fromkeys(_SIZES, 0)
     for some in options:
         check_counts("an attention", some)

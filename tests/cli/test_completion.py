@@ -7,7 +7,7 @@ import sys
 
 import kernelformer as kf
 from kernelformer.cli import options as completion
-from kernelformer.modules.methods import SPARSE_LAYERS
+from kernelformer.lazy import LAYERS
 from kernelformer_lab.cli.listing import listed
 from kernelformer_lab.cli.reproduce import item_names
 from kernelformer_lab.cli.training import recipes
@@ -16,7 +16,7 @@ from kernelformer_lab.tasks import TASKS
 
 
 def test_every_name_is_known():
-    assert set(completion.method_names()) == {*kf.list_methods(), *SPARSE_LAYERS}
+    assert set(completion.method_names()) == {*kf.list_methods(), *LAYERS}
     assert set(TASKS) & set(recipes("")) >= {"bytes", "listops"}
     assert set(item_names("")) == set(ITEMS)
     assert {"methods", "favor+", "sky-text"} <= set(listed(""))

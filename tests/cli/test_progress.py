@@ -7,8 +7,7 @@ import io
 import pytest
 
 from kernelformer.cli import common as progress
-from kernelformer.cli.common import console, following, part_done
-from kernelformer.terminal import VisibleConsole
+from kernelformer.cli.common import VisibleConsole, console, following, part_done
 
 
 @pytest.fixture

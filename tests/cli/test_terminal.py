@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import kernelformer
 from kernelformer.cli.app import app
+from kernelformer.cli.common import VisibleConsole, text_column
 from kernelformer.formatting import visible
-from kernelformer.terminal import VisibleConsole, text_column
 
 ROOT = Path(kernelformer.__file__).parent
 # Colours, a window's title, the clipboard, a bell, the cursor, C1 controls, overrides of direction, half a pair.

@@ -32,7 +32,7 @@ from kernelformer.conversion.advice_report import (  # noqa: E402  # noqa: E402
 )
 from kernelformer.conversion.advise import advise, check  # noqa: E402
 from kernelformer.conversion.losses import Figure, value_of_loss  # noqa: E402
-from kernelformer.conversion.profile import attention_profile, attention_weights  # noqa: E402
+from kernelformer.conversion.measure import attention_profile, attention_weights  # noqa: E402
 from kernelformer.conversion.trials import (  # noqa: E402  # noqa: E402
     Candidate,
     LossFit,
@@ -42,7 +42,7 @@ from kernelformer.conversion.trials import (  # noqa: E402  # noqa: E402
     crossover,
     neighbours,
 )
-from kernelformer.hf.capture import attention_calls  # noqa: E402
+from kernelformer.hf.find import attention_calls  # noqa: E402
 from kernelformer.page import as_text  # noqa: E402
 from page_checks import check_page  # noqa: E402
 from tiny_models import VOCAB, tiny  # noqa: E402

@@ -151,7 +151,7 @@ def test_a_stopped_distillation_goes_on_where_it_was(model, text, tmp_path):
     assert len(found.losses["transfer"]) == 8
     whole = converting.run(model, tmp_path.parent / f"{tmp_path.name}-whole", setting)
     assert found.losses == whole.losses  # to the last bit, the optimizer's memory and the schedule included
-    assert "transfer went on after step 5" in " ".join(found.remarks)
+    assert "transfer was resumed after step 5" in " ".join(found.remarks)
     assert [x.name for x in tmp_path.iterdir()] == ["d"]
 
 

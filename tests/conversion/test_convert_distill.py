@@ -109,7 +109,7 @@ def test_a_stopped_stage_with_lora_goes_on_to_the_last_bit(model, text, tmp_path
     assert [[x[0], x[2], x[3]] for x in found.curves["tune"]] == [[x[0], x[2], x[3]] for x in whole.curves["tune"]]
     a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in ("d", "whole"))
     assert a == b
-    assert f"{stage} went on after step 3" in " ".join(found.remarks)
+    assert f"{stage} was resumed after step 3" in " ".join(found.remarks)
 
 
 def test_a_decoder_learns_from_passages_that_come_again(model, text, tmp_path):

@@ -77,15 +77,13 @@ def inputs(model, length=12, padded=4):
 def test_exact_attention_has_no_error_and_features_have_one_in_every_call(name):
     teacher = make(name)
     batch = inputs(teacher)
-    same = measure(teacher, convert(copy.deepcopy(teacher), "softmax"), [batch], divergence=True)
+    same = measure(teacher, convert(copy.deepcopy(teacher), "softmax"), [batch])
     assert len(same.rows) == CALLS[name]
     assert max(x.error for x in same.rows) < 1e-5
-    assert max(abs(x.divergence) for x in same.rows) < 1e-5
     assert all(x.predicted is None and x.reason == "exact" for x in same.rows)
     assert same.output < 1e-5
-    other = measure(teacher, convert(copy.deepcopy(teacher), "favor+", num_features=8), [batch], divergence=True)
+    other = measure(teacher, convert(copy.deepcopy(teacher), "favor+", num_features=8), [batch])
     assert min(x.error for x in other.rows) > 1e-3
-    assert min(x.divergence for x in other.rows) > 1e-5
     assert all(x.predicted > 0 and not x.reason for x in other.rows)
     parts = {"encoder", "decoder"} if teacher.config.is_encoder_decoder else {"layers"}
     assert set(other.hidden) == parts
@@ -177,7 +175,7 @@ def test_there_is_a_prediction_only_where_a_formula_holds():
 
 
 def row(name, error, heads, method="favor+"):
-    return Row(name, 0, method, Norms(1, 1), Norms(1, 1), error, heads, None, "", None)
+    return Row(name, 0, method, Norms(1, 1), Norms(1, 1), error, heads, None, "")
 
 
 def test_the_worst_heads_are_those_with_the_largest_errors():

@@ -18,8 +18,14 @@ from kernelformer.conversion import convert as converting  # noqa: E402
 from kernelformer.conversion import judge as judge_pipeline  # noqa: E402
 from kernelformer.conversion import keep as convert_keep  # noqa: E402
 from kernelformer.conversion import report as conversion_report  # noqa: E402
+from kernelformer.conversion.judge import (  # noqa: E402
+    CONVERTED,
+    KERNEL,
+    NEAR,
+    ORIGINAL,
+    Steps,
+)
 from kernelformer.conversion.measure import Report  # noqa: E402
-from kernelformer.conversion.parts import CONVERTED, KERNEL, NEAR, ORIGINAL  # noqa: E402
 from kernelformer.conversion.passkey import (  # noqa: E402
     QUESTION,
     answer_log_probs,
@@ -34,7 +40,6 @@ from kernelformer.conversion.report import (  # noqa: E402
 )
 from kernelformer.conversion.settings import ConvertSettings as Setting  # noqa: E402
 from kernelformer.conversion.settings import JudgeSettings  # noqa: E402
-from kernelformer.conversion.steps import Steps  # noqa: E402
 from kernelformer.errors import StoppedError  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.page import put_section  # noqa: E402
@@ -420,13 +425,11 @@ def test_the_licence_is_the_one_that_the_source_states(tmp_path, encoder):
 
 
 def test_a_card_names_the_licence_and_what_was_kept_and_obeys_no_sample(decoder, text, tmp_path, monkeypatch):
-    from kernelformer.conversion import judge as judging
-
     source = tmp_path / "s"
     transformers.AutoTokenizer.from_pretrained(decoder).save_pretrained(source)
     tiny("LlamaForCausalLM", torch.float32).save_pretrained(source)
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
-    monkeypatch.setattr(judging, "continuation", lambda *_, **__: "# a\n## b <script>|")
+    monkeypatch.setattr(transformers.PreTrainedTokenizerBase, "decode", lambda *_, **__: "# a\n## b <script>|")
     run(source, tmp_path / "d", text, attention="elu", layers="0", passkeys=0)
     card = (tmp_path / "d" / "README.md").read_text()
     assert "\nlicense: mit\n---" in card

@@ -9,8 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from kernelformer.conversion.measure import measure  # noqa: E402
-from kernelformer.conversion.parts import (  # noqa: E402
+from kernelformer.conversion.judge import (  # noqa: E402
     CONVERTED,
     KERNEL,
     NEAR,
@@ -20,6 +19,7 @@ from kernelformer.conversion.parts import (  # noqa: E402
     near_alone,
     part_figures,
 )
+from kernelformer.conversion.measure import measure  # noqa: E402
 from kernelformer.hf import convert  # noqa: E402
 from tiny_models import inputs, outputs, padded, tiny, tokens  # noqa: E402
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertModel, LlamaConfig, LlamaForCausalLM
 
-from kernelformer.conversion.keep import best_heads, recall_scores
+from kernelformer.conversion.keep import recall_scores
+from kernelformer.conversion.measure import best_heads
 from kernelformer.conversion.texts import BEGINNING, Repeats, recall_row
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

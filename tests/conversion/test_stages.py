@@ -13,23 +13,25 @@ from test_distillation import SMALL, by_definition, decoder, encoder, endless, i
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernelformer as kf
+from kernelformer.conversion.distill import Lora, lora_targets
 from kernelformer.conversion.losses import ROWS, attention_loss
-from kernelformer.conversion.transfer import CENTRES, SAME, key_centres, start_maps
 from kernelformer.conversion.tune import (
+    CENTRES,
     PATIENCE,
-    Lora,
+    SAME,
     Progress,
-    Reuse,
+    ReusePolicy,
     Stage,
-    Watched,
+    TeacherActivations,
     best_rate,
+    key_centres,
     learned,
-    lora_targets,
+    start_maps,
     transfer,
     tune,
 )
 from kernelformer.hf import convert, cores
-from kernelformer.hf.capture import AttentionCall
+from kernelformer.hf.find import AttentionCall
 
 NEAR = {"window": 4, "sinks": 1}
 
@@ -44,7 +46,7 @@ def test_what_was_seen_serves_again_and_each_pass_of_the_original_counts_once():
     def batches(first=0):
         return ({"number": i, "input_ids": torch.zeros(1, 3)} for i in itertools.count(first))
 
-    reuse = Reuse(block=3, times=2)
+    reuse = ReusePolicy(block=3, times=2)
     turns = list(reuse.steps(watched, batches(), 0, 14))
     assert passes == [0, 1, 2, 3, 4, 5, 6, 7]  # the last block is not whole, and takes no batch that nobody uses
     assert sorted(x.seed for x in turns[:6]) == [0, 0, 1, 1, 2, 2]
@@ -98,7 +100,7 @@ def test_maps_start_at_the_keys_where_that_is_nearer(make, options):
     teacher = make()
     student = convert(copy.deepcopy(teacher), "loglinear", num_features=24, **options)
     rows = endless(padded=make is encoder)
-    watched = Watched(teacher, learned(student))
+    watched = TeacherActivations(teacher, learned(student))
     seen = [watched(next(rows)) for _ in range(3)]
 
     def loss():
@@ -130,7 +132,7 @@ def test_a_map_that_is_nearer_stays_as_it_was():
     student = convert(copy.deepcopy(teacher), "loglinear", num_features=4)
     rows = endless()
     transfer(student, teacher, rows, steps=150, lr=3e-2)
-    watched = Watched(teacher, learned(student))
+    watched = TeacherActivations(teacher, learned(student))
     before = copy.deepcopy(student.state_dict())
     chosen = start_maps(cores(student), [watched(next(rows))])
     assert set(chosen.values()) == {SAME}
@@ -284,7 +286,7 @@ def test_a_rate_is_found_and_everything_put_back():
 @pytest.mark.parametrize("stop", [3, 9])
 def test_transfer_goes_on_to_the_last_bit_where_batches_serve_again(stop):
     teacher = decoder()
-    options = {"steps": 12, "lr": 1e-2, "reuse": Reuse(2, 3), "window_dropout": 0.3}
+    options = {"steps": 12, "lr": 1e-2, "reuse": ReusePolicy(2, 3), "window_dropout": 0.3}
     held = [next(endless(padded=False))]
 
     def start():

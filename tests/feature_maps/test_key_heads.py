@@ -302,7 +302,7 @@ def test_converted_folders_keep_their_maps_and_those_from_before_theirs(tmp_path
     import json
 
     from kernelformer.hf import convert, load
-    from kernelformer.hf.plan import Conversion
+    from kernelformer.hf.convert import Conversion
 
     model = convert(llama(), "loglinear", num_features=8)
     assert {x.options["num_key_heads"] for x in model.conversion.layers} == {2}

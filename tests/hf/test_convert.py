@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 import kernelformer as kf
+from kernelformer.conversion.convert import proposal, propose
 from kernelformer.hf import conversion, convert, cores, undo
 from kernelformer.hf.find import find_attentions, probing
-from kernelformer.hf.plan import proposal, propose
 from tiny_models import DECODERS, ENCODERS, HEADS, KINDS, PAIRS, distance, inputs, outputs, padded, tiny, tokens
 
 KEEP = [11, 4]

@@ -24,7 +24,7 @@ from kernelformer.conversion.losses import HiddenStateErrors
 from kernelformer.conversion.settings import ConvertSettings as Setting
 from kernelformer.hf import convert, register, undo
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
-from kernelformer.hf.derive import CONVERTED
+from kernelformer.hf.attend import CONVERTED
 from kernelformer.modules.calibration import evaluating
 from kernelformer_lab.studies import conversion as conversion_study
 from kernelformer_lab.studies.lengths import Subject

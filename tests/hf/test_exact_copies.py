@@ -14,7 +14,7 @@ from kernelformer.conversion.attention_pictures import attention_pairs  # noqa: 
 from kernelformer.conversion.measure import measure  # noqa: E402
 from kernelformer.conversion.tune import transfer  # noqa: E402
 from kernelformer.hf import convert  # noqa: E402
-from kernelformer.hf.capture import attention_inputs  # noqa: E402
+from kernelformer.hf.find import attention_calls  # noqa: E402
 from tiny_models import ENCODERS, KINDS, VOCAB, inputs, padded, tiny, tokens  # noqa: E402
 
 EXACT = 1e-12  # in float64
@@ -53,10 +53,9 @@ FILLINGS = ["no mask", "unpadded", "padded"]
 @pytest.mark.parametrize("kind", ALL)
 def test_a_softmax_copy_measured_against_its_original_shows_no_error(kind, filling):
     teacher = make(kind)
-    report = measure(teacher, convert(copy.deepcopy(teacher), "softmax"), [batch(teacher, filling)], divergence=True)
+    report = measure(teacher, convert(copy.deepcopy(teacher), "softmax"), [batch(teacher, filling)])
     assert max(x.error for x in report.rows) < EXACT
     assert max(y for x in report.rows for y in x.heads) < EXACT
-    assert max(abs(x.divergence) for x in report.rows) < 1e-6  # weights below the floor of a divergence
     assert max(x for part in report.hidden.values() for x in part) < EXACT
     assert report.output < EXACT
     assert report.agreement in (None, 1.0)
@@ -77,7 +76,7 @@ def test_an_original_that_is_looked_at_computes_what_it_computes_alone(kind, fil
     handle = body.register_forward_hook(lambda _, __, out: seen.append(out[0]))
     transfer(linear, teacher, itertools.repeat(given), steps=1)
     measure(teacher, exact, [given])
-    attention_inputs(teacher, **given)
+    attention_calls(teacher, given)
     handle.remove()
     assert len(seen) == 3
     for out in seen:

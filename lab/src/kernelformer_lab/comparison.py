@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from kernelformer.environment import environment
 from kernelformer.errors import StoppedError, TrainingError, WorkerError, positive_int
 from kernelformer.files import write_json, write_text
 from kernelformer.formatting import shortened
-from kernelformer.generation import decode_costs, room, sample_bytes
+from kernelformer.generation import room, sample_bytes
 from kernelformer.models import MODELS, KernelformerForCausalLM
 from kernelformer_lab.jobs import call_in_process, tell
 from kernelformer_lab.recipes.catalogue import change
@@ -234,6 +235,44 @@ def _train(run: Run, folder: Path, threads: int, command: str, again: str, log: 
         raise StoppedError(f"stopped in {folder}; go on with {again}.") from None
     except WorkerError as problem:
         raise TrainingError(f"{_name(run)}: {problem}") from None
+
+
+CONTEXTS = (128, 512, 2048, 8192)
+CHUNK = 2048  # tokens of a prefill that go through the model at once
+
+
+@torch.inference_mode()
+def decode_costs(
+    model: KernelformerForCausalLM, contexts: Sequence[int] = CONTEXTS, repeats: int = 30
+) -> tuple[tuple[int, float, int], ...]:
+    """Measure the median seconds of a token and the bytes of the state after some contexts, in this order.
+
+    Contexts that a model has no positions for are left out.
+    """
+    model.train(False)
+    cache, seen, rows = model.new_cache(), 0, list[tuple[int, float, int]]()
+    gen = torch.Generator().manual_seed(0)
+
+    def feed(count: int) -> None:
+        tokens = torch.randint(model.config.vocab_size, (1, count), generator=gen).to(model.device)
+        model(tokens, past_key_values=cache, logits_to_keep=1)
+
+    for context in sorted(contexts):
+        if model.longest is not None and context + repeats + 1 > model.longest:
+            break
+        while seen < context:
+            count = min(CHUNK, context - seen)
+            feed(count)
+            seen += count
+        feed(1)  # a warm-up
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            feed(1)
+            times.append(time.perf_counter() - start)
+        seen += repeats + 1
+        rows.append((context, median(times), cache.nbytes))
+    return tuple(rows)
 
 
 def train_and_decode(run: dict[str, Any], folder: str, command: str, resume: bool) -> None:

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 import kernelformer as kf
 from kernelformer.cli import app as commands
 from kernelformer.cli import listing as methods_listing
+from kernelformer.cli.common import VisibleConsole
 from kernelformer.formatting import short_names, shortened
 from kernelformer.models import KernelformerConfig
 from kernelformer.modules import MixedCore
 from kernelformer.modules.spec import describe_options, describe_positions
-from kernelformer.terminal import VisibleConsole
 from kernelformer_lab.cli import listing
 from kernelformer_lab.recipes.catalogue import RECIPES, change
 from kernelformer_lab.recipes.overrides import recipe_settings

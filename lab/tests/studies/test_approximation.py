@@ -12,10 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.conversion.profile import condition_number, score_spectrum, statistical_dimension
+from kernelformer.conversion.measure import statistical_dimension
 from kernelformer.conversion.readers import each_text
-from kernelformer.hf.capture import attention_inputs
+from kernelformer.hf.find import attention_calls
 from kernelformer.modules import build_attention
+from kernelformer_lab.analysis.spectra import condition_number, score_spectrum
 from kernelformer_lab.studies import approximation
 from kernelformer_lab.studies.settings import ApproximationSettings
 
@@ -49,19 +50,19 @@ def text(tmp_path):
 def test_captured_inputs_give_the_models_own_attention(encoder):
     model = transformers.AutoModel.from_pretrained(encoder, attn_implementation="eager").eval()
     ids = torch.arange(5, 29).view(2, 12)
-    layers = attention_inputs(model, input_ids=ids)
+    layers = attention_calls(model, {"input_ids": ids}, outputs=False)
     assert model.config._attn_implementation == "eager"
     core = build_attention("softmax", head_dim=8, num_heads=2)
     weights = model(input_ids=ids, output_attentions=True).attentions
     assert len(layers) == len(weights) == 2
-    for (q, k, _), want in zip(layers, weights, strict=True):
-        torch.testing.assert_close(core.attention_matrix(q, k), want)
+    for call, want in zip(layers, weights, strict=True):
+        torch.testing.assert_close(core.attention_matrix(call.query, call.key), want)
 
 
 def test_captured_tensors_are_nobody_elses(encoder):
     model = transformers.AutoModel.from_pretrained(encoder).eval()
-    layers = attention_inputs(model, input_ids=torch.arange(5, 29).view(2, 12))
-    seen = weakref.ref(layers[0][0])
+    layers = attention_calls(model, {"input_ids": torch.arange(5, 29).view(2, 12)}, outputs=False)
+    seen = weakref.ref(layers[0].query)
     del layers
     gc.collect()
     assert seen() is None

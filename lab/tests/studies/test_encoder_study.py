@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from kernelformer.errors import WorkerError
-from kernelformer.modules.methods import SPARSE_LAYERS
+from kernelformer.lazy import LAYERS
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer_lab.studies import encoder
 from kernelformer_lab.studies import encoder as measured
@@ -57,7 +57,7 @@ def test_the_bound_returns_the_values(name):
     torch.testing.assert_close(model(tokens).last_hidden_state, by_hand(model, tokens))
 
 
-@pytest.mark.parametrize("name", SPARSE_LAYERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_sparse_layers_of_transformers_are_measured_as_any_attention(name):
     figures = measure("time", vars(TINY), {kind: [name, "softmax"] for kind in PASSES}, rounds=1, budget=0.01)
     assert all(figures[kind][x]["seconds"] > 0 for kind in PASSES for x in (name, "softmax"))

@@ -1,4 +1,4 @@
-"""The command line; what it does lives in the other packages."""
+"""Command line of kernelformer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_MEMORY = ("failed to map segment", "annot allocate memory", "can't allocate m
 
 
 def main() -> None:
-    """Run ``kernelformer``, or say what it needs."""
+    """Run ``kernelformer``, or report missing extras and memory."""
     bound_spinning()
     limit = _limit()  # now: where there is no memory nothing more can be imported
     try:
@@ -35,7 +35,7 @@ def _run() -> None:
     try:
         require_extra("the kernelformer command", "typer", "matplotlib")
     except MissingExtraError as problem:
-        if sys.argv[1:2] == ["doctor"]:  # who has no extras is who asks what is missing
+        if sys.argv[1:2] == ["doctor"]:  # it tells what is missing
             from kernelformer.diagnosis import plain_report
 
             sys.exit(f"{plain_report()}\n{problem}")
@@ -58,7 +58,7 @@ def _limit() -> int | None:
 
 
 def _lacks_memory(problem: BaseException | None, limited: bool) -> bool:
-    """Whether an error, or one that it came of, is that of a process without memory: imports have many for it."""
+    """Return True if an error or one of its causes means that memory is out; imports have many for it."""
     if problem is None:
         return False
     named = isinstance(problem, MemoryError) or any(x in str(problem) for x in NO_MEMORY)

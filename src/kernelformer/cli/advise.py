@@ -1,4 +1,4 @@
-"""``kernelformer advise``; what measures is imported by the command: transformers takes seconds."""
+"""``kernelformer advise``; heavy imports are inside, since transformers takes seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def advise(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a pretrained model can be converted to, before it is: errors, times, what to keep, what to paste."""
+    """Advise on converting a pretrained model: errors, times, what to keep exact, and the command to paste."""
     use_threads(threads)
     with plain_errors():
         from kernelformer.conversion import advice_report as report

@@ -1,4 +1,4 @@
-"""Commands of ``kernelformer``: a table, from which each is imported when it is needed.
+"""Commands of ``kernelformer``: a table of commands that are imported on demand.
 
 Other distributions add theirs by an entry point of the group ``kernelformer.commands`` that names a `CommandSet`.
 """
@@ -24,7 +24,7 @@ COMMANDS = {
             ("", "all methods, tasks and recipes"),
             ("favor+", "the options of a method"),
             ("sky-text", "the settings of a recipe"),
-            ("methods --json", "for a script"),
+            ("methods --json", "for scripts"),
         ),
     ),
     "doctor": Entry(
@@ -32,10 +32,7 @@ COMMANDS = {
         START,
         "Show versions, what is missing, threads, memory, devices and folders, and check attention against its "
         "definition.",
-        (
-            ("", "versions, what is missing, threads, devices and a quick self-check"),
-            ("--json", "for a report"),
-        ),
+        (("", "versions, what is missing, threads, devices and a quick self-check"), ("--json", "for a report")),
     ),
     "generate": Entry(
         "kernelformer.cli.generate:generate",
@@ -46,8 +43,8 @@ COMMANDS = {
     "advise": Entry(
         "kernelformer.cli.advise:advise",
         PRETRAINED,
-        "Say what a pretrained model can be converted to, before it is: errors, times, what to keep, what to paste.",
-        (("MODEL --text test.jsonl --out out/advice", "what the model can be converted to, as a page too"),),
+        "Advise on converting a pretrained model: errors, times, what to keep exact, and the command to paste.",
+        (("MODEL --text test.jsonl --out out/advice", "advice, also as a page"),),
     ),
     "convert": Entry(
         "kernelformer.cli.convert:convert",
@@ -74,13 +71,13 @@ COMMANDS = {
     "continue": Entry(
         "kernelformer.cli.generate:continue_",
         PRETRAINED,
-        "Let a converted decoder go on with a text, in constant memory.",
+        "Continue a text with a converted decoder, in constant memory.",
         (('linear --prompt "Once upon a time" --tokens 200', "with a converted decoder"),),
     ),
     "attention": Entry(
         "kernelformer.cli.pictures:attention",
         PRETRAINED,
-        "Attention matrices of a model and of its converted copy, side by side (Performer, App. C.4).",
+        "Draw attention matrices of a model and of its converted copy, side by side (Performer, App. C.4).",
         (
             ('MODEL linear --prompt "A sentence."', "out/attention.png"),
             ("MODEL --attention favor+ --layers 0-3 --heads 0,1", "without a converted model"),
@@ -91,7 +88,7 @@ LABORATORY = ("demo", "prepare", "train", "evaluate", "compare", "translate", "b
 
 
 def _entries() -> dict[str, Entry]:
-    """All commands; those that plug in replace ones of the same name."""
+    """All commands; plugged-in ones replace those of the same name."""
     found = dict(COMMANDS)
     for point in entry_points(group="kernelformer.commands"):
         plugged: CommandSet = point.load()

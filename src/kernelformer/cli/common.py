@@ -1,4 +1,4 @@
-"""What all commands share: consoles, errors without a traceback, JSON, threads."""
+"""Consoles, errors without a traceback, JSON and threads for all commands."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TimeElapsedColumn
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
+from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from kernelformer.commands import typed
@@ -23,7 +26,58 @@ from kernelformer.errors import StoppedError, TrainingError, WorkerError
 from kernelformer.files import FULL, finite
 from kernelformer.formatting import shortened, visible
 from kernelformer.lazy import MissingExtraError
-from kernelformer.terminal import VisibleConsole, text_column
+
+UNLIMITED = 100_000  # characters of a line
+NARROW = 8  # characters that a column of text needs to be read
+
+
+class VisibleConsole(Console):
+    """Console that shows control characters and does not interpret markup or emoji.
+
+    A text may hold what a terminal would obey: escape sequences, carriage returns, marks that turn the direction of
+    writing. Whatever is printed here, tables, titles and bars too, shows them as ``<U+001B>``. Nothing in it counts as
+    rich's markup (``[red]``) or as the name of an emoji (``:bomb:``).
+
+    Args:
+        settings: further ones of rich's console.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Convert a string to text with visible control characters."""
+        return super().render_str(visible(text, keep="\n\t"), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render text with visible control characters; rich's own control codes stay, and tables are not truncated."""
+        if isinstance(renderable, Table):
+            self._make_room(renderable, options or self.options)
+        for part in super().render(renderable, options):
+            yield part if part.control else part._replace(text=visible(part.text, keep="\n"))
+
+    def _make_room(self, table: Table, options: ConsoleOptions) -> None:
+        """Wrap cells where rich would truncate them.
+
+        Columns that are not to be broken are, if together they leave too little room for the others.
+        """
+        whole = options.update(max_width=UNLIMITED)
+        fixed = [
+            max(self.measure(x, options=whole).maximum for x in (column.header, *column.cells))
+            for column in table.columns
+            if column.no_wrap
+        ]
+        others = len(table.columns) - len(fixed)
+        narrow = sum(fixed) + NARROW * others + 3 * len(table.columns) + 1 > options.max_width
+        for column in table.columns:
+            column.overflow = "fold"
+            column.no_wrap = column.no_wrap and not narrow
+
+
+def text_column(template: str) -> TextColumn:
+    """Column of a progress bar whose text has no markup."""
+    return TextColumn(template, markup=False)
+
 
 console = VisibleConsole(width=None if sys.stdout.isatty() else 140)  # a pipe has room for a table
 errors = VisibleConsole(stderr=True, soft_wrap=True)  # a path stays in one piece
@@ -31,7 +85,7 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def _redirect(wanted: bool) -> bool:
-    """With --json stdout has the JSON alone; tables and sentences go to stderr."""
+    """Send tables and sentences to stderr, so that stdout has the JSON alone."""
     console.stderr = wanted
     return wanted
 
@@ -53,7 +107,7 @@ def goes_on() -> str:
 
 
 def fail(problem: Exception, code: int = 2) -> NoReturn:
-    """Print an error, or that a stop was asked for, once if all processes have it, and end the command."""
+    """Print an error or a stop, once if all processes have it, and end the command."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not getattr(problem, "everywhere", False):
         where = "" if rank == "0" else f" on process {rank}"
@@ -78,7 +132,7 @@ def plain_errors(then: Callable[[], str] = starts_anew) -> Iterator[None]:
         yield
     except StoppedError as stopped:
         fail(stopped, 130)
-    except BrokenPipeError:  # as in `kernelformer list | head`: whoever reads has enough
+    except BrokenPipeError:  # as in `kernelformer list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(141) from None
     except OSError as problem:
@@ -101,7 +155,7 @@ def show_json(value: Any) -> None:
 
 
 def write(text: str, keep: str = "\n\t") -> None:
-    """Write a model's text to stdout; control characters are shown, in a pipe too, which often ends on a terminal."""
+    """Write a model's text to stdout with visible control characters."""
     _write_out(visible(text, keep))
 
 
@@ -111,7 +165,7 @@ def _write_out(text: str) -> None:
 
 
 def target(path: Path) -> Path:
-    """Make the folder of a path and check that it can be written, before an hour of measuring and not after it."""
+    """Make the folder of a path and check early that it can be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path} cannot be written; give another --out.")
@@ -119,7 +173,7 @@ def target(path: Path) -> Path:
 
 
 def picture_in(out: Path, name: str) -> Path:
-    """Path of the picture in the folder --out, which is made; the path of a picture is refused."""
+    """Path of a picture in the folder --out, which is made; raises if --out is itself a picture."""
     if out.suffix.lower() in PICTURES and not out.is_dir():
         raise ValueError(f"--out takes a folder, in which the picture is {name}, got the path of a picture: {out}.")
     return target(out / name)
@@ -175,7 +229,7 @@ class Following:
     """Progress of one job.
 
     Args:
-        total: parts of the job; None: nobody knows.
+        total: parts of the job; None: unknown.
         inner: whether sentences tell how far the present part is, which then counts too.
         seconds: that the job takes, where time decides; counted from the first sentence.
     """
@@ -210,16 +264,16 @@ class Following:
             self.bars.update(self.bar, completed=self.done + part)
 
     def advance(self) -> None:
-        """One part of the job is done."""
+        """Count one part as done."""
         self.done += 1
         self.bars.update(self.bar, completed=self.done)
 
     def reach(self, done: float, total: float) -> None:
-        """So much of the whole is done."""
+        """Set the progress to ``done`` of ``total``."""
         self.bars.update(self.bar, completed=done, total=total)
 
     def _stage(self, name: str, part: float) -> None:
-        """A job of several stages has a bar for each: their times do not tell of each other's."""
+        """Restart the bar for a new stage, whose time is unrelated to that of the last."""
         if name != self.stage:
             self.stage = name
             self.bars.reset(self.bar, total=1.0)
@@ -228,14 +282,14 @@ class Following:
 
 @contextmanager
 def following(total: int | None = None, *, inner: bool = False, seconds: float | None = None) -> Iterator[Following]:
-    """Progress of what is done in here, on stderr; it disappears at the end. See `Following`."""
+    """Context with a progress bar on stderr, which disappears at the end; see `Following`."""
     job = Following(total, inner, seconds)
     with job.bars:
         yield job
 
 
 def part_done(text: str) -> float | None:
-    """How much of something a sentence says to be done, 0 to 1; None: it does not say."""
+    """Read from a log sentence the share that is done, 0 to 1; None: it has none."""
     match = PART.search(text)
     if match is None:
         return None

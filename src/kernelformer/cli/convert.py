@@ -1,7 +1,4 @@
-"""``kernelformer convert``.
-
-What converts is imported by the command: transformers takes seconds.
-"""
+"""``kernelformer convert``; heavy imports are inside, since transformers takes seconds."""
 
 from __future__ import annotations
 
@@ -10,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kernelformer.cli.common import (
-    Json,
-    Threads,
-    console,
-    following,
-    goes_on,
-    plain_errors,
-    show_json,
-    use_threads,
-)
+from kernelformer.cli.common import Json, Threads, console, following, goes_on, plain_errors, show_json, use_threads
 from kernelformer.cli.options import takes
 from kernelformer.commands import typed
 from kernelformer.conversion.settings import ConvertSettings

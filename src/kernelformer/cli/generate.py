@@ -66,7 +66,7 @@ def continue_(
     seed: Annotated[int, typer.Option(min=0, help=f"{SEED} of the sampling")] = 0,
     threads: Threads = None,
 ) -> None:
-    """Let a converted decoder go on with a text, in constant memory."""
+    """Continue a text with a converted decoder, in constant memory."""
     use_threads(threads)
     with plain_errors():
         before = literal_text(prompt, text)

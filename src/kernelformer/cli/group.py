@@ -1,4 +1,4 @@
-"""Commands and groups as typer builds them, with help in parts, examples, and errors of one or two lines."""
+"""Commands and groups of typer with panels, examples, and errors of one or two lines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Entry:
 
     @property
     def is_group(self) -> bool:
-        """Whether it has commands of its own."""
+        """True if it has commands of its own."""
         return self.target.endswith(":app")
 
     def load(self, name: str) -> Any:
@@ -171,7 +171,7 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def main(self, args: Any = None, prog_name: Any = None, standalone_mode: bool = True, **settings: Any) -> Any:  # type: ignore[override]
-        """Run a command; a call that it does not understand ends without a traceback and without a frame."""
+        """Run a command; usage errors end without a traceback."""
         if not standalone_mode:
             return super().main(args, prog_name, standalone_mode=False, **settings)
         try:
@@ -192,7 +192,7 @@ def example_lines(path: str, examples: Iterable[Example]) -> list[tuple[str, tup
 
 
 def _path(ctx: Any) -> str:
-    """Words of a command after the program's name, which may be ``python -m kernelformer``."""
+    """Words of a command after the program's name."""
     words: list[str] = []
     while ctx.parent is not None:
         words.insert(0, ctx.info_name)
@@ -213,7 +213,7 @@ def _place(panel: str | None) -> int:
 
 
 def _end(problem: Any) -> NoReturn:
-    """Say what is wrong with a call, in one wording, and end with code 2."""
+    """Print a usage error and end with code 2."""
     if type(problem).__name__ == "NoArgsIsHelpError":  # the help has been printed
         sys.exit(2)
     path = "" if problem.ctx is None else _path(problem.ctx)
@@ -234,7 +234,7 @@ def _end(problem: Any) -> NoReturn:
 
 
 def _plain(text: str) -> str:
-    """A sentence of typer as the others are: without capitals at its start, and an option by its name alone."""
+    """Reword a sentence of typer in the style of our own errors."""
     for before, after in (
         ("Invalid value for ", ""),
         ("Input should be ", "it must be "),

@@ -10,6 +10,7 @@ from rich.table import Table
 from kernelformer.cli.common import Json, console, plain_errors, show_json
 from kernelformer.cli.options import attentions
 from kernelformer.errors import choice
+from kernelformer.lazy import LAYERS
 
 Row = dict[str, Any]
 
@@ -56,15 +57,12 @@ def print_rows(rows: list[Row], heads: dict[str, str], caption: str | None = Non
 def show_methods() -> list[Row]:
     """Print all methods with what they are."""
     from kernelformer import list_methods, method_options
-    from kernelformer.modules.methods import SPARSE_LAYERS
 
     rows = [
         {"method": name, "about": about, "options": list(method_options(name))}
         for name, about in list_methods().items()
     ]
-    for name, layer in SPARSE_LAYERS.items():
-        about = f"{layer.about} ({layer.paper.name}); a layer of transformers, in encoders only"
-        rows.append({"method": name, "about": about, "options": list(layer.options)})
+    rows += [{"method": name, "about": x.about, "options": list(x.options)} for name, x in LAYERS.items()]
     return print_rows(rows, {"method": "method", "about": "about", "options": "options"})
 
 

@@ -1,4 +1,4 @@
-"""Options of a command, made from the fields of its settings: help, default, bounds and parsing stand there once."""
+"""Command-line options derived from settings dataclasses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from kernelformer.cli.common import plain_errors
+from kernelformer.lazy import LAYERS
 from kernelformer.settings import OPTION, Option, as_text, from_text, given_as, list_type, options
 
 Complete = Callable[[str], list[str]]
@@ -18,10 +19,10 @@ Complete = Callable[[str], list[str]]
 
 @cache
 def method_names() -> tuple[str, ...]:
-    """Names of all methods, and of the sparse layers that models can have."""
-    from kernelformer.modules.methods import METHODS, SPARSE_LAYERS  # imports torch: completion alone needs it
+    """Names of all methods and registered layers."""
+    from kernelformer.modules import METHODS  # imports torch, which completion alone needs
 
-    return (*METHODS, *SPARSE_LAYERS)
+    return (*METHODS, *LAYERS)
 
 
 def attentions(incomplete: str) -> list[str]:
@@ -86,7 +87,7 @@ def _value(each: Field[Any], hint: Any, given: Any) -> Any:
 
 
 def _is_text(each: Field[Any], hint: Any) -> bool:
-    """Whether a field is given as a text that has to be parsed; an argument that is a list has a word for each item."""
+    """Return True if a field is given as one text to parse; a list argument has a word for each item instead."""
     how: Option = each.metadata[OPTION]
     return (list_type(hint) is not None and not how.argument) or how.parse is not None
 

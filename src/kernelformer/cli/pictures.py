@@ -41,7 +41,7 @@ def attention(
     out: Annotated[Path, typer.Option(help="folder for attention.png")] = Path("out"),
     as_json: Json = False,
 ) -> None:
-    """Attention matrices of a model and of its converted copy, side by side (Performer, App. C.4)."""
+    """Draw attention matrices of a model and of its converted copy, side by side (Performer, App. C.4)."""
     use_threads(threads)
     with plain_errors():
         from kernelformer.conversion import attention_pictures as pictures

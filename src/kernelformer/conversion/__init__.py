@@ -1,1 +1,1 @@
-"""Distillation of converted models: losses, training, and their distance from the original."""
+"""Convert pretrained models: texts, calibration, distillation, measurement, judging, advice and reports."""

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from kernelformer.conversion.losses import RATIO, Figure, value_of_loss
-from kernelformer.conversion.profile import AttentionProfile
+from kernelformer.conversion.measure import AttentionProfile
 from kernelformer.conversion.trials import Candidate, Errors, Expected, Timing, crossover
 from kernelformer.formatting import human_ratio, visible
 from kernelformer.page import COLOURS, Drawing, figure, legend_key, portable, render, style, text_table

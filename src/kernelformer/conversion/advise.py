@@ -1,4 +1,4 @@
-"""The search of `advise`: which candidates are measured, timed, fitted and run in the model, within its time."""
+"""Advice on a conversion: search candidates by error, time and the output of the model, within a time budget."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.conversion.advice_report import Advice, Check, Kept, Trial, page, record
+from kernelformer.conversion.convert import propose
 from kernelformer.conversion.keep import scores_on, whole_rows
 from kernelformer.conversion.losses import RATIO, TOLERANCE, Figure
-from kernelformer.conversion.profile import attention_profile
+from kernelformer.conversion.measure import attention_profile
 from kernelformer.conversion.settings import AdviseSettings
 from kernelformer.conversion.texts import check_length, check_readable, read_texts, rows_for, some_texts
 from kernelformer.conversion.trials import (
@@ -37,10 +38,9 @@ from kernelformer.conversion.trials import (
 from kernelformer.environment import environment
 from kernelformer.errors import number
 from kernelformer.files import write_text
-from kernelformer.hf.capture import AttentionCall
-from kernelformer.hf.find import Attention, find_attentions
+from kernelformer.hf.find import Attention, AttentionCall, find_attentions
 from kernelformer.hf.load import Source, load_source
-from kernelformer.hf.plan import propose
+from kernelformer.hf.pretrained import first_names
 from kernelformer.page import as_text, rounded
 
 Log = Callable[[str], None]
@@ -91,7 +91,7 @@ class Clock:
         """Yield items while another one fits in; name the others."""
         for place, item in enumerate(items):
             if self.left(share) < self.longest.get(kind, 0.0):
-                missed = f"{kind} of {few(list(map(str, items[place:])))}"
+                missed = f"{kind} of {first_names(list(map(str, items[place:])))}"
                 left_out += [] if missed in left_out else [missed]
                 return
             with self.step(kind):
@@ -100,16 +100,7 @@ class Clock:
 
 @dataclass
 class Search:
-    """Search for the cheapest attention that leaves a model as it is.
-
-    Args:
-        trials: the model and its attention.
-        advice: what is filled.
-        clock: how long.
-        shape: of its attentions, to be timed.
-        steps: of a fit.
-        log: called with what happens.
-    """
+    """Search for the cheapest attention that leaves a model as it is."""
 
     trials: Trials
     advice: Advice
@@ -210,12 +201,12 @@ class Search:
                 break
             if self.clock.left(RUNS) < self.clock.longest["runs"]:
                 names = [x.label for x in self.advice.trials if x.figure is None]
-                self.advice.left_out.append(f"runs of the model with {few(names)}")
+                self.advice.left_out.append(f"runs of the model with {first_names(names)}")
                 break
             self._run(trial)
 
     def _run(self, trial: Trial) -> None:
-        """Run the model with a trial, which has a time then, too."""
+        """Run the model with a trial, timed first if it was not."""
         self.log(f"running the model with {trial.label}")
         with self.clock.step("runs"):
             if trial.timing is None:
@@ -224,7 +215,7 @@ class Search:
         self._expect()
 
     def _next(self) -> Trial | None:
-        """The trial to run next; None: no other is of interest.
+        """Choose the trial to run next; None if no other is of interest.
 
         First the best of each group, of fitted maps before the others; then the cheapest that may be within the
         tolerance, while it is cheaper than what was run and is; then the best of each method.
@@ -242,9 +233,9 @@ class Search:
         return next((x for x in left if x.candidate.method not in methods), None)
 
     def _may_be_within(self, trial: Trial) -> bool:
-        """Whether what is expected is within the tolerance, or not far from it.
+        """Return True if the expected figure is within the tolerance, or not far from it.
 
-        Where nobody can tell: whether its error is below all of its group that were run and are not.
+        Without an expected figure: if its error is below all of its group that were run and are not.
         """
         if trial.expected is not None:
             likely = math.sqrt(trial.expected.low * trial.expected.loss)  # one standard deviation below
@@ -253,7 +244,7 @@ class Search:
         return _error(trial) < min((_error(x) for x in same if not self.advice.within(x)), default=math.inf)
 
     def _expect(self) -> None:
-        """Expect a figure of all that were not run, by those that were."""
+        """Predict figures of trials that were not run from those that were."""
         run = [x for x in self.advice.trials if x.figure is not None]
         fit = LossFit.of([(x.candidate.group, _error(x), _loss(x)) for x in run])
         for x in self.advice.trials:
@@ -317,11 +308,6 @@ class Search:
         return [*((x, {}) for x in different), *([((), by_layer)] if by_layer else [])]
 
 
-def few(names: Sequence[str], most: int = 3) -> str:
-    """The first of some names, and how many there are beside them."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def _worst(errors: Mapping[T, float], part: int) -> list[T]:
     """The items of largest error, one of ``part``; none of a single one."""
     return sorted(errors, key=lambda x: errors[x], reverse=True)[: len(errors) // part]
@@ -343,7 +329,7 @@ def _loss(trial: Trial) -> float:
 
 
 def _cost(trial: Trial) -> float:
-    """Time of the attention, of that of exact attention; one that was not timed goes last."""
+    """Time relative to exact attention; infinite if not timed."""
     return math.inf if trial.timing is None else trial.timing.ratio
 
 
@@ -444,7 +430,7 @@ def advise(
 def check(
     advice: Advice, model: Any, batches: Sequence[Batch], others: Sequence[Batch], log: Log = lambda _: None
 ) -> None:
-    """Convert really, on other texts than those of an advice, and record what was expected and what came.
+    """Verify an advice by conversions measured on other texts; record expected and measured figures.
 
     Checked are the trials that were run in the model, and those whose figure was predicted.
 

@@ -1,4 +1,4 @@
-"""The state of a distillation that was stopped, and target folders that appear whole or not at all."""
+"""Checkpoints of a distillation, and target folders that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Checkpoint:
 
     Args:
         folder: for one file; made when there is something to keep.
-        identity: what has to be the same for a run to go on.
+        identity: what has to be the same to resume a run.
     """
 
     folder: Path
@@ -69,11 +69,11 @@ class Checkpoint:
         return state
 
     def _other(self) -> str:
-        """Name what is different in the checkpoint that is there; empty if nothing is."""
+        """Name the differences from the checkpoint on disk; empty if there are none."""
         try:
             check_archive(self.folder / FILE)
             left = self._read()["identity"]
-        except Exception as problem:  # not there, damaged, or of somebody else: torch has many ways to say so
+        except Exception as problem:  # missing, damaged or of another program: torch has many errors for it
             first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
             return f"it has no readable {FILE}: {first.rstrip('.')}"
         return ", ".join(sorted(x for x in {*left, *self.identity} if left.get(x) != self.identity.get(x)))
@@ -83,7 +83,7 @@ class Checkpoint:
         return list(self._read()["losses"]) if (self.folder / FILE).is_file() else []
 
     def load(self, model: Any) -> tuple[dict[str, list[float]], Any, dict[str, Any]]:
-        """Put the weights so far into a model; returns losses by stage, the state of the last, and what was noted."""
+        """Load the saved weights into a model; returns losses by stage, the optimizer state and the notes."""
         if not (self.folder / FILE).is_file():
             return {}, None, {}
         kept = self._read()
@@ -99,7 +99,7 @@ class Checkpoint:
         *,
         now: bool = False,
     ) -> None:
-        """Write all of it, if it is time (or ``now``) and anything was learned.
+        """Write a checkpoint, if it is due (or ``now``) and anything was learned.
 
         Args:
             model: its weights.
@@ -153,7 +153,7 @@ def _converted(folder: Path) -> bool:
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """Make a folder to write into, which gets the name ``target`` if the block ends well; what was there is removed."""
+    """Write a folder atomically: it replaces ``target`` if the block succeeds."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PART}")
     part.mkdir()

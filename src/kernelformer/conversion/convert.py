@@ -1,4 +1,4 @@
-"""A pretrained model made linear, from a folder to a folder: converted, measured, distilled, and described."""
+"""Convert a pretrained model from folder to folder: convert, calibrate, measure, distill, judge and report."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import copy
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernelformer.commands import program
 from kernelformer.conversion.checkpoint import Checkpoint, appearing, check_target
-from kernelformer.conversion.distill import Distillation, check_repeats, held_out_rows, plan_stages
 from kernelformer.conversion.holdout import (
     Batches,
-    Evaluation,
+    Job,
     Texts,
     choice_inputs,
     divide_texts,
@@ -27,21 +26,22 @@ from kernelformer.conversion.holdout import (
     hold_back,
     hold_out_windows,
 )
-from kernelformer.conversion.judge import check_judging, judge
-from kernelformer.conversion.keep import check_recall_heads, keep_exact
+from kernelformer.conversion.judge import Log, Steps, check_judging, judge
+from kernelformer.conversion.losses import Reference
+from kernelformer.conversion.measure import measure
 from kernelformer.conversion.readers import hash_files
-from kernelformer.conversion.report import ConversionResult, licence_of
-from kernelformer.conversion.settings import JUDGED, ConvertSettings, JudgeSettings
-from kernelformer.conversion.steps import Log, Steps
+from kernelformer.conversion.report import ConversionResult, licence_of, model_card
+from kernelformer.conversion.settings import JUDGED, ConvertSettings
 from kernelformer.conversion.texts import check_length
-from kernelformer.conversion.transfer import CENTRES, start_student
-from kernelformer.conversion.tune import lora_targets, quick_dtype
 from kernelformer.environment import environment
 from kernelformer.errors import StoppedError
 from kernelformer.feature_maps.untied import LogLinearMap
 from kernelformer.files import read_json, write_json, write_text
-from kernelformer.hf.load import Source, load_source
-from kernelformer.modules import AttentionCore, calibrate
+from kernelformer.hf.adapters import family_of
+from kernelformer.hf.convert import conversion, convert, undo
+from kernelformer.hf.find import find_attentions
+from kernelformer.hf.load import Source, load, load_source
+from kernelformer.modules import METHODS, AttentionCore, calibrate, parse_method
 
 S = TypeVar("S", bound=ConvertSettings)
 ROWS = 2  # that attentions of a decoder are compared on
@@ -49,8 +49,99 @@ MAPPED = 6  # passes of the original that take as long as one of a model with fe
 STARTS = 4  # others that maps start by, as in the conversion itself
 
 
+LEARNED = "loglinear"  # after distillation nearest to the original, and causal
+UNTRAINED = "wildcat"
+NEAR = ":window=32:sinks=1"
+ENCODER_NEAR, DECODER_NEAR = ":window=64:sinks=1", ":window=64:sinks=4"
+WINDOW = 64  # of both
+FEATURES = 64  # of maps that are learned beside a window
+# Of a decoder without training: random features carry little of what is far, and sometimes cost more than they carry;
+# maps that start at the original's keys carry more, where there are texts to take them from.
+DECODERS = ("local:window=64:sinks=4", "favor+:window=64:sinks=4", "loglinear:window=64:sinks=4")
+Compare = Callable[[Sequence[str]], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Default attention for a pretrained model, with the reason.
+
+    Args:
+        attention: ``method:option=value:...``.
+        reason: why, in a sentence.
+        features: number of features; None: that of all conversions.
+    """
+
+    attention: str
+    reason: str
+    features: int | None = None
+
+
+def propose(model: nn.Module, *, distilled: bool) -> str:
+    """Default attention for `convert`, without a measurement; see `proposal`."""
+    return proposal(model, distilled=distilled).attention
+
+
+def proposal(
+    model: nn.Module, *, distilled: bool, length: int | None = None, compare: Compare | None = None
+) -> Proposal:
+    """Choose the default attention for `convert`, with the reason.
+
+        encoder, not distilled    wildcat with a window          a model of two sequences, not distilled    loglinear
+        decoder, not distilled    local, favor+ or loglinear with a window, whichever is nearest to the original
+        distilled                 loglinear with a window
+
+    A relative bias that reaches beyond the window leaves no room for one.
+
+    Args:
+        model: a pretrained one.
+        distilled: whether it will learn from its original.
+        length: tokens of the texts that it learns from; with less than two windows there is nothing far to learn.
+        compare: gives the losses of a model with each of some attentions, less is nearer; None: nothing to measure on.
+    """
+    attentions = find_attentions(model, None)
+    modules = {x.name: model.get_submodule(x.name) for x in attentions}
+    biased = any(family_of(module).has_bias(module, name, False) for name, module in modules.items())
+    causal, pair = any(x.causal for x in attentions), any(x.cross for x in attentions)
+    if distilled:
+        return _learned(biased, causal, length)
+    if pair or (causal and biased):
+        return Proposal(
+            LEARNED, f"{LEARNED}: the model is causal or reads two sequences; it needs --distill to be of use"
+        )
+    if not causal:
+        near = "; its relative bias leaves no room for a window" if biased else " and a window"
+        attention = UNTRAINED if biased else UNTRAINED + NEAR
+        return Proposal(attention, f"{attention}: an encoder without training is nearest with landmarks{near}")
+    if length is not None and length <= WINDOW:
+        first = DECODERS[0]
+        return Proposal(first, f"{first}: texts of {length} tokens are within its window, nothing is far in them")
+    return _decoder(compare)
+
+
+def _learned(biased: bool, causal: bool, length: int | None) -> Proposal:
+    if biased:
+        return Proposal(LEARNED, f"{LEARNED}: it is distilled, and its relative bias leaves no room for a window")
+    if length is not None and length < 2 * WINDOW:
+        why = f"texts of {length} tokens leave little to learn beyond a window of {WINDOW}"
+        return Proposal(LEARNED, f"{LEARNED}: it is distilled, and {why}")
+    attention = LEARNED + (DECODER_NEAR if causal else ENCODER_NEAR)
+    reason = "it is distilled, and a learned map beside a window is nearest then"
+    more = "" if causal else f"; without training {UNTRAINED}{NEAR} may be nearer still"
+    return Proposal(attention, f"{attention}: {reason}{more}", FEATURES)
+
+
+def _decoder(compare: Compare | None) -> Proposal:
+    if compare is None:
+        first = DECODERS[0]
+        return Proposal(first, f"{first}: a decoder without training, and no texts to measure anything else on")
+    losses = compare(DECODERS)
+    best = min(losses, key=lambda x: losses[x])
+    said = ", ".join(f"{x} {loss:.3g}" for x, loss in losses.items())
+    return Proposal(best, f"{best}: the nearest for a decoder without training, by the rise of the loss ({said})")
+
+
 def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: None) -> tuple[S, str]:
-    """Settings with the attention that is proposed for a model, and why; see `proposal`.
+    """Fill in the default attention of a model, with the reason; see `proposal`.
 
     Args:
         setting: without an attention.
@@ -58,8 +149,6 @@ def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: 
         texts: of the conversion; the comparison uses others than are measured on, where there are others.
         log: called with what happens.
     """
-    from kernelformer.hf.plan import DECODERS, Proposal, proposal
-
     by_others = True
 
     def compare(attentions: Sequence[str]) -> dict[str, float]:
@@ -84,11 +173,8 @@ def with_default(setting: S, origin: Source, texts: Texts, log: Log = lambda _: 
 def _losses(
     setting: ConvertSettings, origin: Source, texts: Texts, attentions: Sequence[str], log: Log
 ) -> tuple[dict[str, float], bool]:
-    """Rise of the loss of the next token with each attention, as it would be converted; and whether by other texts."""
-    from kernelformer.conversion.losses import Reference
-    from kernelformer.conversion.transfer import start_student
-    from kernelformer.hf import convert, undo
-    from kernelformer.modules import METHODS, parse_method
+    """Rise of the next-token loss with each attention; and True if texts are others than those measured on."""
+    from kernelformer.conversion.tune import start_student
 
     length = check_length(origin, setting.length)
     evaluation = evaluation_inputs(origin, texts, length, setting.samples, 1, setting.seed)
@@ -190,7 +276,7 @@ def run(
     """Convert a model and write it: all of it or nothing; then judge it. The original is never changed.
 
     What is judged goes into the report and the model card of the folder, which say until then that it was not. A
-    distillation that is stopped leaves its state in ``target`` + ".partial", and the same call goes on with it.
+    distillation that is stopped leaves its state in ``target`` + ".partial", and the same call resumes it.
 
     Args:
         source: see `load_source`.
@@ -199,8 +285,6 @@ def run(
         force: replace a converted model that is there.
         log: called with what happens.
     """
-    from kernelformer.hf import conversion, convert
-
     check_target(source, target, force)
     if setting.attention:
         setting.method()  # what is wrong with it is said before anything is read
@@ -208,9 +292,15 @@ def run(
     texts = divide_texts(setting.distill, setting.text, setting.samples, setting.seed)
     log(f"reading {source}")
     origin = load_source(source, task=setting.task, allow_pickle=setting.allow_pickle)
-    check_judging(origin, texts, JudgeSettings.of(setting))
-    check_recall_heads(setting, origin, texts)
-    check_repeats(setting, origin)
+    check_judging(origin, texts, setting)
+    if setting.recall_heads:
+        from kernelformer.conversion.keep import check_recall_heads
+
+        check_recall_heads(setting, origin, texts)
+    if setting.distill is not None:
+        from kernelformer.conversion import distill
+
+        distill.check_repeats(setting, origin)
     remarks = list(origin.remarks)
     if not setting.attention:
         setting, reason = with_default(setting, origin, texts, log)
@@ -221,9 +311,9 @@ def run(
     result.remarks = remarks
     result.environment = environment(torch.get_num_threads())
     texts = hold_out_windows(origin, texts, result.length, setting.samples, setting.seed)
-    texts = hold_back(origin, texts, result.length, held_out_rows(result.length), setting.seed)
+    if texts.training:
+        texts = hold_back(origin, texts, result.length, distill.held_out_rows(result.length), setting.seed)
     evaluation = evaluation_inputs(origin, texts, result.length, setting.samples, setting.batch, setting.seed)
-    inputs = evaluation.batches
     if evaluation.used is None:
         result.remarks.append("no texts were given: the figures are for random tokens, and real texts give others")
     else:
@@ -233,29 +323,32 @@ def run(
             result.remarks.append(f"{setting.samples} samples were asked for, and the texts to measure on make {rows}")
     log(f"converting to {setting.attention}")
     student = convert(copy.deepcopy(origin.model), method, chosen, **options)
-    statistics = _calibration_inputs(student, origin, result, texts, evaluation)
-    _calibrate(student, origin, statistics, result, log)
-    stages = plan_stages(student, setting) if texts.training else {}
+    job = Job(origin, student, texts, evaluation, result, log)
+    statistics = _calibration_inputs(job)
+    _calibrate(job, statistics)
+    stages = distill.plan_stages(student, setting) if texts.training else {}
     if stages and setting.lora:
-        lora_targets(student, setting.lora_layers)  # what is wrong with it is said before anything is learned
+        distill.lora_targets(student, setting.lora_layers)  # what is wrong with it is said before anything is learned
     keeps = bool(setting.keep or setting.keep_heads or setting.recall_heads)
-    _measure(result, "all converted" if keeps else "converted", origin, student, inputs, log)
+    _measure(job, "all converted" if keeps else "converted")
     if keeps:
-        keep_exact(student, origin, result, texts, evaluation, log)
-        _calibrate(student, origin, statistics, result, log)
-        _measure(result, "converted", origin, student, inputs, log)
+        from kernelformer.conversion.keep import keep_exact
+
+        keep_exact(job)
+        _calibrate(job, statistics)
+        _measure(job, "converted")
     checkpoint = Checkpoint.of(target, _identity(source, setting, result, student), force)
     if stages:
-        Distillation(student, origin, texts, result, checkpoint, log, inputs).run(stages)
-        _measure(result, "distilled", origin, student, inputs, log)
+        distill.Distillation(job, checkpoint).run(stages)
+        _measure(job, "distilled")
     result.conversion = conversion(student).as_json()
     result.licence = licence_of(source)
     log(f"writing {target}")
-    _write(student, origin, target, result, inputs)
+    _write(job, target)
     checkpoint.remove()
     if not setting.no_judge:
         try:
-            result.judged = judge(origin, student, texts, evaluation, result.length, JudgeSettings.of(setting), log)
+            result.judged = judge(origin, student, texts, evaluation, result.length, setting, log)
         except KeyboardInterrupt:
             words = ["judge", target, "--original", source, *(["--text", setting.text] if setting.text else [])]
             later = " ".join([program(), *(shlex.quote(str(x)) for x in words)])
@@ -264,52 +357,43 @@ def run(
     return result
 
 
-def _calibration_inputs(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation
-) -> Batches:
+def _calibration_inputs(job: Job) -> Batches:
     """Inputs to calibrate and to start on; none where the method has no use for them."""
-    parts = list(student.modules())
+    parts = list(job.student.modules())
     calibrated = any(isinstance(x, AttentionCore) and x.calibrates for x in parts)
-    started = any(isinstance(x, LogLinearMap) for x in parts) and evaluation.used is not None
+    started = any(isinstance(x, LogLinearMap) for x in parts) and job.evaluation.used is not None
     if not calibrated and not started:
         return []
-    setting = result.setting
-    samples, batch = setting.samples, setting.batch
-    rows, used = choice_inputs(origin, texts, evaluation, result.length, samples, batch, setting.seed)
-    if used is None:
-        result.remarks.append("calibrated on what is measured on; give more texts, or others to learn from")
-    else:
-        result.texts["calibrated on"] = used
-    return rows
+    remark = "calibrated on what is measured on; give more texts, or others to learn from"
+    return job.choice_inputs(job.setting.samples, job.setting.batch, "calibrated on", remark)
 
 
-def _calibrate(student: Any, origin: Source, rows: Batches, result: ConversionResult, log: Log) -> None:
-    """Take statistics of the queries and keys that exact attention has, and start free maps at the keys themselves."""
+def _calibrate(job: Job, rows: Batches) -> None:
+    """Calibrate by queries and keys of exact attention, and initialize learned maps at centres of the keys."""
     if not rows:
         return
-    log("calibrating")
-    if any(isinstance(x, AttentionCore) and x.calibrates for x in student.modules()):
-        calibrate(student, rows, reset=True, exact=True)
-    if result.texts.get("measured on") is None:
+    job.log("calibrating")
+    if any(isinstance(x, AttentionCore) and x.calibrates for x in job.student.modules()):
+        calibrate(job.student, rows, reset=True, exact=True)
+    if job.evaluation.used is None:
         return  # random tokens have no keys worth starting at
-    chosen = start_student(student, origin.model, rows, autocast=quick_dtype(origin.model.device))
+    from kernelformer.conversion.tune import CENTRES, quick_dtype, start_student
+
+    model, result = job.origin.model, job.result
+    chosen = start_student(job.student, model, rows, autocast=quick_dtype(model.device))
     result.remarks = [x for x in result.remarks if STARTED not in x]
     if chosen:
         count = sum(x == CENTRES for x in chosen.values())
         result.remarks.append(f"maps of {count} of {len(chosen)} attentions {STARTED}")
 
 
-def _measure(result: ConversionResult, label: str, origin: Source, student: Any, inputs: Batches, log: Log) -> None:
-    from kernelformer.conversion.measure import measure
-
-    log(f"measuring: {label}")
-    result.reports[label] = measure(origin.model, student, inputs)
+def _measure(job: Job, label: str) -> None:
+    job.log(f"measuring: {label}")
+    job.result.reports[label] = measure(job.origin.model, job.student, job.evaluation.batches)
 
 
 def _identity(source: str | Path, setting: ConvertSettings, result: ConversionResult, student: Any) -> dict[str, str]:
-    """What has to be the same for a distillation to go on; also what was chosen to stay exact."""
-    from kernelformer.hf import conversion
-
+    """Identity of a conversion, which has to be the same to resume it; with what was chosen to stay exact."""
     path = Path(source)
     files = sorted(x for x in path.iterdir() if x.is_file()) if path.is_dir() else [path] if path.is_file() else []
     others = ("distill", "text", "allow_pickle", *JUDGED)
@@ -322,23 +406,22 @@ def _identity(source: str | Path, setting: ConvertSettings, result: ConversionRe
     return {**parts, "model": result.model, "length": str(result.length), "what stays exact": plan}
 
 
-def _write(student: Any, origin: Source, target: Path, result: ConversionResult, inputs: Batches) -> None:
+def _write(job: Job, target: Path) -> None:
     from kernelformer.conversion.report import picture
 
+    result, origin = job.result, job.origin
     with appearing(target) as part:
-        student.save_pretrained(part)
+        job.student.save_pretrained(part)
         if origin.tokenizer is not None:
             origin.tokenizer.save_pretrained(part)
-        result.remarks += copy_sentence_files(origin.path, part, allow_pickle=result.setting.allow_pickle)
+        result.remarks += copy_sentence_files(origin.path, part, allow_pickle=job.setting.allow_pickle)
         _describe(result, part, target.name)
         picture(result, part / "report.png")
-        _check(student, part, inputs[0])
+        _check(job.student, part, job.evaluation.batches[0])
 
 
 def _describe(result: ConversionResult, folder: Path, name: str) -> None:
     """Write the report and the model card, each all or nothing."""
-    from kernelformer.conversion.report import model_card
-
     write_text(folder / "README.md", model_card(result, name))
     write_json(folder / "report.json", result.as_json())
 
@@ -346,8 +429,6 @@ def _describe(result: ConversionResult, folder: Path, name: str) -> None:
 @torch.no_grad()
 def _check(student: Any, folder: Path, inputs: dict[str, Tensor]) -> None:
     """Check that the model as written gives the same numbers as the one in memory."""
-    from kernelformer.hf import load
-
     student.eval()
     written, own = load(folder)(**inputs)[0], student(**inputs)[0]
     if not torch.allclose(written, own, rtol=1e-3, atol=1e-4 * float(own.abs().max())):

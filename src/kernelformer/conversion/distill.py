@@ -1,42 +1,45 @@
-"""The distillation of a conversion: its stages and their budgets, from where a checkpoint has left off."""
+"""Distillation of a conversion: stages, budgets, LoRA, resumed from a checkpoint."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from kernelformer.conversion.checkpoint import Checkpoint
-from kernelformer.conversion.holdout import Batches, Texts
+from kernelformer.conversion.holdout import Batches, Job
 from kernelformer.conversion.keep import window_of
 from kernelformer.conversion.losses import Reference
 from kernelformer.conversion.passkey import knows_numbers, number_tokens
-from kernelformer.conversion.report import ConversionResult
 from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import Repeats, TextRows, first_token, rows_for
 from kernelformer.conversion.tune import (
     BreakdownError,
-    Lora,
     Progress,
-    Reuse,
+    ReusePolicy,
     best_rate,
     learned,
     learns,
-    lora_targets,
     quick_dtype,
     transfer,
     tune,
 )
+from kernelformer.errors import positive_int
 from kernelformer.feature_maps.base import FeatureMap
 from kernelformer.hf.convert import conversion
 from kernelformer.hf.load import Source
 
-STEPS = 300  # of attention transfer, where texts are given and nobody says
+STEPS = 300  # default, of attention transfer
 TRANSFER = 1 / 3  # share of the minutes for attention transfer, where a map learns
 ENDLESS = 10**9  # steps, where the clock says when to end
 MEMORY = 2 << 30  # bytes of queries, keys and values that are kept at a time
@@ -44,16 +47,94 @@ TIMES = 4  # that what was seen of a batch serves
 HELD_OUT = 4096  # tokens, of at least 4 rows: a few texts alone would say now this and now that
 TRIALS = 0.1  # of a stage's time may go into finding a rate
 TRIAL_STEPS = 6
-REPEATS = 0.5  # of a decoder's rows have passages that come again, where nobody says
+REPEATS = 0.5  # of a decoder's rows have repeated passages by default
 LOOKED_AT = 16  # batches, for a text that is longer than the window
 # A few steps like larger rates than a whole stage does, so that none is tried above the usual one.
-RATES = {
-    "transfer": (1e-2, 5e-3, 2e-3),
-    "tune": (1.5e-4, 5e-5, 2e-5),
-    "LoRA": (1e-3, 5e-4, 2e-4),
-}
+RATES = {"transfer": (1e-2, 5e-3, 2e-3), "tune": (1.5e-4, 5e-5, 2e-5), "LoRA": (1e-3, 5e-4, 2e-4)}
 MAPS = 10.0  # times the rate of the backbone, for maps in tuning
-Log = Callable[[str], None]
+
+
+# How models name the projection of the values and that of the output, within an attention and beside it.
+VALUES = ("v_proj", "value", "v_lin", "v", "Wv")
+OUTPUTS = ("o_proj", "out_proj", "out_lin", "o", "Wo", "dense", "c_proj", "proj")
+BESIDE = ("output.dense",)
+ALPHA = 2.0  # times the rank: what peft multiplies the product by, over the rank
+
+
+def lora_targets(student: nn.Module, patterns: str = "") -> list[str]:
+    """Name the linear layers that LoRA is put on.
+
+    Args:
+        student: converted.
+        patterns: of their names, such as ``*.v_proj,*.o_proj``; empty: projections of the values and outputs of every
+            converted attention.
+
+    Raises:
+        ValueError: a pattern that fits no linear layer, or a model whose projections have other names.
+    """
+    layers = {name: x for name, x in student.named_modules() if isinstance(x, nn.Linear | Conv1D)}
+    owners = Counter(id(x.weight) for x in student.modules() if isinstance(getattr(x, "weight", None), nn.Parameter))
+    # What is merged into a weight that is tied, such as a head's, would change word embeddings too.
+    linear = [name for name, x in layers.items() if owners[id(x.weight)] == 1]
+    if patterns:
+        wanted = [x.strip() for x in patterns.split(",") if x.strip()]
+        for pattern in wanted:
+            if not any(fnmatchcase(x, pattern) for x in linear):
+                tied = ", whose weight is another layer's too" if any(fnmatchcase(x, pattern) for x in layers) else ""
+                raise ValueError(
+                    f"no linear layer of {type(student).__name__} fits {pattern!r}{tied}; it has {_kinds(linear)}."
+                )
+        return [x for x in linear if any(fnmatchcase(x, y) for y in wanted)]
+    found = []
+    for attention in conversion(student).replaced:
+        parent = attention.rpartition(".")[0]
+        inside = [f"{attention}.{x}" for x in (*VALUES, *OUTPUTS)]
+        found += [x for x in (*inside, *(f"{parent}.{y}" for y in BESIDE)) if x in linear]
+    if not found:
+        raise ValueError(
+            f"the projections of the values and outputs of {type(student).__name__} are not known by name; say which "
+            f"layers by lora_layers, of {_kinds(linear)}."
+        )
+    return found
+
+
+def _kinds(names: Sequence[str]) -> str:
+    """Names with their numbers left out, each once."""
+    return ", ".join(dict.fromkeys(re.sub(r"\d+", "*", x) for x in names)) or "none"
+
+
+class Lora:
+    """LoRA in a converted model: only low-rank products beside some linear layers are trained.
+
+        W x  ->  W x + 2 B A x        A (r, in) drawn, B (out, r) zero
+
+    Args:
+        student: converted; changed in place until `merge`.
+        targets: see `lora_targets`.
+        rank: r.
+        seed: of A.
+    """
+
+    def __init__(self, student: nn.Module, targets: Sequence[str], rank: int, seed: int = 0) -> None:
+        from peft import LoraConfig, LoraModel  # takes seconds to import
+
+        self.before = {name: x.requires_grad for name, x in student.named_parameters()}
+        rank = positive_int("rank", rank)
+        config = LoraConfig(r=rank, lora_alpha=int(ALPHA * rank), target_modules=list(targets), lora_dropout=0.0)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.tuner: Any = LoraModel(student, config, "default")
+        self.student = student
+        for some in learned(student).values():
+            for x in some:
+                x.requires_grad_(True)
+
+    def merge(self) -> None:
+        """Merge the products into the weights and restore the model's structure."""
+        self.tuner.merge_and_unload()
+        vars(self.student).pop("peft_config", None)
+        for name, x in self.student.named_parameters():
+            x.requires_grad_(self.before[name])
 
 
 @dataclass(frozen=True)
@@ -65,7 +146,7 @@ class Budget:
 
 
 def held_out_rows(length: int) -> int:
-    """Rows of some tokens each that are looked at while learning."""
+    """Number of held-out rows for a row length."""
     return max(4, HELD_OUT // length)
 
 
@@ -122,7 +203,7 @@ def check_repeats(setting: ConvertSettings, origin: Source) -> None:
 
 
 def repeats_for(origin: Source, student: Any, setting: ConvertSettings) -> Repeats | None:
-    """Passages that come again beyond the window of a converted decoder; None for other models, and for no share."""
+    """Repeated passages beyond the window of a converted decoder; None for other models or a share of 0."""
     share = REPEATS if setting.repeats is None else setting.repeats
     if origin.task != "causal" or not share:
         return None
@@ -131,33 +212,13 @@ def repeats_for(origin: Source, student: Any, setting: ConvertSettings) -> Repea
 
 
 class Distillation:
-    """The stages of one conversion.
+    """Stages of one conversion: the student is trained in place, and a checkpoint keeps what was learned."""
 
-    Args:
-        student: converted; it is trained in place.
-        origin: the original.
-        texts: to learn from, and to look at now and then.
-        result: gets losses, curves, texts and remarks.
-        checkpoint: keeps what was learned.
-        log: called with what happens.
-        inputs: that the conversion is measured on, for a figure between two stages.
-    """
-
-    def __init__(
-        self,
-        student: Any,
-        origin: Source,
-        texts: Texts,
-        result: ConversionResult,
-        checkpoint: Checkpoint,
-        log: Log,
-        inputs: Batches,
-    ) -> None:
-        self.student, self.origin, self.texts, self.result = student, origin, texts, result
-        self.setting: ConvertSettings = result.setting
-        self.checkpoint, self.log, self.inputs = checkpoint, log, inputs
-        self.rows: TextRows = rows_for(origin, texts.training, result.length)
-        self.repeats = repeats_for(origin, student, self.setting)
+    def __init__(self, job: Job, checkpoint: Checkpoint) -> None:
+        self.student, self.origin, self.texts, self.result = job.student, job.origin, job.texts, job.result
+        self.setting, self.checkpoint, self.log, self.inputs = job.setting, checkpoint, job.log, job.evaluation.batches
+        self.rows: TextRows = rows_for(job.origin, job.texts.training, job.result.length)
+        self.repeats = repeats_for(job.origin, job.student, self.setting)
         self._say_repeats()
         self.held_out = self._held_out()
         self.lora: Lora | None = None
@@ -189,7 +250,7 @@ class Distillation:
         )
 
     def run(self, stages: dict[str, Budget]) -> None:
-        """Stage by stage, from where the checkpoint has left off."""
+        """Run the stages, from where the checkpoint stopped."""
         check_far(self.student, list(islice(self._batches(self.setting.seed + 1), LOOKED_AT)))
         done = self.checkpoint.stages()
         if "tune" in done:
@@ -217,26 +278,26 @@ class Distillation:
             self.lora = Lora(self.student, targets, self.setting.lora, self.setting.seed)
 
     def _count(self, stage: str, number: int) -> None:
-        """Count what a stage that is over has used."""
+        """Count the texts that a finished stage has used."""
         losses = self.result.losses.setdefault(stage, [])
         batches = len(losses)
         if stage == "transfer" and losses:
             batches = self._reuse().batches_of(len(losses))
         self.draws.append((batches * self.setting.batch, self.setting.seed + 1 + number))
 
-    def _reuse(self) -> Reuse:
+    def _reuse(self) -> ReusePolicy:
         """As many batches in a block as fit into `MEMORY`, by the sizes of the attentions."""
         names = set(learned(self.student))
         width = sum(3 * x.num_heads * x.head_dim for x in conversion(self.student).layers if x.name in names)
         size = 4 * self.setting.batch * self.result.length * width
-        return Reuse(max(1, min(64, MEMORY // max(1, size))), TIMES)
+        return ReusePolicy(max(1, min(64, MEMORY // max(1, size))), TIMES)
 
     def _stage(self, stage: str, number: int, budget: Budget, saved: Any, *, last: bool) -> None:
         losses = self.result.losses.setdefault(stage, [])
         if losses:
-            self.result.remarks.append(f"{stage} went on after step {len(losses)}, where it was stopped")
+            self.result.remarks.append(f"{stage} was resumed after step {len(losses)}")
         order = self.setting.seed + 1 + number
-        reuse = self._reuse() if stage == "transfer" else Reuse()
+        reuse = self._reuse() if stage == "transfer" else ReusePolicy()
         skip = reuse.first_batch(len(losses))
         start, kind = time.monotonic(), "LoRA" if stage == "tune" and self.lora is not None else stage
         learn = partial(self._learn, stage, reuse)
@@ -281,7 +342,7 @@ class Distillation:
     def _learn(
         self,
         stage: str,
-        reuse: Reuse,
+        reuse: ReusePolicy,
         rate: float,
         batches: Iterator[dict[str, Tensor]],
         steps: int,

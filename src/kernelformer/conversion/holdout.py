@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernelformer.conversion.report import ConversionResult
+from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import (
     TextsUsed,
     check_readable,
@@ -52,15 +55,7 @@ class Texts:
 
 
 def hold_back(source: Source, texts: Texts, length: int, rows: int, seed: int) -> Texts:
-    """Hold some of the texts to learn from back, to look at while learning; none where there are few.
-
-    Args:
-        source: the model.
-        texts: of the conversion.
-        length: tokens of a row.
-        rows: how many are wanted.
-        seed: of the choice.
-    """
+    """Hold some of the texts to learn from back, to look at while learning; none where there are few."""
     different = list(dict.fromkeys(texts.training))
     if len(different) < FEW:
         return texts
@@ -149,16 +144,7 @@ class Evaluation:
 
 
 def evaluation_inputs(source: Source, texts: Texts, length: int, samples: int, batch: int, seed: int) -> Evaluation:
-    """Choose what is measured on.
-
-    Args:
-        source: the model.
-        texts: to choose from.
-        length: tokens of a row.
-        samples: rows: texts, or windows of joined texts for causal models.
-        batch: rows of a batch.
-        seed: of the choice.
-    """
+    """Choose the rows to measure on: texts, or windows of joined texts for causal models."""
     if not texts.evaluation:
         return Evaluation(_first_rows(made_up_inputs(source, length, batch, seed), samples, batch), None, [])
     check_readable(source, texts.evaluation)
@@ -177,15 +163,6 @@ def choice_inputs(
 
     They are texts to learn from, or where there are none others of the file that is measured on: a choice by the texts
     that are measured would flatter the figures.
-
-    Args:
-        source: the model.
-        texts: of the conversion.
-        evaluation: what is measured on.
-        length: tokens of a row.
-        samples: rows, as many as are measured on.
-        batch: rows of a batch.
-        seed: of the choice.
     """
     pool, file = texts.training or evaluation.unused, texts.training_file or texts.evaluation_file
     if not pool:
@@ -194,6 +171,45 @@ def choice_inputs(
     made, rows = rows_for(source, chosen, length), min(rows, samples)
     inputs = _first_rows(made.batches(batch, seed, start=first_token(source)), rows, batch)
     return inputs, made.used(file, len(pool), [(rows, seed)])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion: its models, texts and inputs, and the result to fill.
+
+    Args:
+        origin: the original.
+        student: the same model, converted in place.
+        texts: to learn from, and to look at now and then.
+        evaluation: inputs to measure on.
+        result: gets figures, texts and remarks.
+        log: called with what happens.
+    """
+
+    origin: Source
+    student: Any
+    texts: Texts
+    evaluation: Evaluation
+    result: ConversionResult
+    log: Callable[[str], None]
+
+    @property
+    def setting(self) -> ConvertSettings:
+        """Settings of the conversion."""
+        setting: ConvertSettings = self.result.setting
+        return setting
+
+    def choice_inputs(self, samples: int, batch: int, what: str, remark: str) -> Batches:
+        """Inputs to choose on, noted in the result under ``what``; a remark where there are no other texts."""
+        result = self.result
+        rows, used = choice_inputs(
+            self.origin, self.texts, self.evaluation, result.length, samples, batch, self.setting.seed
+        )
+        if used is not None:
+            result.texts[what] = used
+        elif remark not in result.remarks:
+            result.remarks.append(remark)
+        return rows
 
 
 def _first_rows(endless: Iterator[dict[str, Tensor]], rows: int, batch: int) -> Batches:

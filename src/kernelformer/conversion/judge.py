@@ -1,32 +1,223 @@
-"""Judging a converted model beside its original: its parts, what it recalls, what it writes, and a probe."""
+"""Judge a converted model beside its original: parts, passkey retrieval, samples, and a linear probe."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kernelformer.conversion.holdout import Batches, Evaluation, Texts, divide_texts, evaluation_inputs
+from kernelformer.conversion.losses import (
+    CONVERTED,
+    KERNEL,
+    NEAR,
+    ORIGINAL,
+    Batch,
+    Figures,
+    HiddenStateErrors,
+    output_name,
+    standard_error,
+)
 from kernelformer.conversion.passkey import DIGITS, knows_numbers, passkeys, start_tokens
 from kernelformer.conversion.report import Judgement, Recall, Sample, card_section
 from kernelformer.conversion.settings import JudgeSettings
-from kernelformer.conversion.steps import Log, Steps
 from kernelformer.conversion.texts import check_length, check_readable, longest, read_labelled, some_texts, tokens_of
 from kernelformer.files import finite, read_json, write_json, write_text
-from kernelformer.generation import continuation
+from kernelformer.hf.attend import CORE, CROSS
+from kernelformer.hf.convert import conversion, cores
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import task_of
+from kernelformer.modules import KernelCore, MixedCore
 from kernelformer.modules.calibration import evaluating
+from kernelformer.modules.exact import LocalCore
 from kernelformer.page import plain, put_section
 
-LENGTHS = (512, 1024)  # tokens of texts with a hidden number, where nobody says
+Log = Callable[[str], None]
+
+
+@dataclass
+class Steps:
+    """Time of a phase, by the work that is done and what it took."""
+
+    phase: str
+    work: float
+    log: Log
+    seconds: float = math.inf
+    done: float = 0.0
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.start
+
+    def fits(self, work: float) -> bool:
+        """Return True if so much more work is expected to end in time, or nothing was done yet."""
+        return not self.done or self.spent * (1 + work / self.done) <= self.seconds
+
+    @contextmanager
+    def step(self, what: str, work: float) -> Iterator[None]:
+        """Say a step with the minutes so far and those expected in all, and count its work."""
+        total = min(self.seconds, self.spent * self.work / self.done) if self.done else 0.0
+        self.log(f"{self.phase}: {f'{self.spent / 60:.1f} of {total / 60:.1f} min, ' if total else ''}{what}")
+        yield
+        self.done += work
+
+
+@dataclass(frozen=True)
+class Place:
+    """A core with near keys and a kernel for the far ones, and where it stands."""
+
+    parent: nn.Module
+    name: str
+    core: KernelCore
+
+
+def hybrids(student: nn.Module) -> list[Place]:
+    """Find the cores of a converted model that attend exactly to near tokens or sinks and by a kernel to the others."""
+    places = []
+    for name, core in cores(student).items():
+        place = (core, "linear") if isinstance(core, MixedCore) else (student.get_submodule(name), CORE)
+        own = getattr(*place)
+        if isinstance(own, KernelCore) and own.has_near:
+            places.append(Place(*place, own))
+    return places
+
+
+@contextmanager
+def near_alone(student: nn.Module) -> Iterator[None]:
+    """Have hybrids attend to near tokens and sinks alone, as ``local`` of the same window and sinks does.
+
+    Other attentions stay as they are; afterwards all are as before.
+    """
+    places = hybrids(student)
+    try:
+        for place in places:
+            setattr(place.parent, place.name, _local(place.core))
+        yield
+    finally:
+        for place in places:
+            setattr(place.parent, place.name, place.core)
+
+
+@contextmanager
+def kernel_alone(student: nn.Module) -> Iterator[None]:
+    """Have hybrids attend by their kernel alone, near tokens included, as the same map does without window and sinks.
+
+    Other attentions stay as they are; afterwards all are as before.
+    """
+    before = [(x.core, x.core.window, x.core.sinks) for x in hybrids(student)]
+    try:
+        for core, _, _ in before:
+            core.window, core.sinks = None, 0
+        yield
+    finally:
+        for core, window, sinks in before:
+            core.window, core.sinks = window, sinks
+
+
+def _local(core: KernelCore) -> LocalCore:
+    """Build a core of the near part of a hybrid."""
+    local = LocalCore(
+        "local",
+        head_dim=core.head_dim,
+        num_heads=core.num_heads,
+        window=core.window or 1,
+        sinks=core.sinks,
+        scale=core.scale if core.near_scale is None else core.near_scale,
+        normalize_qk=core.normalize_qk,
+    )
+    local.window = core.window or 0  # with sinks alone a token does not even see itself, which no other caller asks for
+    setattr(local, CROSS, getattr(core, CROSS, False))
+    return local
+
+
+@torch.no_grad()
+def part_figures(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    batches: Iterable[Batch],
+    answers: Sequence[Tensor] | None = None,
+) -> dict[str, Figures]:
+    """Measure a converted model as it is and, of a hybrid, each of its parts by itself, on the same inputs.
+
+    Args:
+        teacher: the original.
+        student: the same model, converted; it is left as it was.
+        batches: of inputs.
+        answers: of each batch the tokens (B, L) before some were hidden, for masked models; None: not known.
+
+    Returns:
+        Figures of `ORIGINAL` and `CONVERTED`; of hybrids also of `NEAR` and `KERNEL`.
+
+    Cost: a pass of the original and one of the student, of hybrids three.
+    """
+    ways: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {CONVERTED: lambda _: nullcontext()}
+    if hybrids(student):
+        ways |= {NEAR: near_alone, KERNEL: kernel_alone}
+    layers = conversion(student).layers
+    alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in layers)
+    sums = {
+        name: _Sums(HiddenStateErrors(pools=alone and not causal, predicts=alone and causal and student.can_generate()))
+        for name in ways
+    }
+    with evaluating(teacher, student):
+        for number, batch in enumerate(batches):
+            want = teacher(**batch, output_hidden_states=True)
+            for name, way in ways.items():
+                with way(student):
+                    got = student(**batch, output_hidden_states=True)
+                sums[name].add(batch, want, got, None if answers is None else answers[number])
+    return {ORIGINAL: sums[CONVERTED].original(), **{name: x.figures() for name, x in sums.items()}}
+
+
+@dataclass
+class _Sums:
+    """Running sums for the figures of a part."""
+
+    errors: HiddenStateErrors
+    right: dict[str, list[Tensor]] = field(default_factory=lambda: {ORIGINAL: [], CONVERTED: []})
+
+    def add(self, batch: Batch, want: Any, got: Any, answers: Tensor | None) -> None:
+        self.errors.add(batch, want, got)
+        if answers is None:
+            return
+        hidden = answers != batch["input_ids"]
+        for name, outputs in ((ORIGINAL, want), (CONVERTED, got)):
+            best = getattr(outputs, output_name(outputs)).argmax(-1)
+            self.right[name].append((best == answers)[hidden].double())
+
+    def original(self) -> Figures:
+        accuracy = _mean(self.right[ORIGINAL])
+        return Figures(perplexity=self.errors.perplexity("original"), accuracy=accuracy)
+
+    def figures(self) -> Figures:
+        differences = [x - y for x, y in zip(self.right[CONVERTED], self.right[ORIGINAL], strict=True)]
+        return Figures(
+            perplexity=self.errors.perplexity("converted"),
+            accuracy=_mean(self.right[CONVERTED]),
+            accuracy_error=standard_error(torch.cat(differences).tolist()) if differences else None,
+            agreement=self.errors.agreement.value,
+            cosine=self.errors.cosine.value,
+            output=math.sqrt(self.errors.output.value or 0.0),
+        )
+
+
+def _mean(parts: list[Tensor]) -> float | None:
+    values = torch.cat(parts) if parts else torch.empty(0)
+    return float(values.mean()) if len(values) else None
+
+
+LENGTHS = (512, 1024)  # default tokens of texts with a hidden number
 TOKENS, PROMPT, PROMPTS = 64, 32, 2  # tokens of a sample and of the beginning before it; beginnings
 WRITTEN = 8  # tokens of a pass that take as long as one that is written
 
@@ -57,8 +248,6 @@ def judge(
             ``judge_minutes`` is left out and named.
         log: called with what happens.
     """
-    from kernelformer.conversion.parts import hybrids
-
     writes = origin.task == "causal" and evaluation.used is not None
     lengths = _lengths(origin, setting) if writes else ()
     tokens = _sample_tokens(origin, setting) if writes else 0
@@ -117,11 +306,6 @@ def _while_fits(rows: Batches, passes: int, steps: Steps, used: Batches) -> Iter
 def check_judging(origin: Source, texts: Texts, setting: JudgeSettings) -> None:
     """Check that what is asked for can be measured, before anything takes time.
 
-    Args:
-        origin: the original.
-        texts: to measure on.
-        setting: what is asked for.
-
     Raises:
         ValueError: a probe of a model that is no encoder or without labelled texts; hidden numbers or samples of a
             model that does not write, of lengths that it has no positions for, or without texts.
@@ -173,8 +357,6 @@ def _figures(
     setting: JudgeSettings,
     batches: Iterable[dict[str, Tensor]],
 ) -> Any:
-    from kernelformer.conversion.parts import part_figures
-
     answers = None
     if origin.task == "masked" and texts.evaluation:
         bare = replace(origin, task="encoder")  # the same rows in the same order, with nothing hidden
@@ -193,16 +375,9 @@ def _lengths(origin: Source, setting: JudgeSettings) -> tuple[int, ...]:
 
 
 def _recall(
-    origin: Source,
-    student: Any,
-    texts: Sequence[str],
-    length: int,
-    setting: JudgeSettings,
-    steps: Steps,
-    work: float,
+    origin: Source, student: Any, texts: Sequence[str], length: int, setting: JudgeSettings, steps: Steps, work: float
 ) -> list[Recall]:
     """Ask each model for the same numbers hidden in texts of one length, as a step of so much work."""
-    from kernelformer.conversion.parts import CONVERTED, NEAR, ORIGINAL, hybrids, near_alone
     from kernelformer.conversion.passkey import answer_log_probs
 
     models: dict[str, tuple[Any, AbstractContextManager[None]]]
@@ -220,9 +395,7 @@ def _recall(
 
 
 def _lost(recall: Sequence[Recall]) -> list[str]:
-    """What to do where the converted model finds less than half of what the original finds."""
-    from kernelformer.conversion.parts import CONVERTED, ORIGINAL
-
+    """Advice where the converted model finds less than half of what the original finds."""
     found = {name: sum(sum(x.right) for x in recall if x.model == name) for name in (ORIGINAL, CONVERTED)}
     if 2 * found[CONVERTED] >= found[ORIGINAL]:
         return []
@@ -249,8 +422,8 @@ def _add_samples(
     setting: JudgeSettings,
     steps: Steps,
 ) -> None:
-    """Let both models go on with the beginnings of some texts, while there is time."""
-    from kernelformer.conversion.parts import CONVERTED, ORIGINAL
+    """Have both models continue the beginnings of some texts, while there is time."""
+    from kernelformer.generation import continuation  # decoders only
 
     if tokens == 0:
         return
@@ -265,7 +438,8 @@ def _add_samples(
         begin, written = torch.tensor([ids]), {}
         for name, model in ((ORIGINAL, origin.model), (CONVERTED, student)):
             with steps.step(f"sample {number + 1}, {name}", WRITTEN * tokens):
-                written[name] = continuation(model, origin.tokenizer, begin, tokens=tokens, seed=setting.seed + number)
+                made, _ = continuation(model, begin, tokens=tokens, seed=setting.seed + number)
+                written[name] = origin.tokenizer.decode(made, skip_special_tokens=True)
         result.samples.append(Sample(origin.tokenizer.decode(begin[0], skip_special_tokens=True), written))
 
 

@@ -1,4 +1,4 @@
-"""What of a conversion stays exact: the attentions that the output needs most, and single heads."""
+"""Choose what stays exact in a conversion: the attentions that the output needs most, and single heads."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kernelformer.conversion.holdout import Batches, Evaluation, Texts, choice_inputs
+from kernelformer.conversion.holdout import Job, Texts
 from kernelformer.conversion.losses import output_divergence
-from kernelformer.conversion.profile import attention_weights
-from kernelformer.conversion.report import ConversionResult
+from kernelformer.conversion.measure import attention_weights, best_heads
 from kernelformer.conversion.settings import ConvertSettings
 from kernelformer.conversion.texts import SHORTEST, recall_row
 from kernelformer.hf.attend import CORE, CROSS
-from kernelformer.hf.capture import attention_calls
-from kernelformer.hf.convert import conversion, cores
+from kernelformer.hf.convert import EXACT, Layer, check_kept, conversion, convert, cores, undo
+from kernelformer.hf.find import attention_calls
 from kernelformer.hf.load import Source
-from kernelformer.hf.plan import EXACT, Layer, check_kept
 from kernelformer.modules import AttentionCore, MixedCore
 from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import move_to_inputs
@@ -80,10 +78,7 @@ def choose_exact(
 
 
 def greedy(
-    cost: Callable[[Iterable[str]], float],
-    names: Sequence[str],
-    count: int,
-    log: Progress = lambda chosen, total: None,
+    cost: Callable[[Iterable[str]], float], names: Sequence[str], count: int, log: Progress = lambda chosen, total: None
 ) -> list[str]:
     """Choose names one at a time, each time one that adds least to a cost of the names chosen.
 
@@ -183,24 +178,13 @@ def recall_scores(
     return scores
 
 
-def best_heads(scores: Scores, count: int) -> dict[str, list[int]]:
-    """Choose the ``count`` heads with the largest scores, by the attention's name."""
-    check_kept("heads", len(scores), count)
-    chosen: dict[str, list[int]] = {}
-    for name, head in sorted(scores, key=lambda x: -scores[x])[:count]:
-        chosen.setdefault(name, []).append(head)
-    return {name: sorted(heads) for name, heads in chosen.items()}
-
-
 ROWS = 4  # in which passages are repeated, to see which heads find them again
+SAME_TEXTS = "what stays exact was chosen by what is measured on; give more texts, or others to learn"
 Heads = dict[str, list[int]]
-Log = Callable[[str], None]
 
 
 def window_of(student: Any) -> int:
     """The largest window of the converted attentions; 0: they have none."""
-    from kernelformer.hf.convert import cores
-
     linear = [x.linear if isinstance(x, MixedCore) else x for x in cores(student).values()]
     return max((getattr(x, "window", None) or 0 for x in linear), default=0)
 
@@ -219,22 +203,25 @@ def check_recall_heads(setting: ConvertSettings, origin: Source, texts: Texts) -
         )
 
 
-def keep_exact(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, log: Log
-) -> None:
+def keep_exact(job: Job) -> None:
     """Convert again, without the attentions that the output needs most and the heads that recall or went wrong most."""
-    from kernelformer.hf import conversion, convert, undo
+    student, result, setting, plan = job.student, job.result, job.setting, conversion(job.student)
+    kept = []
+    if setting.keep:
+        rows = job.choice_inputs(setting.samples, setting.batch, "chosen on", SAME_TEXTS)
 
-    setting, plan = result.setting, conversion(student)
-    kept = _attentions(student, origin, result, texts, evaluation, log) if setting.keep else []
+        def told(changed: int, total: int) -> None:
+            job.log(f"choosing what stays exact: change {changed} of {total}")
+
+        kept = choose_exact(job.origin.model, student, rows, setting.keep, told)
     rest = [x for x in plan.replaced if x not in kept]
     count = sum(x.num_heads for x in plan.layers if x.name in rest)
     chosen: dict[str, Heads] = {}
     if setting.recall_heads:
         check_kept("heads", count, setting.recall_heads)
-        log("looking for heads that find again what is far")
+        job.log("looking for heads that find again what is far")
         why = f"they find again what is far, --recall-heads {setting.recall_heads}"
-        chosen[why] = _recall_heads(student, origin, result, texts, evaluation, rest)
+        chosen[why] = _recall_heads(job, rest)
     if setting.keep_heads:
         why = f"the largest errors, --keep-heads {setting.keep_heads}"
         chosen[why] = result.reports["all converted"].worst_heads(setting.keep_heads, rest)
@@ -245,52 +232,17 @@ def keep_exact(
     check_kept("heads", count, sum(map(len, heads.values())))
     undo(student)
     method, options = setting.method()
-    convert(student, method, [_literal(x) for x in rest], exact_heads=heads or None, **options)
+    convert(student, method, [re.sub(r"([*?[])", r"[\1]", x) for x in rest], exact_heads=heads or None, **options)
     result.exact_heads = chosen
 
 
-def _attentions(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, log: Log
-) -> list[str]:
-    """The attentions that stay exact."""
-
-    setting = result.setting
-    rows = _rows(origin, result, texts, evaluation, setting.samples, setting.batch, "chosen on")
-
-    def told(changed: int, total: int) -> None:
-        log(f"choosing what stays exact: change {changed} of {total}")
-
-    return choose_exact(origin.model, student, rows, setting.keep, told)
-
-
-def _rows(
-    origin: Source,
-    result: ConversionResult,
-    texts: Texts,
-    evaluation: Evaluation,
-    samples: int,
-    batch: int,
-    what: str,
-) -> Batches:
-    """Inputs to choose on, noted in the result under ``what``."""
-    rows, used = choice_inputs(origin, texts, evaluation, result.length, samples, batch, result.setting.seed)
-    if used is not None:
-        result.texts[what] = used
-        return rows
-    said = "what stays exact was chosen by what is measured on; give more texts, or others to learn"
-    result.remarks = [*(x for x in result.remarks if x != said), said]
-    return rows
-
-
-def _recall_heads(
-    student: Any, origin: Source, result: ConversionResult, texts: Texts, evaluation: Evaluation, names: list[str]
-) -> Heads:
-    """The heads of some attentions that find again what stands far back."""
-    count = result.setting.recall_heads
-    batches = _rows(origin, result, texts, evaluation, ROWS, 1, "heads that recall chosen on")
-    window = window_of(student)
+def _recall_heads(job: Job, names: list[str]) -> Heads:
+    """Choose heads of some attentions that find again what stands far back."""
+    count, result = job.setting.recall_heads, job.result
+    batches = job.choice_inputs(ROWS, 1, "heads that recall chosen on", SAME_TEXTS)
+    window = window_of(job.student)
     rows = whole_rows(batches)
-    scores = scores_on(origin.model, rows, window, names)
+    scores = scores_on(job.origin.model, rows, window, names)
     if not scores:
         raise ValueError(
             f"the texts make rows of at most {len(rows[0])} tokens, and it takes {max(1, window) + 2 * SHORTEST} to "
@@ -322,8 +274,3 @@ def scores_on(model: Any, rows: Sequence[Tensor], window: int, names: Sequence[s
     """`recall_scores` on passages that are repeated beyond a window in the first `ROWS` of some rows."""
     repeated = [recall_row(x, max(1, window), number) for number, x in enumerate(rows[:ROWS])]
     return recall_scores(model, repeated, names)
-
-
-def _literal(name: str) -> str:
-    """A name as a pattern that fits it alone."""
-    return re.sub(r"([*?[])", r"[\1]", name)

@@ -393,6 +393,8 @@ def _relative_error(want: Tensor, got: Tensor, mask: Tensor | None) -> Tensor:
     return _kept_tokens((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=1e-300), mask)
 
 
+ORIGINAL, CONVERTED = "original", "converted"
+NEAR, KERNEL = "window and sinks alone", "kernel alone"
 Batch = Mapping[str, Any]
 RATIO, COSINE = "perplexity ratio", "cosine"
 TOLERANCE = {RATIO: 1.25, COSINE: 0.98}
@@ -400,8 +402,29 @@ LEAST = 1e-5  # a loss below it is rounding
 
 
 @dataclass(frozen=True)
+class Figures:
+    """Figures of a whole model beside its original; None where a model has none of the kind.
+
+    Args:
+        perplexity: of the next token, of causal language models.
+        accuracy: share of hidden tokens that the model finds, of masked models.
+        accuracy_error: standard error of the difference of ``accuracy`` from the original's, token by token.
+        agreement: share of tokens whose likeliest one is the original's.
+        cosine: mean cosine of mean outputs to the original's, of encoders.
+        output: relative error of the output.
+    """
+
+    perplexity: float | None = None
+    accuracy: float | None = None
+    accuracy_error: float | None = None
+    agreement: float | None = None
+    cosine: float | None = None
+    output: float | None = None
+
+
+@dataclass(frozen=True)
 class Figure:
-    """How near a converted model is to its original.
+    """Distance of a converted model from its original, in one figure.
 
     Args:
         kind: `RATIO`, of the perplexities of the next token, for causal language models; `COSINE` of mean-pooled last
@@ -422,7 +445,7 @@ class Figure:
         return max(LEAST, math.log(self.value) if self.kind == RATIO else 1 - self.value)
 
     def within(self, tolerance: float) -> bool:
-        """Whether it is at least as near as a figure of the same kind."""
+        """Return True if it is at least as near as a figure of the same kind."""
         return self.value <= tolerance if self.kind == RATIO else self.value >= tolerance
 
     def __str__(self) -> str:

@@ -3,23 +3,175 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kernelformer.attention.reference import near_keys
 from kernelformer.conversion.losses import HiddenStateErrors
-from kernelformer.errors import choice
-from kernelformer.hf.attend import attend, attend_exactly, read_mask
-from kernelformer.hf.convert import Layer, conversion, cores
-from kernelformer.hf.find import probing
-from kernelformer.hf.plan import EXACT, check_kept
+from kernelformer.errors import choice, number
+from kernelformer.hf.attend import attend_exactly
+from kernelformer.hf.convert import EXACT, check_kept, conversion, cores
+from kernelformer.hf.find import AttentionCall, probing
+from kernelformer.kernels import gaussian_kernel
 from kernelformer.modules import AttentionCore, MixedCore
 from kernelformer.modules.calibration import evaluating
+
+
+@torch.no_grad()
+def statistical_dimension(query: Tensor, key: Tensor, epsilons: Sequence[float], scale: float | None = None) -> Tensor:
+    """d_stat of the completed Gaussian scores, as a function of the ridge (Skyformer, Theorem 2).
+
+        d_stat = Tr(C' (C' + lambda I)^-1)       C' = kappa([Q; K], [Q; K]),  lambda = epsilon |C|,  C = kappa(Q, K)
+
+    Landmarks needed for a spectral error of ``epsilon |C|`` grow with it.
+
+    Args:
+        query: (*, L, D).
+        key: (*, S, D).
+        epsilons: of the ridge, relative to the spectral norm of C.
+        scale: default 1 / sqrt(D).
+
+    Returns:
+        (*, number of epsilons); at most L + S.
+    """
+    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    both = torch.cat([query, key], -2).double() * root
+    values = torch.linalg.eigvalsh(gaussian_kernel(both, both)).clamp_min(0)
+    norm = torch.linalg.svdvals(gaussian_kernel(query.double() * root, key.double() * root))[..., :1]
+    ridges = norm * torch.tensor([number("epsilon", x, above=0) for x in epsilons], dtype=norm.dtype)
+    dimensions: Tensor = (values.unsqueeze(-2) / (values.unsqueeze(-2) + ridges.unsqueeze(-1))).sum(-1)
+    return dimensions
+
+
+WINDOWS = (32, 64, 128)  # a key is near where |i - j| is less
+SINKS = (1, 4)  # first visible keys
+TOKENS = 128  # of the statistical dimension, whose cost is cubic
+EPSILON = 0.1  # of its ridge
+
+
+@dataclass(frozen=True)
+class AttentionProfile:
+    """Figures of one attention, a number for each head.
+
+    Args:
+        query: root mean square of the norms of sqrt(scale) q, which is what a kernel sees.
+        key: the same of keys.
+        near: mean share of a query's weight on keys with |i - j| < w, by w.
+        first: the same on the first s visible keys, by s.
+        far: on keys that are neither within 64 tokens nor among the first 4.
+        dimension: `statistical_dimension` of 128 tokens, at a ridge of 0.1; at most 256.
+    """
+
+    query: tuple[float, ...]
+    key: tuple[float, ...]
+    near: dict[int, tuple[float, ...]]
+    first: dict[int, tuple[float, ...]]
+    far: tuple[float, ...]
+    dimension: tuple[float, ...]
+
+
+@torch.no_grad()
+def attention_profile(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+) -> AttentionProfile:
+    """Measure where the attention weights of each head go.
+
+        share on a set of keys = mean over real queries i of  sum_{j in set(i)} A_ij,   A = softmax(scale q k + bias)
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, G, L, D), of the same tokens; G divides H.
+        scale: of the product q . k.
+        causal: whether query i sees keys up to i alone.
+        key_mask: (B, L) bool, which tokens are real; None: all.
+        position_bias: (1, H, L, L), added to the logits.
+
+    Cost: O(L^2) numbers for each head.
+    """
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    weights = attention_weights(query, key, scale=scale, causal=causal, key_mask=key_mask, position_bias=position_bias)
+    everyone = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+    real = everyone if key_mask is None else key_mask
+
+    def share(window: int, sinks: int) -> Tensor:
+        where = near_keys(
+            query.shape[2], query.shape[2], window=window, sinks=sinks, key_mask=key_mask, device=query.device
+        )
+        rows = (weights * where).sum(-1).transpose(1, 2)  # (B, L, H)
+        return rows[real].mean(0)
+
+    def norms(x: Tensor) -> Tensor:
+        return (x.float().square().sum(-1).transpose(1, 2)[real].mean(0) * scale).sqrt()
+
+    return AttentionProfile(
+        query=_plain(norms(query)),
+        key=_plain(norms(key)),
+        near={w: _plain(share(w, 0)) for w in WINDOWS},
+        first={s: _plain(share(0, s)) for s in SINKS},
+        far=_plain(1 - share(WINDOWS[1], SINKS[1])),
+        dimension=_plain(_dimension(query, key, scale, real)),
+    )
+
+
+@torch.no_grad()
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Weights of softmax attention, ``softmax(scale q_i k_j + b_ij)``; rows of queries that see nothing are zero.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, G, S, D), G divides H.
+        scale: of the product.
+        causal: whether query i sees keys up to i alone.
+        key_mask: (B, S) bool; None: all keys are real.
+        position_bias: (1, H, L, S).
+        rows: (N), which queries; None: all.
+
+    Returns:
+        (B, H, N or L, S).
+    """
+    rows = torch.arange(query.shape[2], device=query.device) if rows is None else rows
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    logits = query[:, :, rows] @ key.mT * scale
+    logits = logits if position_bias is None else logits + position_bias[:, :, rows]
+    if causal:
+        past = key.shape[2] - query.shape[2]
+        logits = logits.masked_fill(torch.arange(key.shape[2], device=key.device) - past > rows.unsqueeze(1), -math.inf)
+    if key_mask is not None:
+        logits = logits.masked_fill(~key_mask[:, None, None], -math.inf)
+    return logits.softmax(-1).nan_to_num()
+
+
+def _dimension(query: Tensor, key: Tensor, scale: float, real: Tensor) -> Tensor:
+    """Statistical dimension (H) of evenly spread real tokens of the first sample."""
+    tokens = real[0].nonzero().flatten()
+    some = tokens[torch.linspace(0, len(tokens) - 1, min(len(tokens), TOKENS)).long()]
+    return statistical_dimension(query[0, :, some], key[0, :, some], [EPSILON], scale)[:, 0]
+
+
+def _plain(x: Tensor) -> tuple[float, ...]:
+    return tuple(float(value) for value in x)
+
 
 FORMULAS = ("favor+", "favor+hyperbolic", "trigonometric")  # methods whose variance has a closed form
 
@@ -89,7 +241,7 @@ def predicted_error(core: AttentionCore, query: Tensor, key: Tensor, weights: Te
 
 
 def _no_formula(core: AttentionCore, scale: float) -> str | None:
-    """Why there is no formula for the variance of a core, or None; not of a mixed one."""
+    """Explain why there is no formula for the variance of a core, or None; not for a mixed one."""
     if core.method == EXACT:
         return "exact"
     if core.has_near:
@@ -103,8 +255,7 @@ def _no_formula(core: AttentionCore, scale: float) -> str | None:
     return None
 
 
-QUERIES = 32  # of each text, evenly spread, whose weights are compared: all would be L x L numbers
-FLOOR = 1e-9  # of a weight in a divergence: signed maps have weights of 0 and below
+QUERIES = 32  # of each text, evenly spread, whose weights count: all would be L x L numbers
 Batch = Mapping[str, Any]
 
 
@@ -130,7 +281,6 @@ class Row:
         heads: the same of each head.
         predicted: expected relative error of the weights, see `predicted_error`; None where there is no formula.
         reason: why there is none.
-        divergence: mean KL of the rows of weights, exact against approximate; None where nobody asked.
     """
 
     name: str
@@ -142,7 +292,6 @@ class Row:
     heads: tuple[float, ...]
     predicted: float | None
     reason: str
-    divergence: float | None
 
 
 @dataclass(frozen=True)
@@ -186,22 +335,22 @@ class Report:
             if row.name in wanted:
                 for head, error in enumerate(row.heads):
                     errors[row.name, head] = max(error, errors.get((row.name, head), 0.0))
-        worst: dict[str, list[int]] = {}
-        for name, head in _largest(errors, count):
-            worst.setdefault(name, []).append(head)
-        return {name: sorted(heads) for name, heads in worst.items()}
+        return best_heads(errors, count)
 
 
-def _largest(errors: Mapping[Any, float], count: int) -> list[Any]:
-    check_kept("heads", len(errors), count)
-    # nan is the largest error of all
-    return sorted(errors, key=lambda x: math.inf if math.isnan(errors[x]) else errors[x], reverse=True)[:count]
+def best_heads(scores: Mapping[tuple[str, int], float], count: int) -> dict[str, list[int]]:
+    """Choose the ``count`` heads with the largest scores, by the attention's name; nan is the largest of all."""
+    check_kept("heads", len(scores), count)
+    chosen: dict[str, list[int]] = {}
+    for name, head in sorted(scores, key=lambda x: math.inf if math.isnan(scores[x]) else scores[x], reverse=True)[
+        :count
+    ]:
+        chosen.setdefault(name, []).append(head)
+    return {name: sorted(heads) for name, heads in chosen.items()}
 
 
 @torch.no_grad()
-def measure(
-    teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[Batch], *, divergence: bool = False
-) -> Report:
+def measure(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterable[Batch]) -> Report:
     """Run both models on the same inputs and compare them.
 
         report = measure(original, converted, [tokenizer(texts, padding=True, return_tensors="pt")])
@@ -214,7 +363,6 @@ def measure(
         teacher: the original, not converted.
         student: the same model, converted.
         batches: of inputs, a few texts each.
-        divergence: measure the KL of the weights too; takes L x L numbers for each head.
 
     Raises:
         ValueError: a model that is not of transformers, one that was not converted, or no inputs.
@@ -225,7 +373,7 @@ def measure(
     layers = conversion(student).layers
     alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in layers)
     errors = HiddenStateErrors(pools=alone and not causal, predicts=alone and causal and student.can_generate())
-    watch = _Watch(teacher, student, divergence)
+    watch = _Watch(teacher, student)
     with evaluating(teacher, student):
         for batch in batches:
             watch.start()
@@ -249,52 +397,109 @@ def measure(
 
 
 @dataclass
-class _Sums:
-    """Sums over all batches that a `Row` is made of."""
+class CallErrors:
+    """Errors of a core in calls of one attention, as sums over the real tokens, by head (H).
 
-    layer: Layer
+    Args:
+        error: ``|core - exact|^2`` of the outputs.
+        size: ``|exact|^2``.
+        variance: expected squared errors of the weights of some queries, see `predicted_error`.
+        weight: squares of these weights.
+        reason: why there is no formula for the variance; "" where there is one.
+    """
+
     error: Tensor
     size: Tensor
-    squares: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of queries, of keys
-    counts: list[int] = field(default_factory=lambda: [0, 0])
-    largest: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    variance: float = 0.0
-    weight: float = 0.0
-    reason: str = ""
-    divergence: float = 0.0
-    rows: int = 0
+    variance: Tensor
+    weight: Tensor
+    reason: str
 
-    def row(self, name: str, call: int, divergence: bool) -> Row:
-        query, key = (
-            Norms(math.sqrt(s / max(1, n)), top)
-            for s, n, top in zip(self.squares, self.counts, self.largest, strict=True)
+    @classmethod
+    def of(cls, call: AttentionCall, core: AttentionCore) -> CallErrors:
+        """Measure a core on the inputs of a call whose output is known."""
+        assert call.output is not None
+        query, key, none = call.query, call.key, torch.zeros(call.query.shape[1], dtype=torch.float64)
+        key_mask, causal = call.visible()
+        real = call.real
+        off = kept_tokens((call.attend(core).double() - call.output.double()).square().sum(-1), real)
+        size = kept_tokens(call.output.double().square().sum(-1), real)
+        errors = cls(off.sum(0).cpu(), size.sum(0).cpu(), none, none, "near tokens exactly")
+        if core.has_near:
+            return errors
+        length = query.shape[2]
+        some = torch.linspace(0, length - 1, min(length, QUERIES)).long().unique().to(query.device)
+        weights = attention_weights(
+            query.double(),
+            key.double(),
+            scale=call.scale,
+            causal=causal,
+            key_mask=key_mask,
+            position_bias=call.options.get("position_bias"),
+            rows=some,
         )
-        return Row(
-            name=name,
-            call=call,
-            method=self.layer.method,
-            query=query,
-            key=key,
-            error=_ratio(self.error.sum(), self.size.sum()),
-            heads=tuple(_ratio(x, y) for x, y in zip(self.error, self.size, strict=True)),
-            predicted=None if self.reason else min(CEILING, math.sqrt(self.variance / max(self.weight, 1e-300))),
-            reason=self.reason,
-            divergence=self.divergence / max(1, self.rows) if divergence else None,
-        )
+        if real is not None:
+            weights = weights * real[:, None, some, None]
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        variance = predicted_error(core, query[:, :, some], key, weights, call.scale)
+        if isinstance(variance, str):
+            return replace(errors, reason=variance)
+        return replace(errors, variance=variance, weight=weights.square().sum((0, 2, 3)).cpu(), reason="")
+
+    def __add__(self, other: CallErrors) -> CallErrors:
+        """Errors of both."""
+        sums = {x: getattr(self, x) + getattr(other, x) for x in ("error", "size", "variance", "weight")}
+        return replace(other, **sums)
+
+    def relative(self, head: int | slice = slice(None)) -> float:
+        """Relative error of the outputs, of a head or of all together."""
+        return _ratio(self.error[head].sum(), self.size[head].sum())
+
+    @property
+    def predicted(self) -> float | None:
+        """Expected relative error of the weights; None where there is no formula."""
+        return None if self.reason else min(CEILING, _ratio(self.variance.sum(), self.weight.sum()))
 
 
 def _ratio(error: Tensor, size: Tensor) -> float:
     return float((error / size.clamp(min=1e-300)).sqrt())
 
 
+def kept_tokens(x: Tensor, real: Tensor | None) -> Tensor:
+    """Numbers of all tokens without those of padding, (B, L, ...) -> (N, ...)."""
+    return x.flatten(0, 1) if real is None else x[real.expand(x.shape[:2])]
+
+
+@dataclass
+class _NormSums:
+    """Sums over all batches that `Norms` are made of."""
+
+    squares: float = 0.0
+    count: int = 0
+    largest: float = 0.0
+
+    def add(self, x: Tensor, scale: float, real: Tensor | None) -> None:
+        """Count in vectors (B, H, L, D)."""
+        norms = kept_tokens(x.float().square().sum(-1).transpose(1, 2) * scale, real)
+        self.squares += float(norms.sum(dtype=torch.float64))
+        self.count += norms.numel()
+        self.largest = max(self.largest, math.sqrt(float(norms.max())))
+
+    @property
+    def norms(self) -> Norms:
+        return Norms(math.sqrt(self.squares / max(1, self.count)), self.largest)
+
+
 class _Watch:
     """Attention of the original that has the student's cores attend to the same queries, keys and values."""
 
-    def __init__(self, teacher: PreTrainedModel, student: PreTrainedModel, divergence: bool) -> None:
+    def __init__(self, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
         self.names = {id(module): name for name, module in teacher.named_modules()}
-        self.student, self.cores, self.divergence = student, cores(student), divergence
+        self.student, self.cores = student, cores(student)
         self.layers = {x.name: x for x in conversion(student).layers}
-        self.sums: dict[tuple[str, int], _Sums] = {}
+        self.errors: dict[tuple[str, int], CallErrors] = {}
+        self.norms: defaultdict[tuple[str, int], tuple[_NormSums, _NormSums]] = defaultdict(
+            lambda: (_NormSums(), _NormSums())
+        )
         self.calls: Counter[str] = Counter()
 
     def start(self) -> None:
@@ -302,106 +507,28 @@ class _Watch:
         self.calls.clear()
 
     def rows(self) -> tuple[Row, ...]:
-        return tuple(sums.row(name, call, self.divergence) for (name, call), sums in self.sums.items())
+        rows = []
+        for (name, call), x in self.errors.items():
+            query, key = self.norms[name, call]
+            heads = tuple(x.relative(i) for i in range(len(x.error)))
+            method = self.layers[name].method
+            rows.append(Row(name, call, method, query.norms, key.norms, x.relative(), heads, x.predicted, x.reason))
+        return tuple(rows)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         name = self.names[id(module)]
-        if name not in self.cores:
-            if name in self.layers:  # kept as it was: there is no core to compare
-                return attend_exactly(module, query, key, value, mask, **options)
+        if name not in self.layers:
             raise ValueError(f"the original attends in {name}, which the converted model does not have.")
         exact, _ = attend_exactly(module, query, key, value, mask, **options)
-        layer, core = self.layers[name], self.cores[name]
-        approximate, weights = attend(
-            core,
-            self.student.get_submodule(name),
-            query,
-            key,
-            value,
-            mask,
-            **{**options, "output_attentions": self.divergence},
-        )
-        call = (name, self.calls[name])
-        self.calls[name] += 1
-        none = torch.zeros(layer.num_heads, dtype=torch.float64)
-        sums = self.sums.setdefault(call, _Sums(layer, none, none.clone()))
-        key_mask, causal = read_mask(mask, query, key, layer.causal)
-        seen = None if key_mask is None else key_mask[:, None, None]
-        if causal:
-            seen = _causal(seen, query, key)
-        real = key_mask if query.shape[2] == key.shape[2] else None
-        self._errors(sums, approximate, exact, real)
-        for i, (x, kept) in enumerate(((query, real), (key, key_mask))):
-            norms = _kept(x.float().square().sum(-1).transpose(1, 2) * layer.scale, kept)
-            sums.squares[i] += float(norms.sum(dtype=torch.float64))
-            sums.counts[i] += norms.numel()
-            sums.largest[i] = max(sums.largest[i], math.sqrt(float(norms.max())))
-        self._weights(sums, core, query, key, seen, real, options.get("position_bias"), weights)
+        if name in self.cores:  # else it was kept: there is no core to compare
+            place = (name, self.calls[name])
+            self.calls[name] += 1
+            own = self.student.get_submodule(name)
+            call = AttentionCall(*place, own, query, key, value, mask, options, exact)
+            errors = CallErrors.of(call, self.cores[name])
+            self.errors[place] = self.errors[place] + errors if place in self.errors else errors
+            for sums, x, real in zip(self.norms[place], (query, key), (call.real, call.visible()[0]), strict=True):
+                sums.add(x, call.scale, real)
         return exact, None
-
-    @staticmethod
-    def _errors(sums: _Sums, approximate: Tensor, exact: Tensor, real: Tensor | None) -> None:
-        for total, x in ((sums.error, approximate.double() - exact.double()), (sums.size, exact.double())):
-            total += _kept(x.square().sum(-1), real).sum(0).cpu()
-
-    def _weights(
-        self,
-        sums: _Sums,
-        core: AttentionCore,
-        query: Tensor,
-        key: Tensor,
-        seen: Tensor | None,
-        real: Tensor | None,
-        bias: Tensor | None,
-        approximate: Tensor | None,
-    ) -> None:
-        """Count in the predicted error and the divergence, by the exact weights of some queries.
-
-        Args:
-            sums: to count into.
-            core: of the student.
-            query: (B, H, L, D).
-            key: (B, G, S, D).
-            seen: which keys each query sees, (B or 1, 1, 1 or L, S); None: all.
-            real: (B, L), which queries are no padding; None: all.
-            bias: (1, H, L, S), added to the logits.
-            approximate: weights of the core (B, H, L, S), where the divergence is wanted.
-        """
-        if sums.reason and approximate is None:
-            return
-        length = query.shape[2]
-        some = torch.linspace(0, length - 1, min(length, QUERIES)).long().unique()
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        query = query[:, :, some]
-        logits = (query.double() @ key.double().mT) * sums.layer.scale
-        if bias is not None:
-            logits = logits + bias[:, :, some]
-        if seen is not None:
-            logits = logits.masked_fill(~(seen if seen.shape[2] == 1 else seen[:, :, some]), -math.inf)
-        weights = logits.softmax(-1).nan_to_num()
-        if real is not None:
-            weights = weights * real[:, None, some, None]
-        variance = predicted_error(core, query, key, weights, sums.layer.scale)
-        if isinstance(variance, str):
-            sums.reason = variance
-        else:
-            sums.variance += float(variance.sum())
-            sums.weight += float(weights.square().sum())
-        if approximate is not None:
-            near = approximate[:, :, some].double().clamp(min=FLOOR)
-            sums.divergence += float(torch.special.xlogy(weights, weights / near).sum())
-            sums.rows += int((weights > 0).any(-1).sum())
-
-
-def _kept(x: Tensor, real: Tensor | None) -> Tensor:
-    """Numbers of all tokens without those of padding, (B, L, ...) -> (N, ...)."""
-    return x.flatten(0, 1) if real is None else x[real.expand(x.shape[:2])]
-
-
-def _causal(keys: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """Mask of the keys that each query sees, (B or 1, 1, L, S)."""
-    L, S = query.shape[2], key.shape[2]
-    past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)[None, None]
-    return past if keys is None else past & keys

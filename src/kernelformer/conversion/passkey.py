@@ -1,4 +1,4 @@
-"""Long texts with a number hidden in them, which a causal language model is asked for at the end (2305.16300)."""
+"""Passkey retrieval (2305.16300), and linear probes of embeddings."""
 
 from __future__ import annotations
 
@@ -187,13 +187,6 @@ def passkeys(texts: Sequence[str], tokenizer: Any, length: int, count: int, seed
     The depths are ``(i + 1/2) / count`` for i < count; the numbers and the places where the surrounding text begins are
     drawn. Texts are joined, and begin again where they are shorter than that.
 
-    Args:
-        texts: to hide it in.
-        tokenizer: of transformers.
-        length: L, tokens of each with question and answer.
-        count: how many.
-        seed: of the draws; another length has others.
-
     Raises:
         ValueError: there is no room for a sentence and a question, the texts have no tokens, or all numbers have the
             same.
@@ -237,7 +230,7 @@ def _question(tokenizer: Any, key: str) -> tuple[list[int], list[int]]:
 
 
 def tells_numbers(tokenizer: Any) -> bool:
-    """Whether a tokenizer has different tokens for different numbers; that of proteins has none for any."""
+    """Return True if a tokenizer has different tokens for different numbers; that of proteins has none for any."""
     try:
         _question(tokenizer, "0" * DIGITS)
     except ValueError:
@@ -246,12 +239,7 @@ def tells_numbers(tokenizer: Any) -> bool:
 
 
 def number_tokens(tokenizer: Any, seed: int = 0) -> list[list[int]]:
-    """Token ids of random numbers of five digits, each after a blank; none where a tokenizer has no digits.
-
-    Args:
-        tokenizer: of transformers.
-        seed: of the numbers.
-    """
+    """Token ids of random numbers of five digits, each after a blank; none where a tokenizer has no digits."""
     if not tells_numbers(tokenizer):
         return []
     drawn = torch.randint(10**DIGITS, (NUMBERS,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -260,7 +248,7 @@ def number_tokens(tokenizer: Any, seed: int = 0) -> list[list[int]]:
 
 
 def knows_numbers(source: Source) -> bool:
-    """Whether a model has different tokens for different numbers, all of them in its vocabulary."""
+    """Return True if a model has different tokens for different numbers, all of them in its vocabulary."""
     tokens = number_tokens(source.tokenizer)
     return bool(tokens) and max(map(max, tokens)) < source.model.config.get_text_config().vocab_size
 

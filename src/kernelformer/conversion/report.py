@@ -13,9 +13,8 @@ from typing import Any, BinaryIO
 
 from rich.table import Table
 
-from kernelformer.conversion.losses import standard_error
+from kernelformer.conversion.losses import CONVERTED, KERNEL, NEAR, ORIGINAL, Figures, standard_error
 from kernelformer.conversion.measure import Report, Row
-from kernelformer.conversion.parts import CONVERTED, KERNEL, NEAR, ORIGINAL, Figures
 from kernelformer.conversion.passkey import Probe
 from kernelformer.conversion.texts import TextsUsed
 from kernelformer.files import check_regular, finite

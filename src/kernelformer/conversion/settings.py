@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kernelformer.errors import choice
-from kernelformer.settings import KIND, PICKLE, SEED, TEXTS, Settings, option, parse_layers, same_option
+from kernelformer.settings import KIND, PICKLE, SEED, TEXTS, Settings, option, parse_layers
 
-FEATURES = 128  # or landmarks, or the rank, where nobody says
+FEATURES = 128  # default number of features or landmarks, or the rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertSettings(Settings):
-    """How to convert.
+class JudgeSettings(Settings):
+    """Settings for judging a converted model beside its original.
+
+    Args:
+        text: texts to measure on; None: random tokens.
+        length: tokens of a text; None: that of the conversion.
+        samples: texts to measure on; windows of ``length`` tokens of joined texts for causal models.
+        batch: texts, or windows, of a step.
+        allow_pickle: see `load_source`.
+        seed: of draws and of the order of texts.
+        passkeys: numbers hidden in texts of each length, which a causal model is asked for; 0: none, see `judge`.
+        passkey_lengths: tokens of those texts; empty: 512 and 1024, as far as the model has positions.
+        sample_tokens: that original and converted decoder write after the same beginnings; 0: none; None: 64.
+        probe: labelled texts of ``text``, half of them to fit a linear classifier of embeddings and half to try it on.
+        judge_minutes: of judging; what there was no time for is named; None: as long as it takes.
+    """
+
+    text: Path | None = option(None, "texts to measure on; default: random tokens")
+    length: int | None = option(None, "tokens of a text; default: as in the conversion", least=2)
+    samples: int = option(8, "texts to measure on; causal: windows", least=1)
+    batch: int = option(4, "texts, or windows, at once", least=1)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    seed: int = option(0, f"{SEED} of draws and of the order of texts", least=0)
+    passkeys: int = option(4, "numbers hidden in long texts that a decoder is asked for, of each length", least=0)
+    passkey_lengths: tuple[int, ...] = option((), "tokens of these texts; default: 512,1024", least=1)
+    sample_tokens: int | None = option(None, "tokens that both decoders write, side by side; default: 64", least=0)
+    probe: int = option(0, "labelled texts of --text for a linear probe of an encoder", least=0)
+    judge_minutes: float | None = option(None, "of judging, at most; default: as long as it takes", least=0)
+
+
+# Settings of a conversion that change no weight.
+JUDGED = ("passkeys", "passkey_lengths", "sample_tokens", "probe", "judge_minutes", "no_judge")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSettings(JudgeSettings):
+    """Settings of a conversion, and for judging what it made.
 
     Args:
         attention: ``method:option=value:...``; ``softmax`` changes nothing, which is a check of all the rest. Empty:
-            what `hf.propose` says: ``wildcat`` with a window for encoders that are not distilled, ``local`` or
+            the result of `proposal`: ``wildcat`` with a window for encoders that are not distilled, ``local`` or
             ``favor+`` with one for such decoders, ``loglinear`` with one where it is distilled.
         features: number of features, landmarks or the rank, whichever the method has; None: 128, or 64 for the
             ``loglinear`` with a window that is the default of a distillation.
@@ -38,20 +73,11 @@ class ConvertSettings(Settings):
             learns to find them, see `Repeats`; None: half of them.
         text: texts to measure on; None: some of ``distill`` that are left out there, or random tokens.
         length: tokens of a text; None: 256, or what the model has.
-        samples: texts to measure on; windows of ``length`` tokens of joined texts for causal models.
-        batch: texts, or windows, of a step.
         task: see `load_source`.
-        allow_pickle: see `load_source`.
-        seed: of draws and of the order of texts.
-        passkeys: numbers hidden in texts of each length, which a causal model is asked for; 0: none, see `judge`.
-        passkey_lengths: tokens of those texts; empty: 512 and 1024, as far as the model has positions.
-        sample_tokens: that original and converted decoder write after the same beginnings; 0: none; None: 64.
-        probe: labelled texts of ``text``, half of them to fit a linear classifier of embeddings and half to try it on.
-        judge_minutes: of judging; what there was no time for is named; None: as long as it takes.
         no_judge: write the model without judging it beside its original.
     """
 
-    attention: str = option("", "method, or method:option=value; default: by the kind of model, and said why")
+    attention: str = option("", "method, or method:option=value; default: by the kind of model, with the reason")
     features: int | None = option(
         None, "features, landmarks or rank; default: 128; 64 beside the window that --distill takes", least=1
     )
@@ -69,20 +95,11 @@ class ConvertSettings(Settings):
     repeats: float | None = option(None, "share of a decoder's rows in which passages come again; default: 0.5")
     text: Path | None = option(None, "texts to measure on; default: some of --distill")
     length: int | None = option(None, "tokens of a text; default: 256", least=2)
-    samples: int = option(8, "texts to measure on; causal: windows", least=1)
-    batch: int = option(4, "texts, or windows, at once", least=1)
     task: str = option(
         "auto",
         "what the model is: auto, encoder, masked, causal or seq2seq",
         choices=("auto", "encoder", "masked", "causal", "seq2seq"),
     )
-    allow_pickle: bool = option(False, PICKLE, switch=True)
-    seed: int = option(0, f"{SEED} of draws and of the order of texts", least=0)
-    passkeys: int = option(4, "numbers hidden in long texts that a decoder is asked for, of each length", least=0)
-    passkey_lengths: tuple[int, ...] = option((), "tokens of these texts; default: 512,1024", least=1)
-    sample_tokens: int | None = option(None, "tokens that both decoders write, side by side; default: 64", least=0)
-    probe: int = option(0, "labelled texts of --text for a linear probe of an encoder", least=0)
-    judge_minutes: float | None = option(None, "of judging, at most; default: as long as it takes", least=0)
     no_judge: bool = option(False, "do not judge the model beside its original", switch=True)
 
     def __post_init__(self) -> None:
@@ -143,35 +160,9 @@ class ConvertSettings(Settings):
         return parse_layers(self.layers) if self.layers else None
 
 
-# Settings of a conversion that change no weight.
-JUDGED = ("passkeys", "passkey_lengths", "sample_tokens", "probe", "judge_minutes", "no_judge")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeSettings(Settings):
-    """How to judge a converted model; the settings of a conversion of the same names."""
-
-    text: Path | None = option(None, "texts to measure on; default: random tokens")
-    length: int | None = option(None, "tokens of a text; default: as in the conversion", least=2)
-    samples: int = same_option(ConvertSettings, "samples")
-    batch: int = same_option(ConvertSettings, "batch")
-    allow_pickle: bool = same_option(ConvertSettings, "allow_pickle")
-    seed: int = same_option(ConvertSettings, "seed")
-    passkeys: int = same_option(ConvertSettings, "passkeys")
-    passkey_lengths: tuple[int, ...] = same_option(ConvertSettings, "passkey_lengths")
-    sample_tokens: int | None = same_option(ConvertSettings, "sample_tokens")
-    probe: int = same_option(ConvertSettings, "probe")
-    judge_minutes: float | None = same_option(ConvertSettings, "judge_minutes")
-
-    @classmethod
-    def of(cls, setting: ConvertSettings) -> JudgeSettings:
-        """Take those of a conversion."""
-        return cls(**{x.name: getattr(setting, x.name) for x in fields(cls)})
-
-
 @dataclass(frozen=True, kw_only=True)
 class AdviseSettings(Settings):
-    """How to look at a model before it is converted.
+    """Settings for advice on a model before it is converted.
 
     Args:
         text: texts of the kind that the model is for.
@@ -205,7 +196,7 @@ LOGITS = ("last", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Settings):
-    """How to export.
+    """Settings of an export.
 
     Args:
         logits: of a causal model's prompt: those of its last token, which a generation needs, or of all of them.

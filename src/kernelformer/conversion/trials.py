@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from kernelformer.conversion.losses import Batch, Figure, Reference, attention_loss
-from kernelformer.conversion.measure import CEILING, predicted_error
-from kernelformer.conversion.profile import attention_weights
-from kernelformer.conversion.transfer import start_maps
-from kernelformer.hf.capture import AttentionCall, attention_calls
+from kernelformer.conversion.measure import CEILING, CallErrors
+from kernelformer.conversion.tune import start_maps
 from kernelformer.hf.convert import convert, cores, undo
-from kernelformer.hf.find import find_attentions
+from kernelformer.hf.find import AttentionCall, attention_calls, find_attentions
 from kernelformer.modules import METHODS, AttentionCore, build_attention, parse_method
 from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import maps_by_head
@@ -59,7 +57,7 @@ class Candidate:
 
     @property
     def learned(self) -> bool:
-        """Whether it has maps that learn."""
+        """True if it has maps that learn."""
         return self.name == LEARNED
 
     @property
@@ -150,7 +148,6 @@ def _streams(spec: str) -> bool:
 
 
 RATE, WARM_UP = 2e-2, 5  # of the fit: above that of `transfer`, whose steps are many
-QUERIES = 32  # of each text, evenly spread, on which closed forms are evaluated
 
 
 @dataclass(frozen=True)
@@ -245,11 +242,11 @@ class Trials:
         """
         with self.converted(candidate) as student:
             inside = cores(student)
-            sums: dict[tuple[str, int], list[Tensor]] = {}
+            sums: dict[tuple[str, int], CallErrors] = {}
             for calls in self.calls:
                 for call in calls:
-                    new, key = _errors(call, inside[call.name]), (call.name, call.call)
-                    sums[key] = [a + b for a, b in zip(sums[key], new, strict=True)] if key in sums else new
+                    new, key = CallErrors.of(call, inside[call.name]), (call.name, call.call)
+                    sums[key] = sums[key] + new if key in sums else new
             prepared = candidate.learned or any(x.calibrates for x in inside.values())
             if prepared and candidate not in self.states:
                 self.states[candidate] = {name: x.state_dict() for name, x in inside.items()}
@@ -312,52 +309,22 @@ def fit_maps(
     return steps
 
 
-def _errors(call: AttentionCall, core: AttentionCore) -> list[Tensor]:
-    """Of one call, by head (H): squared error, squared size; variance and squared weights of the closed form."""
-    mask, causal = call.visible()
-    assert call.output is not None
-    off = (call.attend(core).double() - call.output.double()).square().sum(-1)  # (B, L, H)
-    size = call.output.double().square().sum(-1)
-    kept = torch.ones(off.shape[:2], dtype=torch.bool, device=off.device) if mask is None else mask
-    length = call.query.shape[2]
-    rows = torch.linspace(0, length - 1, min(length, QUERIES)).long().unique()
-    variance: Tensor | str = "near"
-    weights = torch.zeros(())
-    if not core.has_near:
-        weights = attention_weights(
-            call.query.double(),
-            call.key.double(),
-            scale=call.scale,
-            causal=causal,
-            key_mask=mask,
-            position_bias=call.options.get("position_bias"),
-            rows=rows,
-        )
-        weights = weights * kept[:, None, rows, None]
-        groups = call.query.shape[1] // call.key.shape[1]
-        variance = predicted_error(
-            core, call.query[:, :, rows], call.key.repeat_interleave(groups, 1), weights, call.scale
-        )
-    sums = [off[kept].sum(0), size[kept].sum(0)]
-    return sums if isinstance(variance, str) else [*sums, variance, weights.square().sum((0, 2, 3))]
-
-
-def _gathered(sums: Mapping[tuple[str, int], Sequence[Tensor]]) -> Errors:
-    def ratio(top: Tensor, bottom: Tensor) -> float:
-        value = float((top / bottom.clamp(min=1e-300)).sqrt())
+def _gathered(sums: Mapping[tuple[str, int], CallErrors]) -> Errors:
+    def finite(value: float) -> float:
         return min(value, CEILING) if not math.isnan(value) else CEILING
 
     rows = list(sums.values())
+    predicted = tuple(x.predicted for x in rows)
     return Errors(
         calls=tuple(sums),
-        heads=tuple(tuple(ratio(a, b) for a, b in zip(x[0], x[1], strict=True)) for x in rows),
-        layers=tuple(ratio(x[0].sum(), x[1].sum()) for x in rows),
-        predicted=tuple(ratio(x[2].sum(), x[3].sum()) for x in rows) if all(len(x) == 4 for x in rows) else None,
+        heads=tuple(tuple(finite(x.relative(i)) for i in range(len(x.error))) for x in rows),
+        layers=tuple(finite(x.relative()) for x in rows),
+        predicted=None if None in predicted else predicted,  # type: ignore[arg-type]
     )
 
 
 POINTS = 4  # at least
-BEYOND = 1.5  # times the largest error that was measured, or less than the smallest: nobody knows
+BEYOND = 1.5  # times the largest error that was measured, or less than the smallest: not predicted beyond
 LEAST_SPREAD = 0.2  # of the logarithm: a few points may lie on a line by chance
 
 
@@ -492,13 +459,7 @@ def timed_core(method: str, options: Mapping[str, Any], shape: Shape) -> Attenti
 
 @torch.no_grad()
 def time_attentions(cores: Mapping[str, AttentionCore], shape: Shape, length: int) -> dict[str, Timing]:
-    """Time attentions and exact attention by SDPA, in turns; one that fails is left out.
-
-    Args:
-        cores: by name.
-        shape: of their inputs, which are random.
-        length: tokens.
-    """
+    """Time attentions and exact attention by SDPA, in turns; one that fails is left out."""
     q, k, v = _inputs(shape, length)
     exact = build_attention(EXACT, head_dim=shape.head_dim, num_heads=shape.num_heads)
     steps = {

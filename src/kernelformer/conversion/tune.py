@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import math
-import re
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from kernelformer.conversion.losses import attention_loss, output_loss
-from kernelformer.errors import positive_int
-from kernelformer.hf.capture import AttentionCall, attention_calls
+from kernelformer.feature_maps.untied import LogLinearMap
 from kernelformer.hf.convert import conversion, cores
-from kernelformer.modules import AttentionCore
+from kernelformer.hf.find import AttentionCall, attention_calls
+from kernelformer.modules import AttentionCore, KernelCore, MixedCore
 from kernelformer.modules.calibration import evaluating
 
 Batch = Mapping[str, Tensor]
 
 
-class Watched:
-    """An original whose attentions are watched on batch after batch.
+class TeacherActivations:
+    """Inputs of an original's attentions, recorded batch by batch.
 
     Args:
         teacher: the original, in evaluation mode.
@@ -49,12 +45,12 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Reuse:
-    """How often, and in which order, what was seen of a batch serves.
+class ReusePolicy:
+    """Policy by which recorded batches are reused.
 
     Batches come in blocks of ``block``: first each once, as the original is run on it; then again, ``times`` in all, in
     an order that the step's number gives. So a step costs a pass of the original only now and then, and a run that
-    was stopped goes on by its number of steps alone.
+    was stopped resumes by its number of steps alone.
 
     Args:
         block: batches that are kept at a time.
@@ -73,7 +69,9 @@ class Reuse:
         blocks, rest = divmod(steps, self.block * self.times)
         return blocks * self.block + min(rest, self.block)
 
-    def steps(self, watched: Watched, batches: Iterator[Batch], first: int, last: int) -> Iterator[Turn]:
+    def steps(
+        self, watched: TeacherActivations, batches: Iterator[Batch], first: int, last: int
+    ) -> Iterator[StepBatch]:
         """Yield what each step from ``first`` on works with; ``batches`` begin with `first_batch` of ``first``.
 
         Args:
@@ -97,12 +95,12 @@ class Reuse:
                 kept[number] = watched(batch), real_tokens(batch)
             if step >= first:
                 calls, tokens = kept[number]
-                yield Turn(step, calls, seed=(step // whole) * self.block + number, turn=turn, tokens=tokens)
+                yield StepBatch(step, calls, seed=(step // whole) * self.block + number, turn=turn, tokens=tokens)
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What a step works with.
+class StepBatch:
+    """Recorded attention calls of one batch, as a step uses them.
 
     Args:
         step: its number, from 0.
@@ -137,11 +135,11 @@ Point = tuple[int, float, int, float]  # step, seconds, tokens, held-out loss
 
 @dataclass
 class Progress:
-    """Progress of a stage, with which a run that was stopped goes on as if it had not been.
+    """Progress of a stage, from which a stopped run resumes exactly.
 
     Args:
         losses: of the steps so far.
-        saved: what `state` gave, to go on from.
+        saved: what `state` gave, to resume from.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -158,7 +156,7 @@ class Progress:
     _start: float = 0.0
 
     def state(self) -> dict[str, Any] | None:
-        """All that a run needs to go on, as tensors and plain values; None before the first run."""
+        """State to resume from, as tensors and plain values; None before the first run."""
         if self.optimizer is None:
             return self.saved
         return {
@@ -202,7 +200,7 @@ class Stage:
         optimizer: of the trained tensors.
         steps: at most.
         seconds: at most, if given; the schedule then follows the clock, of all runs together.
-        progress: to go on with.
+        progress: to resume from.
         look: gives the loss of the held-out texts; None: there are none.
         log: called after each step with its number and its loss.
     """
@@ -331,7 +329,7 @@ def best_rate(
 
 
 Batches = Iterator[Mapping[str, Tensor]]
-ONCE = Reuse()
+ONCE = ReusePolicy()
 
 
 class BreakdownError(ValueError):
@@ -362,7 +360,7 @@ def transfer(
     progress: Progress | None = None,
     log: Log | None = None,
     held_out: Sequence[Mapping[str, Tensor]] = (),
-    reuse: Reuse = ONCE,
+    reuse: ReusePolicy = ONCE,
     window_dropout: float = 0.0,
 ) -> list[float]:
     """Attention transfer: fit the maps of a converted model to the original's attention; the backbone stays.
@@ -383,8 +381,8 @@ def transfer(
         lr: of Adam, at its peak; it falls to nothing by a cosine.
         seconds: at most, if given; the schedule then follows the clock.
         autocast: the precision of the original's pass, such as ``torch.bfloat16``; maps are fitted in their own.
-        progress: of a run to go on with; ``steps`` counts all of them, and ``batches`` start where it stopped, or
-            with `Reuse.first_batch` of its steps.
+        progress: of a run to resume; ``steps`` counts all of them, and ``batches`` start where it stopped, or
+            with `ReusePolicy.first_batch` of its steps.
         log: called after each step with its number and the mean loss of the layers.
         held_out: inputs to look at now and then; the maps of the best look are kept.
         reuse: how often what the original saw of a batch serves; each time other rows of it count.
@@ -403,7 +401,7 @@ def transfer(
             f"attention transfer fits what a map learns, and there is nothing to learn here ({methods}); use a learned "
             f"method such as 'loglinear', or fine-tune."
         )
-    watched, inside = Watched(teacher, own, autocast), cores(student)
+    watched, inside = TeacherActivations(teacher, own, autocast), cores(student)
     parameters = [x for some in own.values() for x in some]
     options: dict[str, Any] = {"window_dropout": window_dropout}
     with evaluating(student, teacher):
@@ -485,7 +483,7 @@ def tune(
     trained = [x for group in groups for x in group["params"]]  # type: ignore[attr-defined]
 
     def losses(inputs: Mapping[str, Tensor]) -> Tensor:
-        # Entered anew in each step: within one context autocast would go on with weights of its first pass.
+        # Entered anew in each step: within one context autocast would keep using weights of its first pass.
         with torch.autocast(student.device.type, dtype=autocast, enabled=autocast is not None):
             with torch.no_grad():
                 wanted = teacher(**inputs, output_hidden_states=True)
@@ -515,84 +513,120 @@ def quick_dtype(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if device.type == "cpu" and torch.cpu._is_avx512_bf16_supported() else None
 
 
-# How models name the projection of the values and that of the output, within an attention and beside it.
-VALUES = ("v_proj", "value", "v_lin", "v", "Wv")
-OUTPUTS = ("o_proj", "out_proj", "out_lin", "o", "Wo", "dense", "c_proj", "proj")
-BESIDE = ("output.dense",)
-ALPHA = 2.0  # times the rank: what peft multiplies the product by, over the rank
+KEYS = 4096  # of each head that centres are made of, at most
+ROUNDS = 8  # of k-means
+SAME, CENTRES = "as it was", "keys"
 
 
-def lora_targets(student: nn.Module, patterns: str = "") -> list[str]:
-    """Name the linear layers that LoRA is put on.
+def start_student(
+    student: PreTrainedModel, teacher: PreTrainedModel, batches: Iterable[Batch], *, autocast: torch.dtype | None = None
+) -> dict[str, str]:
+    """Initialize the maps of a converted model as `start_maps` finds best, by what its original sees on some batches.
 
     Args:
         student: converted.
-        patterns: of their names, such as ``*.v_proj,*.o_proj``; empty: projections of the values and outputs of every
-            converted attention.
+        teacher: the same model, not converted.
+        batches: of inputs; the last is held out to compare by.
+        autocast: the precision of the original's pass, such as ``torch.bfloat16``.
 
-    Raises:
-        ValueError: a pattern that fits no linear layer, or a model whose projections have other names.
+    Returns:
+        Which start each map that could choose has taken; empty where no map learns.
     """
-    layers = {name: x for name, x in student.named_modules() if isinstance(x, nn.Linear | Conv1D)}
-    owners = Counter(id(x.weight) for x in student.modules() if isinstance(getattr(x, "weight", None), nn.Parameter))
-    # What is merged into a weight that is tied, such as a head's, would change word embeddings too.
-    linear = [name for name, x in layers.items() if owners[id(x.weight)] == 1]
-    if patterns:
-        wanted = [x.strip() for x in patterns.split(",") if x.strip()]
-        for pattern in wanted:
-            if not any(fnmatchcase(x, pattern) for x in linear):
-                tied = ", whose weight is another layer's too" if any(fnmatchcase(x, pattern) for x in layers) else ""
-                raise ValueError(
-                    f"no linear layer of {type(student).__name__} fits {pattern!r}{tied}; it has {_kinds(linear)}."
-                )
-        return [x for x in linear if any(fnmatchcase(x, y) for y in wanted)]
-    found = []
-    for attention in conversion(student).replaced:
-        parent = attention.rpartition(".")[0]
-        inside = [f"{attention}.{x}" for x in (*VALUES, *OUTPUTS)]
-        found += [x for x in (*inside, *(f"{parent}.{y}" for y in BESIDE)) if x in linear]
-    if not found:
-        raise ValueError(
-            f"the projections of the values and outputs of {type(student).__name__} are not known by name; say which "
-            f"layers by lora_layers, of {_kinds(linear)}."
-        )
-    return found
+    own = {name: core for name, core in cores(student).items() if name in learned(student)}
+    if not own:
+        return {}
+    with evaluating(teacher, student):
+        watched = TeacherActivations(teacher, own, autocast)
+        return start_maps(own, [watched(x) for x in batches])
 
 
-def _kinds(names: Sequence[str]) -> str:
-    """Names with their numbers left out, each once."""
-    return ", ".join(dict.fromkeys(re.sub(r"\d+", "*", x) for x in names)) or "none"
+@torch.no_grad()
+def start_maps(cores: Mapping[str, AttentionCore], batches: Sequence[Sequence[AttentionCall]]) -> dict[str, str]:
+    """Initialize loglinear maps, optionally at k-means centres of the original's keys, whichever loss is smaller.
 
+    With centres c_1 ... c_M of the keys (k-means in the metric of the kernel), and x already times sqrt(scale),
 
-class Lora:
-    """LoRA inside a converted model: low-rank products beside some of its linear layers are what is left to train.
+        phi_i(q) = exp(q . c_i)        phi_i(k) = softmax_i(k . c_i - |c_i|^2 / 2)
 
-        W x  ->  W x + 2 B A x        A (r, in) drawn, B (out, r) zero
+    so that ``phi(q) . phi(k)`` is exp(q . c) for a key at a centre: softmax attention to clusters. The other start is
+    what the map is now: drawn, calibrated, or learned.
 
     Args:
-        student: converted; changed in place until `merge`.
-        targets: see `lora_targets`.
-        rank: r.
-        seed: of A.
+        cores: of a converted model, by name.
+        batches: what the original's attentions saw; the last is held out to compare by, where there are several.
+
+    Returns:
+        Which start each map that could choose has taken.
     """
+    fitted, held = batches[:-1] or batches, batches[-1]
+    chosen = {}
+    for name, core in cores.items():
+        linear = core.linear if isinstance(core, MixedCore) else core
+        if not isinstance(linear, KernelCore) or not isinstance(linear.feature_map, LogLinearMap):
+            continue
+        phi = linear.feature_map
+        calls = [x for some in fitted for x in some if x.name == name]
+        tests = [x for x in held if x.name == name]
+        if not phi.options.get("unit_keys", True) or not calls:
+            continue
+        before = [x.clone() for x in phi.parameters()]
+        first = _loss(core, tests)
+        _set_centres(core, linear, phi, calls)
+        if not _loss(core, tests) < first:
+            for x, old in zip(phi.parameters(), before, strict=True):
+                x.copy_(old)
+            chosen[name] = SAME
+        else:
+            chosen[name] = CENTRES
+    return chosen
 
-    def __init__(self, student: nn.Module, targets: Sequence[str], rank: int, seed: int = 0) -> None:
-        from peft import LoraConfig, LoraModel  # takes seconds to import
 
-        self.before = {name: x.requires_grad for name, x in student.named_parameters()}
-        rank = positive_int("rank", rank)
-        config = LoraConfig(r=rank, lora_alpha=int(ALPHA * rank), target_modules=list(targets), lora_dropout=0.0)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.tuner: Any = LoraModel(student, config, "default")
-        self.student = student
-        for some in learned(student).values():
-            for x in some:
-                x.requires_grad_(True)
+def _loss(core: AttentionCore, calls: Sequence[AttentionCall]) -> float:
+    return sum(float(attention_loss(core, *x.inputs)) for x in calls) / max(1, len(calls))
 
-    def merge(self) -> None:
-        """Add the products to the weights; the model is then what it was before, with other numbers."""
-        self.tuner.merge_and_unload()
-        vars(self.student).pop("peft_config", None)
-        for name, x in self.student.named_parameters():
-            x.requires_grad_(self.before[name])
+
+def _set_centres(core: nn.Module, linear: KernelCore, phi: LogLinearMap, calls: Sequence[AttentionCall]) -> None:
+    """Set w and b of a map to centres of the keys of some calls."""
+    scale = linear.scale
+    keys = []
+    for call in calls:
+        query, key, value, key_mask = call.inputs[:4]
+        if isinstance(core, MixedCore):
+            query, key, value = (core._split(x, 1) for x in (query, key, value))
+        key = linear._normalize_qk(query, key, key_mask)[1] * scale**0.5
+        real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        keys.append(key.transpose(1, 2)[real.to(key.device)])  # (N, G, D)
+    every = torch.cat(keys).transpose(0, 1)
+    maps = phi.w_k.shape[0]  # key heads, fewer or more than the keys have, or 1 where all share a map
+    if maps == 1:
+        every = every.flatten(0, 1)[None]
+    elif maps != every.shape[0]:
+        every = every.repeat_interleave(maps // every.shape[0], 0)
+    gen = torch.Generator().manual_seed(phi.seed_number)
+    centres = torch.stack([key_centres(x, phi.w_k.shape[1], gen) for x in every]).to(phi.w_k)
+    groups = phi.w_q.shape[0] // maps
+    phi.w_k.copy_(centres)
+    phi.b_k.copy_(-0.5 * centres.square().sum(-1))
+    phi.w_q.copy_(centres.repeat_interleave(groups, 0))
+    phi.b_q.zero_()
+
+
+def key_centres(keys: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Centres of keys (N, D) by k-means, (count, D); where keys are fewer some centres are the same.
+
+    First centres are keys, each drawn with a probability as the squared distance to those before it (k-means++).
+    """
+    order = torch.randperm(len(keys), generator=generator).to(keys.device)
+    keys = keys[order[:KEYS]].float()
+    chosen, distance = [0], (keys - keys[0]).square().sum(-1)
+    for _ in range(count - 1):
+        odds = distance.cpu() if float(distance.max()) > 0 else torch.ones(len(keys))
+        chosen.append(int(torch.multinomial(odds, 1, generator=generator)))
+        distance = torch.minimum(distance, (keys - keys[chosen[-1]]).square().sum(-1))
+    centres = keys[chosen].clone()
+    for _ in range(ROUNDS):
+        nearest = (keys @ centres.T - 0.5 * centres.square().sum(-1)).argmax(-1)
+        sums = torch.zeros_like(centres).index_add_(0, nearest, keys)
+        counts = torch.bincount(nearest, minlength=count).unsqueeze(-1)
+        centres = torch.where(counts > 0, sums / counts.clamp_min(1), centres)
+    return centres

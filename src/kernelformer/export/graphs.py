@@ -28,7 +28,7 @@ from kernelformer.modules.mixed import PairState
 
 @dataclass(frozen=True)
 class Layout:
-    """What a state is beside its tensors.
+    """Structure of a state without its tensors.
 
     Args:
         made_by: see `State`.
@@ -70,7 +70,7 @@ class Layout:
 
 @dataclass
 class Seen:
-    """What a traced call has found out; attributes of the module itself are as before after `torch.export`."""
+    """Facts found by a traced call; `torch.export` restores attributes of the module itself."""
 
     layouts: list[Layout] = field(default_factory=list)
     output: str = ""
@@ -111,7 +111,7 @@ class LayerPrompt(nn.Module):
 
     @property
     def layouts(self) -> list[Layout]:
-        """What the state is beside its tensors, known after the first call."""
+        """Structure of the state, known after the first call."""
         return self.seen.layouts
 
     @property
@@ -150,7 +150,7 @@ class LayerStep(nn.Module):
         self.outputs = ["y", *(f"next_{x}" for x in state_names(self.layouts))]
 
     def forward(self, x: Tensor, position: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Go on by one token."""
+        """Decode one token."""
         state = self.layouts[0].state(tensors, past_length(self.layouts, tensors))
         where = {} if self.layer.rotary is None else {"position_ids": position}
         y, after = self.layer.step(x, state, **where)
@@ -219,7 +219,7 @@ class Prompt(nn.Module):
 
     @property
     def layouts(self) -> list[Layout]:
-        """What the states of the layers are beside their tensors, known after the first call."""
+        """Structure of the states of the layers, known after the first call."""
         return self.seen.layouts
 
     @property
@@ -258,7 +258,7 @@ class Step(nn.Module):
         self.outputs = ["logits", *(f"next_{x}" for x in state_names(self.layouts))]
 
     def forward(self, input_ids: Tensor, position: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Go on by one token."""
+        """Decode one token."""
         cache, rest, length = empty_cache(self.model), list(tensors), past_length(self.layouts, tensors)
         for layer, layout in zip(cache.layers, self.layouts, strict=True):
             layer.state = layout.state(rest[: layout.count], length)

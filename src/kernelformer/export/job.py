@@ -30,8 +30,9 @@ from kernelformer.models import (
     KernelformerForSequenceClassification,
     KernelformerModel,
 )
+from kernelformer.models.blocks import Block
 from kernelformer.models.saved import load_saved, model_folder
-from kernelformer.models.sparse_layers import SparseAttention
+from kernelformer.modules import KernelAttention
 from kernelformer.modules.exact import GrowingCore
 
 BYTES, TOKENIZER, NUMBERS = "bytes", "tokenizer", "numbers"  # what a script makes tokens from
@@ -48,7 +49,7 @@ _READ = {
 }
 _EXAMPLE = {BYTES: "'a text'", TOKENIZER: "'a text'", NUMBERS: "'5 17 3'"}
 
-_GENERATE = '''"""Go on with a text, by onnxruntime and numpy alone: python generate.py {example} 100"""
+_GENERATE = '''"""Continue a text, by onnxruntime and numpy alone: python generate.py {example} 100"""
 import sys
 from pathlib import Path
 {imports}import numpy as np
@@ -84,7 +85,7 @@ def script(generates: bool, tokens: str, longest: int | None) -> tuple[str, str]
     """The name and the text of a script.
 
     Args:
-        generates: whether it goes on with a text; otherwise it reads one.
+        generates: continue a text; else read one.
         tokens: `BYTES`, `TOKENIZER` or `NUMBERS`.
         longest: tokens that the model has positions for.
     """
@@ -98,7 +99,7 @@ def script(generates: bool, tokens: str, longest: int | None) -> tuple[str, str]
 
 
 def token_kind(folder: Path, vocabulary: int) -> str:
-    """What the tokens of a model are: those of its tokenizer, bytes where it has none and 256 tokens, or numbers."""
+    """Kind of a model's tokens: its tokenizer's, bytes if it has none and 256 tokens, or numbers."""
     if (folder / "tokenizer.json").is_file():
         return TOKENIZER
     return BYTES if vocabulary == 256 else NUMBERS
@@ -111,7 +112,8 @@ OWN = (*ENCODERS, KernelformerForCausalLM)
 def check_model(model: Any) -> None:
     """Raise a ValueError for a model that cannot be exported: what it is, and what can be."""
     name, config = type(model).__name__, model.config
-    inner = [x for x in model.modules() if isinstance(x, SparseAttention)]
+    attentions = [x.attention for x in model.modules() if isinstance(x, Block)]
+    inner = [x for x in attentions if not isinstance(x, KernelAttention)]
     if inner:
         raise ValueError(f"{type(inner[0]).__name__} of {name} cannot be exported; use a method of list_methods().")
     if hasattr(model, "conversion"):
@@ -134,7 +136,7 @@ def check_model(model: Any) -> None:
 
 
 def is_causal(model: Any) -> bool:
-    """Whether a model goes on with a text."""
+    """Return True for a causal language model."""
     return bool(model.can_generate()) and not isinstance(model, ENCODERS)
 
 
@@ -170,7 +172,7 @@ COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported.
+    """Record of an export.
 
     Args:
         folder: of the files.

@@ -8,33 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from kernelformer.export.graphs import Prompt, Step, Whole, empty_cache
+from kernelformer.export.graphs import LayerPrompt, LayerStep, Prompt, Step, Whole, empty_cache
 from kernelformer.quiet import silent_libraries
 
 OPSET = 20  # of ONNX
 ONE_FILE = 1 << 30  # bytes of weights beyond which they stand beside their graph: a file of ONNX ends at 2 GiB
 
 
-class Named(Protocol):
-    """What a graph was made from: the names of its inputs and outputs."""
-
-    @property
-    def inputs(self) -> Sequence[str]:
-        """Names of the inputs."""
-
-    @property
-    def outputs(self) -> Sequence[str]:
-        """Names of the outputs."""
-
-
-def save_onnx(program: ExportedProgram, module: Named, path: Path) -> None:
+def save_onnx(program: ExportedProgram, module: Whole | Prompt | Step | LayerPrompt | LayerStep, path: Path) -> None:
     """Write a graph as ONNX.
 
     Args:
@@ -59,7 +47,7 @@ def save_onnx(program: ExportedProgram, module: Named, path: Path) -> None:
 
 @contextmanager
 def traced(name: str) -> Iterator[None]:
-    """Say in one line what `torch.export` could not trace; our own refusals come through as they are."""
+    """Turn errors of `torch.export` into one line; our own errors pass through."""
     try:
         with quiet_exporter():
             yield
@@ -177,7 +165,7 @@ def _here(path: Path) -> Any:
 
 
 def reference(module: Whole | Prompt, inputs: Sequence[Tensor]) -> Tensor:
-    """What the model gives in torch, by its own algorithms."""
+    """Output of the model in torch, by its own algorithms."""
     if isinstance(module, Whole):
         output: Tensor = module(*inputs)
         return output

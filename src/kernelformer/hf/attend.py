@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.output_capturing import _active_collector
@@ -437,12 +438,7 @@ def _recall(
 
 
 def _after_kept(
-    core: AttentionCore,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    extra: dict[str, Any],
+    core: AttentionCore, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, extra: dict[str, Any]
 ) -> Tensor:
     """Attend from the last L tokens of S, with a cache that keeps all keys: the first S - L make a state."""
     L, past = query.shape[2], key.shape[2] - query.shape[2]
@@ -459,9 +455,15 @@ def _after_kept(
         before["bias"] = F.pad(table[:, L : L + past], (0, past - 1))
     first, last = slice(None, past), slice(past, None)
     masks = (None, None) if key_mask is None else (key_mask[:, first], key_mask[:, last])
-    nobody = query.new_zeros(*query.shape[:2], past, query.shape[3])
+    dummy_query = query.new_zeros(*query.shape[:2], past, query.shape[3])
     _, state = core(
-        nobody, key[:, :, first], value[:, :, first], is_causal=True, key_mask=masks[0], return_state=True, **before
+        dummy_query,
+        key[:, :, first],
+        value[:, :, first],
+        is_causal=True,
+        key_mask=masks[0],
+        return_state=True,
+        **before,
     )
     return core(  # type: ignore[no-any-return]
         query, key[:, :, last], value[:, :, last], is_causal=True, key_mask=masks[1], state=state, **extra
@@ -515,7 +517,7 @@ def make_mixed_mask(
 
 
 class KeptAttention(nn.Module):
-    """In place of a core: the attention goes on as it was, with the model's own mask and keys.
+    """Placeholder for a core where the attention stays as it was, with the model's own mask and keys.
 
     Args:
         reason: why it cannot be replaced.
@@ -587,3 +589,34 @@ def _pairs(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
         return None
     past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)[None, None]
     return past if seen is None else past & seen[:, None, None]
+
+
+CONVERTED = "kernelformer"  # its name; the modules of converted models have their cores
+MIXED = "kernelformer_mixed"  # of models with attentions that could not be replaced, whose masks are as before
+
+
+def kernel_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | PatternMask | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with the core that a converted module has; see `attend` for shapes."""
+    core = module._modules.get(CORE)
+    if isinstance(core, KeptAttention):
+        return core(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    if not isinstance(core, AttentionCore):
+        raise ValueError(
+            f"{type(module).__name__} has no core; the implementation {CONVERTED!r} is set by kernelformer.hf.convert, "
+            f"not by hand."
+        )
+    return attend(core, module, query, key, value, attention_mask, **options)
+
+
+def register_converted() -> None:
+    """Make the implementations known to transformers; conversion and loading do this by themselves."""
+    for name, mask in ((CONVERTED, make_mask), (MIXED, make_mixed_mask)):
+        AttentionInterface.register(name, kernel_attention)
+        AttentionMaskInterface.register(name, mask)

@@ -1,10 +1,11 @@
-"""The attentions of a model: which modules attend, in which way, with how many heads."""
+"""Find the attentions of a model, and record their inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import (
     ARGUMENTS,
     KEPT_KEYWORDS,
+    attend,
     attend_exactly,
     causal_without_mask,
     check_keywords,
@@ -28,6 +30,7 @@ from kernelformer.hf.attend import (
     read_mask,
     reason_to_keep,
 )
+from kernelformer.modules import AttentionCore
 from kernelformer.modules.calibration import evaluating
 
 PROBE = "kernelformer_probe"
@@ -46,9 +49,9 @@ class Attention:
         head_dim: D.
         scale: of the product q . k.
         causal: whether it was causal when the model was tried.
-        calls: in one pass; several where layers share their weights, 0 where nobody has tried.
+        calls: in one pass; several where layers share their weights, 0 if the model was not tried.
         cross: whether its keys were those of other tokens than its queries.
-        num_key_heads: G, fewer than H for grouped queries; None where nobody has tried.
+        num_key_heads: G, fewer than H for grouped queries; None if the model was not tried.
         reason: why it cannot be replaced and is kept; "" for all others.
     """
 
@@ -65,22 +68,11 @@ class Attention:
 
 
 @dataclass
-class _Seen:
-    heads: int
-    dim: int
-    scale: float
-    causal: bool
-    cross: bool
-    key_heads: int
-    reason: str = ""
-    calls: int = 1
-
-
-@dataclass
 class Probe:
-    """Attention that records what it was called with, module by module."""
+    """Attention that records its sizes and counts its calls, module by module."""
 
-    seen: dict[int, _Seen] = field(default_factory=dict)
+    seen: dict[int, Attention] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
@@ -88,27 +80,22 @@ class Probe:
         """Attend exactly, and record sizes, scale and mask."""
         known = (*ARGUMENTS, *KEPT_KEYWORDS)
         check_keywords({name: x for name, x in options.items() if name not in known}, "kernel attention", module)
-        before = self.seen.get(id(module))
-        if before is not None:
-            before.calls += 1
-        else:
+        self.calls[id(module)] += 1
+        if id(module) not in self.seen:
             scale, reason = options.get("scaling"), reason_to_keep(options, mask)
             causal = causal_without_mask(module, options.get("is_causal"))
-            self.seen[id(module)] = _Seen(
+            self.seen[id(module)] = Attention(
+                "",
+                "interface",
                 query.shape[1],
                 query.shape[3],
                 query.shape[3] ** -0.5 if scale is None else float(scale),
                 is_causal(module, mask, options) if reason else read_mask(mask, query, key, causal)[1],
-                query.shape[2] != key.shape[2],
-                key.shape[1],
-                reason,
+                cross=query.shape[2] != key.shape[2],
+                num_key_heads=key.shape[1],
+                reason=reason,
             )
         return attend_exactly(module, query, key, value, mask, **options)
-
-    def calls(self, module: nn.Module) -> int:
-        """Number of calls of a module."""
-        seen = self.seen.get(id(module))
-        return 0 if seen is None else seen.calls
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
@@ -184,25 +171,11 @@ def _within(inner: str, outer: str) -> bool:
 
 def _describe(name: str, module: nn.Module, probe: Probe) -> Attention | None:
     """Describe a module if it is an attention that can be replaced."""
-    family, seen = family_of(module), probe.seen.get(id(module))
+    family, seen, calls = family_of(module), probe.seen.get(id(module)), probe.calls[id(module)]
     if family.way != "interface":
         heads, dim = family.sizes(module)
-        reason = family.reason_to_keep(module)
-        return Attention(name, family.way, heads, dim, dim**-0.5, False, probe.calls(module), reason=reason)
-    if seen is None:
-        return None
-    return Attention(
-        name,
-        "interface",
-        seen.heads,
-        seen.dim,
-        seen.scale,
-        seen.causal,
-        seen.calls,
-        seen.cross,
-        seen.key_heads,
-        seen.reason,
-    )
+        return Attention(name, family.way, heads, dim, dim**-0.5, False, calls, reason=family.reason_to_keep(module))
+    return None if seen is None else replace(seen, name=name, calls=calls)
 
 
 def _refuse(model: nn.Module, uncovered: list[str], idle: list[Attention]) -> None:
@@ -315,7 +288,7 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
     """Send every attention that is covered through a probe for a block."""
 
     def note(module: nn.Module, *_: Any) -> None:
-        probe.seen.setdefault(id(module), _Seen(0, 0, 1.0, False, False, 0)).calls += 1
+        probe.calls[id(module)] += 1
 
     unseen = (x for x in model.modules() if family_of(x).way in ("multihead", "own"))  # by an interface
     handles = [x.register_forward_pre_hook(note) for x in unseen]
@@ -325,3 +298,103 @@ def _watching(model: nn.Module, probe: Probe) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention in a pass of a model: what it was given and what it returned.
+
+    Args:
+        name: of the attention, as `named_modules` has it.
+        call: number of the call in the pass; above 0 where layers share their weights.
+        module: the attention.
+        query: (B, H, L, D).
+        key: (B, G, S, D).
+        value: (B, G, S, E).
+        mask: as transformers made it; see `read_mask`.
+        options: keywords of the call.
+        output: (B, L, H, E); None where it was not kept.
+    """
+
+    name: str
+    call: int
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+    output: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        """Scale of the product q . k."""
+        given = self.options.get("scaling")
+        return self.query.shape[-1] ** -0.5 if given is None else float(given)
+
+    def visible(self) -> tuple[Tensor | None, bool]:
+        """Return the mask of real keys, (B, S) bool or None for all, and True if attention is causal."""
+        causal = causal_without_mask(self.module, self.options.get("is_causal"))
+        return read_mask(self.mask, self.query, self.key, causal)
+
+    @property
+    def real(self) -> Tensor | None:
+        """Mask (B, L) of queries that are no padding; None for all, and for those of other tokens than the keys."""
+        return self.visible()[0] if self.query.shape[2] == self.key.shape[2] else None
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """Arguments of `attention_loss`: queries, keys, values, key mask, causality, scale, relative bias.
+
+        Those of half precision come as float32, and causality as the model leaves it to the implementation: without
+        padding it gives no mask at all.
+        """
+        wide = (
+            x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in (self.query, self.key, self.value)
+        )
+        return (*wide, *self.visible(), self.scale, self.options.get("position_bias"))
+
+    def attend(self, core: AttentionCore) -> Tensor:
+        """Output (B, L, H, E) of a core on the same inputs."""
+        return attend(core, self.module, self.query, self.key, self.value, self.mask, **self.options)[0]
+
+
+@torch.no_grad()
+def attention_calls(
+    model: Any, inputs: Mapping[str, Tensor], *, outputs: bool = True, only: Collection[str] | None = None
+) -> list[AttentionCall]:
+    """Record the attentions of one pass, in the order of the calls; the model is left as it was.
+
+    Args:
+        model: of transformers.
+        inputs: of the model, padded where its texts differ in length.
+        outputs: keep what attentions returned, too.
+        only: names of attentions to record; None: all.
+
+    Raises:
+        ValueError: the model does not attend through transformers' AttentionInterface.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    counts: Counter[str] = Counter()
+    calls: list[AttentionCall] = []
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        name = names[id(module)]
+        exact = attend_exactly(module, query, key, value, mask, **options)
+        if only is None or name in only:
+            kept = exact[0] if outputs else None
+            calls.append(AttentionCall(name, counts[name], module, query, key, value, mask, options, kept))
+            counts[name] += 1
+        return exact
+
+    # Logits over a vocabulary can cost as much as all layers: a body that holds all attentions runs alone.
+    body, wanted = model.base_model, set(names.values()) if only is None else set(only)
+    inside = {names[id(x)] for x in body.modules()}
+    heads_attend = any("attention" in type(model.get_submodule(x)).__name__.lower() for x in wanted - inside)
+    with evaluating(model), probing(model, record):
+        (model if heads_attend else body)(**inputs)
+    if not calls:
+        raise ValueError(
+            f"{type(model).__name__} does not send its attention through transformers' AttentionInterface."
+        )
+    return calls

@@ -22,8 +22,7 @@ from kernelformer.errors import choice
 from kernelformer.feature_maps.statistics import MOMENTS
 from kernelformer.files import check_counts, check_hashes, read_json
 from kernelformer.hf.attend import CORE
-from kernelformer.hf.convert import apply
-from kernelformer.hf.plan import Conversion
+from kernelformer.hf.convert import Conversion, apply
 from kernelformer.hf.pretrained import (
     TASKS,
     attempt,
@@ -75,7 +74,7 @@ def check_record(record: Mapping[str, Any], folder: Path) -> None:
 
 
 def _problem(record: Mapping[str, Any]) -> str | None:
-    """Why this version cannot load a folder, or None."""
+    """Explain why this version cannot load a folder; None if it can."""
     number = record.get("format")
     if number != FORMAT:
         return f"it has layout {number!r}, this version of kernelformer reads {FORMAT}; convert the original again."
@@ -303,7 +302,7 @@ def load_source(path: str | Path, *, task: str = "auto", allow_pickle: bool = Fa
     config = _read_config(path, hub)
     safe = not folder.is_dir() or has_safe_weights(folder, allow_pickle)
     options: dict[str, Any] = {"weights_only": True, "trust_remote_code": False, "dtype": torch.float32}
-    # Of a name on the hub nobody knows what it has: None is whichever there is.
+    # The files of a name on the hub are not known yet: None takes whichever there are.
     options["use_safetensors"] = safe if folder.is_dir() or not allow_pickle else None
 
     def load_as(kind: Any, **more: Any) -> tuple[Any, dict[str, Any]]:
@@ -355,7 +354,7 @@ def _read_config(path: str | Path, hub: dict[str, Any], what: str = "model") -> 
 
 
 class _Loader:
-    """What an Auto class of transformers calls to load a converted folder."""
+    """Class that an Auto class of transformers calls to load a converted folder."""
 
     config_class = ConvertedConfig
     auto: Any  # the Auto class

@@ -24,13 +24,7 @@ _Load = Callable[..., tuple[Any, dict[str, Any]]]
 
 
 def attempt(path: object, make: Callable[[], Any], what: str = "model") -> Any:
-    """Call ``make`` quietly and turn whatever transformers raises for a folder into a ValueError of one line.
-
-    Args:
-        path: of the folder, for the message.
-        make: reads it.
-        what: is read, for the message.
-    """
+    """Call ``make`` quietly and turn whatever transformers raises for a folder into a ValueError of one line."""
     try:
         with silent_libraries():
             return make()
@@ -42,7 +36,7 @@ def attempt(path: object, make: Callable[[], Any], what: str = "model") -> Any:
 
 
 def hub_problem() -> str | None:
-    """Say why the hub cannot be asked, or None; one try, where the libraries would go on trying for half a minute."""
+    """Explain why the hub is unreachable, or None; tries once, where the libraries would retry for half a minute."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
@@ -219,7 +213,7 @@ SPECIAL = {
     "sep_token": ("[SEP]", "<eos>"),
     "mask_token": ("[MASK]", "<mask>"),
 }
-PIECE = "##"  # how WordPiece marks what goes on a word
+PIECE = "##"  # how WordPiece marks a continuation of a word
 
 
 def load_tokenizer(path: str | Path, **options: Any) -> Any:

@@ -111,7 +111,7 @@ def register(**options: Any) -> list[str]:
     where it cannot be told, a window and landmarks with padding raise. Calling it again changes the options, also of
     models that are there, unless their maps have parameters: those raise then.
 
-    A model that ignores its ``attn_implementation`` goes on as it is, without a word: `convert` says so. What
+    A model that ignores its ``attn_implementation`` stays as it is, silently: `convert` says so. What
     maps learn is not read again by `from_pretrained`: `convert` saves and loads it.
 
     Args:

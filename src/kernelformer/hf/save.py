@@ -19,7 +19,7 @@ from kernelformer.files import PART, json_text, naming_full_disk, read_json, syn
 from kernelformer.hf.convert import conversion
 
 CONFIG = "config.json"
-KIND = "kernelformer-converted"  # model_type: whoever does not know it refuses the folder
+KIND = "kernelformer-converted"  # model_type: software that does not know it refuses the folder
 FORMAT = 1
 # Arguments of transformers' save_pretrained that ask for nothing where they have these values.
 _NOTHING: dict[str, Any] = {
@@ -76,8 +76,8 @@ def save(
 ) -> None:
     """Write a converted model; `load` reads it.
 
-    The folder is whole or none: files are written beside it first, and its configuration, without which nobody loads
-    it, comes last. Other files in it, a tokenizer's for example, stay.
+    The folder is whole or none: files are written beside it first, and its configuration, without which it
+    cannot be loaded, comes last. Other files in it, a tokenizer's for example, stay.
 
     Args:
         model: converted.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.cache import StateCache
@@ -19,7 +18,6 @@ from kernelformer.errors import unknown
 from kernelformer.feature_maps import FeatureMap
 from kernelformer.files import WEIGHTS, check_hashes, naming_full_disk, read_json, write_hashes
 from kernelformer.models.config import KernelformerConfig
-from kernelformer.models.sparse_layers import reset_mask_values
 from kernelformer.modules import KernelAttention, RelativePositions
 from kernelformer.modules.context import active_ranks, share_of_mean, share_of_same
 from kernelformer.modules.core import AttentionCore
@@ -34,6 +32,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
     config_class = KernelformerConfig
     config: KernelformerConfig
     base_model_prefix = "model"
+    _input_embed_layer = "tokens"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012  (transformers' own name)
     _is_stateful = True  # a state cannot go back, so no assisted decoding
@@ -70,8 +69,8 @@ class KernelformerPreTrainedModel(PreTrainedModel):
             init.zeros_(module.bias)
         elif isinstance(module, FirstToken):
             init.normal_(module.vector, std=1.0 if std is None else std)
-        elif isinstance(module, LSHSelfAttention):
-            reset_mask_values(module)
+        elif hasattr(module, "reset_constants"):  # buffers of a registered layer that are not saved
+            module.reset_constants()  # type: ignore[operator]
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:  # type: ignore[override]
         """Save as Hugging Face's does; beside the files come their hashes."""
@@ -82,7 +81,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as Hugging Face's does; seeds and draws of feature maps go on from what was saved.
+        """Load as Hugging Face's does; seeds and draws of feature maps are restored.
 
         A folder is checked before anything of it is built, see `kernelformer.weight_headers`. Weights are safetensors;
         pickled ones by a name on the hub need ``use_safetensors=False``.
@@ -171,7 +170,7 @@ class KernelformerPreTrainedModel(PreTrainedModel):
 def _check_files(
     cls: type[KernelformerPreTrainedModel], name: Any = None, *args: Any, subfolder: str = "", **kwargs: Any
 ) -> None:
-    """Check a local folder before it costs anything: where its files are, hashes, and sizes that its weights have not.
+    """Check files, hashes and sizes of a local folder before anything is built.
 
     The arguments are those of `from_pretrained`. The folder's own configuration is checked also where another is given:
     transformers' Auto classes give what they have read from the folder.
@@ -224,7 +223,7 @@ class FirstToken(nn.Module):
         self.vector = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Put it in front, (B, L, d) and mask (B, L) -> (B, 1 + L, d) and (B, 1 + L)."""
+        """Prepend the vector, (B, L, d) and mask (B, L) -> (B, 1 + L, d) and (B, 1 + L)."""
         ranks = active_ranks()
         count = 0 if ranks is not None and ranks.rank else 1
         first = self.vector.to(x.dtype).expand(x.shape[0], count, -1)

@@ -12,31 +12,20 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kernelformer.cache import StateCache
+from kernelformer.lazy import LAYERS
 from kernelformer.models.config import KernelformerConfig
-from kernelformer.models.sparse_layers import SparseAttention, make_sparse_layer
 from kernelformer.modules import KernelAttention, RelativePositions, method_options
-from kernelformer.modules.methods import SPARSE_LAYERS
 from kernelformer.modules.spec import POSITION_OPTIONS, parse_attention
 
 
 class Block(GradientCheckpointingLayer):
     """Self-attention, cross-attention where there is any, and feed-forward, each around a residual connection.
 
-        x <- x + part(norm(x))        norm_first;  else  x <- norm(x + part(x))
-
-    Args:
-        config: of the model.
-        index: of the block in its stack.
-        attention: from tokens to tokens.
-        cross: from tokens to a context.
+    x <- x + part(norm(x))        norm_first;  else  x <- norm(x + part(x))
     """
 
     def __init__(
-        self,
-        config: KernelformerConfig,
-        index: int,
-        attention: KernelAttention | SparseAttention,
-        cross: KernelAttention | None = None,
+        self, config: KernelformerConfig, index: int, attention: nn.Module, cross: KernelAttention | None = None
     ) -> None:
         super().__init__()
         self.index, self.norm_first = index, config.norm_first
@@ -145,9 +134,9 @@ class Stack(nn.Module):
         blocks = []
         for i, spec in enumerate(specs):
             seed = draw_seed(config.seed, part, i, 0)
-            own: KernelAttention | SparseAttention
-            if parse_attention(spec)[0] in SPARSE_LAYERS:
-                own = make_sparse_layer(config, spec, causal=causal, seed=seed, length=length + num_prefix)
+            own: nn.Module
+            if parse_attention(spec)[0] in LAYERS:
+                own = make_layer(config, spec, causal=causal, seed=seed, length=length + num_prefix)
             else:
                 own = make_attention(config, spec, causal=causal, seed=seed, **common)
             other = None
@@ -175,6 +164,25 @@ class Stack(nn.Module):
 def draw_seed(*numbers: int) -> int:
     """Hash the model's seed and the position of an attention in it: no two attentions draw the same frequencies."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "big")
+
+
+def make_layer(config: KernelformerConfig, spec: str, *, causal: bool, seed: int, length: int) -> nn.Module:
+    """Build a layer of another distribution, see `kernelformer.lazy.LAYERS`."""
+    name, options = parse_attention(spec)
+    if causal:
+        raise ValueError(
+            f"{name!r} is here for encoders, and this model is causal; use a method of list_methods(), such as "
+            f"'favor+', or 'local' for near tokens."
+        )
+    if config.head_dim is not None:
+        raise ValueError(
+            f"{name!r} of transformers divides hidden_size among the heads, got head_dim={config.head_dim}; leave it "
+            f"out."
+        )
+    if "seed" in LAYERS[name].options:
+        options.setdefault("seed", seed)
+    layer: nn.Module = LAYERS[name].load()(config.hidden_size, config.num_attention_heads, length, **options)
+    return layer
 
 
 def make_attention(

@@ -23,11 +23,7 @@ from kernelformer.modules.packed import segment_positions
 
 
 def token_positions(
-    attention_mask: Tensor | None,
-    tokens: int,
-    past: int,
-    device: torch.device,
-    segment_ids: Tensor | None = None,
+    attention_mask: Tensor | None, tokens: int, past: int, device: torch.device, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Positions (B or 1, L) of the last tokens, counted over real ones, so that padding on the left moves nothing.
 
@@ -68,20 +64,6 @@ class KernelformerForCausalLM(KernelformerPreTrainedModel, GenerationMixin):  # 
         """Tokens that it has positions for, absolute and relative ones; None where there is no end."""
         tables = [x.max_length for x in self.modules() if isinstance(x, RelativePositions)]
         return min((x for x in (self.embeddings.longest, *tables) if x is not None), default=None)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The table of tokens."""
-        table: nn.Module = self.embeddings.tokens
-        return table
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Set another table of tokens."""
-        self.embeddings.tokens = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The last layer, tied to the tokens unless the configuration says otherwise."""
-        head: nn.Module = self.lm_head
-        return head
 
     def new_cache(self) -> StateCache:
         """Make an empty cache."""
@@ -160,5 +142,5 @@ class KernelformerForPixels(KernelformerForCausalLM):
 
     def __init__(self, config: KernelformerConfig) -> None:
         config = deepcopy(config)
-        config.positions = choose_positions(config, config.encoder_specs, "image")  # whoever loads it has the same
+        config.positions = choose_positions(config, config.encoder_specs, "image")  # saved with the model
         super().__init__(config)

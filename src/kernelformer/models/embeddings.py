@@ -26,7 +26,7 @@ def position_table(count: int, config: KernelformerConfig) -> nn.Embedding:
 
 
 def embedding_scale(config: KernelformerConfig) -> float:
-    """What embeddings are multiplied by."""
+    """Factor of the embeddings."""
     return config.hidden_size**0.5 if config.embedding_scale is None else config.embedding_scale
 
 

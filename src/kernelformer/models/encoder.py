@@ -64,15 +64,6 @@ class KernelformerModel(KernelformerPreTrainedModel):
         )
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The table of tokens."""
-        table: nn.Module = self.embeddings.tokens
-        return table
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Set another table of tokens."""
-        self.embeddings.tokens = value
-
     @can_return_tuple
     def forward(
         self,
@@ -239,11 +230,6 @@ class KernelformerForMaskedLM(KernelformerPreTrainedModel):
         self.model = KernelformerModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The last layer, tied to the tokens unless the configuration says otherwise."""
-        head: nn.Module = self.lm_head
-        return head
 
     @can_return_tuple
     def forward(

@@ -1,4 +1,4 @@
-"""Encoder-decoder models, for translation and the like."""
+"""Encoder-decoder models, such as for translation."""
 
 from __future__ import annotations
 
@@ -43,12 +43,7 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         self.encoder = KernelformerModel(config)
         self.embeddings = Embeddings(config, choose_positions(config, specs))
         self.stack = Stack(
-            config,
-            specs,
-            causal=True,
-            length=config.max_position_embeddings,
-            cross=config.cross_specs,
-            part=1,
+            config, specs, causal=True, length=config.max_position_embeddings, cross=config.cross_specs, part=1
         )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -57,20 +52,10 @@ class KernelformerForConditionalGeneration(KernelformerPreTrainedModel, Generati
         """The encoder, as `generate` asks for it."""
         return self.encoder
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The table of tokens."""
-        table: nn.Module = self.encoder.embeddings.tokens
-        return table
-
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Set another table of tokens."""
         self.encoder.embeddings.tokens = value
         self.embeddings.tokens = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The last layer, tied to the tokens unless the configuration says otherwise."""
-        head: nn.Module = self.lm_head
-        return head
 
     def new_cache(self) -> StateCache:
         """Make an empty cache."""

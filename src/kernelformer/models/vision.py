@@ -55,10 +55,7 @@ class KernelformerForImageClassification(KernelformerPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        pixel_values: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
+        self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
         """Classify images (B, channels, rows, columns); labels (B) give the mean cross-entropy."""
         refuse_unknown(self, kwargs)

@@ -23,6 +23,7 @@ from kernelformer.feature_maps import (
     TrigonometricMap,
     WildcatMap,
 )
+from kernelformer.lazy import LAYERS
 from kernelformer.modules.baselines import LinformerCore, NystromformerCore
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.exact import GaussianCore, LocalCore, SoftmaxCore
@@ -61,10 +62,6 @@ WILDCAT = Paper("WildCat", "2602.10056")
 HEDGEHOG = Paper("Hedgehog", "2402.04347")
 FAVOR_PLUS_PLUS = Paper("FAVOR++", "2205.15317")
 FAVOR_SHARP = Paper("FAVOR#", "2302.00787")
-BIGBIRD = Paper("BigBird", "2007.14062")
-LONGFORMER = Paper("Longformer", "2004.05150")
-REFORMER = Paper("Reformer", "2001.04451")
-INFORMER = Paper("Informer", "2012.07436")
 
 
 Family = Literal["exact", "positive", "signed", "landmarks", "other"]
@@ -158,58 +155,7 @@ class Method:
         return all(settings.get(name) == value for name, value in fact.items())
 
 
-@dataclass(frozen=True)
-class SparseLayer:
-    """Record of a sparse layer, readable without importing transformers.
-
-    Args:
-        about: what it is, in one line.
-        paper: where it was published.
-        options: names that a string may give; the class that builds the layer explains them and has their defaults.
-    """
-
-    about: str
-    paper: Paper
-    options: tuple[str, ...]
-
-
-SPARSE_LAYERS: dict[str, SparseLayer] = {
-    "bigbird": SparseLayer(
-        "blocks nearby, random ones, and the first and the last one",
-        BIGBIRD,
-        ("block_size", "num_random_blocks", "seed"),
-    ),
-    "longformer": SparseLayer("a sliding window, and first tokens that see all", LONGFORMER, ("window", "num_global")),
-    "reformer": SparseLayer(
-        "tokens of one bucket of a hash; queries are the keys", REFORMER, ("chunk_length", "num_hashes", "seed")
-    ),
-    "informer": SparseLayer(
-        "the queries that stand out attend to all, the others take the mean", INFORMER, ("sampling_factor", "seed")
-    ),
-}
-
-
-def check_sparse_options(layer: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the options of a sparse layer, and return them.
-
-    Raises:
-        ValueError: an unknown option, with the known ones.
-    """
-    for name in options:
-        if name not in SPARSE_LAYERS[layer].options:
-            raise unknown(f"option for the layer {layer!r} of transformers,", name, SPARSE_LAYERS[layer].options)
-    return dict(options)
-
-
-def no_core(layer: str) -> ValueError:
-    """Return the error for a sparse layer where only a method is accepted."""
-    return ValueError(
-        f"{layer!r} is a whole layer of transformers, for the self-attention of encoders of this library "
-        f"(KernelformerConfig, train, compare, study encoder), and not a method; use one of list_methods() here, such "
-        f"as 'favor+'."
-    )
-
-
+IN_LABORATORY = ("bigbird", "longformer", "reformer", "informer")
 _POSITIVE = {"hyperbolic": False, "regularized": False}
 _RKS = {"features": "rks"}
 _PRF = {"features": "prf", "smoothing": 0.0}  # positive features need no smoothing
@@ -473,8 +419,16 @@ def find_method(name: str) -> Method:
     Raises:
         ValueError: no method has this name.
     """
-    if isinstance(name, str) and name in SPARSE_LAYERS:
-        raise no_core(name)
+    if isinstance(name, str) and name in LAYERS:
+        raise ValueError(
+            f"{name!r} is a whole layer, for the self-attention of encoders of this library (KernelformerConfig, "
+            f"train, compare, study encoder), and not a method; use one of list_methods() here, such as 'favor+'."
+        )
+    if isinstance(name, str) and name in IN_LABORATORY:
+        raise ValueError(
+            f"{name!r} is a sparse layer for encoders, which comes with the laboratory; install kernelformer-lab and "
+            f"import kernelformer_lab."
+        )
     if not isinstance(name, str) or name not in METHODS:
         raise unknown("method", name, METHODS)
     return METHODS[name]

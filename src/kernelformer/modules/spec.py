@@ -17,9 +17,10 @@ from torch import Tensor
 from kernelformer.contract import compute_dtype
 from kernelformer.errors import integer, positive_int, shape, unknown
 from kernelformer.files import check_limit
+from kernelformer.lazy import LAYERS
 from kernelformer.modules.checks import check_floats, check_near, no_weights
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.methods import DRAWN, METHODS, SPARSE_LAYERS, check_sparse_options, find_method
+from kernelformer.modules.methods import DRAWN, METHODS, find_method
 from kernelformer.modules.positions import RelativePositions, RotaryPositions
 
 SIZE = "num_features"  # the size of every method, whatever it calls it
@@ -304,12 +305,15 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 def parse_attention(text: str) -> tuple[str, dict[str, Any]]:
     """Read the attention of a whole layer: as `parse_method`, with options of relative and rotary positions.
 
-    Those of relative positions are known where ``relative`` is among them. Sparse layers of transformers have only
-    options of their own.
+    Those of relative positions are known where ``relative`` is among them. A layer of another distribution, see
+    `kernelformer.lazy.LAYERS`, has only options of its own.
     """
     spec = _checked(text)
-    if spec.method in SPARSE_LAYERS:
-        return spec.method, check_sparse_options(spec.method, spec.values)
+    if spec.method in LAYERS:
+        for name in spec.values:
+            if name not in LAYERS[spec.method].options:
+                raise unknown(f"option for the layer {spec.method!r},", name, LAYERS[spec.method].options)
+        return spec.method, spec.values
     values = spec.values
     positions = {name: x for name, x in values.items() if "relative" in values and name in POSITION_OPTIONS}
     own = {name: x for name, x in values.items() if name not in positions}

@@ -8,8 +8,7 @@ from kernelformer.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kernelformer.parallel.checkpoint import load_sharded, save_sharded
-    from kernelformer.parallel.context import context_parallel, next_token_loss, sum_gradients
-    from kernelformer.parallel.group import start_group
+    from kernelformer.parallel.context import context_parallel, next_token_loss, start_group, sum_gradients
     from kernelformer.parallel.sharding import shard
 
 __all__ = [
@@ -25,6 +24,6 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     dict.fromkeys(("load_sharded", "save_sharded"), f"{__name__}.checkpoint")
-    | dict.fromkeys(("context_parallel", "next_token_loss", "sum_gradients"), f"{__name__}.context")
-    | {"shard": f"{__name__}.sharding", "start_group": f"{__name__}.group"},
+    | dict.fromkeys(("context_parallel", "next_token_loss", "start_group", "sum_gradients"), f"{__name__}.context")
+    | {"shard": f"{__name__}.sharding"},
 )

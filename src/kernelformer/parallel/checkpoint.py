@@ -1,9 +1,8 @@
 """Checkpoints of sharded models: saved by any number of processes, loaded by any other, to the last bit.
 
 Written and read by `torch.distributed.checkpoint` with its safetensors storage, one file per process. Tensors are all
-that these files hold; everything else is JSON. So nothing in a folder is unpickled, whoever made it. (Torch's default
-storage pickles its ``.metadata`` and every value that is not a tensor.) What processes tell each other about the plan
-is pickled by torch, among themselves.
+that these files hold; everything else is JSON, so that nothing in a folder is unpickled. (Torch's default storage
+pickles its ``.metadata`` and every value that is not a tensor.) The plan that processes exchange is pickled by torch.
 """
 
 from __future__ import annotations
@@ -136,11 +135,7 @@ _FAILURES = (OSError, ValueError, TypeError, KeyError, SafetensorError, Checkpoi
 
 
 def save_sharded(
-    folder: str | Path,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    extra: Mapping[str, Any] | None = None,
+    folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, extra: Mapping[str, Any] | None = None
 ) -> None:
     """Write a checkpoint of a model, sharded or not; every process calls it, and all see the same disk.
 
@@ -245,12 +240,6 @@ def _rows(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: x.view(1) if x.dim() == 0 else x for name, x in tensors.items()}
 
 
-def _write(part: Path, tensors: Mapping[str, Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is enough
-        save(_rows(tensors), storage_writer=HuggingFaceStorageWriter(str(part), save_distributed=True))
-
-
 def _read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -294,7 +283,7 @@ def _publish(part: Path, folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself, if its files are those that were saved."""
+    """Read the record of a checkpoint whose files are those that were saved."""
     if not (folder / RECORD).is_file():
         raise ValueError(f"{folder} is not a checkpoint of save_sharded: it has no {RECORD}.")
     try:
@@ -370,7 +359,7 @@ def _is_first() -> bool:
 
 
 def _of_first(text: str) -> str:
-    """The first process's text, on all."""
+    """Broadcast the text of the first process."""
     texts: list[Any] = [text]
     if not _alone():
         dist.broadcast_object_list(texts, 0)
@@ -378,13 +367,7 @@ def _of_first(text: str) -> str:
 
 
 def _all_do(action: Callable[[], object], what: str = "", first: bool = False) -> None:
-    """Do it on all processes, or on the first alone; what goes wrong on one is raised on all.
-
-    Args:
-        action: to be done.
-        what: begins the error.
-        first: whether only the first process does it.
-    """
+    """Run on all processes, or the first alone; an error on one is raised on all."""
     problem = ""
     try:
         if not first or _is_first():
@@ -397,7 +380,7 @@ def _all_do(action: Callable[[], object], what: str = "", first: bool = False) -
 
 
 def _reason(problem: BaseException) -> str:
-    """One line that says what went wrong; torch packs what other processes say into an exception of its own."""
+    """One line on an error; torch wraps those of other processes."""
     while isinstance(problem, CheckpointException) and problem.failures:
         problem = next(iter(problem.failures.values()))[0]
     text = " ".join(str(problem).split())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernelformer.attention.ranks import Ranks
+from kernelformer.errors import positive_int
 from kernelformer.modules.context import active_ranks, next_column, share_of_mean, split_over
 
 IGNORED = -100  # label of a token that does not count
@@ -18,7 +21,7 @@ IGNORED = -100  # label of a token that does not count
 
 @contextmanager
 def context_parallel(group: dist.ProcessGroup | None = None) -> Iterator[Ranks]:
-    """Let the ranks of a group hold one sequence, part by part in the order of the ranks.
+    """Split one sequence over the ranks of a group, in their order.
 
         with context_parallel(group) as ranks:
             mine = ranks.part(tokens)            # or read only these
@@ -83,3 +86,32 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     total = F.cross_entropy(logits.flatten(0, -2).float(), wanted, ignore_index=IGNORED, reduction="sum")
     count = (wanted != IGNORED).sum()
     return total / count if active_ranks() is None else share_of_mean(total, count)
+
+
+TIMEOUT = 1800  # seconds; gloo's own default
+
+
+def start_group(timeout: int = TIMEOUT, backend: str | None = None) -> None:
+    """Start torch.distributed for the processes of torchrun or accelerate; for one that is alone, a group of one.
+
+    Under ``torchrun --master_addr`` all starts of ``--max-restarts`` have one store, in which gloo would find addresses
+    of processes that are gone and wait for them. So what is kept there is named by the number of the start.
+
+    Args:
+        timeout: seconds that a process waits for the others, at the start and in every exchange; of a group that has
+            been started already it is set.
+        backend: of torch.distributed; None: that of the device.
+    """
+    from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # not in every build
+    from torch.distributed.rendezvous import rendezvous
+
+    limit = timedelta(seconds=positive_int("timeout", timeout))
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(limit)
+        return
+    store: Store = HashStore()
+    rank, world = 0, 1
+    if "RANK" in os.environ:
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+        store = PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)

@@ -18,7 +18,7 @@ Group = dist.ProcessGroup
 
 
 def first_problem(problem: str, groups: Sequence[Group | None] = (None,)) -> str:
-    """What went wrong on any process, on all of them; empty if nothing did.
+    """Share the first problem of any process with all of them; empty if there is none.
 
     Args:
         problem: of this process.
@@ -34,7 +34,7 @@ def first_problem(problem: str, groups: Sequence[Group | None] = (None,)) -> str
 
 
 def difference(tensors: Mapping[str, Tensor], group: Group | None = None) -> str:
-    """Which tensor is not the same on all processes of a group, bit by bit, and on which; empty if all are.
+    """Find a tensor that differs between processes of a group, bit by bit; empty if none does.
 
     Names, shapes and dtypes are compared first; then the first process sends its tensors to the others, once.
 
@@ -65,7 +65,7 @@ def difference(tensors: Mapping[str, Tensor], group: Group | None = None) -> str
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same, of NaN too."""
+    """Return True if two tensors have the same bits."""
     return torch.equal(a.reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 

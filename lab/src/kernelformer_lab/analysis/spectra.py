@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernelformer.errors import positive_int, shape
+from kernelformer.errors import choice, number, positive_int, shape
 from kernelformer.feature_maps import FeatureMap, MixtureMap
+from kernelformer.kernels import gaussian_kernel, softmax_kernel
 from kernelformer.modules import KernelCore
 
 
@@ -135,3 +137,41 @@ def kernel_profile(
     ends = [(middle + sign * half).flatten(0, 1).expand(1, core.num_heads, -1, -1) for sign in (-1, 1)]
     values: Tensor = (phi(ends[0], "query") * phi(ends[1], "key")).sum(-1)[0].unflatten(1, (len(r), directions))
     return values.mean(2)
+
+
+KERNELS = {"softmax": softmax_kernel, "gaussian": gaussian_kernel}
+
+
+@torch.no_grad()
+def score_spectrum(query: Tensor, key: Tensor, kernel: str, scale: float | None = None) -> Tensor:
+    """Singular values of the scores before normalization, descending, by SVD in float64.
+
+        exp(scale q_i . k_j)  or  exp(-scale |q_i - k_j|^2 / 2)
+
+    Args:
+        query: (*, L, D).
+        key: (*, S, D).
+        kernel: ``softmax`` or ``gaussian``.
+        scale: default 1 / sqrt(D).
+
+    Returns:
+        (*, min(L, S)).
+    """
+    choice("kernel", kernel, KERNELS)
+    if query.numel() == 0 or key.numel() == 0:
+        raise ValueError(f"a spectrum needs queries and keys, got shapes {shape(query)} and {shape(key)}.")
+    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    values: Tensor = torch.linalg.svdvals(KERNELS[kernel](query.double() * root, key.double() * root))
+    return values
+
+
+def condition_number(singular: Tensor, rank: float = 1.0) -> Tensor:
+    """The largest singular value over the one at a share ``rank`` of the spectrum, (*); 1 is the smallest of all.
+
+    Float64 resolves ratios up to about 1e16. Smaller shares say how fast the spectrum falls where that is not enough.
+    """
+    share = number("rank", rank, above=0)
+    if share > 1:
+        raise ValueError(f"rank is a share of the spectrum, at most 1, got {rank}.")
+    last = max(1, round(share * singular.shape[-1])) - 1
+    return singular[..., 0] / singular[..., last]

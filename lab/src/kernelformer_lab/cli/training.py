@@ -186,7 +186,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="folder for the run; default: out/RECIPE")] = None,
 ) -> None:
     """Train a model. Also by `torchrun -m kernelformer train ...` on several processes."""
-    from kernelformer.parallel.group import TIMEOUT
+    from kernelformer.parallel.context import TIMEOUT
     from kernelformer_lab.training.session import train as train_model
 
     folder = out or Path("out") / recipe

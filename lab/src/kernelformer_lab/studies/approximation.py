@@ -17,11 +17,12 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from kernelformer.conversion.profile import condition_number, score_spectrum, statistical_dimension
+from kernelformer.conversion.measure import statistical_dimension
 from kernelformer.conversion.readers import each_text
-from kernelformer.hf.capture import attention_inputs
+from kernelformer.hf.find import attention_calls
 from kernelformer.hf.load import load_source
 from kernelformer.modules import build_attention
+from kernelformer_lab.analysis.spectra import condition_number, score_spectrum
 from kernelformer_lab.studies.base import Log, Progress
 from kernelformer_lab.studies.settings import ApproximationSettings as Settings
 
@@ -127,7 +128,8 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
     result = Result()
     for name, model in models.items():
         for n, ids in tokens.items():
-            inputs = attention_inputs(model, input_ids=ids)
+            calls = attention_calls(model, {"input_ids": ids}, outputs=False)
+            inputs = [(x.query, x.key, x.value) for x in calls]
             for label, (method, count, options) in METHODS.items():
                 log(f"{name}, {n} tokens: {label}")
                 for m in settings.features:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernelformer.conversion.passkey import embeddings, probe_accuracy
 from kernelformer.conversion.readers import hash_files
 from kernelformer.conversion.texts import batches, inputs_for, mask_tokens, packed_rows, read_labelled, read_texts
-from kernelformer.conversion.tune import Reuse
+from kernelformer.conversion.tune import ReusePolicy
 from kernelformer.errors import positive_int
 from kernelformer.formatting import short_names
 from kernelformer.hf.load import Source, load_source
@@ -147,7 +147,7 @@ TRANSFER = 0.6  # share of the time for attention transfer, where a map learns
 LOG_EVERY = 20  # steps of distillation
 RATE = 1e-2  # of transfer
 STARTS = 4  # batches that maps start by
-REUSE = Reuse(16, 4)
+REUSE = ReusePolicy(16, 4)
 
 
 @dataclass
@@ -278,7 +278,7 @@ def _measure(source: Source, texts: Sequence[str], quality: Quality, method: str
 
 def _start(source: Source, student: Any, texts: Sequence[str], settings: Settings) -> None:
     """Start free maps at the original's keys, see `start_maps`; others stay as they are."""
-    from kernelformer.conversion.transfer import start_student
+    from kernelformer.conversion.tune import start_student
 
     inputs = inputs_for(source, texts, settings.length, settings.batch, settings.seed + 3)
     start_student(student, source.model, [next(inputs) for _ in range(STARTS)])

@@ -19,8 +19,7 @@ from kernelformer.conversion.readers import each_text
 from kernelformer.environment import environment
 from kernelformer.feature_maps import GeneralizedMap
 from kernelformer.formatting import human_time
-from kernelformer.hf.capture import attention_inputs
-from kernelformer.hf.find import find_attentions
+from kernelformer.hf.find import attention_calls, find_attentions
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules import METHODS, AttentionCore, build_attention, method_options, parse_method
 from kernelformer.page import style
@@ -30,7 +29,6 @@ from kernelformer_lab.studies.base import Log, Progress, read_record, write_reco
 from kernelformer_lab.studies.settings import FeaturesSettings as Settings
 
 SYNTHETIC = ("isotropic", "anisotropic")
-Layers = Sequence[tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -125,9 +123,7 @@ def captured_case(settings: Settings, path: str, text: str) -> Case:
     source = load_source(path, allow_pickle=settings.allow_pickle)
     scale, causal = _attention_of(source, path)
     ids = _token_ids(source.tokenizer, Path(text), settings.length, 2 * settings.texts)
-    own, other = (
-        _some_heads(attention_inputs(source.model, input_ids=x), settings.heads) for x in ids.split(settings.texts)
-    )
+    own, other = (_some_heads(source.model, x, settings.heads) for x in ids.split(settings.texts))
     dim = own[0].shape[-1]
     root = math.sqrt(scale * math.sqrt(dim))  # to the default scale, half of it on either side
     query, key, other_query, other_key = (x * root for x in (own[0], own[1], other[0], other[1]))
@@ -169,8 +165,10 @@ def _token_ids(tokenizer: Any, path: Path, length: int, count: int) -> Tensor:
     return torch.tensor([ids(text, longest[-1][0]) for _, text in longest])
 
 
-def _some_heads(layers: Layers, count: int) -> list[Tensor]:
+def _some_heads(model: Any, ids: Tensor, count: int) -> list[Tensor]:
     """Queries, keys and values (B, N, L, D) of at most ``count`` heads, each of a layer, spread over all layers."""
+    calls = attention_calls(model, {"input_ids": ids}, outputs=False)
+    layers = [(x.query, x.key, x.value) for x in calls]
     heads = layers[0][0].shape[1]
     count = min(count, heads * len(layers))
     chosen = [(layers[j * len(layers) // count], j % heads) for j in range(count)]

@@ -25,9 +25,9 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 import kernelformer
 import kernelformer_lab
+from kernelformer.cli.common import text_column
 from kernelformer.commands import resume_command
 from kernelformer.errors import TrainingError
-from kernelformer.terminal import text_column
 from kernelformer_lab.training.meter import Log, Recorder
 
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
+from kernelformer.cli.common import VisibleConsole
 from kernelformer.commands import resume_command
 from kernelformer.conversion.readers import hash_files
 from kernelformer.environment import environment
@@ -32,9 +33,8 @@ from kernelformer.formatting import shortened
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.modules import RelativePositions, redraw
 from kernelformer.modules.schedules import random_maps
-from kernelformer.parallel.group import TIMEOUT
+from kernelformer.parallel.context import TIMEOUT
 from kernelformer.quiet import silent_libraries
-from kernelformer.terminal import VisibleConsole
 from kernelformer.weight_headers import saved_shapes, weight_files
 from kernelformer_lab.data.tokenization import TOKENIZER, load_tokenizer
 from kernelformer_lab.records import MODEL, RESULT, RUN, Result, read_head, read_object

@@ -25,7 +25,7 @@ from kernelformer.files import naming_full_disk, write_hashes
 from kernelformer.modules import RelativePositions, parameter_groups
 from kernelformer.modules.context import next_column, split_over
 from kernelformer.modules.schedules import random_maps
-from kernelformer.parallel.group import start_group
+from kernelformer.parallel.context import start_group
 from kernelformer_lab.tasks import Task
 from kernelformer_lab.training.checkpoints import (
     STAGE,

@@ -1,19 +1,54 @@
-"""Base of the families: how a core gets into an attention, and how a relative bias becomes a table."""
+"""Base of the families: install a core in an attention, and turn a relative bias into a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from kernelformer.hf.attend import CORE
-from kernelformer.hf.derive import derive, kernel_attention, underive
+from kernelformer.hf.attend import CORE, kernel_attention
 from kernelformer.modules import AttentionCore
 
 Interface = Callable[..., tuple[Tensor, Tensor | None]]
 Way = Literal["interface", "adapter", "multihead", "own"]  # saved with a converted model; "own" is never replaced
 _INTERFACE = "interface"  # attribute of an adapted module
+
+
+def derive(module: nn.Module, first: type) -> None:
+    """Add the methods of a mixin before a module's own, picklably: its class gets a derived one of the same name."""
+    kind: Any = type(module)
+    if not issubclass(kind, first):
+        module.__class__ = _derived(first, kind)
+
+
+def underive(module: nn.Module) -> None:
+    """Give a module the class that it had before `derive`."""
+    module.__class__ = type(module).__bases__[1]
+
+
+@cache
+def _derived(first: type, kind: type) -> type:
+    return type(kind.__name__, (first, kind), {"__module__": kind.__module__, "__reduce_ex__": _reduce})
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """Let pickle and copy derive the class again; its name alone would find the original."""
+    reduced: Any = object.__reduce_ex__(module, max(2, protocol))
+    kind: type = type(module)
+    firsts: list[type] = []
+    while vars(kind).get("__reduce_ex__") is _reduce:
+        first, kind = kind.__bases__
+        firsts.insert(0, first)
+    return _blank, (kind, *firsts), *reduced[2:]
+
+
+def _blank(kind: Any, *firsts: type) -> Any:
+    """Make an empty module of a class that is derived again."""
+    for first in firsts:
+        kind = _derived(first, kind)
+    return kind.__new__(kind)
 
 
 class Family:

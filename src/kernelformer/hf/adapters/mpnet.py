@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernelformer.hf.adapters.base import AdaptedFamily, Interface
-from kernelformer.hf.derive import derive, underive
+from kernelformer.hf.adapters.base import AdaptedFamily, Interface, derive, underive
 
 MAX_DISTANCE = 128  # where MPNet's buckets end
 

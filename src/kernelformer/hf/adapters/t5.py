@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernelformer.hf.adapters.base import Family
-from kernelformer.hf.derive import derive, underive
+from kernelformer.hf.adapters.base import Family, derive, underive
 
 _COMPUTE_BIAS = ["self", "query_length", "key_length", "device", "past_seen_tokens"]  # arguments that `TableT5` takes
 

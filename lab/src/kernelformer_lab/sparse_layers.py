@@ -10,7 +10,6 @@ token sees at most half of the longest sequence.
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,9 +27,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from kernelformer.errors import integer, positive_int
-from kernelformer.models.config import KernelformerConfig
 from kernelformer.modules.context import needs_whole
-from kernelformer.modules.spec import parse_attention
 from kernelformer.quiet import silent_libraries
 
 # Of Reformer's masks, as its models in transformers set them.
@@ -101,7 +98,7 @@ class BigBirdLayer(SparseAttention):
         seed: of the random blocks.
 
     Cost: O(L (5 + num_random_blocks) block_size) for the attention; but transformers (5.23) also writes the weights
-    into a matrix of L x L, which nobody reads here, so that memory is quadratic.
+    into a matrix of L x L, unused here, so that memory is quadratic.
     """
 
     def __init__(
@@ -191,6 +188,13 @@ class LongformerLayer(SparseAttention):
         return out
 
 
+class _LSHSelfAttention(LSHSelfAttention):
+    def reset_constants(self) -> None:
+        """Set the constants of its masks, which are buffers that are not saved: a loaded model has none of them."""
+        for name, value in MASK_VALUES.items():
+            init.constant_(getattr(self, name), value)
+
+
 class ReformerLayer(SparseAttention):
     """Reformer (2001.04451): tokens are sorted by the bucket of a random hash; a chunk sees itself and the one before.
 
@@ -228,7 +232,7 @@ class ReformerLayer(SparseAttention):
             num_hashes=positive_int("num_hashes", num_hashes),
             max_position_embeddings=padded_length(length, size),
         )
-        layer = LSHSelfAttention(config)
+        layer: Any = _LSHSelfAttention(config)  # type: ignore[no-untyped-call]
         with silent_libraries():  # its own rule, of which it would remark that the configuration has no number
             layer._set_num_buckets(padded_length(length, size))
         super().__init__(width, layer, multiple=size)
@@ -273,50 +277,6 @@ class InformerLayer(SparseAttention):
         with _fixed_draws(x, None if self.training else self.seed):
             out: Tensor = self.layer(x, attention_mask=mask)[0]
         return out
-
-
-LAYERS: dict[str, type[SparseAttention]] = {
-    "bigbird": BigBirdLayer,
-    "longformer": LongformerLayer,
-    "reformer": ReformerLayer,
-    "informer": InformerLayer,
-}
-
-
-def make_sparse_layer(
-    config: KernelformerConfig, spec: str, *, causal: bool, seed: int, length: int
-) -> SparseAttention:
-    """Build the layer that a spec asks for, with what it leaves open taken from the model.
-
-    Args:
-        config: of the model.
-        spec: ``bigbird``, ``longformer``, ``reformer`` or ``informer``, with options.
-        causal: whether tokens see only those before them, which is refused.
-        seed: of what the layer draws.
-        length: the longest sequence.
-    """
-    name, options = parse_attention(spec)
-    if causal:
-        raise ValueError(
-            f"{name!r} is here for encoders, and this model is causal; use a method of list_methods(), such as "
-            f"'favor+', or 'local' for near tokens."
-        )
-    if config.head_dim is not None:
-        raise ValueError(
-            f"{name!r} of transformers divides hidden_size among the heads, got head_dim={config.head_dim}; leave it "
-            f"out."
-        )
-    make: Any = LAYERS[name]
-    if "seed" in inspect.signature(make).parameters:
-        options.setdefault("seed", seed)
-    layer: SparseAttention = make(config.hidden_size, config.num_attention_heads, length, **options)
-    return layer
-
-
-def reset_mask_values(layer: LSHSelfAttention) -> None:
-    """Set the constants of Reformer's masks, which are buffers that are not saved: a loaded model has none of them."""
-    for name, value in MASK_VALUES.items():
-        init.constant_(getattr(layer, name), value)
 
 
 def padded_length(length: int, multiple: int, least: int = 1) -> int:

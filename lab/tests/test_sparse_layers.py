@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import kernelformer as kf
+from kernelformer.lazy import LAYERS
 from kernelformer.models import (
     KernelformerConfig,
     KernelformerForCausalLM,
@@ -18,20 +21,18 @@ from kernelformer.models import (
     KernelformerForSequenceClassification,
     KernelformerModel,
 )
-from kernelformer.models.sparse_layers import (
-    LAYERS,
+from kernelformer.modules.spec import parse_attention
+from kernelformer_lab.sparse_layers import (
     MASK_VALUES,
     BigBirdLayer,
     LongformerLayer,
     ReformerLayer,
     padded_length,
 )
-from kernelformer.modules.methods import SPARSE_LAYERS
-from kernelformer.modules.spec import parse_attention
 from kernelformer_lab.training import Run, train
 from kernelformer_lab.training.evaluation import evaluate
 
-NAMES = tuple(SPARSE_LAYERS)
+NAMES = tuple(LAYERS)
 SMALL = {
     "vocab_size": 13,
     "hidden_size": 16,
@@ -46,7 +47,7 @@ SMALL = {
 
 def layer(name, length=64, heads=2, **options):
     torch.manual_seed(0)
-    return LAYERS[name](16, heads, length, **options).double().eval()
+    return LAYERS[name].load()(16, heads, length, **options).double().eval()
 
 
 def inputs(length, batch=2):
@@ -70,16 +71,13 @@ def seen_by(attend, x, row):
 
 
 def test_the_options_that_strings_may_give_are_those_of_the_classes():
-    assert LAYERS.keys() == SPARSE_LAYERS.keys()
-    for name, make in LAYERS.items():
-        own = [x.name for x in inspect.signature(make).parameters.values() if x.kind is x.KEYWORD_ONLY]
-        assert sorted(own) == sorted(SPARSE_LAYERS[name].options)
+    for each in LAYERS.values():
+        own = [x.name for x in inspect.signature(each.load()).parameters.values() if x.kind is x.KEYWORD_ONLY]
+        assert sorted(own) == sorted(each.options)
 
 
 def test_an_unknown_option_is_named_with_the_known_ones():
-    with pytest.raises(
-        ValueError, match=r"option for the layer 'bigbird' of transformers, 'blocks'.*num_random_blocks"
-    ):
+    with pytest.raises(ValueError, match=r"option for the layer 'bigbird', 'blocks'.*num_random_blocks"):
         parse_attention("bigbird:blocks=3")
     with pytest.raises(ValueError, match=r"unknown option for the layer 'longformer'.*'rotary'"):
         KernelformerConfig(attention="longformer:rotary=True")
@@ -87,7 +85,7 @@ def test_an_unknown_option_is_named_with_the_known_ones():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_no_methods(name):
-    with pytest.raises(ValueError, match=f"'{name}' is a whole layer of transformers"):
+    with pytest.raises(ValueError, match=f"'{name}' is a whole layer"):
         kf.build_attention(name, head_dim=8, num_heads=2)
     assert name not in kf.list_methods()
 
@@ -255,7 +253,7 @@ def test_layers_of_a_model_draw_differently_and_mix_with_methods(name):
 def test_what_they_cannot_do_is_said():
     with pytest.raises(ValueError, match="'reformer' is here for encoders, and this model is causal"):
         KernelformerForCausalLM(KernelformerConfig(**SMALL, attention="reformer"))
-    with pytest.raises(ValueError, match="'bigbird' is a whole layer of transformers"):
+    with pytest.raises(ValueError, match="'bigbird' is a whole layer"):
         KernelformerForConditionalGeneration(
             KernelformerConfig(**SMALL, attention="bigbird", decoder_attention="softmax", cross_attention="bigbird")
         )
@@ -299,3 +297,11 @@ def test_a_run_trains_and_is_evaluated_as_that_of_any_method(name, tmp_path, mon
     assert not result.diverged
     scores = evaluate(tmp_path / "run", batch_size=4)  # as in training: buckets of reformer depend on the padding
     assert scores["loss"] == pytest.approx(result.loss, rel=1e-5)
+
+
+def test_without_the_laboratory_a_saved_model_says_what_to_install(tmp_path):
+    KernelformerModel(KernelformerConfig(**SMALL, attention="longformer")).save_pretrained(tmp_path)
+    code = f"from kernelformer.models import KernelformerModel; KernelformerModel.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "install kernelformer-lab and import kernelformer_lab" in done.stderr
+    assert subprocess.run([sys.executable, "-c", f"import kernelformer_lab; {code}"]).returncode == 0
