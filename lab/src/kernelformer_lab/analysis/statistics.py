@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import fmean, variance
+from statistics import fmean, stdev, variance
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09}
 
 FEWEST = 30  # groups of samples, with which an error is uncertain by 13%
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean of independent values and its standard error; NaN for the error of one value."""
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kernelformer.files import write_text
 from kernelformer.settings import options
 from kernelformer_lab.evidence.base import Item, StudyPart, Training
 from kernelformer_lab.recipes.catalogue import find_recipe
-from kernelformer_lab.studies import STUDIES
+from kernelformer_lab.studies import find_study
 from kernelformer_lab.tasks import TASKS, task_options
 
 ATTENTIONS = 2  # of each part: what differs between attentions is tested elsewhere
@@ -50,7 +50,7 @@ def shrunk(item: Item) -> Item:
 
 def _shrunk(part: Training | StudyPart) -> Training | StudyPart:
     if isinstance(part, StudyPart):
-        known = {x.name: how.least for x, how in options(STUDIES[part.study].settings)}
+        known = {x.name: how.least for x, how in options(find_study(part.study).settings)}
         small = {name: max(x, int(known[name] or 0)) for name, x in STUDY.items() if name in known}
         return replace(part, settings={**part.settings, **small})
     task = find_recipe(part.recipe).task

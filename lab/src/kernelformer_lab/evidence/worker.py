@@ -19,7 +19,7 @@ from kernelformer_lab.evidence.base import TRAINING, study_settings
 from kernelformer_lab.evidence.rules import SAMPLES, TEST, VALUE
 from kernelformer_lab.records import RESULT, read_head
 from kernelformer_lab.reports.comparison import read_run
-from kernelformer_lab.studies import STUDIES
+from kernelformer_lab.studies import find_study
 from kernelformer_lab.studies.redraws import eigenvalue_statistics, gradient_statistics, redraw_statistics
 from kernelformer_lab.subprocesses import end_with_parent
 from kernelformer_lab.training.config import Run
@@ -155,12 +155,12 @@ def _thinned(points: list[list[float]], most: int = 60) -> list[list[float]]:
 
 def _study(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run a study, or go on with it, and draw its picture."""
-    study = STUDIES[asked["request"]["study"]]
+    study = find_study(asked["request"]["study"])
     settings = study_settings(study, asked["request"]["settings"])
-    result = study.run(settings, folder)
-    study.save(settings, result, folder)
-    study.picture(result, folder / f"{study.name}.png")
-    return {"environment": environment(torch.get_num_threads()), "record": read_json(folder / f"{study.name}.json")}
+    record = study.measure(settings, folder)
+    record.save()
+    study.picture(record, folder / f"{study.name}.png")
+    return {"environment": environment(torch.get_num_threads()), "record": read_json(record.path)}
 
 
 if __name__ == "__main__":
