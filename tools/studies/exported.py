@@ -240,7 +240,7 @@ def run(record: Record, log: Log, progress: Progress) -> None:
         model, stretched = subject.build(longest)
     name = Path(settings.model).resolve().name if settings.model else "a BERT of MiniLM-L6's sizes"
     about = {**describe(model, subject, name, "encoder"), ONNX: version(ONNX), "ways": ways(settings)}
-    record.rows.extend(record.resume({"about": about}))
+    record.resume({"about": about})
     record.figures["stretched"] = stretched
     todo = [x for x in sorted(set(settings.lengths)) if not record.where(length=x)]
     with TemporaryDirectory(prefix="kernelformer-export-") as graphs:

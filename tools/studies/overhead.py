@@ -1,6 +1,6 @@
 """Measure the part of a training step that is outside of tensor operations.
 
-    python tools/studies/overhead.py listops
+python tools/studies/overhead.py listops
 """
 
 from __future__ import annotations

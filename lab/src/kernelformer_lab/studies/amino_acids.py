@@ -182,7 +182,8 @@ def run(record: Record, log: Log, progress: Progress) -> None:
     }
     names = models_of(settings)
     same = {name: x for name, x in plain(settings).items() if name != "attention"}
-    record.rows.extend(x for x in record.resume({**about, "amino_acids": AMINO_ACIDS}, **same) if x["model"] in names)
+    record.resume({**about, "amino_acids": AMINO_ACIDS}, **same)
+    record.figures["rows"] = [x for x in record.rows if x["model"] in names]
     for name in names:
         if not record.where(model=name):
             log(name)

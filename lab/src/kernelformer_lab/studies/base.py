@@ -126,8 +126,8 @@ class Record:
         here = environment(torch.get_num_threads())
         return {} if same_machine and {**kept["environment"], "date": here["date"]} != here else kept
 
-    def resume(self, about: Mapping[str, Any], **settings: Any) -> list[Row]:
-        """The rows that an earlier call has written about the same things.
+    def resume(self, about: Mapping[str, Any], **settings: Any) -> None:
+        """Begin the figures with the rows that an earlier call has written about the same things.
 
         Args:
             about: what all rows depend on, by name; it becomes part of the figures.
@@ -139,21 +139,23 @@ class Record:
         kept = self.earlier()
         self.figures = {**about, "rows": []}
         if not kept:
-            return []
+            return
         try:
             before = {**{x: kept.get(x) for x in about}, **{x: kept["settings"].get(x) for x in settings}}
-            rows: list[Row] = [dict(x) for x in kept["rows"]]
+            rows = [dict(x) for x in kept["rows"]]
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
             raise ValueError(
                 f"{self.path} is not of this study ({problem!r}); move it away, or choose another --out."
             ) from None
         for name, now in {**about, **settings}.items():
-            if before[name] != now:
-                raise ValueError(
-                    f"{self.path} has figures of another {name}: {before[name]!r:.80} and not {now!r:.80}; choose "
-                    f"another --out."
-                )
-        return rows
+            was = before[name]
+            if was == now:
+                continue
+            if isinstance(was, dict) and isinstance(now, dict):
+                was = {key: x for key, x in was.items() if now.get(key) != x}
+            what = "model or machine" if name == "about" else name
+            raise ValueError(f"{self.path} has figures of another {what} ({was!r:.200}); choose another --out.")
+        self.figures["rows"] = rows
 
 
 def where(rows: Iterable[Row], **key: Any) -> list[Row]:

@@ -204,7 +204,7 @@ def run(record: Record, log: Log, progress: Progress) -> None:
         "setting": {name: x for name, x in plain(settings).items() if name in SHARED},
         "threads": torch.get_num_threads(),  # time is what they share
     }
-    record.rows.extend(record.resume(about))
+    record.resume(about)
     quality = Quality(source, settings)
 
     def keep(row: Row) -> None:

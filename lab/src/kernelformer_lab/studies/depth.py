@@ -117,7 +117,8 @@ def run(record: Record, log: Log, progress: Progress) -> None:
     about = {"model": Path(settings.model).name, "text": hash_files([settings.text]), "texts": texts, "tokens": tokens}
     same = {name: x for name, x in plain(settings).items() if name not in ("attention", "draws")}
     order = cases_of(settings)
-    record.rows.extend(x for x in record.resume(about, **same) if (x["method"], x["draw"]) in order)
+    record.resume(about, **same)
+    record.figures["rows"] = [x for x in record.rows if (x["method"], x["draw"]) in order]
     for method, draw in order:
         if not record.where(method=method, draw=draw):
             log(f"{method}, draw {draw}")

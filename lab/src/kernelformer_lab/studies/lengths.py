@@ -289,8 +289,9 @@ def refusal(rows: Sequence[Row], row: Row, limit: float) -> str:
 
 def resume(record: Record, about: dict[str, Any], stretched: list[str]) -> None:
     """Begin the figures with the rows that have one in an earlier record of the same model on the same machine."""
-    kept = record.resume({"about": about})
-    record.figures["stretched"] = stretched
+    record.resume({"about": about})
+    kept = record.rows
+    record.figures |= {"stretched": stretched, "rows": []}
     for row in kept:
         if row["seconds"] is not None or row["peak"] is not None:
             own = find_row(record.rows, row["kind"], row["length"], row["attention"])
