@@ -47,9 +47,7 @@ def test_settings_are_imported_without_torch(module):
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["convert", "--help"], ["train", "--help"], ["study", "--help"]], ids=" ".join
-)
+@pytest.mark.parametrize("words", ["--help", "--version", "convert --help", "train --help", "study --help"])
 def test_help_does_not_wait_for_torch(words):
     code = "import sys; from kernelformer.cli.app import app; app(sys.argv[1:], standalone_mode=False)"
     done = python(f"{code}; print([x for x in {SLOW!r} if x in sys.modules])", *words.split())

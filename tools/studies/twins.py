@@ -10,7 +10,6 @@ images, an encoder classifies ListOps, a decoder models the bytes of Python's st
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from transformers.utils.generic import ModelOutput
 from kernelformer.errors import choice
 from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer.settings import Settings, option, plain
+from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.cli.studies import main
 from kernelformer_lab.data.batching import Sample, spread_evenly
 from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, table, unique, where
@@ -266,9 +266,9 @@ def summary(rows: list[Row]) -> list[Row]:
     for task, variant in unique(rows, "task", "variant"):
         of = where(rows, task=task, variant=variant)
         scores = [score(x) for x in of]
-        error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
+        mean, error = mean_and_error(scores)
         metric = "bits per byte" if task == "bytes" else "accuracy %"
-        row = {"task": task, "variant": variant, "metric": metric, "mean": statistics.mean(scores), "error": error}
+        row = {"task": task, "variant": variant, "metric": metric, "mean": mean, "error": error}
         found.append({**row, "seeds": len(of), "parameters": of[0]["parameters"]})
     return found
 

@@ -38,8 +38,6 @@ SETTINGS = {
 }
 SMALLER = {
     "overhead": {"find_recipe": lambda name: SimpleNamespace(run=lambda: RUN)},
-    "exported": {"SIZES": {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-                           "num_attention_heads": 2}},
     "twins": {"EVALUATED": 32},
     "tour": {"FEATURES": (4, 8), "LENGTHS": (64,), "CONTEXTS": (32,), "STEPS": 6,
              "sample_inputs": lambda *_, **__: [torch.randn(1, 2, 16, 8) for _ in range(3)]},

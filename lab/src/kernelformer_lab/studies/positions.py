@@ -6,7 +6,6 @@ the time of a forward with a relative position bias, over the length.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from kernelformer.formatting import human_time
 from kernelformer.modules import build_attention
 from kernelformer.settings import Settings, option
 from kernelformer.timing import taking_timings
+from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.bench.attention import Case, contender
 from kernelformer_lab.studies.base import Log, Progress, Record, Study, drawing, log_axis, table
 
@@ -92,9 +92,8 @@ def row_error(
         q, k = both[:, :, :queries], both[:, :, queries:]
         core.resample(number)
         gap = core.attention_matrix(q, k) - exact.attention_matrix(q, k)
-        errors.append(gap.abs().sum(-1).mean())
-    sample = torch.stack(errors).double()
-    return float(sample.mean()), float(sample.std() / math.sqrt(draws))
+        errors.append(float(gap.abs().sum(-1).mean()))
+    return mean_and_error(errors)
 
 
 @taking_timings()
