@@ -237,7 +237,7 @@ def measure(
 
 
 def steps(settings: TwinsSettings) -> int:
-    """How often `run` calls ``progress``."""
+    """Number of calls of ``progress`` in `run`."""
     return settings.seeds * sum(len(VARIANTS[task.model]) for task in tasks(settings))
 
 

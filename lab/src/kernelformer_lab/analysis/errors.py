@@ -78,7 +78,7 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     Args:
         query: (L, D), already multiplied by ``sqrt(scale)``.
-        key: (S, D), likewise.
+        key: (S, D), multiplied as the queries.
         value: (S, E).
 
     Returns:
@@ -136,7 +136,7 @@ def feature_attention(
     Args:
         omega: (M, D), frequencies.
         query: (L, D), already multiplied by ``sqrt(scale)``.
-        key: (S, D), likewise.
+        key: (S, D), multiplied as the queries.
         value: (S, E).
         estimator: one of `ESTIMATORS`.
 

@@ -32,7 +32,7 @@ class Mean:
         count: seeds.
         of_seeds: squared standard error over seeds: variance / count; NaN for one seed.
         of_samples: squared standard error over validation samples. All seeds have the same samples, so it does not fall
-            with their number; 0 where nobody knows it.
+            with their number; 0 where it is not known.
     """
 
     value: float
@@ -161,7 +161,7 @@ def sample_groups(size: int, most: int) -> Groups:
 
 
 def deviations(whole: float, without: Sequence[float], groups: Groups) -> Numbers:
-    """What each of G groups adds to the standard error of a score theta (Busing et al. 1999).
+    """Contribution of each of G groups to the standard error of a score theta (Busing et al. 1999).
 
         d_j = (tau_j - mean tau) / sqrt(G (h_j - 1)),   tau_j = h_j theta - (h_j - 1) theta_j,   h_j = N / m_j
 

@@ -160,7 +160,7 @@ def models_of(settings: AminoAcidsSettings) -> list[str]:
 
 
 def steps(settings: AminoAcidsSettings) -> int:
-    """How often `run` calls ``progress``."""
+    """Number of calls of ``progress`` in `run`."""
     return len(models_of(settings))
 
 

@@ -109,7 +109,7 @@ def spectral_error(inputs: Inputs, exact: str, method: str, draws: int = 1, **op
 
 
 def steps(settings: ApproximationSettings) -> int:
-    """How often `run` calls ``progress``."""
+    """Number of calls of ``progress`` in `run`."""
     return 2 * len(set(settings.lengths)) * (len(METHODS) + 2) + 2 * len(LANDMARKS)
 
 

@@ -162,7 +162,7 @@ METHODS = (
     "loglinear:num_features={m}:window=32:sinks=1",
     "wildcat:num_landmarks={m}:window=32:sinks=1",
 )
-# Settings that all figures of a record share; the others may differ where a study goes on.
+# Settings that all figures of a record share; the others may differ where a study is resumed.
 SHARED = ("length", "batch", "seconds", "samples", "probe", "layers", "seed")
 TRANSFER = 0.6  # share of the time for attention transfer, where a map learns
 LOG_EVERY = 20  # steps of distillation
@@ -183,7 +183,7 @@ def methods_of(settings: ConversionSettings) -> Sequence[str]:
 
 
 def steps(settings: ConversionSettings) -> int:
-    """How often `run` calls ``progress``."""
+    """Number of calls of ``progress`` in `run`."""
     return 1 + len(methods_of(settings))
 
 

@@ -87,7 +87,7 @@ def cases_of(settings: DepthSettings) -> list[tuple[str, int]]:
 
 
 def steps(settings: DepthSettings) -> int:
-    """How often `run` calls ``progress``."""
+    """Number of calls of ``progress`` in `run`."""
     return len(cases_of(settings))
 
 

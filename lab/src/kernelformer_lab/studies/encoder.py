@@ -260,7 +260,7 @@ def seconds(rows: Sequence[Row], like: Row, attention: str) -> float | None:
 
 
 def refusal(rows: Sequence[Row], row: Row, limit: float) -> str:
-    """Why a row should not be run, judged by smaller ones: no worse than quadratic in time, linear in memory."""
+    """Reason not to run a row, judged by smaller ones: no worse than quadratic in time, linear in memory."""
     smaller = [
         (max(1.0, row["length"] / x["length"]), max(1.0, row["layers"] / x["layers"]), x)
         for x in where(rows, **{name: row[name] for name in ("size", "kind", "attention")})

@@ -72,7 +72,7 @@ Layers = Sequence[tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class About:
-    """What a case is, without its tensors.
+    """Description of a case, without its tensors.
 
     Args:
         kind: one of `SYNTHETIC`, or the name of a model.
@@ -313,7 +313,7 @@ def default_attentions() -> list[str]:
 
 
 def is_learned(spec: str) -> bool:
-    """Whether an attention has weights to train."""
+    """Return True if an attention has weights to train."""
     return any(True for _ in Sized.of(spec, 8).build(head_dim=8, num_heads=1, length=8).parameters())
 
 
@@ -344,7 +344,7 @@ class Sized:
         return Sized(spec, method, options if own is None else {**options, name: own}, own)
 
     def refusal(self, *, causal: bool, window: int) -> str | None:
-        """Why it cannot be measured in a case; None where it can."""
+        """Reason why it cannot be measured in a case; None where it can."""
         method = METHODS[self.method]
         if causal and not method.holds(method.causal, self.options):
             return "not causal"
@@ -794,7 +794,7 @@ def _is_finished(record: Record) -> bool:
 
 
 def _timed(record: Record, name: str, window: int) -> bool:
-    """Whether the passes of a case are timed."""
+    """Return True if the passes of a case are timed."""
     case = record.figures["cases"][name]
     return bool(where(record.figures["times"], head_dim=case["head_dim"], causal=case["causal"], window=window))
 

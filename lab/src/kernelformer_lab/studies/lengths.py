@@ -280,7 +280,7 @@ def crossovers(rows: Sequence[Row], baselines: Sequence[str]) -> list[dict[str, 
 
 
 def refusal(rows: Sequence[Row], row: Row, limit: float) -> str:
-    """Why a row should not be run, judged by shorter ones."""
+    """Reason not to run a row, judged by shorter ones."""
     seconds, peak = (
         predicted(curve(rows, row["kind"], row["attention"], what), row["length"]) for what in ("seconds", "peak")
     )
@@ -305,7 +305,7 @@ def save(record: Record, baselines: Sequence[str]) -> None:
 
 
 def predicted(curve: Mapping[int, float], length: int) -> float | None:
-    """Extend a curve to a longer input: the last growth goes on, as a power between 1 and 2; 2 where it is not known.
+    """Extend a curve to a longer input: the last growth continues, as a power between 1 and 2; 2 where it is not known.
 
     None where nothing shorter was measured.
     """
@@ -559,7 +559,7 @@ def _subject(settings: LengthsSettings) -> Subject:
 
 
 def _described(settings: LengthsSettings) -> tuple[dict[str, Any], list[str]]:
-    """What the figures depend on, and stretched tables; errors of the model come before anything is measured."""
+    """Description of what is measured, and stretched tables; a wrong model is refused before anything is measured."""
     subject, longest = _subject(settings), max(settings.lengths)
     with silent_libraries():
         model, stretched = subject.build(longest)

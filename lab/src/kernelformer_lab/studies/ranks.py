@@ -88,7 +88,7 @@ class SplitCase:
     def options(self, length: int, rank: int, ranks: int) -> dict[str, Any]:
         """Other arguments of a call with the tokens of so many ranks.
 
-        Every third key is hidden, packed sequences have seven tokens and go on over ranks.
+        Every third key is hidden, packed sequences have seven tokens and continue over ranks.
         """
         place = torch.arange(rank * length, (rank + 1) * length).expand(self.batch, -1)
         given: dict[str, Any] = {"is_causal": self.causal}
@@ -103,7 +103,7 @@ class SplitCase:
         return given
 
     def exchange(self, core: AttentionCore) -> Exchange:
-        """What its formula for the exchange depends on, from the core itself."""
+        """Arguments of the formula for the exchange, from the core itself."""
         phi = core.feature_map if isinstance(core, KernelCore) else None
         return Exchange(
             heads=self.heads if self.slope else self.groups if phi is None else max(self.groups, phi.heads),
@@ -346,7 +346,7 @@ def cases(settings: RanksSettings) -> list[SplitCase]:
 
 
 def steps(settings: RanksSettings) -> int:
-    """How often `run` calls ``progress``."""
+    """Number of calls of ``progress`` in `run`."""
     groups = len(set(settings.ranks))
     return groups + settings.memory * (groups + 1)
 

@@ -64,7 +64,7 @@ def value(run: Row, measure: str) -> float:
 
 
 def deterministic(runs: Sequence[Row]) -> bool:
-    """Whether nothing is redrawn in any of the runs."""
+    """Return True if nothing is redrawn in any of the runs."""
     return all(x["redraws"]["deterministic"] for x in runs)
 
 

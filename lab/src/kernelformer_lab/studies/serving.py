@@ -267,7 +267,7 @@ def _subject(settings: ServingSettings) -> Served:
 
 
 def _described(settings: ServingSettings) -> tuple[dict[str, Any], list[str]]:
-    """What the figures depend on, and stretched tables; errors of the model come before anything is measured."""
+    """Description of what is measured, and stretched tables; a wrong model is refused before anything is measured."""
     subject = _subject(settings)
     with silent_libraries():
         model, stretched = subject.build(max(settings.lengths) + SPARE)

@@ -68,7 +68,7 @@ def methods_of(settings: SparsitySettings) -> Sequence[str]:
 
 
 def steps(settings: SparsitySettings) -> int:
-    """How often `run` calls ``progress``."""
+    """Number of calls of ``progress`` in `run`."""
     return len(methods_of(settings)) * len(settings.relevances) * settings.seeds
 
 

@@ -47,7 +47,7 @@ def attentions(settings: TransferSettings) -> list[str]:
 
 
 def steps(settings: TransferSettings) -> int:
-    """How often `run` calls ``progress``."""
+    """Number of calls of ``progress`` in `run`."""
     return 1 + 3 * len(attentions(settings))
 
 
