@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,9 @@ def few_samples(task: str, folder: Path, options: Mapping[str, Any]) -> dict[str
 
         return {"data": str(write_rows(folder / "rows", row)), "vocab_size": 300, "length": 64, **cache}
     raise NotImplementedError(task)
+
+
+def change_study(monkeypatch, name: str, **changes: Any) -> None:
+    """Give a study other functions."""
+    module = import_module(f"kernelformer_lab.studies.{name}")
+    monkeypatch.setattr(module, "STUDY", replace(module.STUDY, **changes))

@@ -12,8 +12,10 @@ def every_command() -> dict[str, object]:
     commands, program = {}, typer.main.get_command(app)
     for name in program.list_commands(None):
         command = program.load(name)
-        inner = getattr(command, "commands", None)
-        commands |= {name: command} if inner is None else {f"{name} {x}": y for x, y in inner.items()}
+        if hasattr(command, "list_commands"):
+            commands |= {f"{name} {x}": command.load(x) for x in command.list_commands(None)}
+        else:
+            commands[name] = command
     return commands
 
 

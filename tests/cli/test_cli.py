@@ -18,10 +18,8 @@ from kernelformer.errors import StoppedError, TrainingError
 from kernelformer_lab.bench import benchmark as show
 from kernelformer_lab.bench.attention import Case, Kernelformer, contender
 from kernelformer_lab.bench.benchmark import HEAPS, Row, WorkerError, check, job, run_case
-from kernelformer_lab.cli import studies
-from kernelformer_lab.studies import STUDIES as REGISTRY
-from kernelformer_lab.studies.settings import NoSettings
 from kernelformer_lab.training.config import everywhere
+from samples import change_study
 
 SMALL = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02"]
 
@@ -107,45 +105,15 @@ def test_bench_refuses_what_it_does_not_know(options, message):
     assert result.stdout == ""
 
 
-STUDIES = {
-    "sparsity": ([], "kernelformer_lab.studies.sparsity.run"),
-    "redraws": (["x"], "kernelformer_lab.studies.redraws.run"),
-    "kernels": ([], "kernelformer_lab.studies.kernels.run"),
-    "approximation": (["--model", "x", "--text", "y"], "kernelformer_lab.studies.approximation.run"),
-    "positions": ([], "kernelformer_lab.studies.positions.run"),
-    "encoder": ([], "kernelformer_lab.studies.encoder.run"),
-    "overhead": ([], "kernelformer_lab.studies.overhead.run"),
-    "packing": ([], "kernelformer_lab.studies.packing.run"),
-    "ranks": ([], "kernelformer_lab.studies.ranks.run"),
-    "tour": ([], "kernelformer_lab.studies.tour.run"),
-    "exported": ([], "kernelformer_lab.studies.exported.run"),
-    "short": ([], "kernelformer_lab.studies.short.run"),
-    "twins": ([], "kernelformer_lab.studies.twins.run"),
-    "normalized": ([], "kernelformer_lab.studies.normalized.run"),
-    "transfer": ([], "kernelformer_lab.studies.transfer.run"),
-    "features": ([], "kernelformer_lab.studies.features.run"),
-    "serving": ([], "kernelformer_lab.studies.serving.run"),
-    "lengths": (["x"], "kernelformer_lab.studies.lengths.run"),
-    "estimators": ([], "kernelformer_lab.studies.estimators.run"),
-    "depth": (["x", "--text", "y"], "kernelformer_lab.studies.depth.run"),
-    "amino-acids": (["x", "--text", "y"], "kernelformer_lab.studies.amino_acids.run"),
-    "conversion": (["x", "--distill", "y", "--text", "z"], "kernelformer_lab.studies.conversion.run"),
-}
+@pytest.mark.parametrize("command", [["study", "positions"], ["bench"]])
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(command, tmp_path, monkeypatch):
+    def measure(*_, **__):
+        pytest.fail("measured first")
 
-
-def test_every_study_is_looked_at():
-    assert (
-        {command.callback.__name__ for command in studies.app.registered_commands} == STUDIES.keys() == REGISTRY.keys()
-    )
-
-
-@pytest.mark.parametrize("name", [*STUDIES, "bench"])
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(name, tmp_path, monkeypatch):
-    options, work = STUDIES.get(name, ([], "kernelformer_lab.bench.benchmark.run_case"))
-    monkeypatch.setattr(work, lambda *_, **__: pytest.fail("measured first"))
+    monkeypatch.setattr("kernelformer_lab.bench.benchmark.run_case", measure)
+    change_study(monkeypatch, "positions", run=measure)
     (tmp_path / "file").write_text("in the way")
-    command = [name] if name == "bench" else ["study", name]
-    result = CliRunner().invoke(app, [*command, *options, "--out", str(tmp_path / "file" / "x")])
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "file" / "x")])
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     assert str(tmp_path / "file") in result.stderr
@@ -156,8 +124,8 @@ def test_errors_of_a_study_are_said_without_a_traceback(problem, code, tmp_path,
     def fails(*_, **__):
         raise problem
 
-    monkeypatch.setattr("kernelformer_lab.studies.overhead.run", fails)
-    result = CliRunner().invoke(app, ["study", "overhead", "--out", str(tmp_path)])
+    change_study(monkeypatch, "positions", run=fails)
+    result = CliRunner().invoke(app, ["study", "positions", "--out", str(tmp_path)])
     assert (result.exit_code, result.stderr) == (code, "error: why\n")
 
 
@@ -204,24 +172,6 @@ def test_list_names_every_method():
     result = CliRunner().invoke(app, ["list"])
     assert result.exit_code == 0
     assert "favor+hyperbolic" in result.output
-
-
-@pytest.mark.slow
-def test_the_tour_measures_tells_and_draws(monkeypatch, tmp_path):
-    from kernelformer_lab.studies import tour
-
-    monkeypatch.setattr(tour, "FEATURES", (4, 8))
-    monkeypatch.setattr(tour, "LENGTHS", (64,))
-    monkeypatch.setattr(tour, "CONTEXTS", (32,))
-    monkeypatch.setattr(tour, "sample_inputs", lambda *a, **k: [torch.randn(1, 2, 16, 8) for _ in range(3)])
-    logged, study, settings = [], REGISTRY["tour"], NoSettings()
-    result = study.run(settings, tmp_path, logged.append)
-    assert len(logged) == study.steps(settings) == len(tour.MAPS) + 2
-    assert [len(x) for x in (result.lengths, result.contexts)] == [2, 2]
-    assert len(study.tables(result)) == 3
-    assert json.loads(study.save(settings, result, tmp_path).read_text())["state"] == result.state > 0
-    study.picture(result, tmp_path / "tour.png")
-    assert (tmp_path / "tour.png").stat().st_size > 10_000
 
 
 def test_times_and_sizes_read_well():

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.cli.common import console
-from kernelformer_lab.studies import STUDIES
+from samples import change_study
 
 RECORDS = Path(__file__).parents[2] / "results" / "evidence"
 # Those that write a text, or a run whose folder has all figures.
@@ -74,24 +74,16 @@ def test_claims_of_an_item_damage_of_its_record_and_former_jobs_are_told(tmp_pat
     assert value[0]["claims"][0]["claim"] in told
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_a_study_prints_its_record(name, tmp_path, monkeypatch):
-    study, out = STUDIES[name], tmp_path / "out"
-    file = f"kernelformer_lab.studies.{name.replace('-', '_')}"
-    steps = {"steps": lambda _: 1, "run": lambda _, folder, log, progress: (log("a sentence"), progress())}
-    for what, how in {**steps, "tables": lambda _: ["a table"], "picture": lambda *_: None}.items():
-        monkeypatch.setattr(f"{file}.{what}", how)
-    monkeypatch.setattr(f"{file}.record", lambda _: {"error": float("nan"), "rows": [1, 2]})
-    needed = {
-        "redraws": ["x"],
-        "approximation": ["--model", "x", "--text", "y"],
-        "lengths": ["x"],
-        "depth": ["x", "--text", "y"],
-        "amino-acids": ["x", "--text", "y"],
-        "conversion": ["x", "--distill", "y", "--text", "z"],
-    }
-    value, beside = invoke("study", study.name, *needed.get(name, []), "--out", out)
-    assert value["command"].startswith(f"kernelformer study {name}")
+def test_a_study_prints_its_record(tmp_path, monkeypatch):
+    def run(record, log, progress):
+        log("a sentence")
+        progress()
+        record.figures = {"error": float("nan"), "rows": [1, 2]}
+
+    shown = {"tables": lambda _: ["a table"], "picture": lambda *_: None}
+    change_study(monkeypatch, "positions", steps=lambda _: 1, run=run, **shown)
+    value, beside = invoke("study", "positions", "--out", tmp_path / "out")
+    assert value["command"] == "kernelformer study positions"
     assert (value["error"], value["rows"]) == (None, [1, 2])  # JSON has no word for what is no number
     assert "a sentence\n" in beside
     assert "a table\n" in beside

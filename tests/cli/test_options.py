@@ -9,16 +9,17 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.cli.common import literal_text, picture_in
+from samples import change_study
 
 
 def test_texts_to_learn_from_and_to_measure_on_are_named_as_in_convert(tmp_path, monkeypatch):
     seen = []
 
-    def stop(settings, *_):
-        seen.append((settings.text.name, settings.held_out.name))
+    def stop(record, *_):
+        seen.append((record.settings.text.name, record.settings.held_out.name))
         raise ValueError("enough")
 
-    monkeypatch.setattr("kernelformer_lab.studies.conversion.run", stop)
+    change_study(monkeypatch, "conversion", run=stop)
     command = ["study", "conversion", "m", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, [*command, "--distill", "a", "--text", "b"])
     assert "enough" in result.stderr

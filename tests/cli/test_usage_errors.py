@@ -18,8 +18,8 @@ from kernelformer.lazy import MissingExtraError
 
 WRONG = [
     (["trian"], "unknown command 'trian'; did you mean 'train'?"),
-    (["study", "tou"], "unknown command 'tou'; did you mean 'tour'?"),
-    (["tour"], "'tour' is a command of 'study'"),
+    (["study", "rank"], "unknown command 'rank'; did you mean 'ranks'?"),
+    (["ranks"], "'ranks' is a command of 'study'"),
     (["train", "bytes", "--lenght", "3"], "unknown option '--lenght'; did you mean '--length'?"),
     (["--verison"], "unknown option '--verison'; did you mean '--version'?"),
     (["train"], "missing argument 'RECIPE'"),
@@ -32,7 +32,6 @@ WRONG = [
     (["train", "bytes", "--set", "learning_rat=1"], "did you mean 'learning_rate'?"),
     (["list", "metods"], "did you mean 'methods'?"),
     (["reproduce", "varance"], "unknown item 'varance'; did you mean 'variance'?"),
-    (["study", "overhead", "dmo"], "unknown recipe 'dmo'; did you mean 'demo'?"),
     (["study", "approximation", "--text", "x"], "missing option '--model'"),
     (["bench", "--modes", "cau"], "unknown mode 'cau'; did you mean 'causal'?"),
     (["evaluate", "nowhere/at/all"], "nowhere/at/all"),

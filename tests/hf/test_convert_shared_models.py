@@ -26,8 +26,8 @@ from kernelformer.hf import convert, register, undo
 from kernelformer.hf.adapters.multihead import KernelMultiheadAttention
 from kernelformer.hf.attend import CONVERTED
 from kernelformer.modules.calibration import evaluating
-from kernelformer_lab.studies import conversion as conversion_study
 from kernelformer_lab.studies.lengths import Subject
+from samples import change_study
 from tiny_models import inputs, outputs, tiny, tokens
 
 PICKLED = ["BertForMaskedLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "MPNetModel"]
@@ -121,11 +121,11 @@ def test_registering_again_keeps_what_was_learned_and_draws_anew():
 def test_the_study_reads_layers_as_the_command_does(monkeypatch, tmp_path):
     seen = []
 
-    def stop(settings, *_):
-        seen.append(settings.layers)
+    def stop(record, *_):
+        seen.append(record.settings.layers)
         raise ValueError("enough")
 
-    monkeypatch.setattr(conversion_study, "run", stop)
+    change_study(monkeypatch, "conversion", run=stop)
     given = ["m", "--distill", "a", "--text", "b", "--layers", "0-2,5,x.*", "--threads", "1", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["study", "conversion", *given])
     assert "enough" in done.output

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from kernelformer_lab.analysis.statistics import mean_and_error
 from pages.records import ABSENT, Records, grid, table
 
 PLACE = "conversion/"
@@ -179,7 +180,7 @@ def kernel_gain(records: Records) -> str:
                 cells.append("")
                 continue
             gaps = [a - b for a, b in zip(whole[n]["log_probs"], near[n]["log_probs"], strict=True)]
-            cells.append(f"{fmean(gaps):.2f} ± {stdev(gaps) / math.sqrt(len(gaps)):.2f}")
+            cells.append("{:.2f} ± {:.2f}".format(*mean_and_error(gaps)))
         rows.append([shown, *cells])
     return grid(["log-probability of a digit, converted minus window and sinks", *map(str, lengths)], rows)
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from kernelformer.timing import MOST_ROUNDS, Step, time_rounds
 from kernelformer_lab import jobs
 from kernelformer_lab.bench import benchmark
 from kernelformer_lab.bench.case import Case
-from kernelformer_lab.bench.harness import fill_rows, over_limit, run_in_process, run_pass, time_bursts, too_large
+from kernelformer_lab.bench.harness import over_limit, run_in_process, run_pass, time_bursts, too_large
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, BenchSettings
 
 
@@ -135,26 +134,6 @@ def test_a_worker_calls_the_function_and_returns_what_it_gives():
     result = run_in_process(benchmark.measure, threads=1, kind="check", case=case, names=["elu", "x"], budget=1.0)
     assert result["elu"]["error"] < result["elu"]["tolerance"]
     assert "unknown method 'x'" in result["x"]["problem"]
-
-
-@dataclass
-class Row:
-    name: str
-    note: str = ""
-    seconds: float | None = None
-
-
-def test_rows_without_a_note_are_filled_and_a_failure_is_noted_in_all_of_them():
-    rows = [Row("a"), Row("b", "too long"), Row("c")]
-    fill_rows(rows, lambda some: [{"seconds": 2.0} if x.name == "a" else {"problem": "no memory"} for x in some])
-    assert rows == [Row("a", "", 2.0), Row("b", "too long"), Row("c", "no memory")]
-
-    def fails(some):
-        raise WorkerError("ended")
-
-    fill_rows(rows, fails)
-    assert [x.note for x in rows] == ["ended", "too long", "no memory"]
-    fill_rows(rows[1:], lambda _: pytest.fail("nothing was left to measure"))
 
 
 def test_what_is_too_long_or_too_large_is_said():

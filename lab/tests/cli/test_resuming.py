@@ -28,6 +28,7 @@ from kernelformer_lab.recipes.papers.base import CPU, Recipe
 from kernelformer_lab.reports.comparison import read_run
 from kernelformer_lab.training import Run, StoppedError, TrainingError, load_run, train
 from kernelformer_lab.training.config import extension
+from samples import change_study
 
 RUN = Run(
     task="bytes",
@@ -244,15 +245,15 @@ def test_ctrl_c_in_the_demo_names_a_command_that_goes_on(tmp_path, monkeypatch):
     ("options", "work", "then"),
     [
         (["bench", "--attention", "elu"], "kernelformer_lab.bench.benchmark.run_case", "starts anew"),
-        (["study", "sparsity"], "kernelformer_lab.studies.sparsity.run", "goes on from there"),
-        (["study", "lengths", "x"], "kernelformer_lab.studies.lengths.run", "goes on from there"),
+        (["study", "sparsity"], "sparsity", "goes on from there"),
+        (["study", "lengths", "x"], "lengths", "goes on from there"),
         (
             ["study", "conversion", "x", "--distill", "y", "--text", "z"],
-            "kernelformer_lab.studies.conversion.run",
+            "conversion",
             "goes on",
         ),
-        (["study", "normalized"], "kernelformer_lab.studies.normalized.run", "goes on from there"),
-        (["study", "tour"], "kernelformer_lab.studies.tour.run", "starts anew"),
+        (["study", "normalized"], "normalized", "goes on from there"),
+        (["study", "positions"], "positions", "starts anew"),
         (["convert", "x", "y"], "kernelformer.conversion.convert.run", "starts anew"),
         (["evaluate", "x"], "kernelformer_lab.training.evaluation.evaluate", "starts anew"),
     ],
@@ -261,7 +262,10 @@ def test_ctrl_c_elsewhere_names_the_command_itself_and_what_it_does(options, wor
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(work, stop)
+    if options[0] == "study":
+        change_study(monkeypatch, work, run=stop)
+    else:
+        monkeypatch.setattr(work, stop)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["kernelformer", *options])
     result = call(*options)

@@ -228,7 +228,8 @@ def test_pictures_name_attentions_by_what_tells_them_apart():
 
 def test_whatever_reads_the_clock_in_a_study_or_a_benchmark_says_so_to_the_queue():
     source = Path(queue.__file__).parents[1]
-    files = [x for folder in ("studies", "bench") for x in (source / folder).glob("*.py")]
+    scripts = Path(__file__).parents[3] / "tools" / "studies"
+    files = [x for folder in (source / "studies", source / "bench", scripts) for x in folder.glob("*.py")]
     files.append(Path(timing.__file__))
     clocks = [x for x in files if "perf_counter" in x.read_text()]
     assert len(clocks) >= 4

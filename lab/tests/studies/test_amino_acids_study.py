@@ -13,6 +13,7 @@ from kernelformer.cli.app import app
 from kernelformer_lab.studies import amino_acids
 from kernelformer_lab.studies.amino_acids import (
     AMINO_ACIDS,
+    AminoAcidsSettings,
     attention_similarity,
     blosum62,
     pairs_of,
@@ -21,7 +22,6 @@ from kernelformer_lab.studies.amino_acids import (
     renamed_correlations,
     spearman,
 )
-from kernelformer_lab.studies.settings import AminoAcidsSettings
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,7 +125,7 @@ def test_the_study_compares_models_and_goes_on(protein_model, sequences, tmp_pat
     assert 0 < original["chance"] <= 1
     assert record["residues"] == 198
     assert (tmp_path / "amino-acids.png").read_bytes().startswith(b"\x89PNG")
-    assert "figures of another model, text or size" in call("elu", "--seed", "1").output
+    assert "has figures of another seed" in call("elu", "--seed", "1").output
 
 
 def test_what_cannot_be_read_is_refused(protein_model, sequences):

@@ -18,7 +18,7 @@ from kernelformer.hf.find import attention_calls
 from kernelformer.modules import build_attention
 from kernelformer_lab.analysis.spectra import condition_number, score_spectrum
 from kernelformer_lab.studies import approximation
-from kernelformer_lab.studies.settings import ApproximationSettings
+from kernelformer_lab.studies.approximation import ApproximationSettings
 
 transformers = pytest.importorskip("transformers")
 WORDS = [f"word{i}" for i in range(60)]
@@ -73,9 +73,9 @@ def test_ridges_are_measured_at_the_longest_length_in_any_order(encoder, text):
     for lengths in ((16, 24), (24, 16, 24)):
         settings = ApproximationSettings(encoder=str(encoder), text=text, lengths=lengths, features=(4,))
         logged, steps = [], []
-        results.append(approximation.run(settings, text.parent, logged.append, lambda: steps.append(1)))  # noqa: B023
+        results.append(approximation.STUDY.measure(settings, text.parent, logged.append, lambda: steps.append(1)))  # noqa: B023
         assert len(logged) == len(steps) == approximation.steps(settings)
-    assert results[0].ridges == results[1].ridges
+    assert results[0].figures["ridges"] == results[1].figures["ridges"]
     assert "24 tokens" in approximation.tables(results[1])[1].title
 
 

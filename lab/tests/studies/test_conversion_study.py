@@ -7,14 +7,10 @@ import json
 import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
-from kernelformer.cli.app import app
 from kernelformer.hf.load import load_source
-from kernelformer_lab.studies import STUDIES
 from kernelformer_lab.studies import conversion as study
-from kernelformer_lab.studies.conversion import Quality, probe_accuracy
-from kernelformer_lab.studies.settings import ConversionSettings
+from kernelformer_lab.studies.conversion import ConversionSettings, Quality, probe_accuracy
 
 WORDS = [f"w{i}" for i in range(40)]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -37,7 +33,7 @@ def settings_of(model, files, methods=("softmax",), **options):
 
 
 def rows_of(model, files, methods, folder, log=lambda _: None, **options):
-    return STUDIES["conversion"].run(settings_of(model, files, methods, **options), folder, log).rows
+    return study.STUDY.measure(settings_of(model, files, methods, **options), folder, log).rows
 
 
 def write_model(folder, model):
@@ -72,27 +68,23 @@ def test_methods_are_measured_before_and_after_and_not_twice(encoder, files, tmp
     logged = []
     methods = ["loglinear:num_features=8", "elu", "softmax"]
     rows = rows_of(encoder, files, methods, tmp_path, save=tmp_path / "saved")
-    by_name = {x.method: x for x in rows}
+    by_name = {x["method"]: x for x in rows}
     assert list(by_name) == ["original", *methods]
-    assert by_name["original"].scores["original"]["cosine"] == pytest.approx(1, abs=1e-6)
-    assert by_name["softmax"].scores["converted"]["cosine"] == pytest.approx(1, abs=1e-5)
+    assert by_name["original"]["scores"]["original"]["cosine"] == pytest.approx(1, abs=1e-6)
+    assert by_name["softmax"]["scores"]["converted"]["cosine"] == pytest.approx(1, abs=1e-5)
     learned = by_name["loglinear:num_features=8"]
-    assert learned.parameters == 2 * 2 * 2 * (8 * 8 + 8)  # layers, queries and keys, heads, w and b
-    assert set(learned.steps) == {"transfer", "tune"}
-    assert set(by_name["elu"].steps) == {"tune"}
-    assert learned.scores["distilled"]["cosine"] > learned.scores["converted"]["cosine"]
+    assert learned["parameters"] == 2 * 2 * 2 * (8 * 8 + 8)  # layers, queries and keys, heads, w and b
+    assert set(learned["steps"]) == {"transfer", "tune"}
+    assert set(by_name["elu"]["steps"]) == {"tune"}
+    assert learned["scores"]["distilled"]["cosine"] > learned["scores"]["converted"]["cosine"]
     assert (tmp_path / "saved" / "elu" / "model.safetensors").is_file()
     fresh = rows_of(encoder, files, ["elu"], tmp_path / "fresh")
     late = rows_of(encoder, files, [*methods, "favor+:num_features=8"], tmp_path)[-1]
-    assert fresh[1].scores["converted"] == by_name["elu"].scores["converted"]
-    assert late.scores["converted"]["cosine"] < 0.999  # to the original, also where a run goes on
-    result = STUDIES["conversion"].run(settings_of(encoder, files, methods), tmp_path, logged.append)
+    assert fresh[1]["scores"]["converted"] == by_name["elu"]["scores"]["converted"]
+    assert late["scores"]["converted"]["cosine"] < 0.999  # to the original, also where a run goes on
+    result = study.STUDY.measure(settings_of(encoder, files, methods), tmp_path, logged.append)
     assert result.rows[: len(rows)] == rows
     assert not logged
-    (table,) = study.tables(result)
-    assert table.row_count == 5
-    study.picture(result, tmp_path / "conversion.png")
-    assert (tmp_path / "conversion.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_figures_of_another_setting_are_not_mixed_in(encoder, files, tmp_path):
@@ -107,17 +99,21 @@ def test_a_method_that_cannot_is_a_row_with_the_reason(files, tmp_path):
     )
     methods = ["skyformer:num_landmarks=4", "favor+:num_features=512"]
     settings = settings_of(folder, files, methods, batch=2, seconds=0.0, samples=8, task="causal")
-    result = STUDIES["conversion"].run(settings, tmp_path)
+    result = study.STUDY.measure(settings, tmp_path)
     original, cannot, near = result.rows
-    assert "landmarks" in cannot.problem
-    assert not cannot.scores
+    assert "landmarks" in cannot["problem"]
+    assert not cannot["scores"]
     # The perplexity by transformers' own loss.
     source = load_source(folder, task="causal")
     quality = Quality(source, settings)
     with torch.no_grad():
         losses = [source.model(**x, labels=x["input_ids"]).loss for x in quality.batches]
-    assert original.scores["original"]["perplexity"] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
-    assert near.scores["converted"]["perplexity"] == pytest.approx(original.scores["original"]["perplexity"], rel=0.5)
+    assert original["scores"]["original"]["perplexity"] == pytest.approx(
+        float(torch.stack(losses).mean().exp()), rel=1e-4
+    )
+    assert near["scores"]["converted"]["perplexity"] == pytest.approx(
+        original["scores"]["original"]["perplexity"], rel=0.5
+    )
     assert study.tables(result)[0].row_count == 3
 
 
@@ -143,7 +139,7 @@ def test_a_probe_learns_what_a_line_can_tell():
 def test_a_probe_wants_labels(encoder, files, tmp_path):
     few = {"seconds": 0.0, "samples": 8, "probe": 20}
     rows = rows_of(encoder, files, ["softmax"], tmp_path, **few)
-    assert rows[0].scores["original"]["probe"] == rows[1].scores["converted"]["probe"] > 0.8
+    assert rows[0]["scores"]["original"]["probe"] == rows[1]["scores"]["converted"]["probe"] > 0.8
     plain = tmp_path / "plain.txt"
     plain.write_text("w1 w2\nw3 w4\n")
     with pytest.raises(ValueError, match="a probe needs 'text' and 'label'"):
@@ -155,15 +151,3 @@ def test_features_are_filled_into_the_methods():
     assert "favor+hyperbolic:num_features=64" in specs
     assert "skyformer:num_landmarks=128:kernel=softmax" in specs
     assert len(specs) == 14
-
-
-def test_the_command_shows_and_writes(encoder, files, tmp_path):
-    options = ["--distill", str(files[0]), "--text", str(files[1]), "--attention", "elu", "--seconds", "0.3"]
-    sizes = ["--length", "16", "--samples", "8", "--threads", "1", "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, ["study", "conversion", str(encoder), *options, *sizes])
-    assert result.exit_code == 0, result.output
-    assert "elu" in result.output
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert record["model"] == "encoder"
-    assert str(tmp_path) not in json.dumps(record)
-    assert (tmp_path / "out" / "conversion.png").is_file()

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.hf import convert
-from kernelformer_lab.studies import STUDIES, depth
-from kernelformer_lab.studies.settings import DepthSettings
+from kernelformer_lab.studies import depth
+from kernelformer_lab.studies.depth import DepthSettings
 
 transformers = pytest.importorskip("transformers")
 WORDS = [f"word{i}" for i in range(40)]
@@ -50,7 +50,7 @@ def settings(encoder, text):
 
 @pytest.fixture(scope="module")
 def result(settings, tmp_path_factory):
-    return STUDIES["depth"].run(settings, tmp_path_factory.mktemp("depth"))
+    return depth.STUDY.measure(settings, tmp_path_factory.mktemp("depth"))
 
 
 def test_errors_are_those_of_the_models_hidden_states(settings, result, encoder, text):
@@ -59,26 +59,26 @@ def test_errors_are_those_of_the_models_hidden_states(settings, result, encoder,
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
     lines = text.read_text().split("\n")
     batch = dict(tokenizer(lines, truncation=True, max_length=16, padding=True, return_tensors="pt"))
-    row = next(x for x in result.rows if x.draw == 1)
-    for count, want in ((1, row.output[1]), (3, row.output[3])):
+    row = result.where(draw=1)[0]
+    for count, want in ((1, row["output"][1]), (3, row["output"][3])):
         student = convert(copy.deepcopy(original), "favor+", num_features=8, seed=1000, layers=list(range(count)))
         with torch.no_grad():
             theirs, ours = (x(**batch).last_hidden_state.double() for x in (original, student))
         errors = (ours - theirs).square().sum(-1) / theirs.square().sum(-1)
         assert want == pytest.approx(float(errors[batch["attention_mask"].bool()].mean().sqrt()), rel=1e-4)
-    assert row.output[3] == row.hidden[3]
-    assert (row.output[0], row.hidden[0]) == (0, 0)
-    assert len(row.own) == 3
+    assert row["output"][3] == row["hidden"][3]
+    assert (row["output"][0], row["hidden"][0]) == (0, 0)
+    assert len(row["own"]) == 3
 
 
 def test_what_is_random_has_several_draws_and_the_rest_one(settings, result):
-    assert [(x.method, x.draw) for x in result.rows] == [(METHODS[0], 0), (METHODS[0], 1), (METHODS[1], 0)]
-    assert result.rows[0].own != result.rows[1].own
-    means, deviations = result.spread(METHODS[0], "own")
-    assert means[0] == pytest.approx((result.rows[0].own[0] + result.rows[1].own[0]) / 2)
+    assert [(x["method"], x["draw"]) for x in result.rows] == [(METHODS[0], 0), (METHODS[0], 1), (METHODS[1], 0)]
+    assert result.rows[0]["own"] != result.rows[1]["own"]
+    means, deviations = depth.spread(result.where(method=METHODS[0]), "own")
+    assert means[0] == pytest.approx((result.rows[0]["own"][0] + result.rows[1]["own"][0]) / 2)
     assert min(deviations) > 0
-    assert result.spread(METHODS[1], "own")[1] == [0, 0, 0]
-    assert result.about["texts"] == 3
+    assert depth.spread(result.where(method=METHODS[1]), "own")[1] == [0, 0, 0]
+    assert result.figures["texts"] == 3
 
 
 def test_the_command_goes_on_and_draws(settings, encoder, text, tmp_path):
@@ -102,7 +102,7 @@ def test_the_command_goes_on_and_draws(settings, encoder, text, tmp_path):
     assert (tmp_path / "depth.png").read_bytes().startswith(b"\x89PNG")
     other = call(METHODS[1], "--seed", "1")
     assert other.exit_code == 2
-    assert "figures of another model, text or size" in other.output
+    assert "has figures of another seed" in other.output
 
 
 def test_every_method_of_the_study_is_one_of_the_library():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from kernelformer.lazy import LAYERS
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
 from kernelformer_lab.studies import encoder
 from kernelformer_lab.studies import encoder as measured
-from kernelformer_lab.studies.encoder import Case, Result, Row, Size, build, cases, measure, measure_memory, step
-from kernelformer_lab.studies.settings import EncoderSettings
+from kernelformer_lab.studies.base import Record
+from kernelformer_lab.studies.encoder import Case, EncoderSettings, Size, build, cases, measure, measure_memory, step
 
 pytestmark = pytest.mark.usefixtures("quick_gc")
 
@@ -138,31 +138,18 @@ def test_the_papers_cases():
     assert [x.length for x in cases(EncoderSettings(sizes=("small",), lengths=(64,), depths=()))] == [64]
 
 
-def test_the_whole_study(tiny, tmp_path):
-    settings, logged, steps = EncoderSettings(**tiny, depths=(2,), deep_lengths=(32,)), [], []
-    result = encoder.run(settings, tmp_path, logged.append, lambda: steps.append(1))
-    assert len(logged) == len(steps) == encoder.steps(settings) == 5 * 5
-    encoders = [("tiny", 1, 32), ("tiny", 1, 64), ("tiny", 2, 32), ("flat", 1, 32), ("flat", 2, 32)]
-    assert [(x.size, x.layers, x.length, x.kind, x.attention) for x in result.rows] == [
-        (*one, kind, name) for one in encoders for kind in PASSES for name in NAMES
-    ]
-    assert all(x.seconds > 0 and x.rounds >= 2 and x.peak >= 0 and not x.note for x in result.rows)
-    record = json.loads((tmp_path / "encoder.json").read_text())
-    assert record["command"].startswith("kernelformer study encoder --sizes tiny,flat")
-    assert record["heap"] == "default"
-    assert len(record["rows"]) == 40
-    tables = encoder.tables(result)
-    assert [x.row_count for x in tables] == [12, 12, 8, 8]
-    assert [x.header for x in tables[0].columns] == [
-        *("layers", "tokens", "attention", "a step", "faster by", "of opt", "of opt+qk", "peak", "rounds")
-    ]
-    encoder.picture(result, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+def row(size, length, attention, seconds):
+    key = {"size": size, "layers": 1, "length": length, "kind": "forward", "attention": attention}
+    return {**key, "seconds": seconds, "rounds": 2, "peak": None, "note": ""}
+
+
+def made(rows):
+    return Record(encoder.STUDY, EncoderSettings(), Path(), {"heap": "default", "rows": rows})
 
 
 def test_ratios_are_to_the_same_encoder_and_length():
-    rows = [Row("tiny", 1, n, "forward", name, n * x, 2) for n in (32, 64) for name, x in (("softmax", 3), ("opt", 1))]
-    table = encoder.tables(Result([*rows, Row("tiny", 1, 64, "forward", "relu", 96.0, 2)]))[0]
+    rows = [row("tiny", n, name, n * x) for n in (32, 64) for name, x in (("softmax", 3), ("opt", 1))]
+    table = encoder.tables(made([*rows, row("tiny", 64, "relu", 96.0)]))[0]
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["faster by"] == ["", "3.00x", "", "3.00x", "2.00x"]
     assert columns["of opt"] == ["3.00x", "", "3.00x", "", "1.50x"]
@@ -185,23 +172,22 @@ def test_what_would_take_too_long_is_marked_as_not_run(tiny, tmp_path, monkeypat
     monkeypatch.setattr(encoder, "job", quadratic)
     more = {"sizes": ("tiny",), "lengths": (32, 64, 128, 256), "deep_lengths": (64,), "attention": ("softmax", "opt")}
     settings, logged = EncoderSettings(**{**tiny, **more}, depths=(3,), limit=10.0), []
-    result = encoder.run(settings, tmp_path, logged.append)
+    result = encoder.STUDY.measure(settings, tmp_path, logged.append)
     assert len(logged) == encoder.steps(settings)
-    softmax = {(x.layers, x.length): x for x in result.rows if x.attention == "softmax" and x.kind == "forward"}
-    assert {key: x.seconds for key, x in softmax.items()} == {
+    softmax = {(x["layers"], x["length"]): x for x in result.where(attention="softmax", kind="forward")}
+    assert {key: x["seconds"] for key, x in softmax.items()} == {
         (1, 32): 1,
         (1, 64): 4,
         (1, 128): None,
         (1, 256): None,
         (3, 64): None,
     }
-    assert softmax[1, 128].note == "about 16 s, and the limit is 10 s"
-    assert softmax[1, 256].note == "about 64 s, and the limit is 10 s"
-    assert softmax[3, 64].note == "about 12 s, and the limit is 10 s"
+    assert softmax[1, 128]["note"] == "about 16 s, and the limit is 10 s"
+    assert softmax[1, 256]["note"] == "about 64 s, and the limit is 10 s"
+    assert softmax[3, 64]["note"] == "about 12 s, and the limit is 10 s"
     text = shown(encoder.tables(result)[0])
     assert text.count("not run") == 2 * 3 + 1
     assert "softmax, 1 layers, 128 tokens: about 16 s, and the limit is 10 s" in text
-    encoder.picture(result, tmp_path / "x.png")
 
 
 def test_what_would_not_fit_and_what_fails_is_marked_too(tiny, tmp_path, monkeypatch):
@@ -214,11 +200,10 @@ def test_what_would_not_fit_and_what_fails_is_marked_too(tiny, tmp_path, monkeyp
     monkeypatch.setattr(encoder, "job", job)
     monkeypatch.setattr(encoder, "too_large", lambda count: "needs 64 MB" if count == 64 * 10**6 else None)
     settings = EncoderSettings(**{**tiny, "sizes": ("tiny",), "attention": ("relu", "opt")}, depths=())
-    result = encoder.run(settings, tmp_path)
-    notes = {(x.length, x.kind, x.attention): x.note for x in result.rows}
+    result = encoder.STUDY.measure(settings, tmp_path)
+    notes = {(x["length"], x["kind"], x["attention"]): x["note"] for x in result.rows}
     assert {x for key, x in notes.items() if key[2] == "relu"} == {"the process ended with code -9"}
     assert [notes[n, kind, "opt"] for n in (32, 64) for kind in PASSES] == ["", "", "needs 64 MB", "needs 64 MB"]
-    encoder.picture(result, tmp_path / "x.png")
 
 
 def test_memory_is_the_peak_of_a_step():
@@ -241,13 +226,13 @@ def test_a_stopped_study_goes_on_and_a_finished_one_starts_anew(tiny, tmp_path, 
 
     monkeypatch.setattr(encoder, "job", job)
     with pytest.raises(KeyboardInterrupt):
-        encoder.run(settings, tmp_path)
+        encoder.STUDY.measure(settings, tmp_path)
     steps = []
-    result = encoder.run(settings, tmp_path, progress=lambda: steps.append(1))
+    result = encoder.STUDY.measure(settings, tmp_path, progress=lambda: steps.append(1))
     assert jobs == [("tiny", 32), ("tiny", 64), ("tiny", 64), ("flat", 32)]
     assert len(steps) == encoder.steps(settings) == 3
     assert len(result.rows) == 3 * 8
-    encoder.run(settings, tmp_path)
+    encoder.STUDY.measure(settings, tmp_path)
     assert jobs[4:] == [("tiny", 32), ("tiny", 64), ("flat", 32)]
 
 
@@ -255,11 +240,12 @@ def test_figures_of_other_settings_are_not_mixed_in(tiny, tmp_path, monkeypatch)
     jobs = []
     monkeypatch.setattr(encoder, "job", lambda *given: jobs.append(given) or quadratic(*given))
     one = EncoderSettings(**{**tiny, "sizes": ("tiny",)}, depths=(), memory=False)
-    rows = encoder.run(one, tmp_path).rows
-    encoder.write_record(tmp_path, "encoder", one, {"heap": "default", "rows": [vars(x) for x in rows[:8]]})
+    record = encoder.STUDY.measure(one, tmp_path)
+    del record.rows[8:]
+    record.save()
     other = EncoderSettings(**{**tiny, "sizes": ("tiny",)}, depths=(), memory=False, heap="kept")
     assert len(jobs) == 2
-    encoder.run(other, tmp_path)
+    encoder.STUDY.measure(other, tmp_path)
     assert len(jobs) == 4
 
 
@@ -276,9 +262,9 @@ def test_a_process_has_its_own_heap_and_threads(monkeypatch, kind, allocator):
 @pytest.mark.slow
 def test_the_study_in_processes_of_its_own(tmp_path):
     more = {"layers": 1, "depths": (), "attention": NAMES, "budget": 0.1, "heap": "kept"}
-    result = encoder.run(EncoderSettings(sizes=("small",), lengths=(32,), **more), tmp_path)
+    result = encoder.STUDY.measure(EncoderSettings(sizes=("small",), lengths=(32,), **more), tmp_path)
     assert len(result.rows) == 8
-    assert all(x.seconds > 0 and x.rounds >= 5 and x.peak is not None and not x.note for x in result.rows)
+    assert all(x["seconds"] > 0 and x["rounds"] >= 5 and x["peak"] is not None and not x["note"] for x in result.rows)
 
 
 @pytest.mark.parametrize(
@@ -304,5 +290,7 @@ def test_bad_input_is_refused_with_the_known_names(options, message):
 def test_an_attention_that_an_encoder_cannot_have_is_refused_before_anything_runs(tiny, tmp_path):
     logged = []
     with pytest.raises(ValueError, match="rfa-gate"):
-        encoder.run(EncoderSettings(**{**tiny, "attention": ("softmax", "rfa-gate")}), tmp_path, logged.append)
+        encoder.STUDY.measure(
+            EncoderSettings(**{**tiny, "attention": ("softmax", "rfa-gate")}), tmp_path, logged.append
+        )
     assert not logged

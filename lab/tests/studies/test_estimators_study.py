@@ -7,27 +7,23 @@ import math
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from kernelformer.cli.app import app
 from kernelformer.feature_maps.draws import draw_frequencies, generator
 from kernelformer.kernels import mse_positive, mse_trigonometric
 from kernelformer.modules import build_attention
 from kernelformer_lab.analysis.errors import exact_attention, feature_attention, largest_kernel_error
-from kernelformer_lab.studies import STUDIES
 from kernelformer_lab.studies.estimators import (
-    Estimate,
+    STUDY,
+    EstimatorsSettings,
+    estimate,
     positive_estimates,
     predicted_delta,
-    record,
     regularized_chernoff,
     regularized_ratio,
-    restore,
     sample_products,
     trigonometric_estimates,
     vectors_at,
 )
-from kernelformer_lab.studies.settings import EstimatorsSettings
 
 SMALL = {"length": 40, "head_dim": 4, "features": (4, 16), "norms": (1.0, 2.0), "samples": 3, "dims": (1, 4)}
 TINY = EstimatorsSettings(**SMALL, draws=500, tokens=20)
@@ -84,9 +80,9 @@ def test_samples_of_estimates_have_the_errors_of_the_closed_forms():
         (positive_estimates(products, x, y), mse_positive(x, y, 5)),
         (trigonometric_estimates(products, x, y), mse_trigonometric(x, y, 5)),
     ):
-        mean, error = Estimate.of(estimates), Estimate.of((estimates - kernel).square())
-        assert abs(mean.mean - float(kernel)) < 5 * mean.standard_error
-        assert abs(error.mean - float(closed)) < 5 * error.standard_error
+        mean, error = estimate(estimates), estimate((estimates - kernel).square())
+        assert abs(mean["mean"] - float(kernel)) < 5 * mean["standard_error"]
+        assert abs(error["mean"] - float(closed)) < 5 * error["standard_error"]
 
 
 @pytest.mark.parametrize("regularized", [False, True])
@@ -99,8 +95,8 @@ def test_orthogonal_samples_are_products_with_orthogonal_frequencies(regularized
     drawn = (draw_frequencies(m, d, gen, draw="orthogonal", norms=norms) for _ in range(400))
     slow = torch.stack([omega[:, 0] for omega in drawn])
     for moment in (lambda t: t[:, 0].square(), lambda t: (t[:, 0] * t[:, 1]).square(), lambda t: t.exp().mean(-1)):
-        one, two = Estimate.of(moment(fast)), Estimate.of(moment(slow))
-        assert abs(one.mean - two.mean) < 5 * math.hypot(one.standard_error, two.standard_error)
+        one, two = estimate(moment(fast)), estimate(moment(slow))
+        assert abs(one["mean"] - two["mean"]) < 5 * math.hypot(one["standard_error"], two["standard_error"])
     with pytest.raises(ValueError, match="must be at most dim, got 5 and 4"):
         sample_products(2, 5, 4, gen, orthogonal=True)
 
@@ -110,8 +106,8 @@ def test_the_regularized_kernel_is_its_series_and_never_above_the_softmax_kernel
         assert regularized_ratio(w, 1) == pytest.approx(math.cosh(math.sqrt(2 * w)) * math.exp(-w))
     gen = torch.Generator().manual_seed(0)
     products = sample_products(40_000, 1, 5, gen, orthogonal=False, regularized=True)
-    simulated = Estimate.of(torch.exp(products * math.sqrt(3.0) - 1.5))
-    assert abs(simulated.mean - regularized_ratio(1.5, 5)) < 5 * simulated.standard_error
+    simulated = estimate(torch.exp(products * math.sqrt(3.0) - 1.5))
+    assert abs(simulated["mean"] - regularized_ratio(1.5, 5)) < 5 * simulated["standard_error"]
     assert regularized_ratio(0, 3) == 1
     ratios = [regularized_ratio(2.0, d) for d in (1, 4, 16, 64, 10**6)]
     assert ratios == sorted(ratios)
@@ -134,9 +130,9 @@ def test_chernoffs_bound_is_above_the_tail():
     mean = regularized_ratio(0.5, 4) * math.exp(0.5)
     estimates = sample_products(20_000, 4, 4, gen, orthogonal=False, regularized=True).exp().mean(-1) / mean
     for ratio in (1.2, 2.0):
-        tail = Estimate.of((estimates > ratio).double())
-        assert tail.mean - 5 * tail.standard_error > 0
-        assert tail.mean < math.exp(-4 * regularized_chernoff(ratio, 1.0, 4).exponent)
+        tail = estimate((estimates > ratio).double())
+        assert tail["mean"] - 5 * tail["standard_error"] > 0
+        assert tail["mean"] < math.exp(-4 * regularized_chernoff(ratio, 1.0, 4).exponent)
 
 
 def test_the_predicted_error_solves_the_theorems_equation():
@@ -144,45 +140,33 @@ def test_the_predicted_error_solves_the_theorems_equation():
     assert 16 / delta**2 * math.log(64 / delta) == pytest.approx(64)
 
 
-def test_the_study_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    study, steps = STUDIES["estimators"], []
-    first = study.run(TINY, tmp_path, progress=lambda: steps.append(1))
-    assert len(steps) == study.steps(TINY)
+def test_the_study_goes_on_where_it_was_stopped(tmp_path):
+    first = STUDY.measure(TINY, tmp_path).figures
     kept = json.loads((tmp_path / "estimators.json").read_text())
-    assert restore(kept) == first
-    assert record(first)["output"][0]["mean"] == pytest.approx(first.output[0].mean)
+    assert {name: kept[name] for name in first} == first
     kept["uniform"], kept["output"] = [], [x for x in kept["output"] if x["norm"] == 2.0]
     (tmp_path / "estimators.json").write_text(json.dumps(kept))
     said = []
-    again = study.run(TINY, tmp_path, log=said.append)
+    again = STUDY.measure(TINY, tmp_path, log=said.append).figures
     assert said == ["output at norm 1", "largest error of an entry over d"]
-    assert again.uniform == first.uniform
-    assert sorted(again.output, key=repr) == sorted(first.output, key=repr)
+    assert again["uniform"] == first["uniform"]
+    assert sorted(again["output"], key=repr) == sorted(first["output"], key=repr)
 
 
 def test_orthogonal_and_positive_errors_are_those_of_their_samples(tmp_path):
-    result = STUDIES["estimators"].run(TINY, tmp_path)
-    assert {(x.estimator, x.draw, x.num_features) for x in result.output if x.norm == 1.0} == {
+    figures = STUDY.measure(TINY, tmp_path).figures
+    rows = figures["output"]
+    assert {(x["estimator"], x["draw"], x["num_features"]) for x in rows if x["norm"] == 1.0} == {
         (x, draw, m)
         for x in ("positive", "trigonometric", "trigonometric, clamped")
         for draw in ("iid", "orthogonal")
         for m in (4, 16)
     }
-    assert all(len(x.values) == 3 and min(x.values) > 0 for x in result.output)
+    assert all(len(x["values"]) == 3 and min(x["values"]) > 0 for x in rows)
     # One dimension, one feature: orthogonal is independent, and the printed bound of Theorem 3 is below the truth.
-    coin = next(x for x in result.tails if x.dim == 1)
-    assert coin.orthogonal.mean - 5 * coin.orthogonal.standard_error > coin.orthogonal_bound
+    coin = next(x for x in figures["tails"] if x["dim"] == 1)
+    assert coin["orthogonal"]["mean"] - 5 * coin["orthogonal"]["standard_error"] > coin["orthogonal_bound"]
     # At x = -y positive features are exact, and the printed bound of Theorem 2 is below zero.
-    opposite = [x for x in result.kernel if x.angle == math.pi]
-    assert all(x.simulated["orthogonal"].mean == 0 and x.printed_bound < 0 == x.mended_bound for x in opposite)
-
-
-def test_the_command(tmp_path):
-    options = ["--length", "40", "--head-dim", "4", "--features", "4,8", "--norms", "1", "--samples", "2"]
-    more = ["--dims", "2", "--draws", "100", "--tokens", "4", "--threads", "1", "--out", str(tmp_path)]
-    run = CliRunner().invoke(app, ["study", "estimators", *options, *more], env={"COLUMNS": "220"})
-    assert run.exit_code == 0, run.output
-    for part in ("Fig. 4", "Fig. 2", "Theorem 1", "Theorem 3", "Theorem 4"):
-        assert part in run.output
-    assert json.loads((tmp_path / "estimators.json").read_text())["settings"]["dims"] == [2]
-    assert (tmp_path / "estimators.png").read_bytes().startswith(b"\x89PNG")
+    for x in (x for x in figures["kernel"] if x["angle"] == math.pi):
+        assert x["simulated"]["orthogonal"]["mean"] == 0
+        assert x["printed_bound"] < 0 == x["mended_bound"]

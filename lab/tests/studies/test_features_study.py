@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,14 +12,13 @@ from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 from kernelformer.modules import build_attention
-from kernelformer_lab.studies import STUDIES, features
+from kernelformer_lab.studies import features
+from kernelformer_lab.studies.base import Record
 from kernelformer_lab.studies.features import (
     EXACT,
     UNIFORM,
     WINDOW_ALONE,
-    Pass,
-    Result,
-    Row,
+    FeaturesSettings,
     Sized,
     Target,
     calibrated,
@@ -28,7 +28,6 @@ from kernelformer_lab.studies.features import (
     sizes_of,
     synthetic_case,
 )
-from kernelformer_lab.studies.settings import FeaturesSettings
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"features": (4, 8), "length": 24, "heads": 3, "samples": 3, "head_dim": 8, "time_length": 16, "rounds": 1}
@@ -150,22 +149,24 @@ def test_a_core_is_calibrated_where_it_can_be():
     assert torch.equal(output("favor+", True), output("favor+", False))
 
 
-def test_the_time_at_equal_error_is_the_least_of_the_sizes_that_are_enough():
-    result = Result(FeaturesSettings(errors=(0.5, 0.2, 0.01)), ["a"], [])
-    result.cases["x"] = synthetic_case(FeaturesSettings(**SMALL), "isotropic", 1.0).about
+def test_the_time_at_equal_error_is_the_least_of_the_sizes_that_are_enough(tmp_path):
+    about = asdict(synthetic_case(FeaturesSettings(**SMALL), "isotropic", 1.0).about)
+    record = Record(features.STUDY, FeaturesSettings(errors=(0.5, 0.2, 0.01)), tmp_path)
+    record.figures = {"cases": {"x": about}, "rows": [], "times": []}
     for size, error, seconds in ((4, 0.6, 1.0), (8, 0.4, 3.0), (16, 0.1, 2.0), (32, 0.05, 4.0)):
-        result.rows.append(Row("x", 0, "a", size, [error - 0.01, error, error + 0.01], [0, 0, 0]))
-        result.times[Pass(8, False, 0, "a", size)] = seconds
-    curve = result.curves("x", 0)["a"]
-    assert result.least_time(curve, 0.5) == (2.0, curve[2])
-    assert result.least_time(curve, 0.06) == (4.0, curve[3])
-    assert result.least_time(curve, 0.01) is None
-    assert [(x["seconds"], x["size"]) for x in result.equal_errors() if x["window"] == 0] == [
+        record.rows.append(features.new_row("x", 0, "a", size, [(error + gap, 0) for gap in (-0.01, 0, 0.01)]))
+        key = {"head_dim": 8, "causal": False, "window": 0, "attention": "a", "size": size}
+        record.figures["times"].append({**key, "seconds": seconds})
+    curve = features.curves(record, "x", 0)["a"]
+    assert features.least_time(record, curve, 0.5) == (2.0, curve[2])
+    assert features.least_time(record, curve, 0.06) == (4.0, curve[3])
+    assert features.least_time(record, curve, 0.01) is None
+    assert [(x["seconds"], x["size"]) for x in features.equal_errors(record) if x["window"] == 0] == [
         (2.0, 16),
         (2.0, 16),
         (None, None),
     ]
-    assert curve[0].output == pytest.approx((0.6, 0.01 / math.sqrt(3)))
+    assert (curve[0]["output_mean"], curve[0]["output_standard_error"]) == pytest.approx((0.6, 0.01 / math.sqrt(3)))
 
 
 def test_the_study_measures_draws_and_goes_on(model, decoder, text, tmp_path, monkeypatch):
@@ -232,4 +233,4 @@ def test_wrong_settings_are_named(wrong, message):
 def test_texts_that_are_too_few_are_named(model, text):
     with pytest.raises(ValueError, match=r"text\.txt has 4 texts, and 6 are needed"):
         captured_case(FeaturesSettings(texts=3), str(model), str(text))
-    assert STUDIES["features"].steps(FeaturesSettings(norms=(1.0,), model=("x",))) == 2 * (3 + 2)
+    assert features.steps(FeaturesSettings(norms=(1.0,), model=("x",))) == 2 * (3 + 2)

@@ -18,14 +18,17 @@ from kernelformer.hf import conversion  # noqa: E402
 from kernelformer_lab.studies import lengths as measured  # noqa: E402
 from kernelformer_lab.studies import lengths as study  # noqa: E402
 from kernelformer_lab.studies.lengths import (  # noqa: E402
-    Result,
-    Row,
+    STUDY,
+    LengthsSettings,
     Subject,
     between,
     crossover,
+    crossovers,
+    curve,
+    find_row,
     predicted,
+    refusal,
 )
-from kernelformer_lab.studies.settings import LengthsSettings  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_gc")
 
@@ -147,13 +150,30 @@ def test_the_last_growth_goes_on():
     assert predicted({64: 1.0}, 64) is None
 
 
+def made(figures):
+    """Rows of a forward: seconds and peak by attention and length."""
+    rows = []
+    for name, points in figures.items():
+        for length, (seconds, peak) in points.items():
+            find_row(rows, "forward", length, name).update(seconds=seconds, peak=peak)
+    return rows
+
+
 def test_what_would_take_too_long_is_not_run():
-    result = Result({}, rows=[Row("forward", 16, "sdpa", seconds=1.0, peak=1), Row("forward", 32, "sdpa", 4.0, peak=1)])
-    row = Row("forward", 128, "sdpa")
-    assert result.refusal(row, 65) == ""
-    assert result.refusal(row, 63) == "about 64 s, and the limit is 63 s"
-    result.rows[0].peak, result.rows[1].peak = 2**40, 2**41
-    assert "needs about 8192 GiB" in result.refusal(row, 65)
+    rows = made({"sdpa": {16: (1.0, 1), 32: (4.0, 1)}})
+    row = find_row([], "forward", 128, "sdpa")
+    assert refusal(rows, row, 65) == ""
+    assert refusal(rows, row, 63) == "about 64 s, and the limit is 63 s"
+    rows[0]["peak"], rows[1]["peak"] = 2**40, 2**41
+    assert "needs about 8192 GiB" in refusal(rows, row, 65)
+
+
+def test_crossovers_are_those_of_the_curves():
+    lengths = (16, 32, 64)
+    rows = made({"sdpa": {n: (n**2 / 1e6, n**2) for n in lengths}, "elu": {n: (n / 5e4, 20 * n) for n in lengths}})
+    (line,) = crossovers(rows, ("sdpa",))
+    assert line["seconds"] == pytest.approx(20)
+    assert between(curve(rows, "forward", "elu", "peak"), 20) == pytest.approx(400)
 
 
 def test_a_stopped_study_goes_on_where_it_was(encoder, tmp_path, here, monkeypatch):
@@ -169,17 +189,17 @@ def test_a_stopped_study_goes_on_where_it_was(encoder, tmp_path, here, monkeypat
 
     monkeypatch.setattr(study, "job", stopping)
     with pytest.raises(KeyboardInterrupt):
-        study.run(mine, tmp_path)
+        STUDY.measure(mine, tmp_path)
     logged, steps = [], []
-    result = study.run(mine, tmp_path, logged.append, lambda: steps.append(1))
+    result = STUDY.measure(mine, tmp_path, logged.append, lambda: steps.append(1))
     asked = [(x["what"], x["kind"], x["length"], tuple(x["names"])) for x in here]
     assert len(asked) == len(set(asked)) == len(logged) == len(steps) == study.steps(mine) == 16
-    assert all(x.seconds and x.peak is not None and not x.note for x in result.rows)
+    assert all(x["seconds"] and x["peak"] is not None and not x["note"] for x in result.rows)
     assert len(result.rows) == 2 * 2 * 3
-    more = study.run(settings(encoder, backward=True, attention=(SPEC, "elu")), tmp_path)
+    more = STUDY.measure(settings(encoder, backward=True, attention=(SPEC, "elu")), tmp_path)
     assert {tuple(x["names"]) for x in here[16:]} == {("elu",)}
     assert len(more.rows) == 2 * 2 * 4
-    assert result.stretched == ["embeddings.position_embeddings.weight: 20 rows stretched to 32"]
+    assert result.figures["stretched"] == ["embeddings.position_embeddings.weight: 20 rows stretched to 32"]
 
 
 def test_a_failure_is_noted_and_shown(encoder, tmp_path, monkeypatch):
@@ -189,37 +209,37 @@ def test_a_failure_is_noted_and_shown(encoder, tmp_path, monkeypatch):
         return {name: {"seconds": 1.0, "rounds": 1, "peak": 5} for name in request["names"]}
 
     monkeypatch.setattr(study, "job", job)
-    result = study.run(settings(encoder), tmp_path)
-    (row,) = [x for x in result.rows if x.note]
-    assert (row.attention, row.length, row.seconds) == ("eager", 32, None)
+    result = STUDY.measure(settings(encoder), tmp_path)
+    (row,) = [x for x in result.rows if x["note"]]
+    assert (row["attention"], row["length"], row["seconds"]) == ("eager", 32, None)
     table = study.tables(result)[0]
     assert "not run: eager, 32 tokens: the process ended with code -9" in table.caption
     assert "rows stretched to 32" in table.caption
 
 
 def test_figures_of_another_model_are_not_mixed_in(encoder, decoder, tmp_path, here):
-    study.run(settings(encoder, memory=False), tmp_path)
-    with pytest.raises(ValueError, match=r"holds figures of another model or machine .*choose another --out"):
-        study.run(settings(decoder, memory=False), tmp_path)
+    STUDY.measure(settings(encoder, memory=False), tmp_path)
+    with pytest.raises(ValueError, match=r"has figures of another model or machine .*choose another --out"):
+        STUDY.measure(settings(decoder, memory=False), tmp_path)
     (tmp_path / "lengths.json").write_text('{"rows": 3}')
     with pytest.raises(ValueError, match="is not of this study"):
-        study.run(settings(encoder, memory=False), tmp_path)
+        STUDY.measure(settings(encoder, memory=False), tmp_path)
 
 
 def test_the_state_does_not_grow_while_a_cache_does(decoder, tmp_path, here, monkeypatch):
     monkeypatch.setattr(study, "FIRST_CONTEXT", 8)
     mine = settings(decoder, generate=16, memory=False, lengths=(8,), baselines=("sdpa",))
-    result = study.run(mine, tmp_path)
-    assert result.about["task"] == "causal"
-    cache, state = (result.curve(measured.TOKEN, name, "peak") for name in ("sdpa", SPEC))
+    result = STUDY.measure(mine, tmp_path)
+    assert result.figures["about"]["task"] == "causal"
+    cache, state = (curve(result.rows, measured.TOKEN, name, "peak") for name in ("sdpa", SPEC))
     assert cache == {8: 8 * 2 * 2 * 8 * 4, 16: 16 * 2 * 2 * 8 * 4}  # tokens, layers, keys and values, D, bytes
     assert state[8] == state[16] > 0
-    assert all(x.seconds for x in result.rows)
+    assert all(x["seconds"] for x in result.rows)
 
 
 def test_an_encoder_with_random_weights_can_be_run_as_a_decoder(encoder, tmp_path, here):
     mine = settings(encoder, task="causal", baselines=("sdpa",), lengths=(16,), memory=False)
-    assert study.run(mine, tmp_path).about["task"] == "causal"
+    assert STUDY.measure(mine, tmp_path).figures["about"]["task"] == "causal"
 
 
 def test_a_process_of_its_own_weighs_a_pass(encoder):
@@ -228,31 +248,6 @@ def test_a_process_of_its_own_weighs_a_pass(encoder):
     peak = study.job(request, settings(encoder, random=False))["eager"]["peak"]
     matrix = 2 * 1024**2 * 4
     assert 1.5 * matrix < peak < 8 * matrix
-
-
-def test_the_command_measures_and_draws(decoder, tmp_path, here):
-    options = ["--random", "--lengths", "16,32", "--attention", f"{SPEC},elu", "--budget", "0.01", "--threads", "1"]
-    done = CliRunner().invoke(app, ["study", "lengths", str(decoder), *options, "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    record = json.loads((tmp_path / "lengths.json").read_text())
-    assert len(record["rows"]) == 8
-    assert {(x["attention"], x["against"]) for x in record["crossovers"]} == {
-        (name, base) for name in (SPEC, "elu") for base in ("sdpa", "eager")
-    }
-    assert "random weights, causal" in done.output
-    assert (tmp_path / "lengths.png").stat().st_size > 20000
-
-
-def test_crossovers_are_ringed(tmp_path):
-    about = {"model": "$m", "kind": "BertModel", "weights": "random", "task": "encoder"}
-    rows = [Row("forward", n, "sdpa", n**2 / 1e6, peak=n**2) for n in (16, 32, 64)]
-    rows += [Row("forward", n, "elu", 20 * n / 1e6, peak=20 * n) for n in (16, 32, 64)]
-    result = Result(about, ("sdpa",), rows)
-    (line,) = result.crossovers()
-    assert line["seconds"] == pytest.approx(20)
-    assert between(result.curve("forward", "elu", "peak"), 20) == pytest.approx(400)
-    study.picture(result, tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 20000
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,9 @@ from kernelformer.models import (
     KernelformerForConditionalGeneration,
     KernelformerForSequenceClassification,
 )
-from kernelformer_lab.studies import STUDIES
 from kernelformer_lab.studies import normalized as study
 from kernelformer_lab.studies import runs as byte_models
-from kernelformer_lab.studies.normalized import kernel_norms, reattend
-from kernelformer_lab.studies.settings import NormalizedSettings
+from kernelformer_lab.studies.normalized import NormalizedSettings, kernel_norms, reattend
 from kernelformer_lab.training import StoppedError, TrainingError, session
 
 TINY = {"steps": 2, "length": 16, "layers": 1, "width": 8, "heads": 2, "batch": 2, "draws": 2, "samples": 4}
@@ -143,18 +141,19 @@ def test_norms_are_those_that_the_kernel_sees():
         q, k = (f(x).unflatten(-1, (2, 16)).norm(dim=-1) / 2 for f in (block.attention.query, block.attention.key))
     found = kernel_norms(model, TOKENS)
     want = [float(q.mean()), float(k.mean()), max(float(q.max()), float(k.max())), 0.0]
-    assert [found.query, found.key, found.largest, found.bias] == pytest.approx(want, rel=1e-5)
+    assert list(found.values()) == pytest.approx(want, rel=1e-5)
     unit = kernel_norms(make("softmax:normalize_qk=True:scale=4.0:relative=1d"), TOKENS)
-    assert (unit.query, unit.key, unit.largest) == pytest.approx((2, 2, 2), rel=1e-5)
-    assert unit.bias > 0
+    assert [unit[x] for x in ("query", "key", "largest")] == pytest.approx([2, 2, 2], rel=1e-5)
+    assert unit["bias"] > 0
 
 
 @pytest.mark.slow
 def test_what_is_trained_is_not_trained_again(text, tmp_path, monkeypatch):
     settings, folder = NormalizedSettings(data=text, features=(4,), **TINY), tmp_path / "out"
-    run = STUDIES["normalized"].run
+    run = study.STUDY.measure
     first = run(settings, folder)
-    assert list(first.models) == [x.name for x in study.VARIANTS]
+    models = first.figures["models"]
+    assert list(models) == [x.name for x in study.VARIANTS]
     shutil.rmtree(folder / "normalized" / "softmax-seed0")
     made, trainer = [], session.RunTrainer
     monkeypatch.setattr(
@@ -164,16 +163,13 @@ def test_what_is_trained_is_not_trained_again(text, tmp_path, monkeypatch):
     again = run(settings, folder, progress=lambda: stages.append(1))
     assert [run.attention for run in made] == ["softmax"]
     assert len(stages) == study.steps(settings)
-    for name, x in again.models.items():
-        assert (x.before, x.norms, x.after) == (
-            first.models[name].before,
-            first.models[name].norms,
-            first.models[name].after,
-        )
+    for name, x in again.figures["models"].items():
+        assert {**x, "seconds": 0} == {**models[name], "seconds": 0}
     more = run(NormalizedSettings(data=text, features=(4, 2), **{**TINY, "draws": 3}), folder)
     assert len(made) == 1
-    assert list(more.models["standard"].after) == [2, 4]
-    assert more.models["standard"].after[4][:2] == first.models["standard"].after[4]
+    two, four = more.figures["models"]["standard"]["converted"]
+    assert (two["features"], four["features"]) == (2, 4)
+    assert four["draws"][:2] == models["standard"]["converted"][0]["draws"]
     with pytest.raises(TrainingError, match="other settings, there and here: steps 2 and 1"):
         run(NormalizedSettings(data=text, **{**TINY, "steps": 1}), folder)
     text.write_text(text.read_text().upper())
@@ -184,7 +180,7 @@ def test_what_is_trained_is_not_trained_again(text, tmp_path, monkeypatch):
 def test_a_stopped_study_goes_on_where_it_was(text, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "VARIANTS", study.VARIANTS[1:2])
     settings = NormalizedSettings(data=text, features=(4,), **{**TINY, "steps": 27})
-    run = STUDIES["normalized"].run
+    run = study.STUDY.measure
 
     def stop(text):
         if text.startswith("standard, relative: step 25 of 27"):
@@ -197,7 +193,8 @@ def test_a_stopped_study_goes_on_where_it_was(text, tmp_path, monkeypatch):
     assert not any("step 25" in x for x in logged)
     assert any("step 27 of 27" in x for x in logged)
     whole = run(settings, tmp_path / "whole")
-    assert {name: x.after for name, x in result.models.items()} == {name: x.after for name, x in whole.models.items()}
+    drawn = [[x["converted"] for x in y.figures["models"].values()] for y in (result, whole)]
+    assert drawn[0] == drawn[1]
 
 
 def test_the_study_measures_and_draws(text, tmp_path):
@@ -232,7 +229,7 @@ def test_a_model_that_diverges_is_named(text, tmp_path, monkeypatch):
 
     monkeypatch.setattr(byte_models, "train_model", diverges)
     with pytest.raises(TrainingError, match=r"the standard model diverged at step 2 with lr=0.005; take a smaller one"):
-        STUDIES["normalized"].run(NormalizedSettings(data=text, **TINY), tmp_path)
+        study.STUDY.measure(NormalizedSettings(data=text, **TINY), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,8 @@ from kernelformer.errors import WorkerError
 from kernelformer_lab import jobs
 from kernelformer_lab.analysis.scaling import Exchange
 from kernelformer_lab.bench import harness
-from kernelformer_lab.studies import STUDIES
 from kernelformer_lab.studies import ranks as study
-from kernelformer_lab.studies.ranks import SplitCase, memory_of_ranks, run_ranks, time_ranks
-from kernelformer_lab.studies.settings import RanksSettings
+from kernelformer_lab.studies.ranks import RanksSettings, SplitCase, memory_of_ranks, run_ranks, time_ranks
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"heads": 2, "head_dim": 4}
@@ -109,15 +107,15 @@ def test_every_way_is_timed_and_a_group_of_one_sends_nothing(timed):
 
 
 def test_the_study_shows_and_keeps_what_was_measured(here, tmp_path):
-    ranks, done = STUDIES["ranks"], []
-    result = ranks.run(SETTINGS, tmp_path, progress=lambda: done.append(1))
+    ranks, done = study.STUDY, []
+    result = ranks.measure(SETTINGS, tmp_path, progress=lambda: done.append(1))
     assert len(done) == ranks.steps(SETTINGS) == 3
     assert [x.row_count for x in ranks.tables(result)] == [4, 4, 8]
-    assert [(x.ranks, x.causal) for x in result.peaks] == [
+    assert [(x["ranks"], x["causal"]) for x in result.figures["peaks"]] == [
         (n, c) for n in (1, 2) for _ in range(2) for c in (False, True)
     ]
-    assert all(x.inputs == 4 * 2 * 40 * 4 * 4 for x in result.peaks)
-    ranks.save(SETTINGS, result, tmp_path)
+    assert all(x["inputs"] == 4 * 2 * 40 * 4 * 4 for x in result.figures["peaks"])
+    result.save()
     record = json.loads((tmp_path / "ranks.json").read_text())
     assert record["command"].startswith("kernelformer study ranks --attention favor+:num_features=8,")
     for row in record["times"]:
@@ -137,12 +135,12 @@ def test_bytes_that_are_not_the_formulas_are_an_error(here, tmp_path, monkeypatc
     with pytest.raises(
         ValueError, match=r"rank 1 of 2 sent 512 bytes forward and 324 backward for 5 tokens.*512 and 320"
     ):
-        STUDIES["ranks"].run(SETTINGS, tmp_path)
+        study.STUDY.measure(SETTINGS, tmp_path)
 
 
 def test_an_unknown_attention_is_refused_before_anything_is_started(tmp_path):
     with pytest.raises(ValueError, match="unknown method 'nothing'"):
-        STUDIES["ranks"].run(RanksSettings(attention=("nothing",)), tmp_path)
+        study.STUDY.measure(RanksSettings(attention=("nothing",)), tmp_path)
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch):
@@ -162,7 +160,7 @@ def test_the_page_has_as_many_facts_as_ranks_compare():
 def test_the_whole_study_runs_in_processes_of_its_own(tmp_path):
     threads = torch.get_num_threads()
     long = replace(SETTINGS, length=8192)  # more than fits into what the heap has left over
-    result = STUDIES["ranks"].run(long, tmp_path)
-    assert {x.ranks for x in result.peaks} == {1, 2}
-    assert all(x.peak > 0 for x in result.peaks)
+    result = study.STUDY.measure(long, tmp_path)
+    assert {x["ranks"] for x in result.figures["peaks"]} == {1, 2}
+    assert all(x["peak"] > 0 for x in result.figures["peaks"])
     assert torch.get_num_threads() == threads

@@ -16,18 +16,16 @@ from kernelformer.cli.app import app
 from kernelformer.modules.schedules import random_maps
 from kernelformer_lab.analysis.redraws import gradient_figures
 from kernelformer_lab.analysis.spectra import spectra
-from kernelformer_lab.studies import STUDIES, redraws
-from kernelformer_lab.studies.base import command, read_record
+from kernelformer_lab.studies import redraws
+from kernelformer_lab.studies.base import Record
+from kernelformer_lab.studies.redraws import RedrawsSettings as Settings
 from kernelformer_lab.studies.redraws import (
-    Measured,
-    Result,
     logits_over_draws,
     open_run,
     redraw_statistics,
     restored_draws,
     validation_samples,
 )
-from kernelformer_lab.studies.settings import RedrawsSettings as Settings
 from kernelformer_lab.training import Run, train
 
 TINY = Run(
@@ -162,7 +160,7 @@ def test_the_command_measures_a_comparison_and_goes_on(runs, tmp_path, monkeypat
     assert done.exit_code == 0, done.output
     assert "draws nothing" in done.output
     assert "gmm-rks:num_features=4:start=xavier, seed 0" in " ".join(done.output.split())
-    record = read_record(tmp_path, "redraws")
+    record = json.loads((tmp_path / "redraws.json").read_text())
     assert record["command"].startswith(f"kernelformer study redraws exact {runs.name} --draws 3")
     assert {x["folder"] for x in record["runs"]} == set(RUNS)
     mixture = next(x for x in record["methods"] if x["attention"] == TINY.attention)
@@ -178,12 +176,12 @@ def test_the_command_measures_a_comparison_and_goes_on(runs, tmp_path, monkeypat
     monkeypatch.setattr(redraws, "measure_run", lambda path, *rest: measured.append(path.name) or original(path, *rest))
     settings = {"draws": 3, "samples": 6, "gradients": 2}
     few = Settings(runs=(str(runs / "mixture"), str(runs / "exact")), **settings)
-    again = STUDIES["redraws"].run(few, tmp_path)
+    again = redraws.STUDY.measure(few, tmp_path)
     assert measured == []
-    assert [json.loads(json.dumps(x.redraws)) for x in again.runs] == [
+    assert [x["redraws"] for x in again.figures["runs"]] == [
         x["redraws"] for name in ("mixture", "exact") for x in record["runs"] if x["folder"] == name
     ]
-    STUDIES["redraws"].run(Settings(runs=(str(runs / "exact"),), **{**settings, "draws": 2}), tmp_path)
+    redraws.STUDY.measure(Settings(runs=(str(runs / "exact"),), **{**settings, "draws": 2}), tmp_path)
     assert measured == ["exact"]
 
 
@@ -204,13 +202,13 @@ def test_runs_that_cannot_be_measured_are_named_and_left_out(runs, tmp_path):
     train(texts, tmp_path / "a" / "texts", quiet=True)
     said = []
     settings = Settings(runs=(str(tmp_path / "a"),), draws=2, samples=4, gradients=0)
-    result = STUDIES["redraws"].run(settings, tmp_path / "out", said.append)
-    assert [x.folder for x in result.runs] == ["exact"]
-    assert set(result.left_out) == {"cut", "texts"}
-    assert "task 'bytes' has labels" in result.left_out["texts"]
+    result = redraws.STUDY.measure(settings, tmp_path / "out", said.append)
+    assert [x["folder"] for x in result.figures["runs"]] == ["exact"]
+    assert set(result.figures["left_out"]) == {"cut", "texts"}
+    assert "task 'bytes' has labels" in result.figures["left_out"]["texts"]
     assert any("cut is left out: it is finished" in x for x in said)
     with pytest.raises(ValueError, match="no run could be measured: it is finished"):
-        STUDIES["redraws"].run(replace(settings, runs=(str(tmp_path / "a" / "cut"),)), tmp_path / "out2")
+        redraws.STUDY.measure(replace(settings, runs=(str(tmp_path / "a" / "cut"),)), tmp_path / "out2")
 
 
 def test_wrong_folders_and_two_of_the_same_are_refused(runs, tmp_path):
@@ -223,7 +221,7 @@ def test_wrong_folders_and_two_of_the_same_are_refused(runs, tmp_path):
     shutil.copytree(runs / "exact", tmp_path / "again")
     settings = Settings(runs=(str(runs / "exact"), str(tmp_path / "again")), draws=2, samples=2, gradients=0)
     with pytest.raises(ValueError, match="exact and again are both of task 'sparsity', attention 'softmax' and seed 0"):
-        STUDIES["redraws"].run(settings, tmp_path / "out")
+        redraws.STUDY.measure(settings, tmp_path / "out")
     with pytest.raises(ValueError, match="draws must be an integer of at least 2, got 1"):
         Settings(runs=("x",), draws=1)
 
@@ -237,17 +235,19 @@ def made(attention, seed, rsd, task="text", learned=True):
     ends = {"learned": learned, "minimum": 0.1, "maximum": 2.0, "mean": 0.5, "heads": heads}
     both = {"start": ends, "end": {**ends, "mean": 0.4}}
     statistics = {"figures": figures, "deterministic": rsd == 0, "own_draw": {"draw": 1, "accuracy": 0.66}}
-    return Measured(f"{attention}-{seed}", task, attention, seed, f"{attention}{seed}", statistics, both, [])
+    key = {"folder": f"{attention}-{seed}", "task": task, "attention": attention, "seed": seed, "weights": "x"}
+    return {**key, "redraws": statistics, "eigenvalues": both, "gradients": []}
 
 
 def test_correlations_leave_out_what_draws_nothing_and_tasks_stay_apart(tmp_path):
-    result = Result(Settings(runs=("x",)))
+    runs = []
     for name, rsd in (("a:b=1", 0.2), ("b", 0.5), ("c", 1.1), ("softmax", 0.0)):
         for seed in (0, 1):
-            result.add(made(name, seed, rsd * (1 + 0.1 * seed)))
-    result.add(made("a:b=1", 0, 0.3, task="retrieval", learned=False))
-    result.runs[-1].redraws["figures"]["agv"]["mean"] = math.nan  # of a model that is never right
-    rows = result.correlations()
+            runs.append(made(name, seed, rsd * (1 + 0.1 * seed)))
+    runs.append(made("a:b=1", 0, 0.3, task="retrieval", learned=False))
+    runs[-1]["redraws"]["figures"]["agv"]["mean"] = math.nan  # of a model that is never right
+    result = Record(redraws.STUDY, Settings(runs=("x",)), tmp_path, redraws.summarize(runs, {}))
+    rows = result.figures["correlations"]
     assert [(x["task"], x["methods"]) for x in rows] == [("text", 3)] * 3 + [("retrieval", 1)] * 3
     assert all(x["r2"] == pytest.approx(1) and x["r2_of_runs"] == pytest.approx(1) for x in rows[:3])
     assert all(math.isnan(x["r2"]) for x in rows[3:])
@@ -259,4 +259,5 @@ def test_correlations_leave_out_what_draws_nothing_and_tasks_stay_apart(tmp_path
 
 
 def test_a_command_has_a_word_for_each_folder():
-    assert command("redraws", Settings(runs=("/a/b", "c,d"), draws=7)) == "kernelformer study redraws b c,d --draws 7"
+    command = redraws.STUDY.command(Settings(runs=("/a/b", "c,d"), draws=7))
+    assert command == "kernelformer study redraws b c,d --draws 7"

@@ -10,11 +10,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from kernelformer.hf import convert, new_cache  # noqa: E402
-from kernelformer_lab.studies import STUDIES  # noqa: E402
 from kernelformer_lab.studies import serving as measured  # noqa: E402
 from kernelformer_lab.studies import serving as study  # noqa: E402
-from kernelformer_lab.studies.lengths import TOKEN  # noqa: E402
-from kernelformer_lab.studies.settings import ServingSettings  # noqa: E402
+from kernelformer_lab.studies.lengths import TOKEN, curve  # noqa: E402
+from kernelformer_lab.studies.serving import ServingSettings  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_gc")
 
@@ -54,32 +53,28 @@ def test_a_prompt_in_pieces_leaves_the_state_of_the_whole():
 
 def test_the_study_measures_both_and_goes_on_where_it_was_stopped(here, tmp_path):
     given = {"attention": (SPEC,), "chunk": 8, "rounds": 1, "budget": 0.01}
-    settings, serving = ServingSettings(lengths=(8, 32), **given), STUDIES["serving"]
-    serving.run(ServingSettings(lengths=(8,), **given), tmp_path)
+    settings, serving = ServingSettings(lengths=(8, 32), **given), study.STUDY
+    serving.measure(ServingSettings(lengths=(8,), **given), tmp_path)
     assert here == [("memory", 8, "sdpa"), ("memory", 8, SPEC), ("time", 8, "sdpa", SPEC)]
     here.clear()
     steps = []
-    result = serving.run(settings, tmp_path, progress=lambda: steps.append(1))
+    result = serving.measure(settings, tmp_path, progress=lambda: steps.append(1))
     assert {x[1] for x in here} == {32}
     assert len(steps) == serving.steps(settings)
-    caches = {name: result.curve(TOKEN, name, "peak") for name in ("sdpa", SPEC)}
+    caches = {name: curve(result.rows, TOKEN, name, "peak") for name in ("sdpa", SPEC)}
     assert caches["sdpa"][32] == 4 * caches["sdpa"][8] == 2 * 2 * 32 * 8 * 4
     assert caches[SPEC][32] == caches[SPEC][8]  # the window is full
-    serving.save(settings, result, tmp_path)
-    rows = json.loads((tmp_path / "serving.json").read_text())["rows"]
-    assert all(x["tokens per second"] > 0 for x in rows)
+    assert all(x["tokens per second"] > 0 for x in result.rows)
     assert [x.row_count for x in serving.tables(result)] == [4, 4, 4, 2]
-    serving.picture(result, tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 5000
-    with pytest.raises(ValueError, match="another model or machine"):
-        serving.run(ServingSettings(lengths=(8,), **{**given, "chunk": 4}), tmp_path)
+    with pytest.raises(ValueError, match="has figures of another model or machine"):
+        serving.measure(ServingSettings(lengths=(8,), **{**given, "chunk": 4}), tmp_path)
 
 
 def test_what_takes_too_long_is_not_run(here, tmp_path):
     settings = ServingSettings(lengths=(8, 512), attention=(SPEC,), rounds=1, budget=0.01, limit=1e-2, memory=False)
-    study.run(settings, tmp_path)
+    study.STUDY.measure(settings, tmp_path)
     assert [x[1] for x in here] == [8]
-    (line, *_) = study.tables(study.run(settings, tmp_path))
+    (line, *_) = study.tables(study.STUDY.measure(settings, tmp_path))
     assert line.row_count == 4
 
 
@@ -93,4 +88,4 @@ def test_settings_of_serving_are_checked(tmp_path):
             study.steps(ServingSettings(**wrong))
     transformers.BertModel(transformers.BertConfig(**SMALL)).save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="bert"):
-        study.run(ServingSettings(model=str(tmp_path / "bert"), lengths=(8,)), tmp_path)
+        study.STUDY.measure(ServingSettings(model=str(tmp_path / "bert"), lengths=(8,)), tmp_path)

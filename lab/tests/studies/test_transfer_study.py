@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("transformers")
 from kernelformer.page import portable
 from kernelformer_lab.evidence.rules import moved_values
-from kernelformer_lab.studies import STUDIES, transfer
+from kernelformer_lab.studies import transfer
 from kernelformer_lab.studies.runs import byte_run
-from kernelformer_lab.studies.settings import TransferSettings
+from kernelformer_lab.studies.transfer import TransferSettings
 
 TINY = {"length": 16, "layers": 1, "width": 8, "heads": 2, "batch": 2, "samples": 4, "tuning": 2, "draws": 2}
 
@@ -25,26 +25,15 @@ def settings(tmp_path):
     return TransferSettings(data=path, steps=20, attention=("favor+:num_features=8",), **TINY)
 
 
-def test_weights_move_at_once_and_tuned_and_a_second_call_trains_nothing(settings, tmp_path):
-    study = STUDIES["transfer"]
-    said, done = [], []
-    result = study.run(settings, tmp_path / "out", said.append, lambda: done.append(1))
-    assert len(done) == study.steps(settings)
-    exact, favor = result.moved
-    assert exact.attention == "softmax"
-    assert exact.at_once == [pytest.approx(result.trained[-1][1], rel=1e-6)]  # the weights as they are
-    assert len(favor.at_once) == 2
-    assert favor.at_once[0] != favor.at_once[1]  # draws of their own
-    assert [step for step, _ in favor.tuned] == [1, 2]
-    assert favor.tuned[-1][1] < favor.fresh[-1][1]  # 20 steps of training are in these weights
-    again = study.run(settings, tmp_path / "out")
-    assert study.record(again) == study.record(result)
-    path = study.save(settings, result, tmp_path)
-    assert json.loads(path.read_text())["moved"][1]["attention"] == "favor+:num_features=8"
-    study.picture(result, tmp_path / "transfer.png")
-    assert (tmp_path / "transfer.png").stat().st_size > 10_000
-    (table,) = study.tables(result)
-    assert table.row_count == 2
+def test_weights_move_at_once_and_tuned(settings, tmp_path):
+    figures = transfer.STUDY.measure(settings, tmp_path / "out").figures
+    exact, favor = figures["moved"]
+    assert exact["attention"] == "softmax"
+    assert exact["at_once"] == [pytest.approx(figures["trained"][-1][1], rel=1e-6)]  # the weights as they are
+    assert len(favor["at_once"]) == 2
+    assert favor["at_once"][0] != favor["at_once"][1]  # draws of their own
+    assert [step for step, _ in favor["tuned"]] == [1, 2]
+    assert favor["tuned"][-1][1] < favor["fresh"][-1][1]  # 20 steps of training are in these weights
 
 
 def test_fine_tuning_has_its_own_steps_and_rate(settings):
@@ -58,13 +47,13 @@ def test_softmax_is_there_once_and_a_bad_rate_is_refused(settings, tmp_path):
     asked = TransferSettings(attention=("elu", "softmax"), tuning_lr=0.0)
     assert transfer.attentions(asked) == ["softmax", "elu"]
     with pytest.raises(ValueError, match="tuning_lr must be"):
-        transfer.run(asked, tmp_path, print, print)
+        transfer.STUDY.measure(asked, tmp_path)
 
 
 @pytest.mark.parametrize("attention", ["favour", "skyformer:num_landmarks=4", "nprf:num_features=4:relative=1d"])
 def test_what_cannot_take_the_weights_is_said_before_anything_is_trained(settings, attention, tmp_path):
     with pytest.raises(ValueError, match=attention.split(":")[0]):
-        transfer.run(replace(settings, attention=(attention,)), tmp_path, print, print)
+        transfer.STUDY.measure(replace(settings, attention=(attention,)), tmp_path)
     assert not (tmp_path / "transfer").exists()
 
 
@@ -76,9 +65,9 @@ def test_a_fine_tuning_that_diverges_is_on_record_as_such(settings, tmp_path, mo
         return replace(result, diverged=True) if run.start else result
 
     monkeypatch.setattr(transfer, "train_model", diverges)
-    result = transfer.run(settings, tmp_path, lambda _: None, lambda: None)
-    assert math.isnan(result.moved[1].tuned[-1][1])
-    assert not math.isnan(result.moved[1].fresh[-1][1])
-    record = json.loads(json.dumps(portable(transfer.record(result))))
+    result = transfer.STUDY.measure(settings, tmp_path)
+    assert math.isnan(result.figures["moved"][1]["tuned"][-1][1])
+    assert not math.isnan(result.figures["moved"][1]["fresh"][-1][1])
+    record = json.loads(json.dumps(portable(result.figures)))
     assert math.isnan(moved_values(record)["favor+, tuned"])
     assert moved_values(record)["favor+, fresh"] > 0

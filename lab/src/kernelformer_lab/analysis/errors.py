@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernelformer.errors import choice
 from kernelformer.modules import AttentionCore, build_attention
+from kernelformer_lab.analysis.statistics import mean_and_error
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ def output_errors(
         for draw in range(draws):
             core.resample(draw)
             errors.append(float((core(q, k, v) - target).norm() / target.norm()))
-        sample = torch.tensor(errors, dtype=torch.float64)
-        rows.append(Error(count, float(sample.mean()), float(sample.std() / math.sqrt(draws))))
+        rows.append(Error(count, *mean_and_error(errors)))
     return rows
 
 
@@ -78,7 +78,7 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     Args:
         query: (L, D), already multiplied by ``sqrt(scale)``.
-        key: (S, D), likewise.
+        key: (S, D), multiplied as the queries.
         value: (S, E).
 
     Returns:
@@ -136,7 +136,7 @@ def feature_attention(
     Args:
         omega: (M, D), frequencies.
         query: (L, D), already multiplied by ``sqrt(scale)``.
-        key: (S, D), likewise.
+        key: (S, D), multiplied as the queries.
         value: (S, E).
         estimator: one of `ESTIMATORS`.
 

@@ -215,7 +215,7 @@ def _checked(x: Tensor) -> Tensor:
 
 
 def _counts(predicted: Tensor, classes: int | None = None) -> Tensor:
-    """How many draws predict each class, (R, N) -> (N, K) in float64."""
+    """Number of draws that predict each class, (R, N) -> (N, K) in float64."""
     size = int(predicted.max()) + 1 if classes is None else classes
     return torch.nn.functional.one_hot(predicted, max(size, 2)).double().sum(0)
 

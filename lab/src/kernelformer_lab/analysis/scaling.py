@@ -1,4 +1,4 @@
-"""What attention over several ranks exchanges, keeps and takes: by sums of constant size, and by ring attention.
+"""Bytes, memory and time of attention over several ranks: by sums of constant size, and by ring attention.
 
 Sizes in numbers and bytes are exact for `kernelformer.parallel.context_parallel`; times are computed from what one
 rank was measured to take and from the speed of a link. Nothing here runs anything.
@@ -16,7 +16,7 @@ SOFTMAX_FLOPS = 14  # per query, key, head and dimension: 2 products forward; 5 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank gives to all others in one layer.
+    """Bytes that one rank gives to all others in one layer.
 
     Args:
         forward: bytes, each copy counted.
@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a rank with the others.
+    """Connection of a rank with the others.
 
     Args:
         bits: per second, in each direction at once.
@@ -57,7 +57,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the ranks of `context_parallel` give one another in one attention layer.
+    """Tensors that the ranks of `context_parallel` exchange in one attention layer.
 
         state  = M (E + 1)                                  numbers a head; 2 more of a map with signs
         causal = B G (state + [w > 0] state + (w + s) (D + E)) + [marked] 2 B w
@@ -132,7 +132,7 @@ class Exchange:
         return self.facts + located
 
     def traffic(self, ranks: int) -> Traffic:
-        """What one of so many ranks gives to all others in a layer, forward and backward."""
+        """Bytes that one of so many ranks gives to all others in a layer, forward and backward."""
         copies = integer("ranks", ranks, at_least=1) - 1
         payload = self.numbers * self.item
         rounds = 1 + bool(self.sinks or self.packed) + 2 * bool(payload)
@@ -163,7 +163,7 @@ class RingAttention:
     causal: bool = False
 
     def traffic(self, tokens: int, ranks: int) -> Traffic:
-        """What one of so many ranks gives to the next, with ``tokens`` on each: the length is in all of it."""
+        """Bytes that one of so many ranks gives to the next, with ``tokens`` on each: the length is in all of it."""
         block = 2 * tokens * self.batch * self.key_heads * self.head_dim * self.item
         steps = ranks - 1
         return Traffic(steps * block, 2 * steps * block, 2)
@@ -181,7 +181,7 @@ class RingAttention:
 
 @dataclass(frozen=True)
 class LinearCost:
-    """What a rank of `context_parallel` was measured to take for one layer, forward and backward.
+    """Measured time and memory of a rank of `context_parallel` for one layer, forward and backward.
 
     Args:
         exchange: what goes around.

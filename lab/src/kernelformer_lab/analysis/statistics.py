@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import fmean, variance
+from statistics import fmean, stdev, variance
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,11 @@ _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9
 FEWEST = 30  # groups of samples, with which an error is uncertain by 13%
 
 
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean of independent values and its standard error; NaN for the error of one value."""
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
 @dataclass(frozen=True)
 class Mean:
     """A mean over seeds, and the squared standard errors of its two sources of chance.
@@ -27,7 +32,7 @@ class Mean:
         count: seeds.
         of_seeds: squared standard error over seeds: variance / count; NaN for one seed.
         of_samples: squared standard error over validation samples. All seeds have the same samples, so it does not fall
-            with their number; 0 where nobody knows it.
+            with their number; 0 where it is not known.
     """
 
     value: float
@@ -156,7 +161,7 @@ def sample_groups(size: int, most: int) -> Groups:
 
 
 def deviations(whole: float, without: Sequence[float], groups: Groups) -> Numbers:
-    """What each of G groups adds to the standard error of a score theta (Busing et al. 1999).
+    """Contribution of each of G groups to the standard error of a score theta (Busing et al. 1999).
 
         d_j = (tau_j - mean tau) / sqrt(G (h_j - 1)),   tau_j = h_j theta - (h_j - 1) theta_j,   h_j = N / m_j
 

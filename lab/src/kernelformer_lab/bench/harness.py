@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,31 +156,3 @@ def over_limit(seconds: float | None, limit: float) -> str | None:
     if seconds is None or seconds <= limit:
         return None
     return f"about {human_time(seconds)}, and the limit is {human_time(limit)}"
-
-
-class MeasuredRow(Protocol):
-    """A row of figures: ``seconds``, ``rounds`` and ``peak`` where measured, and why it was not run where not."""
-
-    note: str
-
-
-R = TypeVar("R", bound=MeasuredRow)
-
-
-def fill_rows(rows: Sequence[R], measure: Callable[[list[R]], Iterable[Figures]]) -> None:
-    """Measure the rows that have no note yet, in one process, and write the figures into them.
-
-    Args:
-        rows: of one process; a failure of it is noted in all that it should have measured.
-        measure: returns the figures of each row that it is given.
-    """
-    running = [row for row in rows if not row.note]
-    if not running:
-        return
-    try:
-        figures = list(measure(running))
-    except WorkerError as problem:
-        figures = [{"problem": str(problem)}] * len(running)
-    for row, mine in zip(running, figures, strict=True):
-        for name, value in mine.items():
-            setattr(row, "note" if name == "problem" else name, value)

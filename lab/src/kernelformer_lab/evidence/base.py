@@ -16,7 +16,7 @@ from typing import Any, Protocol, get_args, get_type_hints
 from kernelformer.settings import Settings
 from kernelformer_lab.recipes.catalogue import change, find_recipe
 from kernelformer_lab.recipes.papers.base import CPU
-from kernelformer_lab.studies import STUDIES, Study
+from kernelformer_lab.studies import Study, find_study
 from kernelformer_lab.training.config import FREE, Run
 
 DATA = "data:"  # before a path below the folder of all data, in settings
@@ -113,7 +113,7 @@ class StudyPart:
     def jobs(self) -> list[Job]:
         """The study itself."""
         settings = dict(self.settings)
-        study_settings(STUDIES[self.study], settings)  # checked before anything is run
+        study_settings(find_study(self.study), settings)  # checked before anything is run
         key = _hash(STUDY, self.study, settings)
         request = {"study": self.study, "settings": settings}
         return [Job(self.name, STUDY, self.study, 0, request, key, _data(settings))]

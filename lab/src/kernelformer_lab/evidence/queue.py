@@ -33,7 +33,7 @@ from kernelformer_lab.jobs import STOPPED, Worker
 from kernelformer_lab.recipes.catalogue import find_recipe
 from kernelformer_lab.records import RESULT, read_head
 from kernelformer_lab.reports.comparison import read_run
-from kernelformer_lab.studies import STUDIES
+from kernelformer_lab.studies import find_study
 from kernelformer_lab.studies.redraws import eigenvalue_statistics, gradient_statistics, redraw_statistics
 from kernelformer_lab.tasks import TASKS, task_options
 from kernelformer_lab.training.checkpoints import locked
@@ -405,12 +405,12 @@ def _thinned(points: list[list[float]], most: int = 60) -> list[list[float]]:
 
 def _study(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run a study, or resume it, and draw its picture."""
-    study = STUDIES[request["study"]]
+    study = find_study(request["study"])
     settings = study_settings(study, request["settings"])
-    result = study.run(settings, folder)
-    study.save(settings, result, folder)
-    study.picture(result, folder / f"{study.name}.png")
-    return {"environment": environment(torch.get_num_threads()), "record": read_json(folder / f"{study.name}.json")}
+    record = study.measure(settings, folder)
+    record.save()
+    study.picture(record, folder / f"{study.name}.png")
+    return {"environment": environment(torch.get_num_threads()), "record": read_json(record.path)}
 
 
 GROUPS = 200  # of samples at most: their number makes an error uncertain by 5%
@@ -516,7 +516,7 @@ def shrunk(item: Item) -> Item:
 
 def _shrunk(part: Training | StudyPart) -> Training | StudyPart:
     if isinstance(part, StudyPart):
-        known = {x.name: how.least for x, how in options(STUDIES[part.study].settings)}
+        known = {x.name: how.least for x, how in options(find_study(part.study).settings)}
         small = {name: max(x, int(known[name] or 0)) for name, x in STUDY.items() if name in known}
         return replace(part, settings={**part.settings, **small})
     task = find_recipe(part.recipe).task

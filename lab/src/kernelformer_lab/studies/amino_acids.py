@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from kernelformer.hf import convert
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules import parse_method
 from kernelformer.modules.calibration import evaluating
-from kernelformer.settings import plain
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
-from kernelformer_lab.studies.settings import AminoAcidsSettings as Settings
+from kernelformer.settings import MODEL, PICKLE, SEED, Settings, option, plain
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table
 
 AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"
 _SCORES = """
@@ -126,40 +125,6 @@ GROUPS = "AVILMCFWYHKRDENQSTGP"  # by their chemistry, so that similar ones stan
 COLUMNS = 4
 
 
-def picture(result: Result, path: Path) -> None:
-    """Draw heat maps of all matrices, diagonals left out, each with colours from its smallest to its largest pair."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    order = [AMINO_ACIDS.index(x) for x in GROUPS]
-    panels = [("BLOSUM62", blosum62())]
-    for row in result.rows:
-        title = f"{row.model}\nPearson {row.pearson:.3f} ± {row.standard_error:.3f}"
-        panels.append((title, torch.tensor(row.similarity, dtype=torch.float64)))
-    columns = min(COLUMNS, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(
-        lines, columns, figsize=(4.2 * columns, 4.3 * lines), squeeze=False, constrained_layout=True
-    )
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for axis, (title, matrix) in zip(axes.flat, panels, strict=False):
-        axis.set_axis_on()
-        shown = matrix[order][:, order].fill_diagonal_(math.nan)
-        values = pairs_of(matrix)
-        image = axis.imshow(shown.numpy(), cmap="Blues", vmin=float(values.min()), vmax=float(values.max()))
-        axis.set_title(title, fontsize="medium")
-        axis.set_xticks(range(len(GROUPS)), list(GROUPS), fontsize="x-small")
-        axis.set_yticks(range(len(GROUPS)), list(GROUPS), fontsize="x-small")
-        figure.colorbar(image, ax=axis, shrink=0.75)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-__all__ = ["picture", "record", "run", "steps", "tables"]
-NAME = "amino-acids"
 ORIGINAL, INITIALIZED = "original", "random weights"
 METHODS = (
     "favor+:num_features=256",
@@ -170,75 +135,43 @@ METHODS = (
 PAIRS = ("DE", "FY")  # that the paper names as recognized
 
 
-@dataclass(frozen=True)
-class Row:
-    """The similarities that one model's attention gives.
+@dataclass(frozen=True, kw_only=True)
+class AminoAcidsSettings(Settings):
+    """Settings of this study."""
 
-    Args:
-        model: `ORIGINAL`, `INITIALIZED` or the spec that the original was converted to.
-        similarity: (20, 20), of `attention_similarity`.
-        pearson: correlation with BLOSUM62 over the 190 pairs of different amino acids.
-        spearman: the same of ranks.
-        chance: share of renamings of the amino acids with at least this Pearson correlation.
-        resampled: Pearson correlations after resampling the sequences; the same resamples for every model.
-        places: of `PAIRS` among all pairs, 1 being the most similar one.
-    """
-
-    model: str
-    similarity: tuple[tuple[float, ...], ...]
-    pearson: float
-    spearman: float
-    chance: float
-    resampled: tuple[float, ...]
-    places: dict[str, int]
-
-    @property
-    def standard_error(self) -> float:
-        """Of the Pearson correlation, over resampled sequences."""
-        return float(torch.tensor(self.resampled, dtype=torch.float64).std())
+    model: str = option(help=f"a protein language model: {MODEL}", argument=True, path=True, shown="MODEL")
+    text: Path = option(help="sequences, one a line")
+    attention: tuple[str, ...] = option((), SPECS)
+    sequences: int = option(800, "sequences to measure on, as in the paper", least=2, name="samples")
+    length: int = option(128, "residues of a sequence, at most", least=2)
+    batch: int = option(8, "sequences at once", least=1)
+    resamples: int = option(1000, "of the sequences and of the amino acids' names", least=2)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    seed: int = option(0, SEED, least=0)
 
 
-@dataclass
-class Result:
-    """What the study has measured.
-
-    Args:
-        about: the model and the sequences.
-        rows: one for each model.
-    """
-
-    about: dict[str, Any]
-    rows: list[Row]
-
-    def difference(self, row: Row) -> tuple[float, float]:
-        """A model's Pearson correlation minus the original's, and its standard error over the same resamples."""
-        first = self.rows[0]
-        gaps = torch.tensor(row.resampled, dtype=torch.float64) - torch.tensor(first.resampled, dtype=torch.float64)
-        return row.pearson - first.pearson, float(gaps.std())
-
-    def likeness(self, row: Row) -> float:
-        """Pearson correlation of a model's similarities with the original's."""
-        one, two = (pairs_of(torch.tensor(x.similarity, dtype=torch.float64)) for x in (row, self.rows[0]))
-        return float(pearson(one, two))
+def _float64(x: Any) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
 
 
-def models_of(settings: Settings) -> list[str]:
+def models_of(settings: AminoAcidsSettings) -> list[str]:
     """The names of all models, in their order."""
     return list(dict.fromkeys((ORIGINAL, INITIALIZED, *(settings.attention or METHODS))))
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: AminoAcidsSettings) -> int:
+    """Number of calls of ``progress`` in `run`."""
     return len(models_of(settings))
 
 
 @torch.no_grad()
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
-    """Measure every model that the record in ``folder`` does not have, of the same settings.
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Measure every model that the record does not have, of the same settings.
 
     Raises:
         ValueError: a model that does not read amino acids, too few sequences, or a record of other ones.
     """
+    settings = record.settings
     source = load_source(settings.model, allow_pickle=settings.allow_pickle)
     residues = residue_ids(source)
     sequences = chosen_sequences(settings)
@@ -247,18 +180,20 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
         "text": hash_files([settings.text]),
         "residues": sum(map(len, sequences)),
     }
-    result = Result(about, _finished(folder, settings, about))
-    for name in models_of(settings):
-        if not any(x.model == name for x in result.rows):
+    names = models_of(settings)
+    same = {name: x for name, x in plain(settings).items() if name != "attention"}
+    record.resume({**about, "amino_acids": AMINO_ACIDS}, **same)
+    record.figures["rows"] = [x for x in record.rows if x["model"] in names]
+    for name in names:
+        if not record.where(model=name):
             log(name)
             model = _model(source, name, settings.seed)
             batches = _batches(source, sequences, settings)
             received = torch.cat([received_attention(model, inputs, residues) for inputs in batches])
-            result.rows.append(make_row(name, received, settings))
-            write_record(folder, NAME, settings, record(result))
+            record.rows.append(make_row(name, received, settings))
+            record.save()
         progress()
-    result.rows.sort(key=lambda x: models_of(settings).index(x.model))
-    return result
+    record.rows.sort(key=lambda x: names.index(x["model"]))
 
 
 def residue_ids(source: Source) -> Tensor:
@@ -274,7 +209,7 @@ def residue_ids(source: Source) -> Tensor:
     return torch.tensor(ids)
 
 
-def chosen_sequences(settings: Settings) -> list[str]:
+def chosen_sequences(settings: AminoAcidsSettings) -> list[str]:
     """Sequences in an order that the seed gives, their first residues, in capitals."""
     texts = [x for x in ("".join(x.split()).upper() for x in read_texts(settings.text)) if len(x) > 1]
     if len(texts) < settings.sequences:
@@ -285,7 +220,7 @@ def chosen_sequences(settings: Settings) -> list[str]:
     return [texts[i][: settings.length] for i in order(0, settings.sequences, len(texts), settings.seed)]
 
 
-def _batches(source: Source, sequences: Sequence[str], settings: Settings) -> Iterator[dict[str, Tensor]]:
+def _batches(source: Source, sequences: Sequence[str], settings: AminoAcidsSettings) -> Iterator[dict[str, Tensor]]:
     for first in range(0, len(sequences), settings.batch):
         some = [" ".join(x) for x in sequences[first : first + settings.batch]]
         tokens = source.tokenizer(some, padding=True, return_tensors="pt")
@@ -327,13 +262,20 @@ def received_attention(model: Any, inputs: dict[str, Tensor], residues: Tensor) 
     return torch.cat([torch.einsum("bhij,bi,bja->bha", x.double(), real, which) for x in weights], 1)
 
 
-def make_row(name: str, received: Tensor, settings: Settings) -> Row:
-    """The similarities of a model and how they go with BLOSUM62.
+def make_row(name: str, received: Tensor, settings: AminoAcidsSettings) -> Row:
+    """The similarities of a model, and their correlation with BLOSUM62.
 
     Args:
         name: of the model.
         received: (N, H, A), of `received_attention`, for each sequence.
         settings: of the study.
+
+    Returns:
+        ``similarity`` (20, 20); ``pearson`` and ``spearman``: correlations with BLOSUM62 over the 190 pairs of
+        different amino acids; ``chance``: share of renamings of the amino acids with at least this ``pearson``;
+        ``resampled``: Pearson correlations after resampling the sequences, the same resamples for every model;
+        ``places`` of `PAIRS` among all pairs, 1 being the most similar one; ``standard_error`` of ``pearson`` over
+        resampled sequences.
     """
     scores, gen = blosum62(), torch.Generator().manual_seed(settings.seed)
     similarity = attention_similarity(received.sum(0))
@@ -349,61 +291,90 @@ def make_row(name: str, received: Tensor, settings: Settings) -> Row:
     place = (len(values) + 1 - ranks(values)).round().int()
     rows, columns = torch.triu_indices(len(AMINO_ACIDS), len(AMINO_ACIDS), 1).tolist()
     names = [{AMINO_ACIDS[i], AMINO_ACIDS[j]} for i, j in zip(rows, columns, strict=True)]
-    return Row(
-        model=name,
-        similarity=tuple(tuple(round(x, 6) for x in row) for row in similarity.tolist()),
-        pearson=own,
-        spearman=float(spearman(values, wanted)),
-        chance=float((1 + (renamed >= own).sum()) / (1 + len(renamed))),
-        resampled=tuple(round(x, 6) for x in resampled.tolist()),
-        places={pair: int(place[names.index(set(pair))]) for pair in PAIRS},
-    )
+    correlations = [round(x, 6) for x in resampled.tolist()]
+    return {
+        "model": name,
+        "similarity": [[round(x, 6) for x in row] for row in similarity.tolist()],
+        "pearson": own,
+        "spearman": float(spearman(values, wanted)),
+        "chance": float((1 + (renamed >= own).sum()) / (1 + len(renamed))),
+        "resampled": correlations,
+        "places": {pair: int(place[names.index(set(pair))]) for pair in PAIRS},
+        "standard_error": float(_float64(correlations).std()),
+    }
 
 
-def _finished(folder: Path, settings: Settings, about: dict[str, Any]) -> list[Row]:
-    """Rows that an earlier call of the same settings, but for the methods, has left."""
-    kept = read_record(folder, NAME)
-    if kept is None:
-        return []
-    here = {**plain(settings), "attention": kept["settings"]["attention"]}
-    if kept["settings"] != here or any(kept[name] != x for name, x in about.items()):
-        raise ValueError(f"{folder / NAME}.json has figures of another model, text or size; give another --out.")
-    rows = []
-    for row in kept["rows"]:
-        if row["model"] in models_of(settings):
-            own = {name: x for name, x in row.items() if name != "standard_error"}
-            similarity = tuple(tuple(x) for x in row["similarity"])
-            rows.append(Row(**{**own, "similarity": similarity, "resampled": tuple(row["resampled"])}))
-    return rows
+def difference(row: Row, first: Row) -> tuple[float, float]:
+    """A model's Pearson correlation minus another's, and its standard error over the same resamples."""
+    gaps = _float64(row["resampled"]) - _float64(first["resampled"])
+    return row["pearson"] - first["pearson"], float(gaps.std())
 
 
-def tables(result: Result) -> list[Table]:
-    """One table: correlations with BLOSUM62 and with the original."""
-    about = result.about
-    out = Table(
-        title=f"Amino acids in the attention of {about['model']}, {about['residues']} residues, and BLOSUM62",
-        caption="± standard error over sequences; chance: share of renamings of the amino acids that go with BLOSUM62 "
-        "as well; places among 190 pairs",
-    )
-    out.add_column("model", no_wrap=True)
-    heads = ("Pearson", "Spearman", "chance", "minus original", "with original", *(f"place of {x}" for x in PAIRS))
-    for name in heads:
-        out.add_column(name, justify="right", no_wrap=True)
-    for row in result.rows:
-        gap, error = result.difference(row)
-        out.add_row(
-            row.model,
-            f"{row.pearson:.3f} ± {row.standard_error:.3f}",
-            f"{row.spearman:.3f}",
-            f"{row.chance:.3f}",
-            "" if row is result.rows[0] else f"{gap:+.3f} ± {error:.3f}",
-            f"{result.likeness(row):.3f}",
-            *(str(row.places[x]) for x in PAIRS),
+def likeness(row: Row, first: Row) -> float:
+    """Pearson correlation of the similarities of two models."""
+    return float(pearson(*(pairs_of(_float64(x["similarity"])) for x in (row, first))))
+
+
+def tables(record: Record) -> list[Table]:
+    """Correlations with BLOSUM62 and with the original."""
+    about, first = record.figures, record.rows[0]
+    cells = []
+    for row in record.rows:
+        gap, error = difference(row, first)
+        cells.append(
+            (
+                row["model"],
+                f"{row['pearson']:.3f} ± {row['standard_error']:.3f}",
+                f"{row['spearman']:.3f}",
+                f"{row['chance']:.3f}",
+                "" if row is first else f"{gap:+.3f} ± {error:.3f}",
+                f"{likeness(row, first):.3f}",
+                *(str(row["places"][x]) for x in PAIRS),
+            )
         )
-    return [out]
+    heads = ("Pearson", "Spearman", "chance", "minus original", "with original", *(f"place of {x}" for x in PAIRS))
+    return [
+        table(
+            f"Amino acids in the attention of {about['model']}, {about['residues']} residues, and BLOSUM62",
+            ("model", *heads),
+            cells,
+            caption="± standard error over sequences; chance: share of renamings of the amino acids with at least this "
+            "correlation; places among 190 pairs",
+        )
+    ]
 
 
-def record(result: Result) -> dict[str, Any]:
-    """The model, the sequences, the order of the amino acids and every row, with its standard error."""
-    rows = [{**asdict(x), "standard_error": x.standard_error} for x in result.rows]
-    return {**result.about, "amino_acids": AMINO_ACIDS, "rows": rows}
+def picture(record: Record, path: Path) -> None:
+    """Draw heat maps of all matrices, diagonals left out, each with colours from its smallest to its largest pair."""
+    order = [AMINO_ACIDS.index(x) for x in GROUPS]
+    panels = [("BLOSUM62", blosum62())]
+    for row in record.rows:
+        title = f"{row['model']}\nPearson {row['pearson']:.3f} ± {row['standard_error']:.3f}"
+        panels.append((title, _float64(row["similarity"])))
+    columns = min(COLUMNS, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    with drawing(path, (4.2 * columns, 4.3 * lines), lines, columns) as (figure, axes):
+        for axis in axes.flat:
+            axis.set_axis_off()
+        for axis, (title, matrix) in zip(axes.flat, panels, strict=False):
+            axis.set_axis_on()
+            shown = matrix[order][:, order].fill_diagonal_(math.nan)
+            values = pairs_of(matrix)
+            image = axis.imshow(shown.numpy(), cmap="Blues", vmin=float(values.min()), vmax=float(values.max()))
+            axis.set_title(title, fontsize="medium")
+            for set_ticks in (axis.set_xticks, axis.set_yticks):
+                set_ticks(range(len(GROUPS)), list(GROUPS), fontsize="x-small")
+            figure.colorbar(image, ax=axis, shrink=0.75)
+
+
+STUDY = Study(
+    "amino-acids",
+    "Performer (2009.14794), Fig. 13",
+    AminoAcidsSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    examples=(("MODEL --text sequences.txt", "of a protein language model"),),
+)

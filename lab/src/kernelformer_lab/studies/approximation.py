@@ -1,4 +1,4 @@
-"""How well landmarks and features approximate attention inside a real model.
+"""Errors of landmarks and features inside a real model.
 
 Stands for Skyformer (2111.00035), Fig. 1, Theorem 2 and App. F.
 
@@ -8,8 +8,7 @@ initialized model of the same configuration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from kernelformer.conversion.readers import each_text
 from kernelformer.hf.find import attention_calls
 from kernelformer.hf.load import load_source
 from kernelformer.modules import build_attention
+from kernelformer.settings import MODEL, TEXTS, Settings, option
 from kernelformer_lab.analysis.spectra import condition_number, score_spectrum
-from kernelformer_lab.studies.base import Log, Progress
-from kernelformer_lab.studies.settings import ApproximationSettings as Settings
+from kernelformer_lab.studies.base import Log, Progress, Record, Study, drawing, log_axis, table
 
 # Of softmax attention, as in the paper's figure; the option that counts features goes by another name in each.
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -44,29 +43,24 @@ EPSILONS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 Inputs = list[tuple[Tensor, Tensor, Tensor]]  # (B, H, L, D), one triple per layer
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean, median and standard error over texts, layers and heads."""
-
-    mean: float
-    median: float
-    standard_error: float
-
-    @staticmethod
-    def of(values: Tensor) -> Spread:
-        """The spread of any number of values."""
-        x = values.flatten().double()
-        return Spread(float(x.mean()), float(x.median()), float(x.std() / len(x) ** 0.5))
+Spread = list[float]  # mean, median and standard error over texts, layers and heads
 
 
-@dataclass
-class Result:
-    """What the study has measured, by model ("pretrained", "initialized") and length."""
+@dataclass(frozen=True, kw_only=True)
+class ApproximationSettings(Settings):
+    """Settings of this study."""
 
-    errors: dict[tuple[str, int, str, int], Spread] = field(default_factory=dict)  # method, features
-    ridges: dict[tuple[str, str, float, int], Spread] = field(default_factory=dict)  # landmarks, gamma, number
-    conditions: dict[tuple[str, int, str, float], Spread] = field(default_factory=dict)  # kernel, share of spectrum
-    dimensions: dict[tuple[str, int, float], Spread] = field(default_factory=dict)  # epsilon
+    encoder: str = option(help=MODEL, path=True, name="model")
+    text: Path = option(help=TEXTS)
+    lengths: tuple[int, ...] = option((128, 256, 512), "tokens", least=1)
+    features: tuple[int, ...] = option((16, 32, 64, 128, 256), "landmarks, features or rank", least=1)
+    texts: int = option(2, "texts to measure on, of each length", least=1, name="samples")
+
+
+def spread(values: Tensor) -> Spread:
+    """Mean, median and standard error of any number of values."""
+    x = values.flatten().double()
+    return [float(x.mean()), float(x.median()), float(x.std() / len(x) ** 0.5)]
 
 
 def load(encoder: str) -> tuple[Any, dict[str, Any]]:
@@ -112,20 +106,25 @@ def spectral_error(inputs: Inputs, exact: str, method: str, draws: int = 1, **op
         for qkv in inputs:
             want = target(*qkv)
             errors.append(_norm(core(*qkv) - want) / _norm(want))
-    return Spread.of(torch.stack(errors))
+    return spread(torch.stack(errors))
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: ApproximationSettings) -> int:
+    """Number of calls of ``progress`` in `run`."""
     return 2 * len(set(settings.lengths)) * (len(METHODS) + 2) + 2 * len(LANDMARKS)
 
 
 @torch.no_grad()
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
-    """Measure errors, condition numbers and statistical dimensions; the ridges at the longest length."""
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Measure errors, condition numbers and statistical dimensions; the ridges at the longest length.
+
+    Rows of each part are what they are of, model ("pretrained", "initialized") first, then a `Spread`.
+    """
+    settings = record.settings
     tokenizer, models = load(settings.encoder)
     tokens = {n: long_texts(tokenizer, settings.text, n, settings.texts) for n in sorted(set(settings.lengths))}
-    result = Result()
+    parts: dict[str, list[list[Any]]] = {"errors": [], "ridges": [], "conditions": [], "dimensions": []}
+    record.figures = parts
     for name, model in models.items():
         for n, ids in tokens.items():
             calls = attention_calls(model, {"input_ids": ids}, outputs=False)
@@ -134,138 +133,111 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
                 log(f"{name}, {n} tokens: {label}")
                 for m in settings.features:
                     size = {count: m, **({"max_length": n} if method == "linformer" else {})}
-                    result.errors[name, n, label, m] = spectral_error(inputs, "softmax", method, **size, **options)
+                    errors = spectral_error(inputs, "softmax", method, **size, **options)
+                    parts["errors"].append([name, n, label, m, *errors])
                 progress()
             log(f"{name}, {n} tokens: condition numbers")
             for kernel in ("softmax", "gaussian"):
                 values = torch.stack([score_spectrum(q, k, kernel) for q, k, _ in inputs])
                 for share in (0.5, 1.0):
-                    result.conditions[name, n, kernel, share] = Spread.of(condition_number(values, share))
+                    parts["conditions"].append([name, n, kernel, share, *spread(condition_number(values, share))])
             progress()
             log(f"{name}, {n} tokens: statistical dimension")
             dimension = torch.stack([statistical_dimension(q, k, EPSILONS) for q, k, _ in inputs])
             for epsilon, values in zip(EPSILONS, dimension.unbind(-1), strict=True):
-                result.dimensions[name, n, epsilon] = Spread.of(values)
+                parts["dimensions"].append([name, n, epsilon, *spread(values)])
             progress()
         for landmarks in LANDMARKS:
             log(f"{name}: gaussian attention, {landmarks} landmarks")
             for gamma in GAMMAS:
                 for m in settings.features:
-                    result.ridges[name, landmarks, gamma, m] = spectral_error(
-                        inputs, "gaussian", "skyformer", num_landmarks=m, gamma=gamma, landmarks=landmarks
-                    )
+                    more: dict[str, Any] = {"num_landmarks": m, "gamma": gamma, "landmarks": landmarks}
+                    errors = spectral_error(inputs, "gaussian", "skyformer", **more)
+                    parts["ridges"].append([name, landmarks, gamma, m, *errors])
             progress()
-    return result
 
 
-def _grid(
-    title: str, left: Sequence[str], columns: Sequence[str], rows: Sequence[tuple[Sequence[str], list[str]]]
-) -> Table:
-    out = Table(title=title)
-    for name in left:
-        out.add_column(name, no_wrap=True)
-    for name in columns:
-        out.add_column(name, justify="right", no_wrap=True)
-    for labels, cells in rows:
-        out.add_row(*labels, *cells)
-    return out
+def by_key(rows: list[list[Any]]) -> dict[tuple[Any, ...], dict[Any, Spread]]:
+    """The spreads of a part by all that they are of but its last, then by that."""
+    found: dict[tuple[Any, ...], dict[Any, Spread]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[:-4]), {})[row[-4]] = row[-3:]
+    return found
 
 
-def tables(result: Result) -> list[Table]:
-    """Tables of errors, ridges, condition numbers and statistical dimensions."""
-    features = sorted({m for *_, m in result.errors})
-    errors = dict.fromkeys((name, n, label) for name, n, label, _ in result.errors)
-    ridges = dict.fromkeys((name, landmarks, gamma) for name, landmarks, gamma, _ in result.ridges)
-    conditions = dict.fromkeys((name, n) for name, n, *_ in result.conditions)
-    both = [(kernel, share) for share in (1.0, 0.5) for kernel in ("softmax", "gaussian")]
+def tables(record: Record) -> list[Table]:
+    """Errors, ridges, condition numbers and statistical dimensions."""
+    errors, ridges, conditions, dimensions = (by_key(x) for x in record.figures.values())
+    features = sorted(record.settings.features)
+    scores: dict[tuple[str, int], list[str]] = {}
+    for share in (1.0, 0.5):
+        for (name, n, _), spreads in conditions.items():
+            scores.setdefault((name, n), []).append(f"{spreads[share][1]:.1e}")
     return [
-        _grid(
+        table(
             "Spectral error against softmax attention, relative, by number of features: mean (median)",
-            ("model", "tokens", "method"),
-            [str(m) for m in features],
+            ("model", "tokens", "method", *map(str, features)),
             [
-                (
-                    (name, str(n), label),
-                    [f"{x.mean:.2g} ({x.median:.2g})" for x in (result.errors[name, n, label, m] for m in features)],
-                )
-                for name, n, label in errors
+                (name, str(n), label, *(f"{x[m][0]:.2g} ({x[m][1]:.2g})" for m in features))
+                for (name, n, label), x in errors.items()
             ],
+            left=3,
         ),
-        _grid(
-            f"Skyformer against exact Gaussian attention, {max(n for _, n in conditions)} tokens, by landmarks",
-            ("model", "landmarks", "gamma"),
-            [str(m) for m in features],
+        table(
+            f"Skyformer against exact Gaussian attention, {max(n for _, n in dimensions)} tokens, by landmarks",
+            ("model", "landmarks", "gamma", *map(str, features)),
             [
-                (
-                    (name, landmarks, f"{gamma:g}"),
-                    [f"{result.ridges[name, landmarks, gamma, m].mean:.3g}" for m in features],
-                )
-                for name, landmarks, gamma in ridges
+                (name, landmarks, f"{gamma:g}", *(f"{x[m][0]:.3g}" for m in features))
+                for (name, landmarks, gamma), x in ridges.items()
             ],
+            left=3,
         ),
-        _grid(
+        table(
             "Scores before normalization: largest singular value over the smallest, and over the middle one (medians)",
-            ("model", "tokens"),
-            [f"{kernel}, {'all' if share == 1 else 'half'}" for kernel, share in both],
-            [
-                ((name, str(n)), [f"{result.conditions[name, n, kernel, share].median:.1e}" for kernel, share in both])
-                for name, n in conditions
-            ],
+            ("model", "tokens", *(f"{kernel}, {x}" for x in ("all", "half") for kernel in ("softmax", "gaussian"))),
+            [(name, str(n), *cells) for (name, n), cells in scores.items()],
+            left=2,
         ),
-        _grid(
+        table(
             "Statistical dimension of the completed Gaussian scores (2n rows), mean, by the ridge over |C|",
-            ("model", "tokens"),
-            [f"{x:g}" for x in EPSILONS],
-            [
-                ((name, str(n)), [f"{result.dimensions[name, n, x].mean:.1f}" for x in EPSILONS])
-                for name, n in conditions
-            ],
+            ("model", "tokens", *(f"{x:g}" for x in EPSILONS)),
+            [(name, str(n), *(f"{x[e][0]:.1f}" for e in EPSILONS)) for (name, n), x in dimensions.items()],
+            left=2,
         ),
     ]
 
 
-def record(result: Result) -> dict[str, Any]:
-    """Rows of each kind: what they are of, then mean, median and standard error."""
-    return {name: [[*key, *vars(x).values()] for key, x in part.items()] for name, part in vars(result).items()}
-
-
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw the paper's Fig. 1: one panel per model and length, and d_stat over the ridge beside them."""
-    import matplotlib as mpl
+    errors, dimensions = by_key(record.figures["errors"]), by_key(record.figures["dimensions"])
+    models, lengths = (list(dict.fromkeys(x)) for x in zip(*dimensions, strict=True))
+    features, width = sorted(record.settings.features), len(lengths) + 1
+    with drawing(path, (3.6 * width, 3.4 * len(models)), len(models), width) as (_, axes):
+        for row, name in zip(axes, models, strict=True):
+            for axis, n in zip(row, lengths, strict=False):
+                for index, label in enumerate(METHODS):
+                    curve = [errors[name, n, label][m][1] for m in features]
+                    axis.plot(features, curve, marker="o", color=f"C{index}", label=label)
+                axis.set(title=f"{name}, {n} tokens", xlabel="features")
+                log_axis(axis)
+            row[0].set_ylabel("median relative spectral error")
+            for n in lengths:
+                curve = [dimensions[name, n][x][0] for x in EPSILONS]
+                row[-1].plot(EPSILONS, curve, marker="o", label=f"{n} tokens")
+            row[-1].set(xscale="log", yscale="log", xlabel="ridge / |C|", title=f"{name}, statistical dimension")
+            row[-1].legend(fontsize="small", loc="lower left")
+            for axis in row:
+                axis.grid(True, alpha=0.2)
+        axes[0, 0].legend(fontsize="small")
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    panels = list(dict.fromkeys((name, n) for name, n, *_ in result.errors))
-    models = list(dict.fromkeys(name for name, _ in panels))
-    lengths = list(dict.fromkeys(n for _, n in panels))
-    features = sorted({m for *_, m in result.errors})
-    width = len(lengths) + 1
-    figure, axes = plt.subplots(
-        len(models), width, figsize=(3.6 * width, 3.4 * len(models)), squeeze=False, constrained_layout=True
-    )
-    for row, name in zip(axes, models, strict=True):
-        for axis, n in zip(row, lengths, strict=False):
-            for index, label in enumerate(METHODS):
-                curve = [result.errors[name, n, label, m] for m in features]
-                axis.plot(features, [x.median for x in curve], marker="o", color=f"C{index}", label=label)
-            axis.set_title(f"{name}, {n} tokens")
-            axis.set_xlabel("features")
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.xaxis.set_major_formatter("{x:.0f}")
-        row[0].set_ylabel("median relative spectral error")
-        for n in lengths:
-            row[-1].plot(
-                EPSILONS, [result.dimensions[name, n, x].mean for x in EPSILONS], marker="o", label=f"{n} tokens"
-            )
-        row[-1].set_xscale("log")
-        row[-1].set_yscale("log")
-        row[-1].set_xlabel("ridge / |C|")
-        row[-1].set_title(f"{name}, statistical dimension")
-        row[-1].legend(fontsize="small", loc="lower left")
-        for axis in row:
-            axis.grid(True, alpha=0.2)
-    axes[0, 0].legend(fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+STUDY = Study(
+    "approximation",
+    "Skyformer (2111.00035), Fig. 1, Theorem 2 and App. F",
+    ApproximationSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    examples=(("--model MODEL --text test.jsonl", "inside a real encoder"),),
+)

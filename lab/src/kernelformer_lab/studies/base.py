@@ -1,122 +1,235 @@
-"""What a study is, and how one is written.
-
-A study is one file ``studies/NAME.py``, with underscores for hyphens, its settings in `studies.settings` and its entry
-in `studies.STUDIES`. The file has five functions, for a ``Result`` of its own:
-
-    def steps(settings) -> int:                            how often `run` calls ``progress``
-    def run(settings, folder, log, progress) -> Result:    measure; ``log`` takes a sentence on what is being done,
-                                                           ``progress`` is called after each of `steps` steps
-    def tables(result) -> list[rich.table.Table]:          for the terminal
-    def picture(result, path) -> None:                     the figure
-    def record(result) -> dict[str, Any]:                  the figures as plain JSON
-
-``run`` computes with ``torch.get_num_threads()`` threads, in processes that it starts too. A study that takes long
-goes on where it was stopped: it reads ``folder/NAME.json`` first (`read_record`), takes what is there if it is of the
-same settings, and calls `write_record` after each part. Whatever a study does, `Study.save` writes the whole record.
-"""
+"""`Study` and `Record`, and what tables and pictures of several studies have in common."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from kernelformer.environment import environment
+from kernelformer.errors import WorkerError
 from kernelformer.files import read_json, write_json
 from kernelformer.settings import Settings, command_words, plain
 
 Log = Callable[[str], None]
 Progress = Callable[[], None]
+Row = dict[str, Any]
+SPECS = "name or name:option=value, separated by commas"
+SCRIPT = "python tools/studies/{}.py"  # the program of a study that is no command
 
 
 @dataclass(frozen=True)
 class Study:
-    """A figure or a table, made by one command: ``kernelformer study NAME``. Reading one imports nothing heavy.
+    """A figure or a table, made by one command: ``kernelformer study NAME``.
 
     Args:
         name: of the study, its file and its command.
-        about: one sentence on what it shows.
-        figure: the figure or table of a paper that it stands for, with the arXiv number; "": it has none.
-        settings: a frozen dataclass of `kernelformer.settings.option` fields.
-        resumes: whether the same call goes on where the study was stopped.
+        figure: the figure or table of a paper that it reproduces, with the arXiv number; "": none.
+        settings: a frozen dataclass of `kernelformer.settings.option` fields, the options of the command.
+        steps: number of calls of ``progress`` in a run with these settings.
+        run: measures what the record does not have yet, into ``record.figures``. ``log`` takes a sentence on what is
+            being done; ``progress`` is called after each step. It computes with ``torch.get_num_threads()`` threads,
+            in processes that it starts too.
+        tables: the figures for the terminal.
+        picture: draws the figures into a file.
+        resumes: whether the same call resumes a study that was stopped: it calls `Record.save` after each part.
         writes: what is in its folder besides the record and the picture.
         examples: options, and what they do, for the end of its help.
+        program: the words that start it, with a place for its name.
     """
 
     name: str
-    about: str
     figure: str
     settings: type[Settings]
+    steps: Callable[[Any], int]
+    run: Callable[[Record, Log, Progress], None]
+    tables: Callable[[Record], list[Table]]
+    picture: Callable[[Record, Path], None]
     resumes: bool = False
     writes: str = ""
     examples: tuple[tuple[str, str], ...] = ()
+    program: str = "kernelformer study {}"
 
-    def steps(self, settings: Any) -> int:
-        """How often `run` calls ``progress``."""
-        count: int = self._file.steps(settings)
-        return count
-
-    def run(self, settings: Any, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None) -> Any:
-        """Measure everything that ``folder`` does not hold yet.
-
-        Args:
-            settings: of the type ``self.settings``.
-            folder: of the record, and of whatever else the study keeps.
-            log: takes a sentence on what is being done.
-            progress: called after each of `steps` steps.
-
-        Returns:
-            The study's own result, for `tables`, `picture` and `save`.
-        """
-        return self._file.run(settings, folder, log, progress)
-
-    def tables(self, result: Any) -> list[Any]:
-        """The result as tables of rich, for the terminal."""
-        tables: list[Any] = self._file.tables(result)
-        return tables
-
-    def picture(self, result: Any, path: Path) -> None:
-        """Draw the result into a file."""
-        self._file.picture(result, path)
-
-    def record(self, result: Any) -> dict[str, Any]:
-        """The result as plain JSON."""
-        record: dict[str, Any] = self._file.record(result)
+    def measure(
+        self, settings: Any, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
+    ) -> Record:
+        """Measure everything that ``folder`` does not hold yet."""
+        record = Record(self, settings, folder)
+        self.run(record, log, progress)
         return record
 
-    def save(self, settings: Any, result: Any, folder: Path) -> Path:
-        """Write the record with all that it depends on, and return its path."""
-        return write_record(folder, self.name, settings, self.record(result))
+    def command(self, settings: Any) -> str:
+        """The command that runs the study with these settings; defaults are left out."""
+        return shlex.join([*self.program.format(self.name).split(), *command_words(settings)])
+
+
+@dataclass
+class Record:
+    """The figures of a study as plain values, as its file has them.
+
+    Args:
+        study: that made them.
+        settings: of the study.
+        folder: of the file, and of whatever else the study keeps.
+        figures: by name; most studies have ``rows``.
+    """
+
+    study: Study
+    settings: Any
+    folder: Path
+    figures: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def _file(self) -> Any:
-        return import_module(f"kernelformer_lab.studies.{self.name.replace('-', '_')}")
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / f"{self.study.name}.json"
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows."""
+        rows: list[Row] = self.figures.setdefault("rows", [])
+        return rows
+
+    def where(self, **key: Any) -> list[Row]:
+        """The rows with these values."""
+        return where(self.rows, **key)
+
+    def save(self) -> Path:
+        """Write the file: the command, the machine and versions, the settings with their seeds, and the figures."""
+        import torch
+
+        head = {
+            "command": self.study.command(self.settings),
+            "environment": environment(torch.get_num_threads()),
+            "settings": plain(self.settings),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, {**head, **self.figures})
+        return self.path
+
+    def earlier(self) -> dict[str, Any]:
+        """The file that an earlier call has written; {} if there is none."""
+        return read_json(self.path) if self.path.exists() else {}
+
+    def earlier_of_same_settings(self, same_machine: bool = False) -> dict[str, Any]:
+        """`earlier`, or {} if it is of other settings, and with ``same_machine`` of another machine or versions."""
+        import torch
+
+        kept = self.earlier()
+        if kept.get("settings") != plain(self.settings):
+            return {}
+        here = environment(torch.get_num_threads())
+        return {} if same_machine and {**kept["environment"], "date": here["date"]} != here else kept
+
+    def resume(self, about: Mapping[str, Any], **settings: Any) -> None:
+        """Begin the figures with the rows that an earlier call has written about the same things.
+
+        Args:
+            about: what all rows depend on, by name; it becomes part of the figures.
+            settings: of the record, which all rows share.
+
+        Raises:
+            ValueError: a record of something else is there.
+        """
+        kept = self.earlier()
+        self.figures = {**about, "rows": []}
+        if not kept:
+            return
+        try:
+            before = {**{x: kept.get(x) for x in about}, **{x: kept["settings"].get(x) for x in settings}}
+            rows = [dict(x) for x in kept["rows"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as problem:
+            raise ValueError(
+                f"{self.path} is not of this study ({problem!r}); move it away, or choose another --out."
+            ) from None
+        for name, now in {**about, **settings}.items():
+            was = before[name]
+            if was == now:
+                continue
+            if isinstance(was, dict) and isinstance(now, dict):
+                was = {key: x for key, x in was.items() if now.get(key) != x}
+            what = "model or machine" if name == "about" else name
+            raise ValueError(f"{self.path} has figures of another {what} ({was!r:.200}); choose another --out.")
+        self.figures["rows"] = rows
 
 
-def command(name: str, settings: Any) -> str:
-    """The command that runs a study with these settings; defaults are left out."""
-    return shlex.join(["kernelformer", "study", name, *command_words(settings)])
+def where(rows: Iterable[Row], **key: Any) -> list[Row]:
+    """The rows with these values."""
+    return [x for x in rows if all(x[name] == value for name, value in key.items())]
 
 
-def read_record(folder: Path, name: str) -> dict[str, Any] | None:
-    """What `write_record` wrote; None: nothing is there."""
-    path = folder / f"{name}.json"
-    return read_json(path) if path.exists() else None
+def fill_rows(rows: Sequence[Row], measure: Callable[[list[Row]], Iterable[Mapping[str, Any]]]) -> None:
+    """Measure the rows that have no note yet, in one process, and write the figures into them.
+
+    Args:
+        rows: of one process; a failure of it is noted in all that it should have measured.
+        measure: returns the figures of each row that it is given.
+    """
+    running = [row for row in rows if not row["note"]]
+    if not running:
+        return
+    try:
+        figures = list(measure(running))
+    except WorkerError as problem:
+        figures = [{"problem": str(problem)}] * len(running)
+    for row, mine in zip(running, figures, strict=True):
+        row.update({"note" if name == "problem" else name: x for name, x in mine.items()})
 
 
-def write_record(folder: Path, name: str, settings: Any, figures: dict[str, Any]) -> Path:
-    """Write ``NAME.json``: the command, the machine and versions, the settings with their seeds, and the figures."""
-    import torch
+def unique(rows: Iterable[Row], *names: str) -> list[Any]:
+    """The different values of a column in their order; of several columns tuples."""
+    return list(dict.fromkeys(x[names[0]] if len(names) == 1 else tuple(x[name] for name in names) for x in rows))
 
-    head = {
-        "command": command(name, settings),
-        "environment": environment(torch.get_num_threads()),
-        "settings": plain(settings),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    write_json(path, {**head, **figures})
-    return path
+
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, caption: str | None = None
+) -> Table:
+    """A table for the terminal.
+
+    Args:
+        title: of the table.
+        columns: their heads.
+        rows: a text for each column; missing ones at the end stay empty.
+        left: number of columns with texts; all others are aligned to the right, as numbers.
+        caption: below the table.
+    """
+    out = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for index, name in enumerate(columns):
+        out.add_column(name, justify="left" if index < left else "right", no_wrap=True)
+    for row in rows:
+        out.add_row(*row)
+    return out
+
+
+@contextmanager
+def drawing(
+    path: Path, size: tuple[float, float], lines: int = 1, columns: int = 1, *, dpi: int = 130, **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A figure of matplotlib and its axes (lines, columns), written to a file at the end of the block.
+
+    Args:
+        path: of the picture.
+        size: in inches.
+        lines, columns: of axes.
+        dpi: points per inch.
+        options: of ``Figure.subplots``.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"text.parse_math": False}):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure, figure.subplots(lines, columns, squeeze=False, **options)
+        figure.savefig(path, dpi=dpi)
+
+
+def log_axis(axis: Any, base: int = 2) -> None:
+    """Logarithmic scales; the numbers below the axis are written in full."""
+    axis.set_xscale("log", base=base)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter("{x:.0f}")

@@ -1,4 +1,4 @@
-"""Which method converts a pretrained model best: quality as converted, and after minutes of distillation.
+"""Quality of models converted by each method, as they are and after minutes of distillation.
 
 After Performer (2009.14794), Fig. 5, which transfers the weights of a Transformer into a Performer and fine-tunes it.
 """
@@ -9,7 +9,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,31 @@ from kernelformer.errors import positive_int
 from kernelformer.formatting import short_names
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules.spec import parse_method
-from kernelformer.settings import plain
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
-from kernelformer_lab.studies.settings import ConversionSettings as Settings
+from kernelformer.settings import KIND, MODEL, PICKLE, SEED, TEXTS, Settings, option, parse_layers, plain
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionSettings(Settings):
+    """Settings of this study."""
+
+    model: str = option(help=MODEL, argument=True, path=True, shown="MODEL")
+    text: Path = option(help=f"texts to learn from: {TEXTS}", name="distill")
+    held_out: Path = option(help=f"texts to measure on: {TEXTS}", name="text")
+    attention: tuple[str, ...] = option((), SPECS)
+    features: int = option(128, "of each method, where --attention does not say", least=2)
+    seconds: float = option(300.0, "of distillation for each method", least=0)
+    length: int = option(256, "tokens of a text", least=2)
+    batch: int = option(4, "texts of a step", least=1)
+    samples: int = option(128, "texts to measure on", least=1)
+    probe: int = option(0, "labelled texts for a linear probe; 0: none", least=0)
+    layers: tuple[int | str, ...] | None = option(
+        None, "0-3,5 or patterns of names; default: all", parse=lambda _, text: tuple(parse_layers(text))
+    )
+    task: str = option("auto", KIND, choices=("auto", "encoder", "masked", "causal", "seq2seq"))
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    save: Path | None = option(None, "folder that distilled models go to")
+    seed: int = option(0, SEED, least=0)
 
 
 class Quality:
@@ -39,7 +61,7 @@ class Quality:
     causal: perplexity of the next token at ``length`` tokens.
     """
 
-    def __init__(self, source: Source, settings: Settings) -> None:
+    def __init__(self, source: Source, settings: ConversionSettings) -> None:
         self.source, self.settings = source, settings
         self.batches = list(self._batches(read_texts(settings.held_out), settings.samples))
         with torch.no_grad():
@@ -123,7 +145,6 @@ class Quality:
         return {"perplexity": float(torch.tensor(total / count).exp())}
 
 
-NAME = "conversion"
 # At equal features: of hyperbolic maps a frequency makes two, and elu has as many as a head has dimensions.
 METHODS = (
     "favor+:num_features={m}",
@@ -141,7 +162,7 @@ METHODS = (
     "loglinear:num_features={m}:window=32:sinks=1",
     "wildcat:num_landmarks={m}:window=32:sinks=1",
 )
-# Settings that all figures of a record share; the others may differ where a study goes on.
+# Settings that all figures of a record share; the others may differ where a study is resumed.
 SHARED = ("length", "batch", "seconds", "samples", "probe", "layers", "seed")
 TRANSFER = 0.6  # share of the time for attention transfer, where a map learns
 LOG_EVERY = 20  # steps of distillation
@@ -150,49 +171,25 @@ STARTS = 4  # batches that maps start by
 REUSE = ReusePolicy(16, 4)
 
 
-@dataclass
-class Row:
-    """One method: scores by name, of the original, as converted and distilled."""
-
-    method: str
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # stage -> name -> value
-    steps: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    parameters: int = 0  # of the maps
-    problem: str = ""  # why it cannot
-
-
 def method_specs(features: int, methods: Sequence[str] = METHODS) -> list[str]:
     """Specs of methods with their number of features filled in."""
     positive_int("features", features)
     return [x.format(m=features, half=max(1, features // 2)) for x in methods]
 
 
-@dataclass
-class Result:
-    """What the study has measured.
-
-    Args:
-        about: the model, the texts and the settings that all rows share.
-        rows: the original's first, then one for each method.
-    """
-
-    about: dict[str, Any]
-    rows: list[Row]
-
-
-def methods_of(settings: Settings) -> Sequence[str]:
+def methods_of(settings: ConversionSettings) -> Sequence[str]:
     """The specs that are asked for, or `METHODS` with as many features."""
     return settings.attention or method_specs(settings.features)
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: ConversionSettings) -> int:
+    """Number of calls of ``progress`` in `run`."""
     return 1 + len(methods_of(settings))
 
 
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
+def run(record: Record, log: Log, progress: Progress) -> None:
     """Convert and distill by each method; rows that the record has, of the same settings, are not made again."""
+    settings = record.settings
     methods = methods_of(settings)
     for method in methods:
         parse_method(method)
@@ -207,67 +204,54 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
         "setting": {name: x for name, x in plain(settings).items() if name in SHARED},
         "threads": torch.get_num_threads(),  # time is what they share
     }
-    result = Result(about, _finished_rows(folder, about))
+    record.resume(about)
     quality = Quality(source, settings)
 
     def keep(row: Row) -> None:
-        result.rows.append(row)
-        write_record(folder, NAME, settings, record(result))
+        record.rows.append(row)
+        record.save()
 
-    if not any(x.method == "original" for x in result.rows):
+    if not record.where(method="original"):
         log("original")
-        keep(Row("original", {"original": quality(source.model)}))
+        keep({**new_row("original"), "scores": {"original": quality(source.model)}})
     progress()
     for method in methods:
-        if not any(x.method == method for x in result.rows):
+        if not record.where(method=method):
             keep(_measure(source, texts, quality, method, settings, log))
         progress()
-    return result
 
 
-def _finished_rows(folder: Path, about: dict[str, Any]) -> list[Row]:
-    """Rows that an earlier call has left, if they are of the same model, texts and settings."""
-    earlier = read_record(folder, NAME)
-    if earlier is None:
-        return []
-    for name, value in about.items():
-        if earlier.get(name) != value:
-            raise ValueError(
-                f"{folder / NAME}.json has figures of another {name}: {earlier.get(name)!r:.80} and not "
-                f"{value!r:.80}; give another --out."
-            )
-    return [Row(**x) for x in earlier["rows"]]
+def new_row(method: str) -> Row:
+    """A row of a method: ``scores`` by stage and name, ``parameters`` of its maps; ``problem``: why it cannot."""
+    return {"method": method, "scores": {}, "steps": {}, "seconds": 0.0, "parameters": 0, "problem": ""}
 
 
-def record(result: Result) -> dict[str, Any]:
-    """The model, the texts and the settings, and every row."""
-    return {**result.about, "rows": [asdict(x) for x in result.rows]}
-
-
-def _measure(source: Source, texts: Sequence[str], quality: Quality, method: str, settings: Settings, log: Log) -> Row:
+def _measure(
+    source: Source, texts: Sequence[str], quality: Quality, method: str, settings: ConversionSettings, log: Log
+) -> Row:
     """One method: convert a copy of the model, distill it and score both; the reason where it cannot be converted."""
     from kernelformer.conversion.tune import learned
     from kernelformer.hf import convert
 
     name, options = parse_method(method)
-    row = Row(method)
+    row = new_row(method)
     try:
         student = convert(copy.deepcopy(source.model), name, layers=settings.layers, **options)
     except ValueError as problem:
-        row.problem = str(problem)
+        row["problem"] = str(problem)
         return row
-    row.parameters = sum(x.numel() for some in learned(student).values() for x in some)
+    row["parameters"] = sum(x.numel() for some in learned(student).values() for x in some)
     log(f"{method}: as converted")
     start = time.monotonic()
     _start(source, student, texts, settings)
     started = time.monotonic() - start  # time that is taken from the distillation, since maps learn in it
-    row.scores["converted"] = quality(student)
+    row["scores"]["converted"] = quality(student)
     if settings.seconds:
         settings = replace(settings, seconds=max(0.0, settings.seconds - started))
         start = time.monotonic() - started
-        row.steps = distill(source, student, texts, settings, lambda x: log(f"{method}: {x}"))
-        row.seconds = time.monotonic() - start
-        row.scores["distilled"] = quality(student)
+        row["steps"] = distill(source, student, texts, settings, lambda x: log(f"{method}: {x}"))
+        row["seconds"] = time.monotonic() - start
+        row["scores"]["distilled"] = quality(student)
         if settings.save is not None:
             folder = settings.save / method.replace(":", "-").replace("=", "")
             student.save_pretrained(folder)
@@ -276,7 +260,7 @@ def _measure(source: Source, texts: Sequence[str], quality: Quality, method: str
     return row
 
 
-def _start(source: Source, student: Any, texts: Sequence[str], settings: Settings) -> None:
+def _start(source: Source, student: Any, texts: Sequence[str], settings: ConversionSettings) -> None:
     """Start free maps at the original's keys, see `start_maps`; others stay as they are."""
     from kernelformer.conversion.tune import start_student
 
@@ -284,7 +268,9 @@ def _start(source: Source, student: Any, texts: Sequence[str], settings: Setting
     start_student(student, source.model, [next(inputs) for _ in range(STARTS)])
 
 
-def distill(source: Source, student: Any, texts: Sequence[str], settings: Settings, log: Log) -> dict[str, int]:
+def distill(
+    source: Source, student: Any, texts: Sequence[str], settings: ConversionSettings, log: Log
+) -> dict[str, int]:
     """Attention transfer where a map learns, then fine-tuning, within the seconds of the settings."""
     from kernelformer.conversion.tune import learns, quick_dtype, transfer, tune
 
@@ -318,61 +304,54 @@ def distill(source: Source, student: Any, texts: Sequence[str], settings: Settin
     return steps
 
 
-def tables(result: Result) -> list[Table]:
-    """One table: the scores of each method, as converted and distilled."""
-    rows = result.rows
-    first = next(x for x in rows if x.method == "original")
-    names = list(first.scores["original"])
-    out = Table(title="Quality of converted models, held-out text: as converted, and distilled")
-    out.add_column("method", no_wrap=True)
-    for name in names:
-        for stage in ("converted", "distilled"):
-            out.add_column(f"{name}, {stage}", justify="right")
-    out.add_column("steps", justify="right")
-    out.add_row("original", *(f"{first.scores['original'][x]:.4f}" for x in names for _ in range(2)), "")
-    short = short_names(row.method for row in rows)
-    for row in rows:
-        if row is first:
-            continue
-        if row.problem:
-            out.add_row(short[row.method], row.problem[:60])
-            continue
-        cells = [
-            f"{row.scores[stage][x]:.4f}" if stage in row.scores else ""
-            for x in names
-            for stage in ("converted", "distilled")
-        ]
-        out.add_row(short[row.method], *cells, " + ".join(str(x) for x in row.steps.values()))
-    return [out]
+def tables(record: Record) -> list[Table]:
+    """The scores of each method, as converted and distilled."""
+    first = record.where(method="original")[0]["scores"]["original"]
+    pairs = [(name, stage) for name in first for stage in ("converted", "distilled")]
+    cells = [("original", *(f"{first[name]:.4f}" for name, _ in pairs))]
+    short = short_names(row["method"] for row in record.rows)
+    for row in record.rows:
+        if row["problem"]:
+            cells.append((short[row["method"]], row["problem"][:60]))
+        elif row["method"] != "original":
+            scores = [row["scores"].get(stage, {}).get(name) for name, stage in pairs]
+            values = ["" if x is None else f"{x:.4f}" for x in scores]
+            cells.append((short[row["method"]], *values, " + ".join(map(str, row["steps"].values()))))
+    columns = ("method", *(f"{name}, {stage}" for name, stage in pairs), "steps")
+    return [table("Quality of converted models, held-out text: as converted, and distilled", columns, cells)]
 
 
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw the first score of each method, as converted and distilled, against the original's."""
-    import matplotlib as mpl
+    name, best = next(iter(record.where(method="original")[0]["scores"]["original"].items()))
+    shown = [x for x in record.rows if x["method"] != "original" and not x["problem"]]
+    with drawing(path, (7, 0.45 * len(shown) + 1.6)) as (figure, ((axis,),)):
+        for height, row in enumerate(shown):
+            values = [row["scores"][x][name] for x in ("converted", "distilled") if x in row["scores"]]
+            axis.plot(values, [height] * len(values), color="0.7", zorder=1)
+            for value, colour in zip(values, ("C1", "C0"), strict=False):
+                axis.scatter([value], [height], color=colour, zorder=2)
+        axis.axvline(best, color="0.4", linestyle=":")
+        for label, colour in (("as converted", "C1"), ("distilled", "C0")):
+            axis.scatter([], [], color=colour, label=label)
+        axis.plot([], [], color="0.4", linestyle=":", label="original")
+        axis.set_yticks(range(len(shown)), [x["method"] for x in shown])
+        axis.invert_yaxis()
+        if name == "perplexity":
+            axis.set_xscale("log")
+        axis.set_xlabel(name)
+        axis.grid(True, axis="x", alpha=0.2)
+        figure.legend(loc="outside upper center", ncols=3, fontsize="small")
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    rows = result.rows
-    first = next(x for x in rows if x.method == "original")
-    name, best = next(iter(first.scores["original"].items()))
-    shown = [x for x in rows if x is not first and not x.problem]
-    figure, axis = plt.subplots(figsize=(7, 0.45 * len(shown) + 1.6), constrained_layout=True)
-    for height, row in enumerate(shown):
-        values = [row.scores[x][name] for x in ("converted", "distilled") if x in row.scores]
-        axis.plot(values, [height] * len(values), color="0.7", zorder=1)
-        for value, colour in zip(values, ("C1", "C0"), strict=False):
-            axis.scatter([value], [height], color=colour, zorder=2)
-    axis.axvline(best, color="0.4", linestyle=":")
-    for label, colour in (("as converted", "C1"), ("distilled", "C0")):
-        axis.scatter([], [], color=colour, label=label)
-    axis.plot([], [], color="0.4", linestyle=":", label="original")
-    axis.set_yticks(range(len(shown)), [x.method for x in shown])
-    axis.invert_yaxis()
-    if name == "perplexity":
-        axis.set_xscale("log")
-    axis.set_xlabel(name)
-    axis.grid(True, axis="x", alpha=0.2)
-    figure.legend(loc="outside upper center", ncols=3, fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+STUDY = Study(
+    "conversion",
+    "Performer (2009.14794), Fig. 5, for all methods of this library",
+    ConversionSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    examples=(("MODEL --distill train.jsonl --text test.jsonl", "all methods, before and after"),),
+)

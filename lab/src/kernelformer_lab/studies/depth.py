@@ -1,4 +1,4 @@
-"""How errors of approximate attention grow over the layers of a pretrained model: Performer (2009.14794), Fig. 14.
+"""Errors of approximate attention over the layers of a pretrained model: Performer (2009.14794), Fig. 14.
 
 The weights are those of the original; attention is replaced and nothing is trained. For each method:
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -29,9 +29,8 @@ from kernelformer.hf import convert
 from kernelformer.hf.load import load_source
 from kernelformer.modules import method_options, parse_method
 from kernelformer.modules.calibration import evaluating
-from kernelformer.settings import plain
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
-from kernelformer_lab.studies.settings import DepthSettings as Settings
+from kernelformer.settings import KIND, MODEL, PICKLE, SEED, TEXTS, Settings, option, plain
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, unique
 
 TITLES = {
     "own": "each attention by itself",
@@ -40,45 +39,6 @@ TITLES = {
 }
 
 
-def picture(result: Result, path: Path) -> None:
-    """Draw relative errors over the layers, means and standard deviations over draws, a panel for each of `TITLES`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(TITLES), figsize=(14, 5.2), sharey=True, constrained_layout=True)
-    for axis, (name, title) in zip(axes, TITLES.items(), strict=True):
-        for index, method in enumerate(result.methods):
-            means, deviations = (x if name == "own" else x[1:] for x in result.spread(method, name))  # without n = 0
-            numbers = range(1, 1 + len(means))
-            line = "--" if "window" in method else "-"
-            axis.errorbar(
-                numbers,
-                means,
-                yerr=deviations,
-                color=f"C{index % 10}",
-                linestyle=line,
-                marker="o",
-                markersize=4,
-                capsize=2,
-                label=method,
-            )
-        axis.set_title(title)
-        axis.set_xlabel("layer n")
-        axis.axhline(1, color="grey", linestyle=":", linewidth=1)
-        axis.grid(True, alpha=0.2)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-    axes[0].set_ylabel("relative error")
-    axes[0].set_yscale("log")  # trigonometric features are several times as far off as all others
-    axes[0].yaxis.set_major_formatter("{x:g}")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-__all__ = ["picture", "record", "run", "steps", "tables"]
-NAME = "depth"
 METHODS = (
     "favor+:num_features=64",
     "favor+:num_features=256",
@@ -94,51 +54,29 @@ METHODS = (
 STRIDE = 1000  # between the seeds of two draws: layers take the seeds in between
 
 
-@dataclass(frozen=True)
-class Row:
-    """Errors of one method with one draw, relative: root of the mean over tokens of ``|ours - theirs|^2 / |theirs|^2``.
+@dataclass(frozen=True, kw_only=True)
+class DepthSettings(Settings):
+    """Settings of this study."""
 
-    Args:
-        method: its spec.
-        draw: number of the draw.
-        own: of the output of each attention by itself, ``|ours - theirs|_F / |theirs|_F``.
-        hidden: of the hidden states before the first layer and after each, all layers approximated.
-        output: of the last hidden states, the first n layers approximated, n from 0.
-        cosine: between mean last hidden states, all layers approximated, mean over texts; None for decoders.
-    """
-
-    method: str
-    draw: int
-    own: tuple[float, ...]
-    hidden: tuple[float, ...]
-    output: tuple[float, ...]
-    cosine: float | None
+    model: str = option(help=MODEL, argument=True, path=True, shown="MODEL")
+    text: Path = option(help=TEXTS)
+    attention: tuple[str, ...] = option((), SPECS)
+    draws: int = option(3, "of each map that is random", least=2)
+    texts: int = option(16, "texts to measure on", least=1, name="samples")
+    length: int = option(256, "tokens of a text, at most", least=2)
+    batch: int = option(4, "texts at once", least=1)
+    task: str = option("auto", KIND, choices=("auto", "encoder", "masked", "causal", "seq2seq"))
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    seed: int = option(0, SEED, least=0)
 
 
-@dataclass
-class Result:
-    """What the study has measured.
-
-    Args:
-        about: the model and the texts.
-        rows: one for each method and draw.
-    """
-
-    about: dict[str, Any]
-    rows: list[Row]
-
-    def spread(self, method: str, name: str) -> tuple[list[float], list[float]]:
-        """Means and standard deviations over draws of ``own``, ``hidden`` or ``output``; deviation 0 for one draw."""
-        values = list(zip(*(getattr(x, name) for x in self.rows if x.method == method), strict=True))
-        return [statistics.fmean(x) for x in values], [statistics.stdev(x) if len(x) > 1 else 0.0 for x in values]
-
-    @property
-    def methods(self) -> list[str]:
-        """All methods, in their order."""
-        return list(dict.fromkeys(x.method for x in self.rows))
+def spread(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
+    """Means and standard deviations over draws of ``own``, ``hidden`` or ``output``; deviation 0 for one draw."""
+    values = list(zip(*(x[name] for x in rows), strict=True))
+    return [fmean(x) for x in values], [stdev(x) if len(x) > 1 else 0.0 for x in values]
 
 
-def cases_of(settings: Settings) -> list[tuple[str, int]]:
+def cases_of(settings: DepthSettings) -> list[tuple[str, int]]:
     """Method and number of the draw of each row; methods without anything random have one."""
     specs = settings.attention or METHODS
     return [
@@ -148,18 +86,19 @@ def cases_of(settings: Settings) -> list[tuple[str, int]]:
     ]
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: DepthSettings) -> int:
+    """Number of calls of ``progress`` in `run`."""
     return len(cases_of(settings))
 
 
 @torch.no_grad()
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
-    """Measure every method and draw that the record in ``folder`` does not have, of the same settings.
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Measure every method and draw that the record does not have, of the same settings.
 
     Raises:
         ValueError: the record is of another model or other texts; a model of two sequences.
     """
+    settings = record.settings
     source = load_source(settings.model, task=settings.task, allow_pickle=settings.allow_pickle)
     if source.model.config.is_encoder_decoder:
         raise ValueError(f"{settings.model} is an encoder with a decoder; give a model of one stack of layers.")
@@ -176,37 +115,27 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
     tokens = sum(int(x["attention_mask"].sum()) for x in batches)
     texts = sum(len(x["input_ids"]) for x in batches)
     about = {"model": Path(settings.model).name, "text": hash_files([settings.text]), "texts": texts, "tokens": tokens}
-    result = Result(about, _finished(folder, settings, about))
-    for method, draw in cases_of(settings):
-        if not any((x.method, x.draw) == (method, draw) for x in result.rows):
-            log(f"{method}, draw {draw}")
-            result.rows.append(_measure(source.model, method, draw, settings.seed, batches, originals))
-            write_record(folder, NAME, settings, record(result))
-        progress()
+    same = {name: x for name, x in plain(settings).items() if name not in ("attention", "draws")}
     order = cases_of(settings)
-    result.rows.sort(key=lambda x: order.index((x.method, x.draw)))
-    return result
-
-
-def _finished(folder: Path, settings: Settings, about: dict[str, Any]) -> list[Row]:
-    """Rows that an earlier call of the same settings, but for the methods, has left."""
-    kept = read_record(folder, NAME)
-    if kept is None:
-        return []
-    here = {**plain(settings), "attention": kept["settings"]["attention"], "draws": kept["settings"]["draws"]}
-    if kept["settings"] != here or any(kept[name] != x for name, x in about.items()):
-        raise ValueError(f"{folder / NAME}.json has figures of another model, text or size; give another --out.")
-    wanted = set(cases_of(settings))
-    rows = []
-    for row in kept["rows"]:
-        if (row["method"], row["draw"]) in wanted:
-            curves: dict[str, Any] = {name: tuple(row[name]) for name in ("own", "hidden", "output")}
-            rows.append(Row(**{**row, **curves}))
-    return rows
+    record.resume(about, **same)
+    record.figures["rows"] = [x for x in record.rows if (x["method"], x["draw"]) in order]
+    for method, draw in order:
+        if not record.where(method=method, draw=draw):
+            log(f"{method}, draw {draw}")
+            record.rows.append(_measure(source.model, method, draw, settings.seed, batches, originals))
+            record.save()
+        progress()
+    record.rows.sort(key=lambda x: order.index((x["method"], x["draw"])))
 
 
 def _measure(model: Any, method: str, draw: int, seed: int, batches: Sequence[Batch], originals: Sequence[Any]) -> Row:
-    """One method and draw, with the first n layers converted for each n."""
+    """Errors of one method with one draw, relative: root of the mean over tokens of ``|ours - theirs|^2 / |theirs|^2``.
+
+    ``own`` of the output of each attention by itself, ``|ours - theirs|_F / |theirs|_F``; ``hidden`` of the hidden
+    states before the first layer and after each, all layers approximated; ``output`` of the last hidden states, the
+    first n layers approximated, n from 0; ``cosine`` between mean last hidden states, mean over texts, None for
+    decoders.
+    """
     name, options = parse_method(method)
     if "seed" in method_options(name):
         options = {**options, "seed": seed + STRIDE * draw}
@@ -221,31 +150,65 @@ def _measure(model: Any, method: str, draw: int, seed: int, batches: Sequence[Ba
             for batch, want in zip(batches, originals, strict=True):
                 errors.add(batch, want, student(**batch, output_hidden_states=True))
         output.append(math.sqrt(errors.hidden["layers"][-1].value or 0.0))
-    return Row(method, draw, tuple(x.error for x in report.rows), hidden, (*output, hidden[-1]), report.cosine)
+    return {
+        "method": method,
+        "draw": draw,
+        "own": [x.error for x in report.rows],
+        "hidden": list(hidden),
+        "output": [*output, hidden[-1]],
+        "cosine": report.cosine,
+    }
 
 
-def tables(result: Result) -> list[Table]:
+def tables(record: Record) -> list[Table]:
     """Three tables over the layers: each attention by itself, hidden states, and the output."""
     titles = {
         "own": "Error of each attention by itself",
         "hidden": "Error after layer n, layers 1 to n approximated",
         "output": "Error of the last hidden states, layers 1 to n approximated and the others exact",
     }
-    about = result.about
+    about = record.figures
     out = []
     for name, title in titles.items():
-        table = Table(title=f"{title}: {about['model']}, {about['texts']} texts, relative, mean ± deviation over draws")
-        table.add_column("method", no_wrap=True)
         first = 1 if name == "own" else 0
-        for number in range(first, first + len(getattr(result.rows[0], name))):
-            table.add_column(str(number), justify="right", no_wrap=True)
-        for method in result.methods:
-            means, deviations = result.spread(method, name)
-            table.add_row(method, *(f"{x:.2f} ± {y:.2f}" for x, y in zip(means, deviations, strict=True)))
-        out.append(table)
+        columns = ("method", *map(str, range(first, first + len(record.rows[0][name]))))
+        spreads = {x: spread(record.where(method=x), name) for x in unique(record.rows, "method")}
+        rows = [
+            (method, *(f"{x:.2f} ± {y:.2f}" for x, y in zip(*both, strict=True))) for method, both in spreads.items()
+        ]
+        whole = f"{title}: {about['model']}, {about['texts']} texts, relative, mean ± deviation over draws"
+        out.append(table(whole, columns, rows))
     return out
 
 
-def record(result: Result) -> dict[str, Any]:
-    """The model, the texts and every row."""
-    return {**result.about, "rows": [asdict(x) for x in result.rows]}
+def picture(record: Record, path: Path) -> None:
+    """Draw relative errors over the layers, means and standard deviations over draws, a panel for each of `TITLES`."""
+    with drawing(path, (14, 5.2), columns=len(TITLES), sharey=True) as (figure, (axes,)):
+        for axis, (name, title) in zip(axes, TITLES.items(), strict=True):
+            for index, method in enumerate(unique(record.rows, "method")):
+                both = spread(record.where(method=method), name)
+                means, deviations = (x if name == "own" else x[1:] for x in both)  # without n = 0
+                look = {"color": f"C{index % 10}", "linestyle": "--" if "window" in method else "-", "label": method}
+                numbers = range(1, 1 + len(means))
+                axis.errorbar(numbers, means, yerr=deviations, marker="o", markersize=4, capsize=2, **look)
+            axis.set(title=title, xlabel="layer n")
+            axis.axhline(1, color="grey", linestyle=":", linewidth=1)
+            axis.grid(True, alpha=0.2)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        axes[0].set_ylabel("relative error")
+        axes[0].set_yscale("log")  # trigonometric features are several times as far off as all others
+        axes[0].yaxis.set_major_formatter("{x:g}")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+
+
+STUDY = Study(
+    "depth",
+    "Performer (2009.14794), Fig. 14",
+    DepthSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    examples=(("MODEL --text test.jsonl", "layer by layer"),),
+)

@@ -1,4 +1,4 @@
-"""How fast whole encoders are, and how near to the best that any attention allows (Performer (2009.14794), Fig. 3, 20).
+"""Speed of whole encoders, and of the best that any attention allows (Performer (2009.14794), Fig. 3, 20).
 
 The paper's two encoders, forward and forward + backward, with exact softmax attention, with FAVOR+, and with attention
 that returns V ("X" or OPT in the paper): over the length, and over the number of layers.
@@ -7,7 +7,7 @@ that returns V ("X" or OPT in the paper): over the length, and over the number o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,34 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from kernelformer.environment import environment
 from kernelformer.errors import choice
 from kernelformer.formatting import human_bytes, human_ratio, human_time, short_names
 from kernelformer.modules.spec import parse_attention
-from kernelformer.settings import plain
+from kernelformer.settings import MAX_SECONDS, MEMORY, Settings, integers, option
 from kernelformer.timing import Figures, Step, time_rounds
-from kernelformer_lab.bench import settings
 from kernelformer_lab.bench.harness import (
     clean_model,
-    fill_rows,
     over_limit,
     peak_memory,
     run_in_process,
     run_pass,
     too_large,
 )
+from kernelformer_lab.bench.settings import BOUNDS as BOUND_NAMES
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
-from kernelformer_lab.studies.settings import EncoderSettings
+from kernelformer_lab.studies.base import (
+    SPECS,
+    Log,
+    Progress,
+    Record,
+    Row,
+    Study,
+    drawing,
+    fill_rows,
+    table,
+    unique,
+    where,
+)
 
 VOCABULARY = 256
 TINY = 64  # tokens of the step after which libraries, threads and their buffers are there
@@ -97,7 +106,7 @@ class _PassOn(torch.autograd.Function):
         return grad, grad, grad
 
 
-BOUNDS: dict[str, type[Values]] = dict(zip(settings.BOUNDS, (Values, ValuesAndGradients), strict=True))
+BOUNDS: dict[str, type[Values]] = dict(zip(BOUND_NAMES, (Values, ValuesAndGradients), strict=True))
 
 
 def build(case: Case, attention: str) -> Any:
@@ -171,7 +180,6 @@ def _step(model: Any, tokens: Tensor, kind: str) -> Step:
     return Step(lambda: step(model, tokens, kind), lambda: clean_model(model))
 
 
-NAME = "encoder"
 EXACT = "softmax"
 
 
@@ -190,6 +198,34 @@ SIZES: dict[str, Size] = {
     "small": Size(1, 64, 64, (1024, 2048, 4096, 8192, 16384)),
     "arena": Size(2, 64, 128, (1024, 4096, 16384)),  # Skyformer (2111.00035), Sec. 5, which has 2 layers
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings(Settings):
+    """Settings of this study."""
+
+    sizes: tuple[str, ...] = option(
+        ("regular", "small"), "of regular, small, arena", choices=("regular", "small", "arena")
+    )
+    lengths: tuple[int, ...] | None = option(None, "tokens; default: each size's own", least=1)
+    layers: int = option(6, "of the model", least=1)
+    depths: tuple[int, ...] = option(
+        (12, 20),
+        "further numbers of layers; 'none' for none",
+        least=1,
+        parse=lambda name, text: () if text in ("", "none") else integers(name, text),
+    )
+    deep_lengths: tuple[int, ...] | None = option(
+        None, "tokens for those; default: the shortest and the middle one", least=1
+    )
+    attention: tuple[str, ...] = option(
+        ("softmax", "favor+:num_features=256", *BOUNDS), f"{SPECS}; opt, opt+qk are the bounds"
+    )
+    heap: str = option("default", "default or kept: the allocator's settings", choices=("default", "kept"))
+    budget: float = option(20.0, "seconds per case and pass", least=0.01)
+    limit: float = option(60.0, MAX_SECONDS, least=0.01, name="max_seconds")
+    memory: bool = option(True, MEMORY)
+    rounds: int = 5  # steps of each attention, interleaved; at least so many
 
 
 def check(settings: EncoderSettings) -> None:
@@ -217,112 +253,84 @@ def cases(settings: EncoderSettings) -> Iterator[Case]:
                 yield Case(name, size.heads, size.width, size.feed_forward, layers, length)
 
 
-@dataclass
-class Row:
-    """The figures of one attention in one encoder, length and pass."""
-
-    size: str
-    layers: int
-    length: int
-    kind: str  # one of `PASSES`
-    attention: str
-    seconds: float | None = None  # median of a step
-    rounds: int = 0
-    peak: int | None = None  # bytes of a step beyond the weights
-    note: str = ""  # why it was not run
+def seconds(rows: Sequence[Row], like: Row, attention: str) -> float | None:
+    """Time of another attention in the same encoder, length and pass; None if it was not measured."""
+    same = {name: like[name] for name in ("size", "layers", "length", "kind")}
+    return next((x["seconds"] for x in where(rows, **same, attention=attention)), None)
 
 
-@dataclass
-class Result:
-    """The rows that the study has measured, and the heap that they were measured with."""
+def refusal(rows: Sequence[Row], row: Row, limit: float) -> str:
+    """Reason not to run a row, judged by smaller ones: no worse than quadratic in time, linear in memory."""
+    smaller = [
+        (max(1.0, row["length"] / x["length"]), max(1.0, row["layers"] / x["layers"]), x)
+        for x in where(rows, **{name: row[name] for name in ("size", "kind", "attention")})
+    ]
+    times = [longer**2 * deeper * x["seconds"] for longer, deeper, x in smaller if x["seconds"] is not None]
+    peaks = [longer * deeper * x["peak"] for longer, deeper, x in smaller if x["peak"] is not None]
+    return over_limit(min(times, default=None), limit) or too_large(min(peaks, default=0)) or ""
 
-    rows: list[Row] = field(default_factory=list)
-    heap: str = "default"
 
-    def seconds(self, like: Row, attention: str) -> float | None:
-        """Return what another attention takes in the same encoder, length and pass; None if that was not measured."""
-        same = (like.size, like.layers, like.length, like.kind, attention)
-        rows = (x for x in self.rows if (x.size, x.layers, x.length, x.kind, x.attention) == same)
-        return next((x.seconds for x in rows), None)
-
-    def refusal(self, row: Row, limit: float) -> str:
-        """Why a row should not be run, judged by smaller ones: no worse than quadratic in time, linear in memory."""
-        smaller = [
-            (max(1.0, row.length / x.length), max(1.0, row.layers / x.layers), x)
-            for x in self.rows
-            if (x.size, x.kind, x.attention) == (row.size, row.kind, row.attention)
-        ]
-        times = [longer**2 * deeper * x.seconds for longer, deeper, x in smaller if x.seconds is not None]
-        peaks = [longer * deeper * x.peak for longer, deeper, x in smaller if x.peak is not None]
-        return over_limit(min(times, default=None), limit) or too_large(min(peaks, default=0)) or ""
+def new_row(case: Case, kind: str, attention: str) -> Row:
+    """A row: median ``seconds`` of a step, ``peak`` bytes of it beyond the weights; ``note``: why it was not run."""
+    key = {"size": case.size, "layers": case.layers, "length": case.length, "kind": kind, "attention": attention}
+    return {**key, "seconds": None, "rounds": 0, "peak": None, "note": ""}
 
 
 def steps(settings: EncoderSettings) -> int:
-    """Return how many processes measure: for each case one of all attentions' times, and one of each one's memory."""
+    """Number of processes: for each case one of all attentions' times, and one of each one's memory."""
     check(settings)
     return len(list(cases(settings))) * _processes(settings)
 
 
-def run(
-    settings: EncoderSettings, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
-) -> Result:
+def run(record: Record, log: Log, progress: Progress) -> None:
     """Measure everything; see `studies.base`.
 
-    Figures are written after each encoder and length. A study that was stopped goes on with the next one; one that was
-    finished starts anew.
+    Figures are written after each encoder and length. A study that was stopped is resumed with the next one; one that
+    was finished starts anew.
     """
+    settings = record.settings
     check(settings)
     for size in settings.sizes:  # what is wrong with an attention is said before the first hour has passed
         for name in settings.attention:
             build(Case(size, SIZES[size].heads, SIZES[size].width, 1, 1, 1), name)
-    result = Result(heap=settings.heap, rows=_unfinished(settings, folder))
-    done = {(row.size, row.layers, row.length) for row in result.rows}
+    kept: list[Row] = record.earlier_of_same_settings(same_machine=True).get("rows", [])
+    done = set(unique(kept, "size", "layers", "length"))
+    finished = len(done) == len(list(cases(settings)))
+    record.figures = {"heap": settings.heap, "rows": [] if finished else kept}
     names = list(dict.fromkeys(settings.attention))
     for case in cases(settings):
-        if (case.size, case.layers, case.length) in done:
+        if not finished and (case.size, case.layers, case.length) in done:
             for _ in range(_processes(settings)):
                 progress()
             continue
-        rows = [Row(case.size, case.layers, case.length, kind, name) for kind in PASSES for name in names]
+        rows = [new_row(case, kind, name) for kind in PASSES for name in names]
         for row in rows:
-            row.note = result.refusal(row, settings.limit)
+            row["note"] = refusal(record.rows, row, settings.limit)
         for name in names if settings.memory else ():
             log(f"{case.title}: memory of {name}")
-            _measure("memory", case, [row for row in rows if row.attention == name], settings)
+            _measure("memory", case, where(rows, attention=name), settings)
             progress()
         log(f"{case.title}: timing")
         _measure("time", case, rows, settings)
-        result.rows += rows
-        write_record(folder, NAME, settings, record(result))
+        record.rows.extend(rows)
+        record.save()
         progress()
-    return result
 
 
 def _processes(settings: EncoderSettings) -> int:
-    """How many processes measure one case."""
+    """Number of processes that measure one case."""
     return 1 + settings.memory * len(set(settings.attention))
-
-
-def _unfinished(settings: EncoderSettings, folder: Path) -> list[Row]:
-    """Rows of a study that was stopped: of the same settings and machine, and not of all cases."""
-    kept = read_record(folder, NAME) or {}
-    here = environment(torch.get_num_threads())
-    if kept.get("settings") != plain(settings) or {**kept["environment"], "date": here["date"]} != here:
-        return []
-    rows = [Row(**x) for x in kept["rows"]]
-    done = {(row.size, row.layers, row.length) for row in rows}
-    return rows if len(done) < len(list(cases(settings))) else []
 
 
 def _measure(kind: str, case: Case, rows: Sequence[Row], settings: EncoderSettings) -> None:
     """Fill in the rows that are run, by one process."""
 
     def measure(running: list[Row]) -> list[Figures]:
-        wanted: dict[str, list[str]] = {row.kind: [] for row in running}
+        wanted: dict[str, list[str]] = {row["kind"]: [] for row in running}
         for row in running:
-            wanted[row.kind].append(row.attention)
+            wanted[row["kind"]].append(row["attention"])
         figures = job(kind, case, wanted, settings)
-        return [figures[row.kind][row.attention] for row in running]
+        return [figures[row["kind"]][row["attention"]] for row in running]
 
     fill_rows(rows, measure)
 
@@ -341,118 +349,109 @@ def job(kind: str, case: Case, wanted: dict[str, list[str]], settings: EncoderSe
     )
 
 
-def record(result: Result) -> dict[str, Any]:
-    """Return the result as plain JSON."""
-    return {"heap": result.heap, "rows": [asdict(row) for row in result.rows]}
+def tables(record: Record) -> list[Table]:
+    """A table for each size and pass, with ratios to softmax (above 1: faster than it) and to the bounds."""
+    return [_table(where(record.rows, size=size, kind=kind)) for size, kind in unique(record.rows, "size", "kind")]
 
 
-def tables(result: Result) -> list[Table]:
-    """Return a table for each size and pass, with ratios to softmax (above 1: faster than it) and to the bounds."""
-    kinds = dict.fromkeys((row.size, row.kind) for row in result.rows)
-    return [_table(result, [row for row in result.rows if (row.size, row.kind) == kind]) for kind in kinds]
-
-
-def _table(result: Result, rows: Sequence[Row]) -> Table:
-    names = {row.attention for row in rows}
+def _table(rows: Sequence[Row]) -> Table:
+    names = unique(rows, "attention")
     others = [name for name in (EXACT, *BOUNDS) if name in names]
-    skipped = [f"{row.attention}, {row.layers} layers, {row.length} tokens: {row.note}" for row in rows if row.note]
-    out = Table(
-        title=f"The {rows[0].size} encoder, {rows[0].kind} of one sequence",
-        caption="\n".join(("not run:", *skipped)) if skipped else None,
-        caption_justify="left",
-    )
-    for name in ("layers", "tokens"):
-        out.add_column(name, justify="right", no_wrap=True)
-    out.add_column("attention", no_wrap=True)
+    skipped = [f"{x['attention']}, {x['layers']} layers, {x['length']} tokens: {x['note']}" for x in rows if x["note"]]
     ratios = ["faster by" if name == EXACT else f"of {name}" for name in others]
-    for name in ("a step", *ratios, "peak", "rounds"):
-        out.add_column(name, justify="right", no_wrap=True)
-    short = short_names(row.attention for row in rows)
-    for row, after in zip(rows, [*rows[1:], None], strict=True):
-        out.add_row(
-            str(row.layers),
-            str(row.length),
-            short[row.attention],
-            "not run" if row.seconds is None else human_time(row.seconds),
-            *(_ratio(row, name, result.seconds(row, name)) for name in others),
-            human_bytes(row.peak),
-            str(row.rounds or ""),
-            end_section=after is None or (after.layers, after.length) != (row.layers, row.length),
+    short = short_names(names)
+    cells = [
+        (
+            *(str(row[name]) for name in ("layers", "length")),
+            short[row["attention"]],
+            "not run" if row["seconds"] is None else human_time(row["seconds"]),
+            *(_ratio(row, name, seconds(rows, row, name)) for name in others),
+            human_bytes(row["peak"]),
+            str(row["rounds"] or ""),
         )
-    return out
+        for row in rows
+    ]
+    return table(
+        f"The {rows[0]['size']} encoder, {rows[0]['kind']} of one sequence",
+        ("layers", "tokens", "attention", "a step", *ratios, "peak", "rounds"),
+        cells,
+        left=3,
+        caption="\n".join(("not run:", *skipped)) if skipped else None,
+    )
 
 
 def _ratio(row: Row, name: str, other: float | None) -> str:
-    """How much faster than softmax a row is, or how much slower than a bound."""
-    if row.seconds is None or other is None or row.attention == name:
+    """Ratio of times: above 1 a row is faster than softmax, or slower than a bound."""
+    if row["seconds"] is None or other is None or row["attention"] == name:
         return ""
-    return human_ratio(other / row.seconds if name == EXACT else row.seconds / other)
+    return human_ratio(other / row["seconds"] if name == EXACT else row["seconds"] / other)
 
 
 def _lines(rows: Sequence[Row], by: str) -> dict[str, list[tuple[int, float]]]:
     """Points of a field of the rows and milliseconds, by attention."""
-    lines: dict[str, list[tuple[int, float]]] = {row.attention: [] for row in rows}
-    for row in rows:
-        if row.seconds is not None:
-            lines[row.attention].append((getattr(row, by), row.seconds * 1e3))
-    return {name: sorted(points) for name, points in lines.items() if points}
+    lines = {
+        name: sorted((x[by], x["seconds"] * 1e3) for x in where(rows, attention=name) if x["seconds"] is not None)
+        for name in unique(rows, "attention")
+    }
+    return {name: points for name, points in lines.items() if points}
 
 
-def _panels(result: Result) -> list[list[tuple[str, str, list[Row]]]]:
+def _panels(rows: Sequence[Row]) -> list[list[tuple[str, str, list[Row]]]]:
     """Panels for each size: the passes over the length, and training over the layers; (title, field, rows) each."""
     panels = []
-    for size in dict.fromkeys(row.size for row in result.rows):
-        mine = [row for row in result.rows if row.size == size]
-        base = mine[0].layers
-        line = [
-            (f"{size}, {base} layers, {kind}", "length", [x for x in mine if x.kind == kind and x.layers == base])
-            for kind in PASSES
-        ]
-        deep = [row.length for row in mine if row.layers != base]
+    for size in unique(rows, "size"):
+        mine = where(rows, size=size)
+        base = mine[0]["layers"]
+        line = [(f"{size}, {base} layers, {kind}", "length", where(mine, kind=kind, layers=base)) for kind in PASSES]
+        deep = [x["length"] for x in mine if x["layers"] != base]
         if deep:
-            trained = [row for row in mine if row.kind == PASSES[1] and row.length == max(deep)]
+            trained = where(mine, kind=PASSES[1], length=max(deep))
             line.append((f"{size}, {max(deep)} tokens, {PASSES[1]}", "layers", trained))
         panels.append(line)
     return panels
 
 
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw Performer's Fig. 3 and 20: one row per size, a step's time over the length and over the layers."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    panels = _panels(result)
-    names = list(dict.fromkeys(row.attention for row in result.rows if row.attention not in BOUNDS))
+    panels = _panels(record.rows)
+    names = [x for x in unique(record.rows, "attention") if x not in BOUNDS]
     style: dict[str, dict[str, Any]] = {
         name: {"color": f"C{index % 10}", "linestyle": ("-", ":", "-.")[index // 10 % 3]}
         for index, name in enumerate(names)
     }
     style |= {"opt": {"color": "k", "linestyle": "--"}, "opt+qk": {"color": "grey", "linestyle": "--"}}
     shape = (len(panels), max(map(len, panels)))
-    figure, axes = plt.subplots(
-        *shape, figsize=(4.2 * shape[1] + 2.6, 3.8 * shape[0]), squeeze=False, constrained_layout=True
-    )
-    for line, row in zip(panels, axes, strict=True):
-        for axis in row[len(line) :]:
-            axis.set_visible(False)
-        for (title, by, rows), axis in zip(line, row, strict=False):
-            for name, points in _lines(rows, by).items():
-                axis.plot(*zip(*points, strict=True), marker="o", label=name, **style[name])
-            axis.set_title(title, fontsize="medium")
-            axis.set_xlabel("tokens" if by == "length" else by)
-            axis.set_ylabel("ms")
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(sorted({getattr(x, by) for x in rows}))
-            axis.xaxis.set_major_formatter("{x:.0f}")
-            axis.set_yscale("log")
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter(NullFormatter())
-            axis.grid(True, which="both", alpha=0.2)
-    handles = {label: x for axis in axes.flat for x, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with drawing(path, (4.2 * shape[1] + 2.6, 3.8 * shape[0]), *shape) as (figure, axes):
+        for line, row in zip(panels, axes, strict=True):
+            for axis in row[len(line) :]:
+                axis.set_visible(False)
+            for (title, by, rows), axis in zip(line, row, strict=False):
+                for name, points in _lines(rows, by).items():
+                    axis.plot(*zip(*points, strict=True), marker="o", label=name, **style[name])
+                axis.set_title(title, fontsize="medium")
+                axis.set(xlabel="tokens" if by == "length" else by, ylabel="ms")
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(sorted({x[by] for x in rows}))
+                axis.xaxis.set_major_formatter("{x:.0f}")
+                axis.set_yscale("log")
+                axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.yaxis.set_major_formatter("{x:g}")
+                axis.yaxis.set_minor_formatter(NullFormatter())
+                axis.grid(True, which="both", alpha=0.2)
+        handles = {label: x for axis in axes.flat for x, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize="small")
+
+
+STUDY = Study(
+    "encoder",
+    "Performer (2009.14794), Fig. 3 and 20",
+    EncoderSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    examples=(("--sizes small --lengths 1024,4096", "whole encoders against SDPA"),),
+)

@@ -1,11 +1,14 @@
-"""The measurements of `studies.estimators`, a function for each figure or theorem."""
+"""Errors of trigonometric and positive, independent and orthogonal features: Performer (2009.14794), Fig. 2 and 4.
+
+A function for each figure, and for each of Theorems 1 to 4.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +20,37 @@ from torch import Generator, Tensor
 from kernelformer.errors import number, positive_int
 from kernelformer.feature_maps.draws import draw_frequencies, generator
 from kernelformer.kernels import mse_positive, mse_trigonometric, orthogonal_gain
-from kernelformer.settings import plain
+from kernelformer.settings import SEED, Settings, option
 from kernelformer_lab.analysis.errors import ESTIMATORS, exact_attention, feature_attention, largest_kernel_error
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
-from kernelformer_lab.studies.settings import EstimatorsSettings as Settings
+from kernelformer_lab.analysis.statistics import mean_and_error
+from kernelformer_lab.studies.base import Log, Progress, Record, Row, Study, drawing, table, unique, where
 
 NUMBERS = 1 << 22  # Gaussian numbers that are drawn at once: 32 MiB
 ANGLES = 20_001  # points of the integral over a sphere
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over independent draws, and its standard error."""
+@dataclass(frozen=True, kw_only=True)
+class EstimatorsSettings(Settings):
+    """Settings of this study; defaults are those of Performer, Fig. 4."""
 
-    mean: float
-    standard_error: float
+    length: int = option(4096, "queries, and keys, of Fig. 4", least=2)
+    head_dim: int = option(16, "of Fig. 4 and 2", least=2)
+    features: tuple[int, ...] = option((16, 32, 64, 128, 256), "numbers of frequencies of Fig. 4", least=1)
+    norms: tuple[float, ...] = option((0.5, 1.0, 2.0), "of queries and keys of Fig. 4, times sqrt(scale)", least=0.01)
+    samples: int = option(15, "of inputs and frequencies of Fig. 4 and Theorem 4", least=2)
+    dims: tuple[int, ...] = option((1, 4, 16, 64), "d of Theorems 1, 3 and 4", least=1)
+    draws: int = option(100_000, "of frequencies, for single pairs of vectors", least=2)
+    tokens: int = option(1024, "queries, and keys, of Theorem 4", least=1)
+    seed: int = option(0, SEED, least=0)
 
-    @staticmethod
-    def of(values: Tensor) -> Estimate:
-        """The mean of at least two values, of any shape."""
-        x = values.flatten().double()
-        return Estimate(float(x.mean()), float(x.std() / math.sqrt(len(x))))
+
+Estimate = dict[str, float]  # mean and standard_error
+
+
+def estimate(values: Tensor) -> Estimate:
+    """Mean over at least two independent values, of any shape, and its standard error."""
+    x = values.flatten().double()
+    return {"mean": float(x.mean()), "standard_error": float(x.std() / math.sqrt(len(x)))}
 
 
 def sample_products(
@@ -180,177 +193,9 @@ def _term_distribution(length: float, dim: int) -> tuple[Tensor, Tensor]:
     return log_weight, torch.exp(log_x - torch.logsumexp(log_weight + log_x, 0))
 
 
-@dataclass(frozen=True)
-class OutputError:
-    """Mean squared error of the output of attention by features, Performer, Fig. 4.
-
-    Args:
-        norm: root of the mean square norm of queries and keys as the kernel sees them.
-        estimator: one of `analysis.output_errors.ESTIMATORS`.
-        draw: iid or orthogonal.
-        num_features: m.
-        values: mean squared error of each sample, which has queries, keys, values and frequencies of its own.
-        uniform: error of the mean of all values in place of attention, the mean over the samples.
-        below_zero: share of queries whose denominator is not positive, the mean over the samples.
-    """
-
-    norm: float
-    estimator: str
-    draw: str
-    num_features: int
-    values: tuple[float, ...]
-    uniform: float
-    below_zero: float
-
-    @property
-    def mean(self) -> float:
-        """The mean over samples."""
-        return statistics.fmean(self.values)
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation over samples, which the paper shows."""
-        return statistics.stdev(self.values)
-
-    @property
-    def median(self) -> float:
-        """The median over samples: a denominator near 0 in one of them makes the mean say nothing."""
-        return statistics.median(self.values)
-
-
-def log_ratio(one: OutputError, other: OutputError) -> Estimate:
+def log_ratio(one: Row, other: Row) -> tuple[float, float]:
     """Natural logarithm of the ratio of the errors of two estimators on the same samples: mean and standard error."""
-    logs = [math.log(x / y) for x, y in zip(one.values, other.values, strict=True)]
-    return Estimate(statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs)))
-
-
-@dataclass(frozen=True)
-class KernelError:
-    """Mean squared errors of estimates of SM(x, y) at |x| = |y|: Performer, Fig. 2, Lemma 2 and Theorem 2.
-
-    Args:
-        angle: between x and y, in radians.
-        length: ``|x| = |y|``.
-        num_features: m, and as many dimensions.
-        kernel: SM(x, y).
-        closed: by Lemma 2, ``trigonometric`` and ``positive``, independent frequencies.
-        simulated: the same by simulation, and ``orthogonal``: positive features of orthogonal frequencies.
-        printed_bound: on the error of ``orthogonal``, as Theorem 2 prints it.
-        mended_bound: the same without its misprint, see `kernels.orthogonal_gain`.
-    """
-
-    angle: float
-    length: float
-    num_features: int
-    kernel: float
-    closed: dict[str, float]
-    simulated: dict[str, Estimate]
-    printed_bound: float
-    mended_bound: float
-
-
-@dataclass(frozen=True)
-class Regularized:
-    """The regularized kernel over the softmax kernel: Performer, Theorem 1.
-
-    Args:
-        dim: d.
-        half_square: ``w = |x + y|^2 / 2``, which alone counts besides d.
-        ratio: SMREG / SM by its series.
-        simulated: the same by simulation.
-        printed_bound: ``1 - 2 / d^(1/3)``, without the term of lower order.
-    """
-
-    dim: int
-    half_square: float
-    ratio: float
-    simulated: Estimate
-    printed_bound: float
-
-
-@dataclass(frozen=True)
-class Tail:
-    """Probability that an estimate of SMREG exceeds a threshold: Performer, Theorem 3.
-
-    Args:
-        dim: d, and as many features.
-        length: ``|x + y|``.
-        deviations: threshold above the mean, in standard deviations of the estimate from independent frequencies.
-        iid: probability for independent frequencies.
-        orthogonal: the same for orthogonal ones.
-        iid_bound: as printed.
-        orthogonal_bound: as printed: d / (d + 2) times the other.
-        moments: ``E exp(theta sum X)`` of orthogonal over independent frequencies at the bound's theta, which the proof
-            needs to be at most d / (d + 2).
-    """
-
-    dim: int
-    length: float
-    deviations: float
-    iid: Estimate
-    orthogonal: Estimate
-    iid_bound: float
-    orthogonal_bound: float
-    moments: Estimate
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """The largest error of an entry of the attention matrix before normalization: Performer, Theorems 4 and 7.
-
-    Args:
-        estimator: ``trigonometric``, of which the theorems speak, or ``positive``.
-        dim: d.
-        num_features: m, in orthogonal blocks.
-        tokens: L; queries and keys are uniform in the ball of radius 1, as the kernel sees them.
-        delta: largest error over ``h*^2 = e``, mean over draws.
-        predicted: the delta at which ``m = d / delta^2 log(4 d / delta)``: the theorem with a constant of 1.
-    """
-
-    estimator: str
-    dim: int
-    num_features: int
-    tokens: int
-    delta: Estimate
-    predicted: float
-
-
-@dataclass
-class Result:
-    """Rows of all parts; a part that was not measured yet has none."""
-
-    output: list[OutputError] = field(default_factory=list)
-    kernel: list[KernelError] = field(default_factory=list)
-    regularized: list[Regularized] = field(default_factory=list)
-    tails: list[Tail] = field(default_factory=list)
-    uniform: list[Uniform] = field(default_factory=list)
-
-
-def record(result: Result) -> dict[str, Any]:
-    """The rows of every part, with means, deviations and medians beside single values."""
-    parts: dict[str, list[dict[str, Any]]] = {name: [asdict(x) for x in rows] for name, rows in vars(result).items()}
-    for row, x in zip(parts["output"], result.output, strict=True):
-        row |= {"mean": x.mean, "deviation": x.deviation, "median": x.median}
-    return parts
-
-
-def restore(kept: dict[str, Any]) -> Result:
-    """The rows of a record."""
-    result = Result()
-    for row in kept["output"]:
-        plain = {k: x for k, x in row.items() if k not in ("mean", "deviation", "median")}
-        result.output.append(OutputError(**{**plain, "values": tuple(row["values"])}))
-    for row in kept["kernel"]:
-        simulated = {name: Estimate(**x) for name, x in row["simulated"].items()}
-        result.kernel.append(KernelError(**{**row, "simulated": simulated}))
-    result.regularized = [Regularized(**_estimates(row, "simulated")) for row in kept["regularized"]]
-    result.tails = [Tail(**_estimates(row, "iid", "orthogonal", "moments")) for row in kept["tails"]]
-    result.uniform = [Uniform(**_estimates(row, "delta")) for row in kept["uniform"]]
-    return result
-
-
-def _estimates(row: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {**row, **{name: Estimate(**row[name]) for name in names}}
+    return mean_and_error([math.log(x / y) for x, y in zip(one["values"], other["values"], strict=True)])
 
 
 DRAWS = ("iid", "orthogonal")
@@ -364,8 +209,14 @@ SHARES = (16, 4, 1)  # of all tokens, for Theorem 4: it says that their number d
 
 
 @torch.no_grad()
-def output_errors(settings: Settings, norm: float) -> list[OutputError]:
+def output_errors(settings: EstimatorsSettings, norm: float) -> list[Row]:
     """Mean squared errors of the output at a norm; all estimators have the same samples, iid and orthogonal their own.
+
+    ``norm`` is the root of the mean square norm of queries and keys as the kernel sees them; ``values`` are the errors
+    of the samples, each with queries, keys, values and frequencies of its own; ``uniform`` is that of the mean of all
+    values in place of attention; ``below_zero`` the share of queries whose denominator is not positive; ``deviation``
+    is over samples, as the paper shows it; a denominator near 0 in one of them makes the ``mean`` say nothing, but not
+    the ``median``.
 
     Cost: O(samples L (L + m)) time, O(512 L + m L) memory.
     """
@@ -385,10 +236,17 @@ def output_errors(settings: Settings, norm: float) -> list[OutputError]:
                     out = feature_attention(omega, q, k, v, estimator)
                     errors[estimator, draw, m].append(float((out.output - exact).square().mean()))
                     below[estimator, draw, m] += out.below_zero / settings.samples
-    return [OutputError(norm, *case, tuple(errors[case]), uniform, below[case]) for case in cases]
+    return [
+        {
+            **{"norm": norm, "estimator": estimator, "draw": draw, "num_features": m},
+            **{"values": x, "uniform": uniform, "below_zero": below[estimator, draw, m]},
+            **{"mean": statistics.fmean(x), "deviation": statistics.stdev(x), "median": statistics.median(x)},
+        }
+        for (estimator, draw, m), x in errors.items()
+    ]
 
 
-def _inputs(settings: Settings, norm: float, sample: int) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(settings: EstimatorsSettings, norm: float, sample: int) -> tuple[Tensor, Tensor, Tensor]:
     """Gaussian queries, keys and values (L, D) in float64; the mean square of a query's or key's norm is ``norm^2``."""
     gen = generator(settings.seed, -1 - sample)
     size = (settings.length, settings.head_dim)
@@ -405,8 +263,13 @@ def vectors_at(angle: float, length: float, dim: int) -> tuple[Tensor, Tensor]:
     return x, torch.where(y.abs() < 1e-15, 0.0, y)  # at pi the sum is to be 0, not 1e-16
 
 
-def kernel_errors(settings: Settings) -> list[KernelError]:
-    """Errors of single estimates over angle and length, with m = d features."""
+def kernel_errors(settings: EstimatorsSettings) -> list[Row]:
+    """Mean squared errors of estimates of SM(x, y) at |x| = |y|: Performer, Fig. 2, Lemma 2 and Theorem 2; m = d.
+
+    ``closed`` by Lemma 2, independent frequencies; ``simulated`` the same, and ``orthogonal``: positive features of
+    orthogonal frequencies; ``printed_bound`` on its error as Theorem 2 prints it, ``mended_bound`` without the
+    misprint, see `kernels.orthogonal_gain`.
+    """
     m = d = settings.head_dim
     gen = generator(settings.seed, 0)
     rows = []
@@ -423,38 +286,45 @@ def kernel_errors(settings: Settings) -> list[KernelError]:
             }
             positive = float(mse_positive(x, y, m))
             rows.append(
-                KernelError(
-                    angle=angle,
-                    length=length,
-                    num_features=m,
-                    kernel=float(kernel),
-                    closed={"trigonometric": float(mse_trigonometric(x, y, m)), "positive": positive},
-                    simulated={name: Estimate.of((z - kernel).square()) for name, z in estimates.items()},
-                    printed_bound=positive - (1 - 1 / m) * 2 / (d + 2) * float(kernel) ** 2,
-                    mended_bound=positive - float(orthogonal_gain(x, y, m)),
-                )
+                {
+                    "angle": angle,
+                    "length": length,
+                    "num_features": m,
+                    "kernel": float(kernel),
+                    "closed": {"trigonometric": float(mse_trigonometric(x, y, m)), "positive": positive},
+                    "simulated": {name: estimate((z - kernel).square()) for name, z in estimates.items()},
+                    "printed_bound": positive - (1 - 1 / m) * 2 / (d + 2) * float(kernel) ** 2,
+                    "mended_bound": positive - float(orthogonal_gain(x, y, m)),
+                }
             )
     return rows
 
 
-def regularized_rows(settings: Settings) -> list[Regularized]:
+def regularized_rows(settings: EstimatorsSettings) -> list[Row]:
     """The regularized kernel over the softmax kernel by series and simulation, over d and ``w = |x + y|^2 / 2``.
 
     With x orthogonal to y and ``|x|^2 = |y|^2 = w`` the softmax kernel is 1 at any w, so that every w is allowed by
-    the theorem's condition that no entry of the attention matrix exceeds C.
+    the theorem's condition that no entry of the attention matrix exceeds C. ``printed_bound`` is ``1 - 2 / d^(1/3)``,
+    without the term of lower order.
     """
     gen = generator(settings.seed, 1)
     rows = []
     for d in settings.dims:
         products = sample_products(settings.draws, 1, d, gen, orthogonal=False, regularized=True)
         for w in HALF_SQUARES:
-            simulated = Estimate.of(torch.exp(products * math.sqrt(2 * w) - w))
-            rows.append(Regularized(d, w, regularized_ratio(w, d), simulated, 1 - 2 / d ** (1 / 3)))
+            simulated = estimate(torch.exp(products * math.sqrt(2 * w) - w))
+            row = {"dim": d, "half_square": w, "ratio": regularized_ratio(w, d), "simulated": simulated}
+            rows.append({**row, "printed_bound": 1 - 2 / d ** (1 / 3)})
     return rows
 
 
-def tail_rows(settings: Settings) -> list[Tail]:
-    """Tails of estimates of SMREG from m = d features, in units of its value, against the printed bounds."""
+def tail_rows(settings: EstimatorsSettings) -> list[Row]:
+    """Probabilities that an estimate of SMREG from m = d features exceeds a threshold: Performer, Theorem 3.
+
+    The threshold is ``deviations`` above the mean, in standard deviations of the estimate from independent frequencies.
+    Bounds are as printed, ``orthogonal_bound`` d / (d + 2) times ``iid_bound``; ``moments`` is ``E exp(theta sum X)``
+    of orthogonal over independent frequencies at the bound's theta, which the proof needs to be at most d / (d + 2).
+    """
     gen = generator(settings.seed, 2)
     rows = []
     for d in settings.dims:
@@ -477,13 +347,19 @@ def tail_rows(settings: Settings) -> list[Tail]:
             # log E exp(theta X) = theta a - exponent
             log_moment = bound.theta * threshold - bound.exponent
             moments = torch.exp(bound.theta * orthogonal.sum(-1) - d * log_moment)
-            one, two = (Estimate.of((x.mean(-1) > threshold).double()) for x in (iid, orthogonal))
-            rows.append(Tail(d, SUM_LENGTH, t, one, two, chernoff, d / (d + 2) * chernoff, Estimate.of(moments)))
+            one, two = (estimate((x.mean(-1) > threshold).double()) for x in (iid, orthogonal))
+            row = {"dim": d, "length": SUM_LENGTH, "deviations": t, "iid": one, "orthogonal": two}
+            row |= {"iid_bound": chernoff, "orthogonal_bound": d / (d + 2) * chernoff}
+            rows.append({**row, "moments": estimate(moments)})
     return rows
 
 
-def uniform_rows(settings: Settings) -> list[Uniform]:
-    """Largest errors of an entry of the attention matrix over d, m and the number of queries, and of keys."""
+def uniform_rows(settings: EstimatorsSettings) -> list[Row]:
+    """Largest errors of an entry of the attention matrix before normalization: Performer, Theorems 4 and 7.
+
+    Frequencies are in orthogonal blocks; queries and keys are uniform in the ball of radius 1, as the kernel sees them.
+    ``delta`` is the largest error over ``h*^2 = e``, mean over draws; ``predicted`` the theorem's with a constant of 1.
+    """
     rows = []
     for d in settings.dims:
         for m in (d * x for x in BLOCKS):
@@ -496,8 +372,9 @@ def uniform_rows(settings: Settings) -> list[Uniform]:
                     for n, deltas in sizes.items():
                         deltas.append(largest_kernel_error(omega, q[:n], k[:n], estimator) / math.e)
                 for n, deltas in sizes.items():
-                    delta = Estimate.of(torch.tensor(deltas, dtype=torch.float64))
-                    rows.append(Uniform(estimator, d, m, n, delta, predicted_delta(m, d)))
+                    key = {"estimator": estimator, "dim": d, "num_features": m, "tokens": n}
+                    delta = estimate(torch.tensor(deltas, dtype=torch.float64))
+                    rows.append({**key, "delta": delta, "predicted": predicted_delta(m, d)})
     return rows
 
 
@@ -522,120 +399,132 @@ def predicted_delta(num_features: int, dim: int) -> float:
     return high
 
 
-def tables(result: Result) -> list[Table]:
-    """One table for each part that was measured."""
+def tables(record: Record) -> list[Table]:
+    """One table for each part."""
+    parts = record.figures
     return [
-        _outputs(result.output),
-        _draws(result.output),
-        _kernels(result.kernel),
-        _regularized(result.regularized),
-        _tails(result.tails),
-        _uniform(result.uniform),
+        _outputs(parts["output"]),
+        _draws(parts["output"]),
+        _kernels(parts["kernel"]),
+        _regularized(parts["regularized"]),
+        _tails(parts["tails"]),
+        _uniform(parts["uniform"]),
     ]
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str], caption: str = "") -> Table:
-    out = Table(title=title, caption=caption or None)
-    for name in left:
-        out.add_column(name, no_wrap=True)
-    for name in right:
-        out.add_column(name, justify="right", no_wrap=True)
-    return out
-
-
 def _with_error(x: Estimate) -> str:
-    return f"{x.mean:.3g} ± {x.standard_error:.1g}"
+    return f"{x['mean']:.3g} ± {x['standard_error']:.1g}"
 
 
-def _outputs(rows: Sequence[OutputError]) -> Table:
-    features = list(dict.fromkeys(x.num_features for x in rows))
-    title = f"Fig. 4: mean squared error of the output, mean ± standard deviation of {len(rows[0].values)} samples"
-    caption = "uniform: the mean of all values in place of attention; below 0: queries without a positive denominator"
-    heads = [f"m = {m}" for m in features]
-    out = _table(title, ("norm", "estimator", "draw"), (*heads, "uniform", "below 0"), caption)
-    for key in dict.fromkeys((x.norm, x.estimator, x.draw) for x in rows):
-        mine = [x for x in rows if (x.norm, x.estimator, x.draw) == key]
-        cells = [f"{x.mean:.2g} ± {x.deviation:.1g}" for x in mine]
-        below = f"{100 * mine[0].below_zero:.1f}% - {100 * mine[-1].below_zero:.1f}%"
-        out.add_row(f"{key[0]:g}", key[1], key[2], *cells, f"{mine[0].uniform:.2g}", below)
-    return out
-
-
-def _draws(rows: Sequence[OutputError]) -> Table:
-    """Ratios of errors on the same samples: what orthogonality and positivity change."""
-    features = list(dict.fromkeys(x.num_features for x in rows))
-    by_key = {(x.norm, x.estimator, x.draw, x.num_features): x for x in rows}
-    title = "Fig. 4: ratio of errors, geometric mean over samples, and its logarithm in standard errors"
-    out = _table(title, ("norm", "ratio"), [f"m = {m}" for m in features])
-    positive, trigonometric, clamped = "positive", "trigonometric", "trigonometric, clamped"
-    for norm in dict.fromkeys(x.norm for x in rows):
-        pairs = {f"{x}: orthogonal / iid": ((x, "orthogonal"), (x, "iid")) for x in (positive, trigonometric, clamped)}
-        for other in (trigonometric, clamped):
-            pairs[f"orthogonal: positive / {other}"] = ((positive, "orthogonal"), (other, "orthogonal"))
-        for label, (one, other_one) in pairs.items():
-            logs = [log_ratio(*(by_key[(norm, *x, m)] for x in (one, other_one))) for m in features]
-            cells = [f"{math.exp(x.mean):.2g} ({x.mean / max(x.standard_error, 1e-300):+.1f})" for x in logs]
-            out.add_row(f"{norm:g}", label, *cells)
-    return out
-
-
-def _kernels(rows: Sequence[KernelError]) -> Table:
-    title = "Fig. 2, Lemma 2, Theorem 2: mean squared error of SM(x, y), m = d"
-    right = ("SM", "trig., closed", "simulated", "positive, closed", "simulated", "r", "orthogonal", "bound", "printed")
-    caption = (
-        "r: trigonometric over positive; bound: on orthogonal features, without the misprint of Theorem 2. Where r is "
-        "small rare draws make the error of positive features, and simulations fall short of it"
+def _outputs(rows: Sequence[Row]) -> Table:
+    cells = []
+    for norm, estimator, draw in unique(rows, "norm", "estimator", "draw"):
+        mine = where(rows, norm=norm, estimator=estimator, draw=draw)
+        errors = [f"{x['mean']:.2g} ± {x['deviation']:.1g}" for x in mine]
+        below = " - ".join(f"{100 * mine[i]['below_zero']:.1f}%" for i in (0, -1))
+        cells.append((f"{norm:g}", estimator, draw, *errors, f"{mine[0]['uniform']:.2g}", below))
+    heads = [f"m = {m}" for m in unique(rows, "num_features")]
+    return table(
+        f"Fig. 4: mean squared error of the output, mean ± standard deviation of {len(rows[0]['values'])} samples",
+        ("norm", "estimator", "draw", *heads, "uniform", "below 0"),
+        cells,
+        left=3,
+        caption="uniform: the mean of all values as output; below 0: queries without a positive denominator",
     )
-    out = _table(title, ("|x| = |y|", "angle / pi"), right, caption)
+
+
+def _draws(rows: Sequence[Row]) -> Table:
+    """Ratios of errors on the same samples: what orthogonality and positivity change."""
+    features = unique(rows, "num_features")
+    by_key = {(x["norm"], x["estimator"], x["draw"], x["num_features"]): x for x in rows}
+    positive, trigonometric, clamped = "positive", "trigonometric", "trigonometric, clamped"
+    pairs = {f"{x}: orthogonal / iid": ((x, "orthogonal"), (x, "iid")) for x in (positive, trigonometric, clamped)}
+    for other in (trigonometric, clamped):
+        pairs[f"orthogonal: positive / {other}"] = ((positive, "orthogonal"), (other, "orthogonal"))
+    cells = []
+    for norm in unique(rows, "norm"):
+        for label, pair in pairs.items():
+            logs = [log_ratio(*(by_key[(norm, *x, m)] for x in pair)) for m in features]
+            texts = [f"{math.exp(mean):.2g} ({mean / max(error, 1e-300):+.1f})" for mean, error in logs]
+            cells.append((f"{norm:g}", label, *texts))
+    title = "Fig. 4: ratio of errors, geometric mean over samples, and its logarithm in standard errors"
+    return table(title, ("norm", "ratio", *(f"m = {m}" for m in features)), cells, left=2)
+
+
+def _kernels(rows: Sequence[Row]) -> Table:
+    cells = []
     for x in rows:
-        trig, positive = x.closed["trigonometric"], x.closed["positive"]
-        out.add_row(
-            f"{x.length:g}",
-            f"{x.angle / math.pi:.2f}",
-            f"{x.kernel:.3g}",
-            f"{trig:.3g}",
-            _with_error(x.simulated["trigonometric"]),
-            f"{positive:.3g}",
-            _with_error(x.simulated["positive"]),
-            f"{trig / positive:.3g}" if positive > 1e-12 * trig else "infinite",
-            _with_error(x.simulated["orthogonal"]),
-            f"{x.mended_bound:.3g}",
-            f"{x.printed_bound:.3g}",
+        trig, positive = x["closed"]["trigonometric"], x["closed"]["positive"]
+        cells.append(
+            (
+                f"{x['length']:g}",
+                f"{x['angle'] / math.pi:.2f}",
+                f"{x['kernel']:.3g}",
+                f"{trig:.3g}",
+                _with_error(x["simulated"]["trigonometric"]),
+                f"{positive:.3g}",
+                _with_error(x["simulated"]["positive"]),
+                f"{trig / positive:.3g}" if positive > 1e-12 * trig else "infinite",
+                _with_error(x["simulated"]["orthogonal"]),
+                f"{x['mended_bound']:.3g}",
+                f"{x['printed_bound']:.3g}",
+            )
         )
-    return out
+    heads = ("SM", "trig., closed", "simulated", "positive, closed", "simulated", "r", "orthogonal", "bound", "printed")
+    return table(
+        "Fig. 2, Lemma 2, Theorem 2: mean squared error of SM(x, y), m = d",
+        ("|x| = |y|", "angle / pi", *heads),
+        cells,
+        left=2,
+        caption="r: trigonometric over positive; bound: on orthogonal features, without the misprint of Theorem 2. "
+        "Where r is small rare draws make the error of positive features, and simulations fall short of it",
+    )
 
 
-def _regularized(rows: Sequence[Regularized]) -> Table:
+def _regularized(rows: Sequence[Row]) -> Table:
+    cells = [
+        (
+            str(x["dim"]),
+            f"{x['half_square']:g}",
+            f"{x['ratio']:.4f}",
+            _with_error(x["simulated"]),
+            f"{x['printed_bound']:.3f}",
+        )
+        for x in rows
+    ]
     title = "Theorem 1: regularized over softmax kernel, w = |x + y|^2 / 2"
-    out = _table(title, ("d", "w"), ("ratio", "simulated", "printed bound"))
-    for x in rows:
-        out.add_row(
-            str(x.dim), f"{x.half_square:g}", f"{x.ratio:.4f}", _with_error(x.simulated), f"{x.printed_bound:.3f}"
+    return table(title, ("d", "w", "ratio", "simulated", "printed bound"), cells, left=2)
+
+
+def _tails(rows: Sequence[Row]) -> Table:
+    cells = [
+        (
+            str(x["dim"]),
+            f"{x['deviations']:g}",
+            *(_with_error(x["iid"]), f"{x['iid_bound']:.3g}"),
+            *(_with_error(x["orthogonal"]), f"{x['orthogonal_bound']:.3g}"),
+            *(_with_error(x["moments"]), f"{x['dim'] / (x['dim'] + 2):.3f}"),
         )
-    return out
+        for x in rows
+    ]
+    return table(
+        f"Theorem 3: probability of an estimate of SMREG above its mean, m = d, |x + y| = {rows[0]['length']:g}",
+        ("d", "deviations above", "iid", "bound", "orthogonal", "bound", "moments", "d / (d + 2)"),
+        cells,
+        left=2,
+        caption="moments: E exp(theta sum X), orthogonal over iid; the proof takes it to be at most d / (d + 2)",
+    )
 
 
-def _tails(rows: Sequence[Tail]) -> Table:
-    title = f"Theorem 3: probability of an estimate of SMREG above its mean, m = d, |x + y| = {rows[0].length:g}"
-    caption = "moments: E exp(theta sum X), orthogonal over iid; the proof takes it to be at most d / (d + 2)"
-    right = ("iid", "bound", "orthogonal", "bound", "moments", "d / (d + 2)")
-    out = _table(title, ("d", "deviations above"), right, caption)
-    for x in rows:
-        cells = (_with_error(x.iid), f"{x.iid_bound:.3g}", _with_error(x.orthogonal), f"{x.orthogonal_bound:.3g}")
-        out.add_row(str(x.dim), f"{x.deviations:g}", *cells, _with_error(x.moments), f"{x.dim / (x.dim + 2):.3f}")
-    return out
-
-
-def _uniform(rows: Sequence[Uniform]) -> Table:
-    tokens = list(dict.fromkeys(x.tokens for x in rows))
+def _uniform(rows: Sequence[Row]) -> Table:
+    cells = []
+    for estimator, dim, m in unique(rows, "estimator", "dim", "num_features"):
+        mine = where(rows, estimator=estimator, dim=dim, num_features=m)
+        deltas = [_with_error(x["delta"]) for x in mine]
+        cells.append((estimator, str(dim), str(m), *deltas, f"{mine[0]['predicted']:.3g}"))
     title = "Theorem 4: largest error of an entry over h*^2, orthogonal frequencies, by number of tokens"
-    right = (*(f"L = {n}" for n in tokens), "delta, constant 1")
-    out = _table(title, ("estimator", "d", "m"), right)
-    for key in dict.fromkeys((x.estimator, x.dim, x.num_features) for x in rows):
-        mine = [x for x in rows if (x.estimator, x.dim, x.num_features) == key]
-        cells = [_with_error(x.delta) for x in mine]
-        out.add_row(key[0], str(key[1]), str(key[2]), *cells, f"{mine[0].predicted:.3g}")
-    return out
+    heads = (*(f"L = {n}" for n in unique(rows, "tokens")), "delta, constant 1")
+    return table(title, ("estimator", "d", "m", *heads), cells, left=3)
 
 
 STYLES = {
@@ -647,45 +536,35 @@ GRID = 121  # points of an axis of Fig. 2
 FARTHEST, LONGEST = math.pi, 2.0  # of angles and lengths there
 
 
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw Fig. 4, a panel for each norm, and Fig. 2: the utility, its slice at length 1, and both errors there."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    norms = list(dict.fromkeys(x.norm for x in result.output))
+    output = record.figures["output"]
+    norms = unique(output, "norm")
     columns = max(3, len(norms))
-    figure, axes = plt.subplots(2, columns, figsize=(4.6 * columns, 8.4), constrained_layout=True, squeeze=False)
-    for axis, norm in zip(axes[0], norms, strict=False):
-        _draw_output(axis, result, norm)
-    for axis in axes[0, len(norms) :]:
-        axis.set_axis_off()
-    axes[0, 0].set_ylabel("mean squared error of the output")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="small")
-    _draw_utility(figure, axes[1, 0])
-    _draw_slice(axes[1, 1])
-    _draw_errors(axes[1, 2], result)
-    for axis in axes[1, 3:]:
-        axis.set_axis_off()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with drawing(path, (4.6 * columns, 8.4), 2, columns) as (figure, axes):
+        for axis, norm in zip(axes[0], norms, strict=False):
+            _draw_output(axis, where(output, norm=norm), norm)
+        for axis in (*axes[0, len(norms) :], *axes[1, 3:]):
+            axis.set_axis_off()
+        axes[0, 0].set_ylabel("mean squared error of the output")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="small")
+        _draw_utility(figure, axes[1, 0])
+        _draw_slice(axes[1, 1])
+        _draw_errors(axes[1, 2], where(record.figures["kernel"], length=1.0))
 
 
-def _draw_output(axis: Any, result: Result, norm: float) -> None:
+def _draw_output(axis: Any, rows: Sequence[Row], norm: float) -> None:
     """Medians over samples with bands from the smallest to the largest: means can be those of one sample."""
-    rows = [x for x in result.output if x.norm == norm]
-    features = list(dict.fromkeys(x.num_features for x in rows))
+    features = unique(rows, "num_features")
     for estimator, (color, marker) in STYLES.items():
         for draw, line in (("iid", "--"), ("orthogonal", "-")):
-            mine = [x for x in rows if (x.estimator, x.draw) == (estimator, draw)]
+            mine = where(rows, estimator=estimator, draw=draw)
             label = f"{estimator}, {draw}"
-            axis.plot(features, [x.median for x in mine], color=color, linestyle=line, marker=marker, label=label)
-            low, high = ([f(x.values) for x in mine] for f in (min, max))
+            axis.plot(features, [x["median"] for x in mine], color=color, linestyle=line, marker=marker, label=label)
+            low, high = ([f(x["values"]) for x in mine] for f in (min, max))
             axis.fill_between(features, low, high, color=color, alpha=0.1)
-    axis.axhline(rows[0].uniform, color="grey", linestyle=":", label="mean of all values")
-    axis.set_title(f"Fig. 4: |q|, |k| about {norm:g}; median and range")
-    axis.set_xlabel("frequencies m")
+    axis.axhline(rows[0]["uniform"], color="grey", linestyle=":", label="mean of all values")
+    axis.set(title=f"Fig. 4: |q|, |k| about {norm:g}; median and range", xlabel="frequencies m")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(features)
@@ -727,11 +606,10 @@ def _draw_slice(axis: Any) -> None:
     axis.grid(True, alpha=0.2)
 
 
-def _draw_errors(axis: Any, result: Result) -> None:
+def _draw_errors(axis: Any, rows: Sequence[Row]) -> None:
     """Errors at length 1 over the angle: closed forms as lines, simulations as points with their standard errors."""
-    rows = [x for x in result.kernel if x.length == 1.0]
     angle = torch.linspace(0.02, 0.99 * FARTHEST, 2 * GRID, dtype=torch.float64)
-    m = rows[0].num_features
+    m = rows[0]["num_features"]
     for name, closed in zip(("trigonometric", "positive"), _errors_at(angle, torch.ones_like(angle)), strict=True):
         axis.plot(angle, closed / m, color=STYLES[name][0], label=f"{name}, Lemma 2")
     for name, label, color in (
@@ -739,9 +617,9 @@ def _draw_errors(axis: Any, result: Result) -> None:
         ("positive", "positive, simulated", "C0"),
         ("orthogonal", "positive orthogonal, simulated", "C2"),
     ):
-        seen = [x for x in rows if x.simulated[name].mean > 1e-12]  # at the angle pi positive ones are exact
-        means, errors = ([getattr(x.simulated[name], y) for x in seen] for y in ("mean", "standard_error"))
-        axis.errorbar([x.angle for x in seen], means, yerr=errors, fmt="x", color=color, label=label)
+        seen = [x for x in rows if x["simulated"][name]["mean"] > 1e-12]  # at the angle pi positive ones are exact
+        means, errors = ([x["simulated"][name][y] for x in seen] for y in ("mean", "standard_error"))
+        axis.errorbar([x["angle"] for x in seen], means, yerr=errors, fmt="x", color=color, label=label)
     axis.set_title(f"Fig. 2, corner: errors at l = 1, m = d = {m}")
     axis.set_xlabel("angle")
     axis.set_ylabel("mean squared error of SM(x, y)")
@@ -751,34 +629,46 @@ def _draw_errors(axis: Any, result: Result) -> None:
     axis.legend(fontsize="small", loc="lower left")
 
 
-__all__ = ["picture", "record", "run", "steps", "tables"]
-NAME = "estimators"
-
-
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``: for each norm, and each part on pairs of vectors."""
+def steps(settings: EstimatorsSettings) -> int:
+    """A step for each norm, and each part on pairs of vectors."""
     return len(settings.norms) + 4
 
 
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
-    """Measure every part that the record in ``folder`` does not have, of the same settings."""
-    kept = read_record(folder, NAME) or {}
-    result = restore(kept) if kept.get("settings") == plain(settings) else Result()
-    done = {x.norm for x in result.output}
+PARTS = ("output", "kernel", "regularized", "tails", "uniform")
+
+
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Measure every part that the record does not have, of the same settings."""
+    settings, kept = record.settings, record.earlier_of_same_settings()
+    record.figures = {name: kept.get(name, []) for name in PARTS}
+    output, kernel, regularized, tails, largest = record.figures.values()
     # What is done, the rows that it goes to, whether they are there, and what makes them.
-    parts: list[tuple[str, list[Any], bool, Callable[[Settings], Sequence[Any]]]] = [
-        (f"output at norm {x:g}", result.output, x in done, partial(output_errors, norm=x)) for x in settings.norms
+    parts: list[tuple[str, list[Row], bool, Callable[[EstimatorsSettings], Sequence[Row]]]] = [
+        (f"output at norm {x:g}", output, x in unique(output, "norm"), partial(output_errors, norm=x))
+        for x in settings.norms
     ]
     parts += [
-        ("errors over angle and length", result.kernel, bool(result.kernel), kernel_errors),
-        ("regularized kernel over d", result.regularized, bool(result.regularized), regularized_rows),
-        ("tails over d", result.tails, bool(result.tails), tail_rows),
-        ("largest error of an entry over d", result.uniform, bool(result.uniform), uniform_rows),
+        ("errors over angle and length", kernel, bool(kernel), kernel_errors),
+        ("regularized kernel over d", regularized, bool(regularized), regularized_rows),
+        ("tails over d", tails, bool(tails), tail_rows),
+        ("largest error of an entry over d", largest, bool(largest), uniform_rows),
     ]
     for sentence, rows, there, measure in parts:
         if not there:
             log(sentence)
             rows += measure(settings)
-            write_record(folder, NAME, settings, record(result))
+            record.save()
         progress()
-    return result
+
+
+STUDY = Study(
+    "estimators",
+    "Performer (2009.14794), Fig. 2 and 4, Theorems 1 to 4",
+    EstimatorsSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    examples=(("--length 1024", "smaller than the paper's"),),
+)

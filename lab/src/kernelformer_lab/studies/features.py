@@ -1,11 +1,10 @@
-"""How `studies.features` measures one attention: which ones there are, their errors and their times."""
+"""Errors of attention by number of features, and time at equal error, of all maps that stand for softmax."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,63 @@ from rich.table import Table
 from torch import Tensor
 
 from kernelformer.conversion.readers import each_text
-from kernelformer.environment import environment
 from kernelformer.feature_maps import GeneralizedMap
 from kernelformer.formatting import human_time
 from kernelformer.hf.find import attention_calls, find_attentions
 from kernelformer.hf.load import Source, load_source
 from kernelformer.modules import METHODS, AttentionCore, build_attention, method_options, parse_method
 from kernelformer.page import style
-from kernelformer.settings import plain
+from kernelformer.settings import PICKLE, SEED, Settings, numbers, option, split_names
 from kernelformer.timing import Step, time_rounds
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
-from kernelformer_lab.studies.settings import FeaturesSettings as Settings
+from kernelformer_lab.analysis.statistics import mean_and_error
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, unique, where
 
 SYNTHETIC = ("isotropic", "anisotropic")
 
 
+def _windows(name: str, text: str) -> tuple[int, ...]:
+    """Integers of at least 0 between commas."""
+    parts = split_names(text)
+    if not all(x.isdecimal() for x in parts):
+        raise ValueError(f"{name} takes integers of at least 0, separated by commas, got {text!r}; say 0,32.")
+    return tuple(int(x) for x in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesSettings(Settings):
+    """Settings of this study."""
+
+    attention: tuple[str, ...] = option((), f"{SPECS}; default: all that stand for softmax without training")
+    features: tuple[int, ...] = option((16, 32, 64, 128, 256), "numbers of features or landmarks", least=2)
+    norms: tuple[float, ...] = option(
+        (0.5, 1.0, 2.0, 3.0, 4.0),
+        "of synthetic queries and keys, times sqrt(scale); 'none' for none",
+        least=0.01,
+        parse=lambda name, text: () if text in ("", "none") else numbers(name, text),
+    )
+    model: tuple[str, ...] = option((), "pretrained models, folders or names, separated by commas", path=True)
+    text: tuple[str, ...] = option((), "held-out text, a file for all models or one for each", path=True)
+    texts: int = option(1, "texts of a model to measure on, and as many to calibrate on", least=1)
+    length: int = option(512, "tokens, at most, of a text", least=2)
+    heads: int = option(8, "heads of a model, spread over its layers, and of a timed forward", least=1)
+    samples: int = option(3, "of synthetic queries, keys and values", least=1)
+    head_dim: int = option(64, "of synthetic queries and keys", least=2)
+    window: tuple[int, ...] = option((0, 32), "tokens nearby that are exact; 0: none", least=0, parse=_windows)
+    sinks: int = option(1, "first tokens that are exact, with a window", least=0)
+    draws: int = option(3, "of each map", least=3)
+    errors: tuple[float, ...] = option((0.5, 0.2, 0.1), "of the output, for the time at equal error", least=1e-6)
+    time_length: int = option(4096, "tokens of a timed forward", least=1)
+    rounds: int = option(3, "timed forwards of each, interleaved", least=1)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    seed: int = option(0, SEED, least=0)
+
+
+Layers = Sequence[tuple[Tensor, Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class About:
-    """What a case is, without its tensors.
+    """Description of a case, without its tensors.
 
     Args:
         kind: one of `SYNTHETIC`, or the name of a model.
@@ -69,7 +107,7 @@ class Case:
     other_key: Tensor
 
 
-def case_names(settings: Settings) -> list[str]:
+def case_names(settings: FeaturesSettings) -> list[str]:
     """The names of all cases, in their order: each kind and norm, then each model."""
     synthetic = [synthetic_name(kind, norm) for kind in SYNTHETIC for norm in settings.norms]
     return [*synthetic, *(Path(x).name for x in settings.model)]
@@ -80,7 +118,7 @@ def synthetic_name(kind: str, norm: float) -> str:
     return f"{kind}, norm {norm:g}"
 
 
-def make_case(settings: Settings, name: str) -> Case:
+def make_case(settings: FeaturesSettings, name: str) -> Case:
     """Draw or capture the case of a name."""
     for kind in SYNTHETIC:
         for norm in settings.norms:
@@ -90,7 +128,7 @@ def make_case(settings: Settings, name: str) -> Case:
     return captured_case(settings, settings.model[index], settings.text[min(index, len(settings.text) - 1)])
 
 
-def synthetic_case(settings: Settings, kind: str, norm: float) -> Case:
+def synthetic_case(settings: FeaturesSettings, kind: str, norm: float) -> Case:
     """Draw queries and keys of one norm in random directions, and Gaussian values; samples take the place of heads.
 
     Isotropic: all directions alike. Anisotropic: variances 1 / i in D orthogonal directions, which are random, and a
@@ -111,7 +149,7 @@ def synthetic_case(settings: Settings, kind: str, norm: float) -> Case:
     return Case(about, vectors[0], vectors[1], value, vectors[2], vectors[3])
 
 
-def captured_case(settings: Settings, path: str, text: str) -> Case:
+def captured_case(settings: FeaturesSettings, path: str, text: str) -> Case:
     """Take queries, keys and values of some heads of a pretrained model on texts; other texts are to calibrate on.
 
     Heads are spread over all layers. Texts are the first ones that fill ``length`` tokens, cut there; if those are too
@@ -183,8 +221,7 @@ EXACT, WINDOW_ALONE, UNIFORM = "softmax", "window alone", "uniform"
 REFERENCES = (EXACT, WINDOW_ALONE, UNIFORM)  # what methods are compared with
 
 
-@dataclass(frozen=True)
-class Row:
+def new_row(data: str, window: int, attention: str, size: int | None, found: Sequence[tuple[float, float]]) -> Row:
     """Errors of one attention in one case.
 
     Args:
@@ -192,134 +229,56 @@ class Row:
         window: tokens nearby that were exact; 0: none.
         attention: its spec, or one of `REFERENCES`.
         size: number of features or landmarks; None: it has none to set.
-        outputs: |out - exact| / |exact| in the Frobenius norm, mean over heads and texts, one for each draw.
-        rows: total variation distance of the attention rows, 1/2 sum_j |a_ij - exact_ij|, mean over all rows, one for
-            each draw.
+        found: for each draw |out - exact| / |exact| in the Frobenius norm, mean over heads and texts (``outputs``), and
+            the total variation distance of the attention rows, 1/2 sum_j |a_ij - exact_ij|, mean over all (``rows``).
     """
-
-    data: str
-    window: int
-    attention: str
-    size: int | None
-    outputs: Sequence[float]
-    rows: Sequence[float]
-
-    @property
-    def output(self) -> tuple[float, float]:
-        """Mean and standard error of the output's error over the draws."""
-        return spread(self.outputs)
-
-    @property
-    def row(self) -> tuple[float, float]:
-        """Mean and standard error of the rows' distance over the draws."""
-        return spread(self.rows)
-
-    def as_json(self) -> dict[str, Any]:
-        """The row with its means and standard errors."""
-        parts = {"output": self.output, "row": self.row}
-        more = {f"{name}_{what}": x for name, pair in parts.items() for what, x in zip(SPREAD, pair, strict=True)}
-        return {**asdict(self), **more}
+    outputs, rows = (list(x) for x in zip(*found, strict=True))
+    row = {"data": data, "window": window, "attention": attention, "size": size, "outputs": outputs, "rows": rows}
+    for name, values in (("output", outputs), ("row", rows)):
+        mean, error = mean_and_error(values)
+        # One value was not drawn.
+        row |= {f"{name}_mean": mean, f"{name}_standard_error": 0.0 if len(values) == 1 else error}
+    return row
 
 
-SPREAD = ("mean", "standard_error")
+def label(record: Record, attention: str) -> str:
+    """The name of an attention in tables."""
+    return f"{attention} (untrained)" if attention in record.figures["untrained"] else attention
 
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error; 0 for one value, which was not drawn."""
-    if len(values) == 1:
-        return values[0], 0.0
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+def curves(record: Record, data: str, window: int) -> dict[str, list[Row]]:
+    """The rows of a case by attention, in the order of their sizes."""
+    rows = record.where(data=data, window=window)
+    return {x: sorted(where(rows, attention=x), key=lambda y: y["size"] or 0) for x in unique(rows, "attention")}
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A forward pass: all that its time depends on."""
-
-    head_dim: int
-    causal: bool
-    window: int
-    attention: str
-    size: int | None
+def seconds(record: Record, row: Row) -> float | None:
+    """Time of a forward pass of the attention of a row; None: it was not measured."""
+    case = record.figures["cases"][row["data"]]
+    key = {name: row[name] for name in ("window", "attention", "size")}
+    found = where(record.figures["times"], head_dim=case["head_dim"], causal=case["causal"], **key)
+    return found[0]["seconds"] if found else None
 
 
-@dataclass
-class Result:
-    """What the study has measured.
-
-    Args:
-        settings: of the study.
-        attentions: specs that were measured, with or without a window.
-        untrained: those of them that have weights to train, and were measured as they start.
-        cases: by their names.
-        rows: errors.
-        times: median seconds of forward passes; None: it failed.
-        left_out: by "case, window", then by attention: why it was not measured there.
-    """
-
-    settings: Settings
-    attentions: list[str]
-    untrained: list[str]
-    cases: dict[str, About] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    times: dict[Pass, float | None] = field(default_factory=dict)
-    left_out: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def label(self, attention: str) -> str:
-        """The name of an attention for people."""
-        return f"{attention} (untrained)" if attention in self.untrained else attention
-
-    def curves(self, data: str, window: int) -> dict[str, list[Row]]:
-        """The rows of a case by attention, in the order of their sizes."""
-        found: dict[str, list[Row]] = {}
-        for row in self.rows:
-            if (row.data, row.window) == (data, window):
-                found.setdefault(row.attention, []).append(row)
-        return {name: sorted(rows, key=lambda x: x.size or 0) for name, rows in found.items()}
-
-    def seconds(self, row: Row) -> float | None:
-        """Time of a forward pass of the attention of a row; None: it was not measured."""
-        case = self.cases[row.data]
-        return self.times.get(Pass(case.head_dim, case.causal, row.window, row.attention, row.size))
-
-    def least_time(self, curve: Sequence[Row], error: float) -> tuple[float, Row] | None:
-        """The least time among the sizes of an attention whose output error is at most ``error``; None: not reached."""
-        reached = [(self.seconds(row), row) for row in curve if row.output[0] <= error]
-        timed = [(seconds, row) for seconds, row in reached if seconds is not None]
-        return min(timed, key=lambda x: x[0], default=None)
-
-    def equal_errors(self) -> list[dict[str, Any]]:
-        """Time at equal error: of each case, window, attention and bound, None where it is not reached."""
-        found = []
-        for data in self.cases:
-            for window in self.settings.window:
-                for name, curve in self.curves(data, window).items():
-                    for error in self.settings.errors if name != UNIFORM else ():
-                        best = self.least_time(curve, error)
-                        seconds, size = (None, None) if best is None else (best[0], best[1].size)
-                        key = {"data": data, "window": window, "attention": name, "error": error}
-                        found.append({**key, "seconds": seconds, "size": size})
-        return found
+def least_time(record: Record, curve: Sequence[Row], error: float) -> tuple[float, Row] | None:
+    """The least time among the sizes of an attention whose output error is at most ``error``; None: not reached."""
+    reached = [(seconds(record, row), row) for row in curve if row["output_mean"] <= error]
+    timed = [(time, row) for time, row in reached if time is not None]
+    return min(timed, key=lambda x: x[0], default=None)
 
 
-def record(result: Result) -> dict[str, Any]:
-    """The result as plain JSON."""
-    return {
-        "attentions": result.attentions,
-        "untrained": result.untrained,
-        "cases": {name: asdict(x) for name, x in result.cases.items()},
-        "rows": [x.as_json() for x in result.rows],
-        "times": [{**asdict(x), "seconds": seconds} for x, seconds in result.times.items()],
-        "left_out": result.left_out,
-        "equal_errors": result.equal_errors(),
-    }
-
-
-def restore(result: Result, kept: Mapping[str, Any]) -> None:
-    """Take what a `record` of the same settings holds."""
-    result.cases = {name: About(**x) for name, x in kept["cases"].items()}
-    result.rows = [Row(**{each.name: x[each.name] for each in fields(Row)}) for x in kept["rows"]]
-    result.times = {Pass(**{each.name: x[each.name] for each in fields(Pass)}): x["seconds"] for x in kept["times"]}
-    result.left_out = kept["left_out"]
+def equal_errors(record: Record) -> list[Row]:
+    """Time at equal error: of each case, window, attention and bound, None where it is not reached."""
+    found = []
+    for data in record.figures["cases"]:
+        for window in record.settings.window:
+            for name, curve in curves(record, data, window).items():
+                for error in record.settings.errors if name != UNIFORM else ():
+                    best = least_time(record, curve, error)
+                    time, size = (None, None) if best is None else (best[0], best[1]["size"])
+                    key = {"data": data, "window": window, "attention": name, "error": error}
+                    found.append({**key, "seconds": time, "size": size})
+    return found
 
 
 # Options that make another map of a method; one that is not here is measured with its defaults.
@@ -353,7 +312,7 @@ def default_attentions() -> list[str]:
 
 
 def is_learned(spec: str) -> bool:
-    """Whether an attention has weights to train."""
+    """Return True if an attention has weights to train."""
     return any(True for _ in Sized.of(spec, 8).build(head_dim=8, num_heads=1, length=8).parameters())
 
 
@@ -384,7 +343,7 @@ class Sized:
         return Sized(spec, method, options if own is None else {**options, name: own}, own)
 
     def refusal(self, *, causal: bool, window: int) -> str | None:
-        """Why it cannot be measured in a case; None where it can."""
+        """Reason why it cannot be measured in a case; None where it can."""
         method = METHODS[self.method]
         if causal and not method.holds(method.causal, self.options):
             return "not causal"
@@ -410,13 +369,13 @@ class Sized:
         return build_attention(self.method, head_dim=head_dim, num_heads=num_heads, **more, **near, **self.options)
 
 
-def sizes_of(spec: str, settings: Settings) -> list[Sized]:
+def sizes_of(spec: str, settings: FeaturesSettings) -> list[Sized]:
     """An attention in all sizes that are asked for; once where it has a size of its own, or none."""
     found = [Sized.of(spec, m) for m in sorted(set(settings.features))]
     return list({x.size: x for x in found}.values())
 
 
-def near_options(settings: Settings, window: int) -> dict[str, int]:
+def near_options(settings: FeaturesSettings, window: int) -> dict[str, int]:
     """Options of a core with a window; none for 0."""
     return {"window": window, "sinks": settings.sinks} if window else {}
 
@@ -464,30 +423,29 @@ class Target:
         return self.distances(weights @ self.case.value, weights)
 
 
-def reference_rows(target: Target, settings: Settings, data: str, window: int) -> list[Row]:
+def reference_rows(target: Target, settings: FeaturesSettings, data: str, window: int) -> list[Row]:
     """Exact attention, uniform attention, and the window without anything else."""
     found = {EXACT: (0.0, 0.0), UNIFORM: target.of_uniform()}
     if window:
         local = build_attention("local", **target.shape, **near_options(settings, window))
         found[WINDOW_ALONE] = target.of_core(local)
-    return [Row(data, window, name, None, [output], [rows]) for name, (output, rows) in found.items()]
+    return [new_row(data, window, name, None, [x]) for name, x in found.items()]
 
 
-def measured_row(target: Target, settings: Settings, data: str, window: int, sized: Sized) -> Row:
+def measured_row(target: Target, settings: FeaturesSettings, data: str, window: int, sized: Sized) -> Row:
     """Errors of one attention over independent draws."""
     case, near = target.case, near_options(settings, window)
     found = []
     for draw in range(settings.draws):
         core = sized.build(**target.shape, length=case.about.tokens, seed=settings.seed + draw, **near)
         found.append(target.of_core(calibrated(core, case.other_query, case.other_key)))
-    outputs, rows = zip(*found, strict=True)
-    return Row(data, window, sized.spec, sized.size, outputs, rows)
+    return new_row(data, window, sized.spec, sized.size, found)
 
 
 @torch.no_grad()
 def measured_times(
-    settings: Settings, specs: Sequence[str], *, head_dim: int, causal: bool, window: int
-) -> dict[Pass, float | None]:
+    settings: FeaturesSettings, specs: Sequence[str], *, head_dim: int, causal: bool, window: int
+) -> list[Row]:
     """Median seconds of forward passes of all attentions and sizes, interleaved, over ``time_length`` tokens.
 
     Queries and keys have norms of about 1 as the kernel sees them; the time of hardly any method depends on them.
@@ -508,59 +466,50 @@ def measured_times(
             cores[spec, sized.size] = calibrated(core, q[:, :, :256], k[:, :, :256])
     steps = {str(key): Step(partial(core, q, k, v, is_causal=causal)) for key, core in cores.items()}
     figures = time_rounds(steps, settings.rounds, 0.0)
-    return {Pass(head_dim, causal, window, *key): figures[str(key)].get("seconds") for key in cores}
+    common = {"head_dim": head_dim, "causal": causal, "window": window}
+    return [
+        {**common, "attention": name, "size": size, "seconds": figures[str((name, size))].get("seconds")}
+        for name, size in cores
+    ]
 
 
 NOT_REACHED = "not reached"
 CELLS = "error of the output, relative, ± standard error over draws; in brackets: total variation distance of the rows"
 
 
-def tables(result: Result) -> list[Table]:
+def tables(record: Record) -> list[Table]:
     """Errors by norm at one size, errors of models by size, time at equal error, and what reaches an error first."""
-    settings = result.settings
+    settings = record.settings
     found = []
     for window in settings.window:
-        found += [_by_norm(result, kind, window) for kind in SYNTHETIC if settings.norms]
-    models = [name for name, x in result.cases.items() if x.norm is None]
-    for name in models:
-        found += [_by_size(result, name, window) for window in settings.window]
-    for name in models:
-        found += [_times(result, name, window) for window in settings.window]
-    return [*found, _fastest(result)]
+        found += [_by_norm(record, kind, window) for kind in SYNTHETIC if settings.norms]
+    models = [name for name, x in record.figures["cases"].items() if x["norm"] is None]
+    for make in (_by_size, _times):
+        found += [make(record, name, window) for name in models for window in settings.window]
+    return [*found, _fastest(record)]
 
 
-def markdown(result: Result) -> str:
+def markdown(record: Record) -> str:
     """All tables in Markdown."""
     parts = []
-    for table in tables(result):
-        rows = [[str(x.header) for x in table.columns], ["---"] * len(table.columns)]
-        rows += [list(cells) for cells in zip(*([str(y) for y in x.cells] for x in table.columns), strict=True)]
+    for each in tables(record):
+        rows = [[str(x.header) for x in each.columns], ["---"] * len(each.columns)]
+        rows += [list(cells) for cells in zip(*([str(y) for y in x.cells] for x in each.columns), strict=True)]
         lines = [f"| {' | '.join(row)} |" for row in rows]
-        parts.append(
-            "\n".join([f"**{table.title}**", "", *lines, *(["", str(table.caption)] if table.caption else [])])
-        )
+        parts.append("\n".join([f"**{each.title}**", "", *lines, *(["", str(each.caption)] if each.caption else [])]))
     return "\n\n".join(parts) + "\n"
-
-
-def _grid(title: str, left: Sequence[str], columns: Sequence[str], caption: str | None = None) -> Table:
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _cell(row: Row | None) -> str:
     """The errors of a row."""
     if row is None:
         return ""
-    mean, error = row.output
-    return f"{mean:.3f} ± {error:.3f} ({row.row[0]:.2f})" if len(row.outputs) > 1 else f"{mean:.3f} ({row.row[0]:.2f})"
+    error = f" ± {row['output_standard_error']:.3f}" if len(row["outputs"]) > 1 else ""
+    return f"{row['output_mean']:.3f}{error} ({row['row_mean']:.2f})"
 
 
-def _near(result: Result, window: int) -> str:
-    return f"window {window}, sinks {result.settings.sinks}" if window else "no window"
+def _near(record: Record, window: int) -> str:
+    return f"window {window}, sinks {record.settings.sinks}" if window else "no window"
 
 
 def _middle(sizes: Sequence[int]) -> int:
@@ -568,101 +517,97 @@ def _middle(sizes: Sequence[int]) -> int:
     return 128 if 128 in sizes else sorted(sizes)[len(sizes) // 2]
 
 
-def _by_norm(result: Result, kind: str, window: int) -> Table:
+def _by_norm(record: Record, kind: str, window: int) -> Table:
     """Errors of synthetic cases by norm, at one size."""
-    settings = result.settings
+    settings = record.settings
     size = _middle(settings.features)
-    curves = {norm: result.curves(synthetic_name(kind, norm), window) for norm in settings.norms}
-    table = _grid(
+    found = [curves(record, synthetic_name(kind, norm), window) for norm in settings.norms]
+    cells = []
+    for name in dict.fromkeys(name for x in found for name in x):
+        rows = [[row for row in x.get(name, []) if row["size"] in (size, None)] for x in found]
+        cells.append((label(record, name), *(_cell(x[0] if x else None) for x in rows)))
+    return table(
         f"{kind.capitalize()} queries and keys, {settings.length} tokens, {size} features or landmarks, "
-        f"{_near(result, window)}",
-        ("attention",),
-        [f"norm {x:g}" for x in settings.norms],
-        CELLS,
+        f"{_near(record, window)}",
+        ("attention", *(f"norm {x:g}" for x in settings.norms)),
+        cells,
+        caption=CELLS,
     )
-    for name in dict.fromkeys(name for x in curves.values() for name in x):
-        rows = [[row for row in x.get(name, []) if row.size in (size, None)] for x in curves.values()]
-        table.add_row(result.label(name), *(_cell(x[0] if x else None) for x in rows))
-    return table
 
 
-def _headline(result: Result, name: str, window: int) -> str:
-    case = result.cases[name]
-    way = ", causal" if case.causal else ""
+def _headline(record: Record, name: str, window: int) -> str:
+    case = record.figures["cases"][name]
+    way = ", causal" if case["causal"] else ""
     return (
-        f"{name}, {case.tokens} tokens{way}, norms of q and k {case.query_norm:.1f} and {case.key_norm:.1f}, "
-        f"{_near(result, window)}"
+        f"{name}, {case['tokens']} tokens{way}, norms of q and k {case['query_norm']:.1f} and {case['key_norm']:.1f}, "
+        f"{_near(record, window)}"
     )
 
 
-def _left_out(result: Result, name: str, window: int) -> str:
-    refused = result.left_out[f"{name}, window {window}"]
-    return f"\nleft out: {', '.join(f'{x} ({why})' for x, why in refused.items())}" if refused else ""
-
-
-def _by_size(result: Result, name: str, window: int) -> Table:
+def _by_size(record: Record, name: str, window: int) -> Table:
     """Errors of a model's attention by size."""
-    curves = result.curves(name, window)
-    sizes = sorted({row.size for rows in curves.values() for row in rows if row.size is not None})
-    caption = CELLS + _left_out(result, name, window)
-    table = _grid(_headline(result, name, window), ("attention",), [f"m = {x}" for x in sizes], caption)
-    for attention, rows in curves.items():
-        by_size = {row.size: row for row in rows}
+    found, rows = curves(record, name, window), []
+    sizes = sorted({row["size"] for some in found.values() for row in some if row["size"] is not None})
+    for attention, some in found.items():
+        by_size = {row["size"]: row for row in some}
         cells = [_cell(by_size.get(m)) for m in sizes]
         if None in by_size:
             cells[0] = _cell(by_size[None])
-        table.add_row(result.label(attention), *cells)
-    return table
+        rows.append((label(record, attention), *cells))
+    refused = record.figures["left_out"][f"{name}, window {window}"]
+    left_out = f"\nleft out: {', '.join(f'{x} ({why})' for x, why in refused.items())}" if refused else ""
+    columns = ("attention", *(f"m = {x}" for x in sizes))
+    return table(_headline(record, name, window), columns, rows, caption=CELLS + left_out)
 
 
-def _times(result: Result, name: str, window: int) -> Table:
+def _times(record: Record, name: str, window: int) -> Table:
     """The least time of each attention at which a model's error is small enough."""
-    settings = result.settings
-    table = _grid(
-        f"Time at equal error: {_headline(result, name, window)}",
-        ("attention",),
-        [f"error {x:g}" for x in settings.errors],
-        f"of a forward over {settings.time_length} tokens, {settings.heads} heads, its m in brackets; the largest m is "
-        f"{max(settings.features)}",
+    settings = record.settings
+    return table(
+        f"Time at equal error: {_headline(record, name, window)}",
+        ("attention", *(f"error {x:g}" for x in settings.errors)),
+        [
+            (label(record, attention), *(_least(record, rows, x) for x in settings.errors))
+            for attention, rows in curves(record, name, window).items()
+            if attention != UNIFORM
+        ],
+        caption=f"of a forward over {settings.time_length} tokens, {settings.heads} heads, its m in brackets; the "
+        f"largest m is {max(settings.features)}",
     )
-    for attention, rows in result.curves(name, window).items():
-        if attention != UNIFORM:
-            table.add_row(result.label(attention), *(_least(result, rows, x) for x in settings.errors))
-    return table
 
 
-def _least(result: Result, rows: Sequence[Row], error: float) -> str:
-    best = result.least_time(rows, error)
+def _least(record: Record, rows: Sequence[Row], error: float) -> str:
+    best = least_time(record, rows, error)
     if best is None:
         return NOT_REACHED
-    size = "" if best[1].size is None else f" ({best[1].size})"
+    size = "" if best[1]["size"] is None else f" ({best[1]['size']})"
     return f"{human_time(best[0])}{size}"
 
 
-def _fastest(result: Result) -> Table:
+def _fastest(record: Record) -> Table:
     """Of each case and window the attention that reaches each error first; the error of doing nothing beside it."""
-    settings = result.settings
-    table = _grid(
-        f"What reaches an error of the output in the least time, of a forward over {settings.time_length} tokens",
-        ("data", "window", f"error of {UNIFORM}"),
-        [*(f"error {x:g}" for x in settings.errors), "exact"],
-    )
-    for name in result.cases:
+    settings, rows = record.settings, []
+    for name in record.figures["cases"]:
         for window in settings.window:
-            curves = result.curves(name, window)
-            cells = [_first(result, curves, error) for error in settings.errors]
-            uniform = f"{curves[UNIFORM][0].output[0]:.3f}"
-            table.add_row(name, str(window), uniform, *cells, _least(result, curves[EXACT], 0.0))
-    return table
+            found = curves(record, name, window)
+            cells = [_first(record, found, error) for error in settings.errors]
+            uniform = f"{found[UNIFORM][0]['output_mean']:.3f}"
+            rows.append((name, str(window), uniform, *cells, _least(record, found[EXACT], 0.0)))
+    return table(
+        f"What reaches an error of the output in the least time, of a forward over {settings.time_length} tokens",
+        ("data", "window", f"error of {UNIFORM}", *(f"error {x:g}" for x in settings.errors), "exact"),
+        rows,
+        left=3,
+    )
 
 
-def _first(result: Result, curves: Mapping[str, Sequence[Row]], error: float) -> str:
+def _first(record: Record, found: dict[str, list[Row]], error: float) -> str:
     """The attention that reaches an error in the least time, with its time."""
-    reached = [(best[0], name) for name, rows in curves.items() if (best := result.least_time(rows, error))]
+    reached = [(best[0], name) for name, rows in found.items() if (best := least_time(record, rows, error))]
     if not reached:
         return NOT_REACHED
     name = min(reached)[1]
-    return f"{result.label(name)} {_least(result, curves[name], error)}"
+    return f"{label(record, name)} {_least(record, found[name], error)}"
 
 
 INK = {UNIFORM: "#808080", WINDOW_ALONE: "#1b1e23"}
@@ -672,20 +617,15 @@ BOTTOM = 0.01  # what has as many landmarks as there are keys is exact, and woul
 Panel = Callable[[Any], None]
 
 
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw one panel for each norm and for each model and window: errors over features, and over time below or beside.
 
     Lines across: uniform attention (dotted) and the window alone (dashed); the vertical line: the time of exact
     attention.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    grid = _panels(result)
+    grid = _panels(record)
     width, height = max(len(x) for x in grid), len(grid)
-    with mpl.rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(3.3 * width, 2.7 * height + 1.2), layout="constrained")
-        axes = figure.subplots(height, width, squeeze=False)
+    with drawing(path, (3.3 * width, 2.7 * height + 1.2), height, width, dpi=120) as (figure, axes):
         for line, panels in zip(axes, grid, strict=True):
             for axis in line[len(panels) :]:
                 axis.set_visible(False)
@@ -693,17 +633,16 @@ def picture(result: Result, path: Path) -> None:
                 draw(axis)
                 _scale(axis)
             line[0].set_ylabel("error of the output")
-        _legend(figure, result)
-        figure.savefig(path, dpi=120)
+        _legend(figure, record)
 
 
-def _panels(result: Result) -> list[list[Panel]]:
+def _panels(record: Record) -> list[list[Panel]]:
     """Panels by row: synthetic ones of the first window, over features and over time; a row for each model."""
-    settings = result.settings
+    settings = record.settings
     first = settings.window[0]
 
     def panel(name: str, window: int, by_time: bool = False, rows: bool = False) -> Panel:
-        return lambda axis: _panel(axis, result, name, window, by_time, rows)
+        return lambda axis: _panel(axis, record, name, window, by_time, rows)
 
     grid = [
         [panel(synthetic_name(kind, norm), first, by_time) for norm in settings.norms]
@@ -711,7 +650,7 @@ def _panels(result: Result) -> list[list[Panel]]:
         for by_time in (False, True)
         if settings.norms
     ]
-    for name in (name for name, x in result.cases.items() if x.norm is None):
+    for name in (name for name, x in record.figures["cases"].items() if x["norm"] is None):
         pairs = [panel(name, window, by_time) for window in settings.window for by_time in (False, True)]
         grid.append([*pairs, panel(name, first, rows=True)])
     return grid
@@ -734,35 +673,32 @@ def _ticks(*digits: int) -> Any:
     return FixedLocator([x * 10.0**power for power in range(-8, 5) for x in digits])
 
 
-def _styles(result: Result) -> dict[str, dict[str, Any]]:
+def _styles(attentions: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Look of each attention: there are more than a report has colours for."""
     import matplotlib as mpl
 
     dark_first = [mpl.colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2)) if i not in GREYS]
-    looks = ({**style(i), "color": dark_first[i % 18], "markersize": 4} for i in range(len(result.attentions)))
-    return dict(zip(result.attentions, looks, strict=True))
+    looks = ({**style(i), "color": dark_first[i % 18], "markersize": 4} for i in range(len(attentions)))
+    return dict(zip(attentions, looks, strict=True))
 
 
-def _panel(axis: Any, result: Result, name: str, window: int, by_time: bool, rows: bool) -> None:
+def _panel(axis: Any, record: Record, name: str, window: int, by_time: bool, rows: bool) -> None:
     """Draw the curves of all attentions in one case."""
-
-    def value(row: Row) -> tuple[float, float]:
-        return row.row if rows else row.output
-
-    curves = result.curves(name, window)
-    for attention, look in _styles(result).items():
+    what = "row" if rows else "output"
+    found = curves(record, name, window)
+    for attention, look in _styles(record.figures["attentions"]).items():
         points = [
-            (x, *value(row))
-            for row in curves.get(attention, [])
-            if (x := result.seconds(row) if by_time else row.size) is not None
+            (x, row[f"{what}_mean"], row[f"{what}_standard_error"])
+            for row in found.get(attention, [])
+            if (x := seconds(record, row) if by_time else row["size"]) is not None
         ]
         if points:
-            places, values, spread = zip(*points, strict=True)
-            axis.errorbar(places, values, yerr=spread, **look)
+            places, values, errors = zip(*points, strict=True)
+            axis.errorbar(places, values, yerr=errors, **look)
     for reference, colour in INK.items():
-        if reference in curves:
-            axis.axhline(value(curves[reference][0])[0], color=colour, linestyle=":" if reference == UNIFORM else "--")
-    exact = result.seconds(curves[EXACT][0])
+        for row in found.get(reference, []):
+            axis.axhline(row[f"{what}_mean"], color=colour, linestyle=":" if reference == UNIFORM else "--")
+    exact = seconds(record, found[EXACT][0])
     if by_time:
         axis.set_xscale("log", subs=[])
         axis.xaxis.set_major_locator(_ticks(1, 3))
@@ -772,15 +708,16 @@ def _panel(axis: Any, result: Result, name: str, window: int, by_time: bool, row
     else:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:.0f}")
-    axis.set_xlabel(f"time, {result.settings.time_length} tokens" if by_time else "features or landmarks")
-    what = ", rows (total variation)" if rows else ""
-    axis.set_title(f"{name}{f', window {window}' if window else ''}{what}", size=9)
+    axis.set_xlabel(f"time, {record.settings.time_length} tokens" if by_time else "features or landmarks")
+    more = ", rows (total variation)" if rows else ""
+    axis.set_title(f"{name}{f', window {window}' if window else ''}{more}", size=9)
 
 
-def _legend(figure: Any, result: Result) -> None:
+def _legend(figure: Any, record: Record) -> None:
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], **look, label=result.label(name)) for name, look in _styles(result).items()]
+    looks = _styles(record.figures["attentions"])
+    lines = [Line2D([], [], **look, label=label(record, name)) for name, look in looks.items()]
     lines += [
         Line2D([], [], color=colour, linestyle=":" if name == UNIFORM else "--", label=name)
         for name, colour in INK.items()
@@ -789,11 +726,7 @@ def _legend(figure: Any, result: Result) -> None:
     figure.legend(handles=lines, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
 
 
-__all__ = ["check_settings", "picture", "record", "run", "steps", "tables"]
-NAME = "features"
-
-
-def check_settings(settings: Settings) -> None:
+def check_settings(settings: FeaturesSettings) -> None:
     """Raise for settings that cannot be measured, before anything is."""
     for name in ("features", "window", "errors"):
         values = getattr(settings, name)
@@ -815,65 +748,61 @@ def check_settings(settings: Settings) -> None:
             raise ValueError(f"there is no file {path} to read text from.")
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``: for each case and window, and each window of a kind of case to be timed."""
+def steps(settings: FeaturesSettings) -> int:
+    """A step for each case and window, and for each window of a kind of case to be timed."""
     return len(settings.window) * (len(case_names(settings)) + len(_kinds(settings)))
 
 
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
+PARTS: dict[str, Callable[[], Any]] = {"cases": dict, "rows": list, "times": list, "left_out": dict}
+
+
+def run(record: Record, log: Log, progress: Progress) -> None:
     """Measure everything; see `studies.base`.
 
-    Figures are written after each case and window. A study that was stopped goes on with the next one; one that was
+    Figures are written after each case and window. A study that was stopped is resumed with the next one; one that was
     finished starts anew.
     """
-    check_settings(settings)
-    attentions = list(dict.fromkeys(settings.attention or default_attentions()))
-    result = Result(settings, attentions, [x for x in attentions if is_learned(x)])
-    _restore(result, folder)
-    for part in (_measure_errors(result, log), _measure_times(result, log)):
+    check_settings(record.settings)
+    attentions = list(dict.fromkeys(record.settings.attention or default_attentions()))
+    record.figures = {"attentions": attentions, "untrained": [x for x in attentions if is_learned(x)]}
+    kept = record.earlier_of_same_settings(same_machine=True)
+    if kept.get("attentions") == attentions:
+        record.figures |= {name: kept[name] for name in PARTS}
+    if "rows" not in record.figures or _is_finished(record):
+        record.figures |= {name: empty() for name, empty in PARTS.items()}
+    for part in (_measure_errors(record, log), _measure_times(record, log)):
         for new in part:
             if new:
-                write_record(folder, NAME, settings, record(result))
+                record.figures["equal_errors"] = equal_errors(record)
+                record.save()
             progress()
-    (folder / f"{NAME}.md").write_text(markdown(result), encoding="utf-8")
-    return result
+    record.figures["equal_errors"] = equal_errors(record)
+    (record.folder / "features.md").write_text(markdown(record), encoding="utf-8")
 
 
-def _kinds(settings: Settings) -> list[str]:
+def _kinds(settings: FeaturesSettings) -> list[str]:
     """One case of each kind that may have passes of its own to time."""
     names = case_names(settings)
     return [*names[: min(1, len(settings.norms))], *names[len(names) - len(settings.model) :]]
 
 
-def _restore(result: Result, folder: Path) -> None:
-    """Take what a study of the same settings, attentions and machine has measured, if it was stopped."""
-    kept = read_record(folder, NAME) or {}
-    here = environment(torch.get_num_threads())
-    same = kept.get("settings") == plain(result.settings) and kept["attentions"] == result.attentions
-    if same and {**kept["environment"], "date": here["date"]} == here:
-        before = Result(result.settings, result.attentions, result.untrained)
-        restore(before, kept)
-        if not _is_finished(before):
-            restore(result, kept)
+def _is_finished(record: Record) -> bool:
+    windows, settings = set(record.settings.window), record.settings
+    errors = set(unique(record.rows, "data", "window")) >= {(x, w) for x in case_names(settings) for w in windows}
+    return errors and all(_timed(record, name, w) for name in _kinds(settings) for w in windows)
 
 
-def _is_finished(result: Result) -> bool:
-    windows = set(result.settings.window)
-    errors = {(x.data, x.window) for x in result.rows} >= {(x, w) for x in case_names(result.settings) for w in windows}
-    return errors and all(_timed(result, name, w) for name in _kinds(result.settings) for w in windows)
+def _timed(record: Record, name: str, window: int) -> bool:
+    """Return True if the passes of a case are timed."""
+    case = record.figures["cases"][name]
+    return bool(where(record.figures["times"], head_dim=case["head_dim"], causal=case["causal"], window=window))
 
 
-def _timed(result: Result, name: str, window: int) -> bool:
-    """Whether the passes of a case are timed."""
-    case = result.cases[name]
-    return any((x.head_dim, x.causal, x.window) == (case.head_dim, case.causal, window) for x in result.times)
-
-
-def _measure_errors(result: Result, log: Log) -> Iterator[bool]:
+def _measure_errors(record: Record, log: Log) -> Iterator[bool]:
     """Measure errors, a case and window at a time; True: anew."""
-    settings = result.settings
+    settings = record.settings
     for name in case_names(settings):
-        done = {x.window for x in result.rows if x.data == name}
+        done = unique(record.where(data=name), "window")
         yield from (False for _ in done)
         left = [x for x in settings.window if x not in done]
         if not left:
@@ -881,32 +810,49 @@ def _measure_errors(result: Result, log: Log) -> Iterator[bool]:
         log(f"{name}: queries and keys")
         case = make_case(settings, name)
         target = Target(case)
-        result.cases[name] = case.about
+        record.figures["cases"][name] = asdict(case.about)
         for window in left:
             rows = reference_rows(target, settings, name, window)
             refused: dict[str, str] = {}
-            for spec in result.attentions:
+            for spec in record.figures["attentions"]:
                 reason = Sized.of(spec).refusal(causal=case.about.causal, window=window)
                 if reason is not None:
                     refused[spec] = reason
                     continue
                 log(f"{name}, window {window}: {spec}")
                 rows += [measured_row(target, settings, name, window, x) for x in sizes_of(spec, settings)]
-            result.rows += rows
-            result.left_out[f"{name}, window {window}"] = refused
+            record.rows.extend(rows)
+            record.figures["left_out"][f"{name}, window {window}"] = refused
             yield True
 
 
-def _measure_times(result: Result, log: Log) -> Iterator[bool]:
+def _measure_times(record: Record, log: Log) -> Iterator[bool]:
     """Time the passes of all cases, a head dimension, causality and window at a time; True: anew."""
-    for name in _kinds(result.settings):
-        case = result.cases[name]
-        for window in result.settings.window:
-            new = not _timed(result, name, window)
+    for name in _kinds(record.settings):
+        case = record.figures["cases"][name]
+        kind = {"head_dim": case["head_dim"], "causal": case["causal"]}
+        for window in record.settings.window:
+            new = not _timed(record, name, window)
             if new:
-                way = "causal" if case.causal else "bidirectional"
-                log(f"timing, {way}, {case.head_dim} dimensions, window {window}")
-                result.times |= measured_times(
-                    result.settings, result.attentions, head_dim=case.head_dim, causal=case.causal, window=window
-                )
+                way = "causal" if case["causal"] else "bidirectional"
+                log(f"timing, {way}, {case['head_dim']} dimensions, window {window}")
+                attentions = record.figures["attentions"]
+                record.figures["times"] += measured_times(record.settings, attentions, **kind, window=window)
             yield new
+
+
+STUDY = Study(
+    "features",
+    "",
+    FeaturesSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    writes="features.md",
+    examples=(
+        ("--norms 1,3 --threads 1", "on synthetic queries and keys"),
+        ("--model MODEL --text test.jsonl", "and on those of a pretrained model"),
+    ),
+)

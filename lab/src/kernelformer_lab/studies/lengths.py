@@ -1,14 +1,13 @@
-"""The result of the study of lengths: curves, crossovers, tables and the picture."""
+"""Time and memory of a pretrained model and its converted copies over the length, and where their curves cross."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from kernelformer.hf.find import find_attentions
 from kernelformer.modules.spec import parse_method
 from kernelformer.page import style
 from kernelformer.quiet import silent_libraries
+from kernelformer.settings import MAX_SECONDS, MEMORY, PICKLE, Settings, option
 from kernelformer.timing import MOST_ROUNDS, Figures, Step, time_rounds
 from kernelformer_lab.bench.harness import (
     clean_model,
-    fill_rows,
     over_limit,
     peak_memory,
     run_in_process,
@@ -36,8 +35,19 @@ from kernelformer_lab.bench.harness import (
     too_large,
 )
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP, PASSES
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
-from kernelformer_lab.studies.settings import LengthsSettings
+from kernelformer_lab.studies.base import (
+    SPECS,
+    Log,
+    Progress,
+    Record,
+    Row,
+    Study,
+    drawing,
+    fill_rows,
+    table,
+    unique,
+    where,
+)
 
 BASELINES = ("sdpa", "eager")  # implementations of the original
 TOKEN = "one token"
@@ -160,7 +170,6 @@ def contender(model: Any, name: str) -> Any:
     All copies share the tensors of the weights; cores are their own.
     """
     from kernelformer.hf import convert
-    from kernelformer.modules.spec import parse_method
 
     other = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
     if name in BASELINES:
@@ -236,98 +245,67 @@ def cache_bytes(cache: Any) -> int:
     return own if own is not None else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
 
 
-@dataclass
-class Row:
-    """The figures of one contender at one length, in one pass."""
+def find_row(rows: list[Row], kind: str, length: int, name: str) -> Row:
+    """The row of a contender, a new one where there is none.
 
-    kind: str  # one of `PASSES`, or `TOKEN` after a context
-    length: int
-    attention: str
-    seconds: float | None = None  # median
-    rounds: int = 0
-    peak: int | None = None  # bytes of a pass beyond the weights; of the cache after a context
-    note: str = ""  # why it was not run
-
-
-@dataclass
-class Result:
-    """The rows that the study has measured, as curves over the length.
-
-    Args:
-        about: the model, and all that its figures depend on.
-        baselines: contenders that are the original; ratios and marks in the picture refer to the first.
-        rows: of all contenders, passes and lengths.
-        stretched: a line for each table of positions that was, for the longest length.
+    ``kind`` is one of `PASSES`, or `TOKEN` after a context; ``seconds`` a median; ``peak`` bytes of a pass beyond the
+    weights, of the cache after a context; ``note``: why it was not run.
     """
-
-    about: dict[str, Any]
-    baselines: Sequence[str] = BASELINES
-    rows: list[Row] = field(default_factory=list)
-    stretched: list[str] = field(default_factory=list)
-
-    def row(self, kind: str, length: int, name: str) -> Row:
-        """Return the row of a contender, a new one where there is none."""
-        for row in self.rows:
-            if (row.kind, row.length, row.attention) == (kind, length, name):
-                return row
-        self.rows.append(Row(kind, length, name))
-        return self.rows[-1]
-
-    def curve(self, kind: str, name: str, what: str) -> dict[int, float]:
-        """Return ``seconds`` or ``peak`` over the length, where there is a figure."""
-        rows = [x for x in self.rows if (x.kind, x.attention) == (kind, name) and (getattr(x, what) or 0) > 0]
-        return {x.length: getattr(x, what) for x in sorted(rows, key=lambda x: x.length)}
-
-    def crossovers(self) -> list[dict[str, Any]]:
-        """Return from which length on each attention is below each baseline."""
-        lines = []
-        for kind in dict.fromkeys(x.kind for x in self.rows):
-            names = list(dict.fromkeys(x.attention for x in self.rows if x.kind == kind))
-            for name in (x for x in names if x not in BASELINES):
-                for base in (x for x in self.baselines if x in names):
-                    line: dict[str, Any] = {"kind": kind, "attention": name, "against": base}
-                    for what in ("seconds", "peak"):
-                        at, words = crossover(self.curve(kind, base, what), self.curve(kind, name, what))
-                        line |= {what: at, f"{what} in words": words}
-                    lines.append(line)
-        return lines
-
-    def refusal(self, row: Row, limit: float) -> str:
-        """Why a row should not be run, judged by shorter ones."""
-        seconds, peak = (
-            predicted(self.curve(row.kind, row.attention, what), row.length) for what in ("seconds", "peak")
-        )
-        return over_limit(seconds, limit) or too_large(peak or 0) or ""
+    key = {"kind": kind, "length": length, "attention": name}
+    for row in where(rows, **key):
+        return row
+    rows.append({**key, "seconds": None, "rounds": 0, "peak": None, "note": ""})
+    return rows[-1]
 
 
-def read_rows(folder: Path, name: str, about: Mapping[str, Any]) -> list[Row]:
-    """Read the rows with a figure that a study has written, of the same model on the same machine.
+def curve(rows: Sequence[Row], kind: str, name: str, what: str) -> dict[int, float]:
+    """``seconds`` or ``peak`` over the length, where there is a figure."""
+    mine = sorted(where(rows, kind=kind, attention=name), key=lambda x: x["length"])
+    return {x["length"]: x[what] for x in mine if (x[what] or 0) > 0}
 
-    Args:
-        folder: of the record.
-        name: of the study.
-        about: what the figures depend on.
 
-    Raises:
-        ValueError: a record of something else is there.
-    """
-    path = folder / f"{name}.json"
-    fields = [x.name for x in dataclasses.fields(Row)]
-    try:
-        kept = read_record(folder, name)
-        if kept is None:
-            return []
-        rows = [Row(**{key: x[key] for key in fields}) for x in kept["rows"]]
-        other = {key: x for key, x in kept["about"].items() if about.get(key) != x}
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"{path} is not of this study ({problem!r}); move it away, or choose another --out.") from None
-    if other:
-        raise ValueError(f"{path} holds figures of another model or machine ({other}); choose another --out.")
-    return [dataclasses.replace(x, note="") for x in rows if x.seconds is not None or x.peak is not None]
+def crossovers(rows: Sequence[Row], baselines: Sequence[str]) -> list[dict[str, Any]]:
+    """The length from which on each attention is below each baseline."""
+    lines = []
+    for kind in unique(rows, "kind"):
+        names = unique(where(rows, kind=kind), "attention")
+        for name in (x for x in names if x not in BASELINES):
+            for base in (x for x in baselines if x in names):
+                line: dict[str, Any] = {"kind": kind, "attention": name, "against": base}
+                for what in ("seconds", "peak"):
+                    at, words = crossover(curve(rows, kind, base, what), curve(rows, kind, name, what))
+                    line |= {what: at, f"{what} in words": words}
+                lines.append(line)
+    return lines
+
+
+def refusal(rows: Sequence[Row], row: Row, limit: float) -> str:
+    """Reason not to run a row, judged by shorter ones."""
+    seconds, peak = (
+        predicted(curve(rows, row["kind"], row["attention"], what), row["length"]) for what in ("seconds", "peak")
+    )
+    return over_limit(seconds, limit) or too_large(peak or 0) or ""
+
+
+def resume(record: Record, about: dict[str, Any], stretched: list[str]) -> None:
+    """Begin the figures with the rows that have one in an earlier record of the same model on the same machine."""
+    record.resume({"about": about})
+    kept = record.rows
+    record.figures |= {"stretched": stretched, "rows": []}
+    for row in kept:
+        if row["seconds"] is not None or row["peak"] is not None:
+            own = find_row(record.rows, row["kind"], row["length"], row["attention"])
+            own |= {name: row[name] for name in ("seconds", "rounds", "peak")}
+
+
+def save(record: Record, baselines: Sequence[str]) -> None:
+    """Write the record with the crossovers of its rows."""
+    record.figures["crossovers"] = crossovers(record.rows, baselines)
+    record.save()
 
 
 def predicted(curve: Mapping[int, float], length: int) -> float | None:
-    """Extend a curve to a longer input: the last growth goes on, as a power between 1 and 2; 2 where it is not known.
+    """Extend a curve to a longer input: the last growth continues, as a power between 1 and 2; 2 where it is not known.
 
     None where nothing shorter was measured.
     """
@@ -362,97 +340,99 @@ def crossover(base: Mapping[int, float], ours: Mapping[int, float]) -> tuple[flo
     return at, f"{at:.0f}"
 
 
-def tables(result: Result) -> list[Table]:
-    """Return a table for each pass, with ratios to the first baseline (above 1: better than it), and the crossovers."""
-    kinds = dict.fromkeys(row.kind for row in result.rows)
-    out = [_table(result, [row for row in result.rows if row.kind == kind]) for kind in kinds]
-    last = Table(title="From which length on the converted model stays below the original", title_justify="left")
-    for name in ("pass", "attention", "against"):
-        last.add_column(name, no_wrap=True)
-    for name in ("time", "memory"):
-        last.add_column(name, justify="right", no_wrap=True)
-    short = short_names(x["attention"] for x in result.crossovers())
-    for x in result.crossovers():
-        last.add_row(x["kind"], short[x["attention"]], x["against"], x["seconds in words"], x["peak in words"])
-    return [*out, last]
+def tables(record: Record) -> list[Table]:
+    """A table for each pass, with ratios to the first baseline (above 1: better than it), and the crossovers."""
+    return curve_tables(record, record.settings.baselines[0])
 
 
-def headline(result: Result) -> str:
+def curve_tables(record: Record, first: str) -> list[Table]:
+    """`tables` with ratios to this baseline."""
+    crossed = record.figures["crossovers"]
+    short = short_names(x["attention"] for x in crossed)
+    last = [
+        (x["kind"], short[x["attention"]], x["against"], x["seconds in words"], x["peak in words"]) for x in crossed
+    ]
+    return [
+        *(_table(record, record.where(kind=kind), first) for kind in unique(record.rows, "kind")),
+        table(
+            "Length from which on the converted model stays below the original",
+            ("pass", "attention", "against", "time", "memory"),
+            last,
+            left=3,
+        ),
+    ]
+
+
+def headline(record: Record) -> str:
     """Describe the model in one line."""
-    about = result.about
+    about = record.figures["about"]
     return f"{about['model']} ({about['kind']}, {about['weights']} weights, {about['task']})"
 
 
-def _table(result: Result, rows: Sequence[Row]) -> Table:
-    kind, first = rows[0].kind, result.baselines[0]
-    skipped = [f"not run: {row.attention}, {row.length} tokens: {row.note}" for row in rows if row.note]
-    out = Table(
-        title=f"{headline(result)}, {kind}",
-        caption="\n".join([*result.stretched, *skipped]) or None,
-        title_justify="left",
-        caption_justify="left",
-    )
-    out.add_column("context" if kind == TOKEN else "tokens", justify="right", no_wrap=True)
-    out.add_column("attention", no_wrap=True)
-    for name in ("time", f"{first} / it", "cache" if kind == TOKEN else "peak", f"{first} / it", "rounds"):
-        out.add_column(name, justify="right", no_wrap=True)
-    rows = sorted(rows, key=lambda x: x.length)
-    short = short_names(row.attention for row in rows)
-    for row, after in zip(rows, [*rows[1:], None], strict=True):
-        time, peak = (_ratio(result, row, what) for what in ("seconds", "peak"))
-        out.add_row(
-            str(row.length),
-            short[row.attention],
-            "not run" if row.seconds is None else human_time(row.seconds),
-            time,
-            human_bytes(row.peak),
-            peak,
-            str(row.rounds or ""),
-            end_section=after is None or after.length != row.length,
+def _table(record: Record, rows: Sequence[Row], first: str) -> Table:
+    kind = rows[0]["kind"]
+    skipped = [f"not run: {x['attention']}, {x['length']} tokens: {x['note']}" for x in rows if x["note"]]
+    short = short_names(x["attention"] for x in rows)
+    cells = [
+        (
+            str(row["length"]),
+            short[row["attention"]],
+            "not run" if row["seconds"] is None else human_time(row["seconds"]),
+            _ratio(rows, row, "seconds", first),
+            human_bytes(row["peak"]),
+            _ratio(rows, row, "peak", first),
+            str(row["rounds"] or ""),
         )
-    return out
+        for row in sorted(rows, key=lambda x: x["length"])
+    ]
+    size, memory = ("context", "cache") if kind == TOKEN else ("tokens", "peak")
+    return table(
+        f"{headline(record)}, {kind}",
+        (size, "attention", "time", f"{first} / it", memory, f"{first} / it", "rounds"),
+        cells,
+        left=2,
+        caption="\n".join([*record.figures["stretched"], *skipped]) or None,
+    )
 
 
-def _ratio(result: Result, row: Row, what: str) -> str:
-    base, own = result.curve(row.kind, result.baselines[0], what).get(row.length), getattr(row, what)
-    return human_ratio(base / own) if base and own and row.attention != result.baselines[0] else ""
+def _ratio(rows: Sequence[Row], row: Row, what: str, first: str) -> str:
+    base, own = curve(rows, row["kind"], first, what).get(row["length"]), row[what]
+    return human_ratio(base / own) if base and own and row["attention"] != first else ""
 
 
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw time and memory over the length, one row for each pass; crossovers with the first baseline are ringed."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+    draw_curves(record, path, record.settings.baselines[0])
 
-    kinds = list(dict.fromkeys(row.kind for row in result.rows))
-    names = list(dict.fromkeys(row.attention for row in result.rows))
+
+def draw_curves(record: Record, path: Path, first: str) -> None:
+    """`picture` with this baseline."""
+    kinds, names = unique(record.rows, "kind"), unique(record.rows, "attention")
     styles = {name: style(index) for index, name in enumerate(names)}
     for name in (x for x in names if x in BASELINES):
-        styles[name] |= {"color": "#1b1e23" if name == result.baselines[0] else "#808080"}
-    with mpl.rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(10, 4.0 * len(kinds) + 0.4), layout="constrained")
-        axes = figure.subplots(len(kinds), 2, squeeze=False)
+        styles[name] |= {"color": "#1b1e23" if name == first else "#808080"}
+    with drawing(path, (10, 4.0 * len(kinds) + 0.4), len(kinds), 2, dpi=140) as (figure, axes):
         for line, kind in zip(axes, kinds, strict=True):
-            _panel(line[0], result, kind, "seconds", styles)
-            _panel(line[1], result, kind, "peak", styles)
+            for axis, what in zip(line, ("seconds", "peak"), strict=True):
+                _panel(axis, record, kind, what, styles, first)
             line[0].legend(fontsize=8, frameon=False)
-        note = "; positions stretched" if result.stretched else ""
-        figure.suptitle(f"{headline(result)}{note}", size=11)
-        figure.savefig(path, dpi=140)
+        note = "; positions stretched" if record.figures["stretched"] else ""
+        figure.suptitle(f"{headline(record)}{note}", size=11)
 
 
-def _panel(axis: Any, result: Result, kind: str, what: str, styles: dict[str, dict[str, Any]]) -> None:
+def _panel(axis: Any, record: Record, kind: str, what: str, styles: dict[str, dict[str, Any]], first: str) -> None:
     show = human_time if what == "seconds" else human_bytes
     words = {"seconds": "time", "peak": "cache" if kind == TOKEN else "peak memory beyond the weights"}
     axis.set_title(f"{words[what]}, {kind}", size=10)
-    if not any(result.curve(kind, name, what) for name in styles):
+    curves = {name: curve(record.rows, kind, name, what) for name in styles}
+    if not any(curves.values()):
         axis.axis("off")
         axis.text(0.5, 0.5, "not measured", ha="center", color="grey", transform=axis.transAxes)
         return
-    for name, style_of_line in styles.items():
-        curve = result.curve(kind, name, what)
-        if curve:
+    for name, points in curves.items():
+        if points:
             label = f"original, {name}" if name in BASELINES else name
-            axis.plot(list(curve), list(curve.values()), label=label, **style_of_line | {"markersize": 5})
+            axis.plot(list(points), list(points.values()), label=label, **styles[name] | {"markersize": 5})
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=10 if what == "seconds" else 2)
     if what == "seconds":
@@ -461,18 +441,18 @@ def _panel(axis: Any, result: Result, kind: str, what: str, styles: dict[str, di
     if high < 5 * low:  # else a few percent would fill the panel
         middle = math.sqrt(low * high)
         axis.set_ylim(middle / 5**0.5, middle * 5**0.5)
-    lengths = sorted({row.length for row in result.rows if row.kind == kind})
+    lengths = sorted(unique(record.where(kind=kind), "length"))
     axis.set_xticks(lengths, [f"{x:,}" for x in lengths])
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda y, _: show(y))
     axis.set_xlabel("context, tokens" if kind == TOKEN else "tokens")
     axis.grid(True, alpha=0.15)
-    for x in result.crossovers():
+    for x in where(record.figures["crossovers"], kind=kind, against=first):
         at = x[what]
-        if (x["kind"], x["against"]) == (kind, result.baselines[0]) and at is not None:
-            height = between(result.curve(kind, x["attention"], what), at)
+        if at is not None:
             colour = styles[x["attention"]]["color"]
-            axis.plot([at], [height], "o", mfc="none", mec=colour, markersize=13, zorder=5)
+            ring = {"mfc": "none", "mec": colour, "markersize": 13, "zorder": 5}
+            axis.plot([at], [between(curves[x["attention"]], at)], "o", **ring)
             axis.axvline(at, color=colour, linewidth=0.8, linestyle=":")
             foot = {"transform": axis.get_xaxis_transform(), "ha": "right", "va": "bottom"}
             axis.text(at, 0.02, f"{at:,.0f}", rotation=90, size=8, color=colour, **foot)
@@ -486,10 +466,32 @@ def between(curve: dict[int, float], at: float) -> float:
     return float(curve[first] * (curve[last] / curve[first]) ** share)
 
 
-__all__ = ["check", "picture", "record", "run", "steps", "tables"]
-NAME = "lengths"
 FIRST_CONTEXT = 128
 STRETCHED = ("max_position_embeddings", "n_positions")  # what a configuration says of positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthsSettings(Settings):
+    """Settings of this study."""
+
+    model: Path = option(
+        help="folder of transformers; --random needs its config.json alone", argument=True, shown="MODEL"
+    )
+    attention: tuple[str, ...] = option(
+        ("loglinear:num_features=128", "favor+:num_features=128"), f"what it is converted to: {SPECS}"
+    )
+    baselines: tuple[str, ...] = option(("sdpa", "eager"), "of the original: sdpa, eager", choices=("sdpa", "eager"))
+    lengths: tuple[int, ...] = option((256, 512, 1024, 2048, 4096, 8192), "tokens", least=1)
+    task: str = option("auto", "what the model is: auto, encoder or causal", choices=("auto", "encoder", "causal"))
+    random: bool = option(False, "draw the weights", switch=True)
+    backward: bool = option(False, "measure forward + backward too", switch=True)
+    generate: int = option(0, "the longest context to generate after; 0: none", least=0)
+    batch: int = option(1, "sequences of a pass", least=1)
+    budget: float = option(10.0, "seconds for each length and pass", least=0.01)
+    limit: float = option(60.0, MAX_SECONDS, least=0.01, name="max_seconds")
+    memory: bool = option(True, MEMORY)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
+    rounds: int = 5  # passes of each, interleaved; at least so many
 
 
 def check(settings: LengthsSettings) -> None:
@@ -531,45 +533,33 @@ def steps(settings: LengthsSettings) -> int:
     return sum(1 if kind == TOKEN else 1 + weighed for kind, _ in cases(settings))
 
 
-def run(
-    settings: LengthsSettings, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
-) -> Result:
-    """Measure everything that ``folder`` does not hold yet; see `studies.base`.
-
-    Every point is written there when it is measured, so that a second call goes on.
-    """
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Measure everything that the record does not have yet; every point is written when it is measured."""
+    settings = record.settings
     check(settings)
-    result = _described(settings)
-    result.rows = read_rows(folder, NAME, result.about)
+    resume(record, *_described(settings))
     for kind, length in cases(settings):
-        rows = [result.row(kind, length, name) for name in contenders(settings)]
+        rows = [find_row(record.rows, kind, length, name) for name in contenders(settings)]
         for row in rows:
-            row.note = result.refusal(row, settings.limit) if row.seconds is None else ""
+            row["note"] = refusal(record.rows, row, settings.limit) if row["seconds"] is None else ""
         for row in rows if settings.memory and kind != TOKEN else ():
-            log(f"{kind}, {length} tokens: memory of {row.attention}")
-            if row.peak is None:
+            log(f"{kind}, {length} tokens: memory of {row['attention']}")
+            if row["peak"] is None:
                 _measure("memory", [row], settings)
-                write_record(folder, NAME, settings, record(result))
+                save(record, settings.baselines)
             progress()
         log(f"{kind}{' after' if kind == TOKEN else ','} {length} tokens: timing")
-        _measure("time", [row for row in rows if row.seconds is None], settings)
-        write_record(folder, NAME, settings, record(result))
+        _measure("time", where(rows, seconds=None), settings)
+        save(record, settings.baselines)
         progress()
-    return result
-
-
-def record(result: Result) -> dict[str, Any]:
-    """Return the result as plain JSON."""
-    rows = [asdict(row) for row in result.rows]
-    return {"about": result.about, "stretched": result.stretched, "rows": rows, "crossovers": result.crossovers()}
 
 
 def _subject(settings: LengthsSettings) -> Subject:
     return Subject(str(settings.model), settings.task, settings.random, settings.allow_pickle, settings.batch)
 
 
-def _described(settings: LengthsSettings) -> Result:
-    """A result without rows; what is wrong with the model or an attention is said before the first hour has passed."""
+def _described(settings: LengthsSettings) -> tuple[dict[str, Any], list[str]]:
+    """Description of what is measured, and stretched tables; a wrong model is refused before anything is measured."""
     subject, longest = _subject(settings), max(settings.lengths)
     with silent_libraries():
         model, stretched = subject.build(longest)
@@ -581,9 +571,7 @@ def _described(settings: LengthsSettings) -> Result:
         raise ValueError(f"{subject.folder} is an encoder and cannot generate; leave --generate out.")
     for name in contenders(settings):
         contender(model, name)
-    return Result(
-        describe(model, subject, Path(subject.folder).resolve().name, task), settings.baselines, stretched=stretched
-    )
+    return describe(model, subject, Path(subject.folder).resolve().name, task), stretched
 
 
 def describe(model: Any, subject: Subject, name: str, task: str) -> dict[str, Any]:
@@ -606,9 +594,9 @@ def _measure(what: str, rows: Sequence[Row], settings: LengthsSettings) -> None:
     """Fill in rows of one pass and length, by one process."""
 
     def measure(running: list[Row]) -> list[Figures]:
-        request = {"what": what, "kind": running[0].kind, "length": running[0].length}
-        figures = job({**request, "names": [row.attention for row in running]}, settings)
-        return [figures[row.attention] for row in running]
+        request = {"what": what, "kind": running[0]["kind"], "length": running[0]["length"]}
+        figures = job({**request, "names": [row["attention"] for row in running]}, settings)
+        return [figures[row["attention"]] for row in running]
 
     fill_rows(rows, measure)
 
@@ -629,3 +617,16 @@ def job(request: Mapping[str, Any], settings: LengthsSettings) -> dict[str, Figu
         budget=settings.budget,
         **request,
     )
+
+
+STUDY = Study(
+    "lengths",
+    "",
+    LengthsSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    examples=(("MODEL --lengths 512,2048,8192", "time and memory of the original and the converted"),),
+)

@@ -1,4 +1,4 @@
-"""Why queries and keys need unit length where attention is converted (NPRF with RPE, 2106.12566, Fig. 2).
+"""Conversion of standard and of normalized attention without fine-tuning (NPRF with RPE, 2106.12566, Fig. 2).
 
 Four causal language models over bytes are trained with exact softmax attention: standard and normalized, each without
 and with a relative position bias. Then the attention of each is computed by random features of its own kernel, without
@@ -10,10 +10,9 @@ sharp, and features are drawn independently (Eq. 5).
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,12 +26,12 @@ from kernelformer.models import KernelformerPreTrainedModel
 from kernelformer.models.embeddings import Embeddings
 from kernelformer.modules import RelativePositions, build_attention, parse_method
 from kernelformer.modules.core import AttentionCore
-from kernelformer.settings import plain
+from kernelformer.settings import option, plain
+from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.comparison import Plan, check
 from kernelformer_lab.data.batching import spread_evenly
-from kernelformer_lab.studies.base import Log, Progress
-from kernelformer_lab.studies.runs import METRIC, bits, byte_run, trained_model
-from kernelformer_lab.studies.settings import NormalizedSettings as Settings
+from kernelformer_lab.studies.base import Log, Progress, Record, Row, Study, drawing, table
+from kernelformer_lab.studies.runs import METRIC, ByteModelSettings, bits, byte_run, trained_model
 from kernelformer_lab.tasks import Task, make_task
 
 Model = TypeVar("Model", bound=KernelformerPreTrainedModel)
@@ -102,30 +101,17 @@ def _check_places(
             )
 
 
-@dataclass(frozen=True)
-class Norms:
-    """What decides how many features a kernel needs: the norms of what it sees, ``|x| sqrt(scale)``.
-
-    Args:
-        query: mean over layers, heads and tokens.
-        key: the same.
-        largest: of both.
-        bias: mean over layers and heads of the range of the table of relative positions; 0 without one.
-    """
-
-    query: float
-    key: float
-    largest: float
-    bias: float
-
-
 @torch.no_grad()
-def kernel_norms(model: nn.Module, tokens: Tensor) -> Norms:
-    """Norms of queries and keys as the kernels of a model see them, of unit length where it normalizes them.
+def kernel_norms(model: nn.Module, tokens: Tensor) -> dict[str, float]:
+    """Norms ``|x| sqrt(scale)`` of what the kernels of a model see, of unit length where it normalizes them.
 
     Args:
         model: of this library.
         tokens: (B, L).
+
+    Returns:
+        ``query`` and ``key``: means over layers, heads and tokens; ``largest`` of both; ``bias``: mean over layers and
+        heads of the range of the table of relative positions, 0 without one.
     """
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -145,11 +131,26 @@ def kernel_norms(model: nn.Module, tokens: Tensor) -> Norms:
     tables = [x.weight.flatten(1) for x in positions]
     ranges = torch.cat([x.amax(1) - x.amin(1) for x in tables]) if tables else query.new_zeros(1)
     largest = max(float(query.max()), float(key.max()))
-    return Norms(float(query.mean()), float(key.mean()), largest, float(ranges.mean()))
+    means = {"query": float(query.mean()), "key": float(key.mean())}
+    return {**means, "largest": largest, "bias": float(ranges.mean())}
 
 
 WINDOWS = 16  # of the validation split, in which norms are measured
 MODELS = "normalized"  # the folder of the trained models
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizedSettings(ByteModelSettings):
+    """Settings of this study.
+
+    ``scale`` is that of normalized attention: the kernel sees vectors of length sqrt(scale), so that a larger one can
+    attend more sharply, and needs more features.
+    """
+
+    scale: float = option(1.0, "of normalized attention; the paper's is 1")
+    features: tuple[int, ...] = option((16, 32, 64, 128, 256), "numbers of random features", least=1)
+    draws: int = option(5, "of the features", least=2)
+    draw: str = option("iid", "how they are drawn: iid as in the paper, orthogonal, ...")
 
 
 @dataclass(frozen=True)
@@ -160,16 +161,16 @@ class Variant:
     normalized: bool
     relative: bool
 
-    def trained(self, settings: Settings) -> str:
+    def trained(self, settings: NormalizedSettings) -> str:
         """The attention that it is trained with."""
         own = f":normalize_qk=True:scale={settings.scale:g}" if self.normalized else ""
         return f"softmax{own}{self._positions}"
 
-    def converted(self, settings: Settings, features: int) -> str:
+    def converted(self, settings: NormalizedSettings, features: int) -> str:
         """The attention that it is converted to: random features of the same kernel."""
         return f"{self.method(settings, features)}{self._positions}"
 
-    def method(self, settings: Settings, features: int) -> str:
+    def method(self, settings: NormalizedSettings, features: int) -> str:
         """The converted attention without its positions."""
         own = f"nprf:scale={settings.scale:g}" if self.normalized else "favor+"
         return f"{own}:num_features={features}:draw={settings.draw}"
@@ -187,7 +188,7 @@ VARIANTS = (
 )
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings(settings: NormalizedSettings) -> None:
     """Raise for settings that no model or no feature map takes, before anything is trained."""
     if settings.width % settings.heads:
         raise ValueError(f"width must be a multiple of heads, got {settings.width} and {settings.heads}.")
@@ -201,70 +202,39 @@ def check_settings(settings: Settings) -> None:
         build_attention(method, head_dim=settings.width // settings.heads, num_heads=settings.heads, **options)
 
 
-@dataclass
-class Converted:
-    """One model: what it is, and its bits per byte before and after conversion."""
-
-    attention: str
-    before: float
-    norms: Norms
-    seconds: float  # of training
-    after: dict[int, list[float]] = field(default_factory=dict)  # by features, one for each draw
-
-    def mean(self, features: int) -> float:
-        """Mean bits per byte over the draws."""
-        return statistics.fmean(self.after[features])
-
-    def standard_error(self, features: int) -> float:
-        """Standard error of that mean."""
-        return statistics.stdev(self.after[features]) / math.sqrt(len(self.after[features]))
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures of the model as plain values."""
-        head = {"attention": self.attention, METRIC: self.before, "norms": asdict(self.norms), "seconds": self.seconds}
-        after = [
-            {"features": m, "mean": self.mean(m), "standard_error": self.standard_error(m), "draws": values}
-            for m, values in self.after.items()
-        ]
-        return {**head, "converted": after}
-
-
-@dataclass
-class Result:
-    """What the study has measured, by the name of the model."""
-
-    settings: Settings
-    models: dict[str, Converted] = field(default_factory=dict)
-
-
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: NormalizedSettings) -> int:
+    """A step for the training of each model, and one for each number of features."""
     return len(VARIANTS) * (1 + len(settings.features))
 
 
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
-    """Train what is not trained yet, convert and measure; goes on with the models in ``folder / "normalized"``.
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Train what is not trained yet, convert and measure; models in the folder "normalized" are resumed.
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM in a training, which was saved.
         TrainingError: the folder has models of other settings or of other data, or one does not train.
     """
+    settings = record.settings
     check_settings(settings)
-    plan = Plan("normalized", [byte_run(settings, x.trained(settings)) for x in VARIANTS], folder / MODELS)
+    plan = Plan("normalized", [byte_run(settings, x.trained(settings)) for x in VARIANTS], record.folder / MODELS)
     check(plan, resume=True)
-    result = Result(settings)
+    models: dict[str, Row] = {}
+    # The settings by their older key.
+    record.figures = {"setting": {**plain(settings), "features": sorted(settings.features)}, "models": models}
     for variant, training in zip(VARIANTS, plan.runs, strict=True):
         model, seconds = trained_model(variant.name, training, plan.folder_of(training), log)
         progress()
         task = make_task(training.task, **training.task_options)
-        one = Converted(variant.trained(settings), bits(model, task), kernel_norms(model, _tokens(task)), seconds)
+        one = {"attention": variant.trained(settings), METRIC: bits(model, task)}
+        models[variant.name] = {**one, "norms": kernel_norms(model, _tokens(task)), "seconds": seconds, "converted": []}
         for m in sorted(settings.features):
             log(f"{variant.name}: {m} features, {settings.draws} draws")
             spec = variant.converted(settings, m)
-            one.after[m] = [bits(reattend(model, spec, seed=draw), task) for draw in range(settings.draws)]
+            draws = [bits(reattend(model, spec, seed=draw), task) for draw in range(settings.draws)]
+            mean, error = mean_and_error(draws)
+            row = {"features": m, "mean": mean, "standard_error": error, "draws": draws}
+            models[variant.name]["converted"].append(row)
             progress()
-        result.models[variant.name] = one
-    return result
 
 
 def _tokens(task: Task) -> Tensor:
@@ -273,58 +243,57 @@ def _tokens(task: Task) -> Tensor:
     return torch.stack([windows[int(i)]["input_ids"] for i in spread_evenly(len(windows), WINDOWS)])
 
 
-def tables(result: Result) -> list[Table]:
-    """One table: bits per byte, norms, and what each number of features adds."""
-    settings = result.settings
-    features = sorted(settings.features)
-    out = Table(
-        title=f"Bits per byte of models trained with softmax attention, and what random features in its place add "
-        f"without fine-tuning (mean over {settings.draws} draws, ± standard error)"
-    )
-    out.add_column("trained", no_wrap=True)
-    for name in ("bits", "|q|", "|k|", "largest", "bias range"):
-        out.add_column(name, justify="right", no_wrap=True)
-    for m in features:
-        out.add_column(f"m = {m}", justify="right", no_wrap=True)
-    for name, x in result.models.items():
-        norms = x.norms
-        values = [f"{norms.query:.2f}", f"{norms.key:.2f}", f"{norms.largest:.2f}", f"{norms.bias:.1f}"]
-        losses = [f"{x.mean(m) - x.before:+.3f} ± {x.standard_error(m):.3f}" for m in features]
-        out.add_row(name, f"{x.before:.3f}", *values, *losses)
-    out.caption = "|q|, |k|: mean norms of what the kernel sees, times sqrt(scale); bias range: of a head's table, mean"
-    return [out]
+def tables(record: Record) -> list[Table]:
+    """Bits per byte, norms, and what each number of features adds."""
+    rows = []
+    for name, x in record.figures["models"].items():
+        before, norms = x[METRIC], x["norms"]
+        cells = [f"{before:.3f}", *(f"{norms[key]:.2f}" for key in ("query", "key", "largest")), f"{norms['bias']:.1f}"]
+        losses = [f"{y['mean'] - before:+.3f} ± {y['standard_error']:.3f}" for y in x["converted"]]
+        rows.append((name, *cells, *losses))
+    features = [f"m = {m}" for m in sorted(record.settings.features)]
+    return [
+        table(
+            f"Bits per byte of models trained with softmax attention, and what random features in its place add "
+            f"without fine-tuning (mean over {record.settings.draws} draws, ± standard error)",
+            ("trained", "bits", "|q|", "|k|", "largest", "bias range", *features),
+            rows,
+            caption="|q|, |k|: mean norms of what the kernel sees, times sqrt(scale); bias range: mean over heads",
+        )
+    ]
 
 
-def record(result: Result) -> dict[str, Any]:
-    """The settings by their older key, and what was measured of each model."""
-    setting = {**plain(result.settings), "features": sorted(result.settings.features)}
-    return {"setting": setting, "models": {name: x.as_json() for name, x in result.models.items()}}
-
-
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw the paper's Fig. 2: after conversion over the number of features; dashed: before."""
-    import matplotlib as mpl
+    features = sorted(record.settings.features)
+    with drawing(path, (7, 4.6)) as (figure, ((axis,),)):
+        for variant in VARIANTS:
+            x = record.figures["models"][variant.name]
+            look: dict[str, Any] = {"color": "C0" if variant.normalized else "C3"}
+            look |= {"linestyle": "-", "marker": "o"} if variant.relative else {"linestyle": ":", "marker": "s"}
+            look["label"] = f"{variant.name} (mean norm {(x['norms']['query'] + x['norms']['key']) / 2:.1f})"
+            means, errors = ([y[name] for y in x["converted"]] for name in ("mean", "standard_error"))
+            axis.errorbar(features, means, yerr=errors, capsize=3, **look)
+            alpha = 1.0 if variant.relative else 0.45
+            axis.axhline(x[METRIC], color=look["color"], linestyle="--", linewidth=1, alpha=alpha)
+        axis.set(title="converted to random features without fine-tuning; dashed: as trained", xlabel="features")
+        axis.set_ylabel("bits per byte")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(features)
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.grid(True, alpha=0.2)
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    features = sorted(result.settings.features)
-    figure, axis = plt.subplots(figsize=(7, 4.6), constrained_layout=True)
-    for variant in VARIANTS:
-        x = result.models[variant.name]
-        color, style = "C3" if not variant.normalized else "C0", "-" if variant.relative else ":"
-        label = f"{variant.name} (mean norm {(x.norms.query + x.norms.key) / 2:.1f})"
-        spread: dict[str, Any] = {"yerr": [x.standard_error(m) for m in features], "capsize": 3, "label": label}
-        style_options: dict[str, Any] = {"color": color, "linestyle": style, "marker": "o" if variant.relative else "s"}
-        axis.errorbar(features, [x.mean(m) for m in features], **spread, **style_options)
-        axis.axhline(x.before, color=color, linestyle="--", linewidth=1, alpha=1.0 if variant.relative else 0.45)
-    axis.set_title("converted to random features without fine-tuning; dashed: as trained")
-    axis.set_xlabel("features")
-    axis.set_ylabel("bits per byte")
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(features)
-    axis.xaxis.set_major_formatter("{x:.0f}")
-    axis.grid(True, alpha=0.2)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+STUDY = Study(
+    "normalized",
+    "NPRF with RPE (2106.12566), Fig. 2",
+    NormalizedSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    writes="the models",
+    examples=(("--steps 600 --features 16,64,256", "four small models, made linear"),),
+)

@@ -1,15 +1,14 @@
-"""Why relative positions need unit vectors, and what they cost (NPRF with RPE, 2106.12566, Fig. 1).
+"""Errors of attention rows over norms, and time with relative positions (NPRF with RPE, 2106.12566, Fig. 1).
 
-Fig. 1b: how far the rows of random positive features are from softmax's, over the norm of queries and keys. Fig. 1a:
+Fig. 1b: the distance of rows of random positive features from softmax's, over the norm of queries and keys. Fig. 1a:
 the time of a forward with a relative position bias, over the length.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from torch import Tensor
 
 from kernelformer.formatting import human_time
 from kernelformer.modules import build_attention
+from kernelformer.settings import Settings, option
 from kernelformer.timing import taking_timings
+from kernelformer_lab.analysis.statistics import mean_and_error
 from kernelformer_lab.bench.attention import Case, contender
-from kernelformer_lab.studies.base import Log, Progress
-from kernelformer_lab.studies.settings import PositionsSettings as Settings
+from kernelformer_lab.studies.base import Log, Progress, Record, Study, drawing, log_axis, table
 
 NORMS = (0.5, 1.0, 2.0, 3.0, 4.0)
 FEATURES = (4, 16, 64, 256, 1024)
@@ -39,20 +39,13 @@ FORWARDS: dict[str, tuple[str, int, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class RowError:
-    """``sum_j |A_j - A^_j|`` of a row of attention, at most 2: mean over queries, then over independent draws."""
+@dataclass(frozen=True, kw_only=True)
+class PositionsSettings(Settings):
+    """Settings of this study."""
 
-    mean: float
-    standard_error: float
-
-
-@dataclass
-class Result:
-    """What the study has measured."""
-
-    errors: dict[tuple[float, int], RowError] = field(default_factory=dict)  # norm, features
-    seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # forward, length
+    lengths: tuple[int, ...] = option((1024, 2048, 4096, 8192, 16384), "tokens; the paper goes to 40960", least=1)
+    draws: int = option(16, "of frequencies, queries and keys", least=2)
+    repeats: int = option(5, "timed calls of each forward", least=1, name="rounds")
 
 
 def unit_vectors(count: int, head_dim: int, seed: int) -> Tensor:
@@ -71,7 +64,7 @@ def row_error(
     queries: int = QUERIES,
     draws: int = 16,
     draw: str = "iid",
-) -> RowError:
+) -> tuple[float, float]:
     """The error of attention rows at ``|q| = |k| = norm`` (NPRF with RPE, Fig. 1b and Theorem 3).
 
         |A - A^|_1      A_j = exp(q . k_j) / sum_l exp(q . k_l)      A^_j = phi(q) . phi(k_j) / sum_l phi(q) . phi(k_l)
@@ -85,6 +78,9 @@ def row_error(
         draws: of keys, queries and frequencies, at least 2.
         draw: of the frequencies; the paper's Eq. 5 draws them independently.
 
+    Returns:
+        ``sum_j |A_j - A^_j|``, at most 2: mean over queries and draws, and its standard error over draws.
+
     Cost: O(draws n (M + queries) n).
     """
     shape: dict[str, Any] = {"head_dim": head_dim, "num_heads": 1, "scale": 1.0}
@@ -96,9 +92,8 @@ def row_error(
         q, k = both[:, :, :queries], both[:, :, queries:]
         core.resample(number)
         gap = core.attention_matrix(q, k) - exact.attention_matrix(q, k)
-        errors.append(gap.abs().sum(-1).mean())
-    sample = torch.stack(errors).double()
-    return RowError(float(sample.mean()), float(sample.std() / math.sqrt(draws)))
+        errors.append(float(gap.abs().sum(-1).mean()))
+    return mean_and_error(errors)
 
 
 @taking_timings()
@@ -118,81 +113,74 @@ def forward_seconds(length: int, *, repeats: int = 5, window: int = 128) -> dict
     return {label: statistics.median(x) for label, x in times.items()}
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: PositionsSettings) -> int:
+    """A step for each norm, and one for each length."""
     return len(NORMS) + len(settings.lengths)
 
 
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
+def run(record: Record, log: Log, progress: Progress) -> None:
     """Measure errors over the norm, and times over the length."""
-    result = Result()
+    settings, errors, seconds = record.settings, [], []
     for norm in NORMS:
         log(f"error of the rows at norm {norm:g}")
-        for m in FEATURES:
-            result.errors[norm, m] = row_error(norm, m, draws=settings.draws)
+        errors += [[norm, m, *row_error(norm, m, draws=settings.draws)] for m in FEATURES]
         progress()
     for length in settings.lengths:
         log(f"forward of {length} tokens")
-        for label, seconds in forward_seconds(length, repeats=settings.repeats).items():
-            result.seconds[label, length] = seconds
+        times = forward_seconds(length, repeats=settings.repeats)
+        seconds += [[label, length, x] for label, x in times.items()]
         progress()
-    return result
+    record.figures = {"errors": errors, "seconds": seconds}
 
 
-def tables(result: Result) -> list[Table]:
-    """Tables of errors by norm and features, and of times by length."""
-    norms, features = (list(dict.fromkeys(x)) for x in zip(*result.errors, strict=True))
-    errors = Table(title=f"L1 error of attention rows against softmax, D = 64, {KEYS} keys (at most 2)")
-    errors.add_column("|q| = |k|", justify="right")
-    for m in features:
-        errors.add_column(f"m = {m}", justify="right")
-    for norm in norms:
-        errors.add_row(f"{norm:g}", *(f"{result.errors[norm, m].mean:.3f}" for m in features))
-    labels, lengths = (list(dict.fromkeys(x)) for x in zip(*result.seconds, strict=True))
-    times = Table(title="Forward with a relative position bias, 1 head, D = 64")
-    times.add_column("length", justify="right")
-    for label in labels:
-        times.add_column(label, justify="right")
-    for length in lengths:
-        times.add_row(str(length), *(human_time(result.seconds[label, length]) for label in labels))
-    return [errors, times]
+def tables(record: Record) -> list[Table]:
+    """Errors by norm and features, and times by length."""
+    errors, seconds = record.figures["errors"], record.figures["seconds"]
+    norms, features, labels, lengths = (
+        list(dict.fromkeys(x[i] for x in part)) for part, i in ((errors, 0), (errors, 1), (seconds, 0), (seconds, 1))
+    )
+    return [
+        table(
+            f"L1 error of attention rows against softmax, D = 64, {KEYS} keys (at most 2)",
+            ("|q| = |k|", *(f"m = {m}" for m in features)),
+            [(f"{norm:g}", *(f"{x[2]:.3f}" for x in errors if x[0] == norm)) for norm in norms],
+            left=0,
+        ),
+        table(
+            "Forward with a relative position bias, 1 head, D = 64",
+            ("length", *labels),
+            [(str(n), *(human_time(x[2]) for x in seconds if x[1] == n)) for n in lengths],
+            left=0,
+        ),
+    ]
 
 
-def record(result: Result) -> dict[str, Any]:
-    """Rows of norm, features, mean error and standard error, and of forward, length and seconds."""
-    return {
-        "errors": [[*key, x.mean, x.standard_error] for key, x in result.errors.items()],
-        "seconds": [[*key, x] for key, x in result.seconds.items()],
-    }
-
-
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw the paper's Fig. 1: time over the length, and error over the norm."""
-    import matplotlib as mpl
+    errors, seconds = record.figures["errors"], record.figures["seconds"]
+    with drawing(path, (10, 4.2), columns=2) as (_, ((left, right),)):
+        for label in dict.fromkeys(x[0] for x in seconds):
+            points = [(n, x * 1e3) for name, n, x in seconds if name == label]
+            left.plot(*zip(*points, strict=True), "k--" if label == "softmax" else "-", marker="o", label=label)
+        left.set(title="forward with a bias, 1 head, D = 64", xlabel="length", ylabel="ms")
+        log_axis(left)
+        for m in dict.fromkeys(x[1] for x in errors):
+            norm, _, mean, error = zip(*(x for x in errors if x[1] == m), strict=True)
+            right.errorbar(norm, mean, yerr=error, marker="o", label=f"m = {m}")
+        right.set(title=f"attention rows against softmax's, {KEYS} keys", xlabel="|q| = |k| = R", ylabel="L1 error")
+        right.set_ylim(0, 2)
+        for axis in (left, right):
+            axis.grid(True, alpha=0.2)
+            axis.legend(fontsize="small")
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
-    for label in dict.fromkeys(label for label, _ in result.seconds):
-        points = [(n, x * 1e3) for (name, n), x in result.seconds.items() if name == label]
-        left.plot(*zip(*points, strict=True), "k--" if label == "softmax" else "-", marker="o", label=label)
-    left.set_title("forward with a bias, 1 head, D = 64")
-    left.set_xlabel("length")
-    left.set_ylabel("ms")
-    left.set_xscale("log", base=2)
-    left.set_yscale("log")
-    left.xaxis.set_major_formatter("{x:.0f}")
-    for m in dict.fromkeys(m for _, m in result.errors):
-        line = [(norm, x) for (norm, count), x in result.errors.items() if count == m]
-        errors = {"yerr": [x.standard_error for _, x in line], "marker": "o", "label": f"m = {m}"}
-        right.errorbar([norm for norm, _ in line], [x.mean for _, x in line], **errors)
-    right.set_title(f"attention rows against softmax's, {KEYS} keys")
-    right.set_xlabel("|q| = |k| = R")
-    right.set_ylabel("L1 error")
-    right.set_ylim(0, 2)
-    for axis in (left, right):
-        axis.grid(True, alpha=0.2)
-        axis.legend(fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+STUDY = Study(
+    "positions",
+    "NPRF with RPE (2106.12566), Fig. 1",
+    PositionsSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    examples=(("--lengths 1024,4096", "errors and times"),),
+)

@@ -1,4 +1,4 @@
-"""One sequence over several ranks of this machine: what that costs beside independent processes, and what is sent.
+"""One sequence over several ranks of this machine: its cost beside independent processes, and the bytes sent.
 
 R processes of one thread hold L tokens each and attend forward and backward, in turns each by itself and to the tokens
 of all. What a rank gives to the others is counted and compared with the formula of `analysis.scaling`: another number
@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,12 @@ from kernelformer.modules import AttentionCore, KernelCore, build_attention
 from kernelformer.modules.context import split_over
 from kernelformer.modules.spec import parse_method
 from kernelformer.parallel import context_parallel
+from kernelformer.settings import Settings, option
 from kernelformer.timing import Figures, Step, time_rounds
 from kernelformer_lab.analysis.scaling import Exchange
 from kernelformer_lab.bench.harness import peak_memory, run_together
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP
-from kernelformer_lab.studies.base import Log, Progress
-from kernelformer_lab.studies.settings import RanksSettings as Settings
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, drawing, table, where
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class SplitCase:
     def options(self, length: int, rank: int, ranks: int) -> dict[str, Any]:
         """Other arguments of a call with the tokens of so many ranks.
 
-        Every third key is hidden, packed sequences have seven tokens and go on over ranks.
+        Every third key is hidden, packed sequences have seven tokens and continue over ranks.
         """
         place = torch.arange(rank * length, (rank + 1) * length).expand(self.batch, -1)
         given: dict[str, Any] = {"is_causal": self.causal}
@@ -103,7 +103,7 @@ class SplitCase:
         return given
 
     def exchange(self, core: AttentionCore) -> Exchange:
-        """What its formula for the exchange depends on, from the core itself."""
+        """Arguments of the formula for the exchange, from the core itself."""
         phi = core.feature_map if isinstance(core, KernelCore) else None
         return Exchange(
             heads=self.heads if self.slope else self.groups if phi is None else max(self.groups, phi.heads),
@@ -321,84 +321,23 @@ def _run(
         )
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Times and bytes of one attention over so many ranks.
+@dataclass(frozen=True, kw_only=True)
+class RanksSettings(Settings):
+    """Settings of this study."""
 
-    Args:
-        attention: its spec.
-        causal: whether a query sees only what came before it.
-        ranks: R.
-        length: tokens of each rank that were timed.
-        alone: seconds of forward and backward in independent processes at the same time, the slowest of them.
-        work: seconds of what a rank has to do over ranks, without any exchange.
-        split: seconds over ranks.
-        merge: seconds that the state of one more rank takes.
-        exchange: what the formula depends on, see `Exchange`.
-        sent: bytes that a rank gave to others, forward and backward, by the tokens of a rank.
-    """
-
-    attention: str
-    causal: bool
-    ranks: int
-    length: int
-    alone: float
-    work: float
-    split: float
-    merge: float
-    exchange: dict[str, Any]
-    sent: dict[str, list[int]]
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the time over ranks that independent processes take."""
-        return self.alone / self.split
-
-    @property
-    def expected(self) -> float:
-        """The efficiency if an exchange took no time."""
-        return self.alone / self.work
-
-    @property
-    def formula(self) -> list[int]:
-        """Bytes forward and backward by the formula."""
-        traffic = Exchange(**self.exchange).traffic(self.ranks)
-        return [traffic.forward, traffic.backward]
+    attention: tuple[str, ...] = option(("favor+:num_features=64", "favor+:num_features=64:window=64:sinks=4"), SPECS)
+    ranks: tuple[int, ...] = option((2, 4), "numbers of ranks, a process of one thread each", least=2)
+    length: int = option(32768, "tokens of each rank", least=1)
+    crowded_length: int = option(4096, "tokens of each rank that are timed where ranks outnumber the cores", least=1)
+    batch: int = option(1, "sequences at once", least=1)
+    heads: int = option(8, "of the attention", least=1)
+    head_dim: int = option(64, "width of a head", least=1)
+    rounds: int = option(5, "timed repeats of each, interleaved, after one that warms up", least=1)
+    softmax: int = option(4096, "tokens that exact attention is timed with, for the plan", least=1)
+    memory: bool = option(True, "measure peak memory too, of one rank alone as well")
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Peak memory of one attention on the rank that takes most.
-
-    Args:
-        attention: its spec.
-        causal: whether a query sees only what came before it.
-        ranks: R.
-        length: tokens of each rank.
-        inputs: bytes of q, k, v and the gradient of the output; the results are as many.
-        peak: bytes beyond the inputs: results and everything in between.
-        merge: bytes that the state of one more rank takes.
-    """
-
-    attention: str
-    causal: bool
-    ranks: int
-    length: int
-    inputs: int
-    peak: int
-    merge: float
-
-
-@dataclass
-class Result:
-    """What the study has measured; ``softmax`` are seconds of exact attention in each of R independent processes."""
-
-    times: list[Timed] = field(default_factory=list)
-    peaks: list[Peak] = field(default_factory=list)
-    softmax: dict[str, Any] = field(default_factory=dict)
-
-
-def cases(settings: Settings) -> list[SplitCase]:
+def cases(settings: RanksSettings) -> list[SplitCase]:
     """Every attention, bidirectional and causal."""
     for spec in settings.attention:
         parse_method(spec)
@@ -406,125 +345,146 @@ def cases(settings: Settings) -> list[SplitCase]:
     return [SplitCase(x, causal, **sizes) for x in settings.attention for causal in (False, True)]
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: RanksSettings) -> int:
+    """Number of calls of ``progress`` in `run`."""
     groups = len(set(settings.ranks))
     return groups + settings.memory * (groups + 1)
 
 
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
-    """Measure each number of ranks: times and bytes, then memory."""
-    result, all_cases = Result(), cases(settings)
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Measure each number of ranks: times and bytes, then memory.
+
+    ``softmax`` are seconds of exact attention in each of R independent processes.
+    """
+    settings, all_cases = record.settings, cases(record.settings)
+    times, peaks = list[Row](), list[Row]()
+    record.figures = {"times": times, "peaks": peaks, "softmax": {}}
     numbers = sorted(set(settings.ranks))
     for count in numbers:
         log(f"{count} ranks: times and bytes")
         crowded = count > (os.cpu_count() or 1)
         length = min(settings.length, settings.crowded_length) if crowded else settings.length
-        exact = 0 if result.softmax else settings.softmax
+        exact = 0 if record.figures["softmax"] else settings.softmax
         lengths = sorted({max(1, length // x) for x in (32, 8, 2)})
         figures = run_ranks(count, all_cases, length=length, lengths=lengths, rounds=settings.rounds, softmax=exact)
-        result.times += [_timed(case, count, length, figures, n) for n, case in enumerate(all_cases)]
+        times += [_timed(case, count, length, figures, n) for n, case in enumerate(all_cases)]
         if exact:
             seconds = {name: x["seconds"] for name, x in figures[0]["softmax"].items()}
-            result.softmax = {"length": exact, "ranks": count, **seconds}
+            record.figures["softmax"] = {"length": exact, "ranks": count, **seconds}
         progress()
     for count in (1, *numbers) if settings.memory else ():
         log(f"{count} rank{'s' * (count > 1)}: memory")
         figures = run_memory(count, all_cases, settings.length)
-        result.peaks += [_peak(case, count, settings.length, figures, n) for n, case in enumerate(all_cases)]
+        peaks += [_peak(case, count, settings.length, figures, n) for n, case in enumerate(all_cases)]
         progress()
-    return result
 
 
-def _timed(case: SplitCase, count: int, length: int, figures: Sequence[Figures], number: int) -> Timed:
-    """A row of times, after a look at the bytes of all ranks and lengths."""
+def _timed(case: SplitCase, count: int, length: int, figures: Sequence[Figures], number: int) -> Row:
+    """Times and bytes of one attention over so many ranks, after a look at the bytes of all ranks and lengths.
+
+    ``length`` is of each rank. Seconds of forward and backward: ``alone`` in independent processes at the same time,
+    the slowest of them; ``work`` of what a rank has to do over ranks, without any exchange; ``split`` over ranks;
+    ``merge`` of the state of one more rank. ``exchange`` is what the formula depends on, ``formula`` its bytes forward
+    and backward, ``sent`` those that a rank gave to others, by its tokens. ``efficiency`` is the share of the time over
+    ranks that independent processes take, ``expected`` the same if an exchange took no time.
+    """
     every = [x["cases"][number] for x in figures]
     first = every[0]
-    alone, work, split, few, many = (first[x]["seconds"] for x in ("alone", "work", "split", "few", "many"))
-    merge = max(0.0, many - few) / (MANY - FEW)
-    row = Timed(
-        *(case.attention, case.causal, count, length, alone, work, split, merge), first["exchange"], first["sent"]
-    )
+    seconds = {x: first[x]["seconds"] for x in ("alone", "work", "split", "few", "many")}
+    merge = max(0.0, seconds.pop("many") - seconds.pop("few")) / (MANY - FEW)
+    traffic = Exchange(**first["exchange"]).traffic(count)
+    formula = [traffic.forward, traffic.backward]
     for rank, other in enumerate(every):
         for tokens, sent in other["sent"].items():
-            if sent != row.formula:
+            if sent != formula:
                 raise ValueError(
                     f"rank {rank} of {count} sent {sent[0]} bytes forward and {sent[1]} backward for {tokens} tokens "
-                    f"of {case.attention!r}, causal={case.causal}, and the formula says {row.formula[0]} and "
-                    f"{row.formula[1]}; `analysis.scaling.Exchange` is not what is sent."
+                    f"of {case.attention!r}, causal={case.causal}, and the formula says {formula[0]} and {formula[1]}; "
+                    f"`analysis.scaling.Exchange` is not what is sent."
                 )
-    return row
+    return {
+        **{"attention": case.attention, "causal": case.causal, "ranks": count, "length": length},
+        **{**seconds, "merge": merge, "exchange": first["exchange"], "sent": first["sent"]},
+        "efficiency": seconds["alone"] / seconds["split"],
+        "expected": seconds["alone"] / seconds["work"],
+        "formula": formula,
+    }
 
 
-def _peak(case: SplitCase, count: int, length: int, figures: Sequence[Figures], number: int) -> Peak:
+def _peak(case: SplitCase, count: int, length: int, figures: Sequence[Figures], number: int) -> Row:
+    """Peak memory of one attention on the rank that takes most.
+
+    Bytes of ``inputs`` (q, k, v and the gradient of the output; the results are as many), of the ``peak`` beyond them
+    (results and everything in between), and of the state of one more rank (``merge``).
+    """
     every = [x["cases"][number] for x in figures]
     merge = max(0, *(x["many"] - x["few"] for x in every)) / (MANY - FEW)
-    return Peak(case.attention, case.causal, count, length, every[0]["inputs"], max(x["split"] for x in every), merge)
+    sizes = {"inputs": every[0]["inputs"], "peak": max(x["split"] for x in every), "merge": merge}
+    return {"attention": case.attention, "causal": case.causal, "ranks": count, "length": length, **sizes}
 
 
-def _kind(row: Timed | Peak) -> str:
-    return "causal" if row.causal else "bidirectional"
+def _kind(row: Row) -> str:
+    return "causal" if row["causal"] else "bidirectional"
 
 
-def tables(result: Result) -> list[Table]:
+def tables(record: Record) -> list[Table]:
     """Times, bytes and memory."""
-    short = short_names(x.attention for x in result.times)
-    time = Table("attention", "", title="Forward and backward, one thread a rank", title_justify="left")
-    sent = Table("attention", "", title="Bytes that a rank sends, whatever the length", title_justify="left")
-    for name in ("ranks", "tokens of each", "independent", "over ranks", "efficiency", "without exchange"):
-        time.add_column(name, justify="right")
-    for name in ("ranks", "forward", "backward", "formula"):
-        sent.add_column(name, justify="right")
-    for x in result.times:
-        figures = (human_time(x.alone), human_time(x.split), f"{x.efficiency:.3f}", f"{x.expected:.3f}")
-        time.add_row(short[x.attention], _kind(x), str(x.ranks), str(x.length), *figures)
-        sent.add_row(short[x.attention], _kind(x), str(x.ranks), *(f"{n:,}" for n in x.formula), "the same")
-    if not result.peaks:
-        return [time, sent]
-    memory = Table("attention", "", title="Peak memory of a rank beyond its inputs", title_justify="left")
-    for name in ("ranks", "tokens of each", "peak"):
-        memory.add_column(name, justify="right")
-    for y in result.peaks:
-        memory.add_row(short[y.attention], _kind(y), str(y.ranks), str(y.length), human_bytes(y.peak))
-    return [time, sent, memory]
-
-
-def record(result: Result) -> dict[str, Any]:
-    """Every figure."""
-    times = [
-        {**asdict(x), "efficiency": x.efficiency, "expected": x.expected, "formula": x.formula} for x in result.times
+    short = short_names(x["attention"] for x in record.figures["times"])
+    time, sent = [], []
+    for x in record.figures["times"]:
+        head = (short[x["attention"]], _kind(x), str(x["ranks"]))
+        shares = (f"{x['efficiency']:.3f}", f"{x['expected']:.3f}")
+        time.append((*head, str(x["length"]), human_time(x["alone"]), human_time(x["split"]), *shares))
+        sent.append((*head, *(f"{n:,}" for n in x["formula"]), "the same"))
+    memory = [
+        (short[x["attention"]], _kind(x), str(x["ranks"]), str(x["length"]), human_bytes(x["peak"]))
+        for x in record.figures["peaks"]
     ]
-    return {"times": times, "peaks": [asdict(x) for x in result.peaks], "softmax": result.softmax}
+    head = ("attention", "", "ranks")
+    heads = (*head, "tokens of each", "independent", "over ranks", "efficiency", "without exchange")
+    out = [
+        table("Forward and backward, one thread a rank", heads, time, left=2),
+        table("Bytes that a rank sends, whatever the length", (*head, "forward", "backward", "formula"), sent, left=2),
+    ]
+    if memory:
+        title = "Peak memory of a rank beyond its inputs"
+        out.append(table(title, (*head, "tokens of each", "peak"), memory, left=2))
+    return out
 
 
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw the efficiency, and the peak memory over the number of ranks."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    numbers = sorted({x.ranks for x in result.times})
-    short = short_names(x.attention for x in result.times)
-    labels = list(dict.fromkeys(f"{short[x.attention]}, {_kind(x)}" for x in result.times))
+    times, peaks = record.figures["times"], record.figures["peaks"]
+    numbers = sorted({x["ranks"] for x in times})
+    short = short_names(x["attention"] for x in times)
+    labels = {(x["attention"], x["causal"]): f"{short[x['attention']]}, {_kind(x)}" for x in times}
     places, height = np.arange(len(labels)), 0.8 / len(numbers)
-    figure, axes = plt.subplots(1, 2, figsize=(14, 0.5 * len(labels) + 2), constrained_layout=True)
-    for n, count in enumerate(numbers):
-        values = [x.efficiency for x in result.times if x.ranks == count]
-        axes[0].barh(places + (n + 0.5) * height - 0.4, values, height, label=f"{count} ranks")
-    axes[0].set_yticks(places, labels)
-    axes[0].invert_yaxis()
-    axes[0].set_xlabel("time of independent processes over that of ranks")
-    axes[0].legend(fontsize="small")
-    for label in labels:
-        mine = [x for x in result.peaks if f"{short[x.attention]}, {_kind(x)}" == label]
-        axes[1].plot([x.ranks for x in mine], [x.peak / 2**20 for x in mine], marker="o", label=label)
-    axes[1].set_xlabel("ranks, with as many tokens each")
-    axes[1].set_ylabel("peak memory of a rank (MiB)")
-    axes[1].set_xticks(sorted({x.ranks for x in result.peaks}))
-    axes[1].set_ylim(bottom=0)
-    axes[1].legend(fontsize="x-small", loc="lower center")
-    for axis in axes:
-        axis.grid(True, alpha=0.2)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with drawing(path, (14, 0.5 * len(labels) + 2), columns=2) as (_, ((left, right),)):
+        for n, count in enumerate(numbers):
+            values = [x["efficiency"] for x in where(times, ranks=count)]
+            left.barh(places + (n + 0.5) * height - 0.4, values, height, label=f"{count} ranks")
+        left.set_yticks(places, list(labels.values()))
+        left.invert_yaxis()
+        left.set_xlabel("time of independent processes over that of ranks")
+        left.legend(fontsize="small")
+        for (attention, causal), label in labels.items():
+            mine = where(peaks, attention=attention, causal=causal)
+            right.plot([x["ranks"] for x in mine], [x["peak"] / 2**20 for x in mine], marker="o", label=label)
+        right.set(xlabel="ranks, with as many tokens each", ylabel="peak memory of a rank (MiB)")
+        right.set_xticks(sorted({x["ranks"] for x in peaks}))
+        right.set_ylim(bottom=0)
+        right.legend(fontsize="x-small", loc="lower center")
+        for axis in (left, right):
+            axis.grid(True, alpha=0.2)
+
+
+STUDY = Study(
+    "ranks",
+    "",
+    RanksSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    examples=(("--ranks 2 --length 8192", "two processes of one thread each"),),
+)

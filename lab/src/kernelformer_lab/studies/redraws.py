@@ -1,11 +1,11 @@
-"""What `studies.redraws` measures of one finished run: its outputs over redraws, eigenvalues and gradients."""
+"""Outputs of trained classifiers over redraws of features, eigenvalues and gradients (KL-Transformer, 2110.08323)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
@@ -20,6 +20,7 @@ from kernelformer.errors import TrainingError, integer, positive_int
 from kernelformer.formatting import short_names
 from kernelformer.modules.schedules import random_maps
 from kernelformer.page import COLOURS, MARKERS
+from kernelformer.settings import Settings, option
 from kernelformer_lab.analysis.redraws import (
     classifier_gradients,
     gradient_figures,
@@ -30,9 +31,7 @@ from kernelformer_lab.analysis.redraws import (
 from kernelformer_lab.analysis.spectra import Spectrum, spectra, squared_log_variances
 from kernelformer_lab.data.batching import Sample, spread_evenly
 from kernelformer_lab.records import MODEL, RUN, read_metrics, standing
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
-from kernelformer_lab.studies.settings import RedrawsSettings
-from kernelformer_lab.studies.settings import RedrawsSettings as Settings
+from kernelformer_lab.studies.base import Log, Progress, Record, Row, Study, drawing, table, unique, where
 from kernelformer_lab.tasks import Task, make_task
 from kernelformer_lab.training.checkpoints import checkpoints_of
 from kernelformer_lab.training.config import Run
@@ -47,39 +46,26 @@ PAPER = {("RSD", "AGV"): 0.95, ("RSD", "PI"): 0.98, ("PI", "AGV"): 0.89}  # R^2 
 MEASURES = ("rsd", "rsd_median", "pi", "agv", "voting_accuracy", "accuracy", "accuracy_deviation")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What was measured of one run, as plain values.
+@dataclass(frozen=True, kw_only=True)
+class RedrawsSettings(Settings):
+    """Settings of this study."""
 
-    Args:
-        folder: its name.
-        task: of the run.
-        attention: of the run, as people say it.
-        seed: of the run.
-        weights: hash of the model.
-        redraws: of `redraw_statistics`.
-        eigenvalues: of `eigenvalue_statistics`.
-        gradients: of `gradient_statistics`.
-    """
+    runs: tuple[str, ...] = option(help="of finished runs, or of comparisons", argument=True, path=True, shown="FOLDER")
+    draws: int = option(100, "of the random features of each model", least=2)
+    samples: int = option(200, "of the validation split, at most", least=2)
+    first_draw: int | None = option(None, "number of the first draw; default: after the one a model has", least=0)
+    gradients: int = option(50, "draws and samples of the gradients at the classifier; 0: none", least=0)
 
-    folder: str
-    task: str
-    attention: str
-    seed: int
-    weights: str
-    redraws: dict[str, Any]
-    eigenvalues: dict[str, Any]
-    gradients: list[dict[str, Any]]
 
-    def value(self, measure: str) -> float:
-        """One of `MEASURES`; of a mean over samples the mean."""
-        figure = self.redraws["figures"][measure]
-        return float(figure["mean"] if isinstance(figure, dict) else figure)
+def value(run: Row, measure: str) -> float:
+    """One of `MEASURES` of a run; of a mean over samples the mean."""
+    figure = run["redraws"]["figures"][measure]
+    return float(figure["mean"] if isinstance(figure, dict) else figure)
 
-    @property
-    def deterministic(self) -> bool:
-        """Whether nothing is redrawn."""
-        return bool(self.redraws["deterministic"])
+
+def deterministic(runs: Sequence[Row]) -> bool:
+    """Return True if nothing is redrawn in any of the runs."""
+    return all(x["redraws"]["deterministic"] for x in runs)
 
 
 @dataclass(frozen=True)
@@ -101,113 +87,71 @@ class Spread:
         return f"{factor * self.mean:.{digits}f}{spread}"
 
 
-@dataclass
-class Method:
-    """The runs of one attention on one task, one for each seed."""
-
-    task: str
-    attention: str
-    runs: list[Measured] = field(default_factory=list)
-
-    def spread(self, measure: str) -> Spread:
-        """One of `MEASURES` over the seeds."""
-        return Spread.of([x.value(measure) for x in self.runs])
-
-    def eigenvalues(self, when: str, which: str, part: str | None = None) -> Spread | None:
-        """Over the seeds, of a figure at ``start`` or ``end``; ``part``: squared_log_variance; None: there are none."""
-        found = [x.eigenvalues[when] for x in self.runs]
-        found = [x if part is None or x is None else x.get(part) for x in found]
-        return None if None in found else Spread.of([x[which] for x in found])
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether nothing is redrawn."""
-        return all(x.deterministic for x in self.runs)
+def methods_of(runs: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """The runs by task and attention, one for each seed."""
+    return {(x, y): where(runs, task=x, attention=y) for x, y in unique(runs, "task", "attention")}
 
 
-@dataclass
-class Result:
-    """What the study has measured.
+def over_seeds(runs: Sequence[Row], measure: str) -> Spread:
+    """One of `MEASURES` over the seeds of a method."""
+    return Spread.of([value(x, measure) for x in runs])
 
-    Args:
-        settings: of the study.
-        runs: in the order of the folders.
-        left_out: why, by folder.
+
+def eigenvalues_over_seeds(runs: Sequence[Row], when: str, which: str, part: str | None = None) -> Spread | None:
+    """Over the seeds, of a figure at ``start`` or ``end``; ``part``: squared_log_variance; None: there are none."""
+    found = [x["eigenvalues"][when] for x in runs]
+    found = [x if part is None or x is None else x.get(part) for x in found]
+    return None if None in found else Spread.of([x[which] for x in found])
+
+
+def correlations(runs: Sequence[Row]) -> list[Row]:
+    """R^2 of each pair of measures of variance by task, over methods as in the paper, and over all runs (Fig. 9, 10).
+
+    Methods that draw nothing are no points.
     """
-
-    settings: RedrawsSettings
-    runs: list[Measured] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-    def add(self, run: Measured) -> None:
-        """Add a run.
-
-        Raises:
-            ValueError: there is one of the same task, attention and seed.
-        """
-        for x in self.runs:
-            if (x.task, x.attention, x.seed) == (run.task, run.attention, run.seed):
-                raise ValueError(
-                    f"{x.folder} and {run.folder} are both of task {run.task!r}, attention {run.attention!r} and seed "
-                    f"{run.seed}; give one of them, or measure them in two studies."
-                )
-        self.runs.append(run)
-
-    @property
-    def methods(self) -> list[Method]:
-        """The runs by task and attention."""
-        groups: dict[tuple[str, str], Method] = {}
-        for x in self.runs:
-            groups.setdefault((x.task, x.attention), Method(x.task, x.attention)).runs.append(x)
-        return list(groups.values())
-
-    def correlations(self) -> list[dict[str, Any]]:
-        """R^2 of each pair of measures of variance by task, over methods as in the paper, and over all runs (Fig. 9,
-        10); methods that draw nothing are no points."""
-        rows = []
-        for task in dict.fromkeys(x.task for x in self.runs):
-            methods = [x for x in self.methods if x.task == task and not x.deterministic]
-            runs = [x for method in methods for x in method.runs]
-            for a, b in combinations(VARIANCE, 2):
-                a, b = (a, b) if (a, b) in PAPER else (b, a)
-                means = [[x.spread(VARIANCE[name]).mean for x in methods] for name in (a, b)]
-                each = [[x.value(VARIANCE[name]) for x in runs] for name in (a, b)]
-                rows.append(
-                    {
-                        "task": task,
-                        "measures": [a, b],
-                        "methods": len(methods),
-                        "r2": squared_correlation(*means),
-                        "r2_of_runs": squared_correlation(*each),
-                        "paper": PAPER[a, b],
-                    }
-                )
-        return rows
+    rows = []
+    for task in unique(runs, "task"):
+        methods = [x for x in methods_of(where(runs, task=task)).values() if not deterministic(x)]
+        points = [x for method in methods for x in method]
+        for a, b in combinations(VARIANCE, 2):
+            a, b = (a, b) if (a, b) in PAPER else (b, a)
+            means = [[over_seeds(x, VARIANCE[name]).mean for x in methods] for name in (a, b)]
+            each = [[value(x, VARIANCE[name]) for x in points] for name in (a, b)]
+            rows.append(
+                {
+                    "task": task,
+                    "measures": [a, b],
+                    "methods": len(methods),
+                    "r2": squared_correlation(*means),
+                    "r2_of_runs": squared_correlation(*each),
+                    "paper": PAPER[a, b],
+                }
+            )
+    return rows
 
 
-def record(result: Result) -> dict[str, Any]:
-    """Runs, means over their seeds, correlations and what was left out."""
+def summarize(runs: list[Row], left_out: dict[str, str]) -> Row:
+    """The figures of the study: runs, means over their seeds, correlations and what was left out."""
     methods = [
         {
-            "task": x.task,
-            "attention": x.attention,
-            "seeds": [run.seed for run in x.runs],
-            "deterministic": x.deterministic,
-            **{name: asdict(x.spread(name)) for name in MEASURES},
-            "eigenvalues": _eigenvalues(x),
+            "task": task,
+            "attention": attention,
+            "seeds": [run["seed"] for run in mine],
+            "deterministic": deterministic(mine),
+            **{name: asdict(over_seeds(mine, name)) for name in MEASURES},
+            "eigenvalues": _eigenvalues(mine),
         }
-        for x in result.methods
+        for (task, attention), mine in methods_of(runs).items()
     ]
-    runs = [asdict(x) for x in result.runs]
-    return {"runs": runs, "methods": methods, "correlations": result.correlations(), "left_out": result.left_out}
+    return {"runs": runs, "methods": methods, "correlations": correlations(runs), "left_out": left_out}
 
 
-def _eigenvalues(method: Method) -> dict[str, Any] | None:
+def _eigenvalues(runs: Sequence[Row]) -> dict[str, Any] | None:
     """Table 4 with both ends of training, over seeds."""
     parts: dict[str, Any] = {}
     for when in ("start", "end"):
         for which in ("minimum", "maximum", "mean"):
-            spread = method.eigenvalues(when, which)
+            spread = eigenvalues_over_seeds(runs, when, which)
             if spread is None:
                 return None
             parts.setdefault(when, {})[which] = asdict(spread)
@@ -441,85 +385,91 @@ def _summary(rows: Sequence[Spectrum]) -> dict[str, Any]:
     }
 
 
-def tables(result: Result) -> list[Table]:
+def tables(record: Record) -> list[Table]:
     """Variance and accuracy by method (Fig. 5), eigenvalues by method and head (Tables 4, 9-12), gradients (Table 14).
 
     Heads are those of the first seed of each mixture.
     """
-    rows = [_variance(result), _accuracy(result), *_eigenvalue_tables(result)]
-    seen = {}
-    for x in result.runs:
-        if _learned(x) and (x.task, x.attention) not in seen:
-            seen[x.task, x.attention] = eigenvalue_table(x.eigenvalues, f"{x.attention}, seed {x.seed}")
-    return [*rows, *seen.values(), *_gradient_tables(result)]
+    runs = record.figures["runs"]
+    seen: dict[tuple[str, str], Table] = {}
+    for x in runs:
+        if _learned(x) and (x["task"], x["attention"]) not in seen:
+            title = f"{x['attention']}, seed {x['seed']}"
+            seen[x["task"], x["attention"]] = eigenvalue_table(x["eigenvalues"], title)
+    names = _names(runs)
+    return [
+        _variance(record, names),
+        _accuracy(runs, names),
+        *_eigenvalue_tables(runs, names),
+        *seen.values(),
+        *_gradient_tables(runs, names),
+    ]
 
 
-def _table(title: str, *columns: str) -> Table:
-    out = Table(title=title)
-    out.add_column("method", no_wrap=True)
-    for name in columns:
-        out.add_column(name, justify="right", no_wrap=True)
-    return out
+Names = dict[tuple[str, str], str]
 
 
-def _names(result: Result) -> dict[tuple[str, str], str]:
+def _names(runs: Sequence[Row]) -> Names:
     """Short names of methods, with the task where there are several."""
-    tasks = {x.task for x in result.runs}
-    whole = {(x.task, x.attention): f"{x.task}: {x.attention}" if len(tasks) > 1 else x.attention for x in result.runs}
+    pairs, several = unique(runs, "task", "attention"), len(unique(runs, "task")) > 1
+    whole = {(task, name): f"{task}: {name}" if several else name for task, name in pairs}
     short = short_names(whole.values())
     return {key: short[name] for key, name in whole.items()}
 
 
-def _variance(result: Result) -> Table:
-    names, settings = _names(result), result.settings
-    title = f"Over {settings.draws} redraws, {settings.samples} samples; mean over seeds ± standard deviation over them"
-    out = _table(title, "seeds", "RSD", "median RSD", "PI, %", "AGV")
-    for x in result.methods:
-        cells = [x.spread("rsd").text(3), x.spread("rsd_median").text(3), x.spread("pi").text(2)]
-        cells = ["draws nothing", "0", "0"] if x.deterministic else cells
-        out.add_row(names[x.task, x.attention], str(len(x.runs)), *cells, x.spread("agv").text(3))
+def _variance(record: Record, names: Names) -> Table:
+    settings, cells = record.settings, []
+    for key, runs in methods_of(record.figures["runs"]).items():
+        texts = ["draws nothing", "0", "0"]
+        if not deterministic(runs):
+            texts = [over_seeds(runs, x).text(digits) for x, digits in (("rsd", 3), ("rsd_median", 3), ("pi", 2))]
+        cells.append((names[key], str(len(runs)), *texts, over_seeds(runs, "agv").text(3)))
     notes = [
         f"{a} and {b}: {row['r2']:.2f} (paper {row['paper']:.2f})"
-        for row in result.correlations()
+        for row in record.figures["correlations"]
         for a, b in [row["measures"]]
         if row["methods"] > 2
     ]
-    out.caption = f"R² over methods: {', '.join(notes)}" if notes else None
-    return out
+    return table(
+        f"Over {settings.draws} redraws, {settings.samples} samples; mean over seeds ± standard deviation over them",
+        ("method", "seeds", "RSD", "median RSD", "PI, %", "AGV"),
+        cells,
+        caption=f"R² over methods: {', '.join(notes)}" if notes else None,
+    )
 
 
-def _accuracy(result: Result) -> Table:
-    names = _names(result)
-    out = _table("Accuracy, %", "voting (VA)", "mean over draws", "deviation over draws", "own draw")
-    for x in result.methods:
-        own = Spread.of([run.redraws["own_draw"]["accuracy"] for run in x.runs])
-        values = [x.spread(name).text(1, 100) for name in ("voting_accuracy", "accuracy", "accuracy_deviation")]
-        out.add_row(names[x.task, x.attention], *values, own.text(1, 100))
-    out.caption = "own draw: the one that the model was saved with"
-    return out
+def _accuracy(runs: Sequence[Row], names: Names) -> Table:
+    cells = []
+    for key, mine in methods_of(runs).items():
+        own = Spread.of([x["redraws"]["own_draw"]["accuracy"] for x in mine])
+        values = [over_seeds(mine, name) for name in ("voting_accuracy", "accuracy", "accuracy_deviation")]
+        cells.append((names[key], *(x.text(1, 100) for x in (*values, own))))
+    columns = ("method", "voting (VA)", "mean over draws", "deviation over draws", "own draw")
+    return table("Accuracy, %", columns, cells, caption="own draw: the one that the model was saved with")
 
 
-def _learned(run: Measured) -> bool:
-    end = run.eigenvalues["end"]
+def _learned(run: Row) -> bool:
+    end = run["eigenvalues"]["end"]
     return end is not None and bool(end["learned"])
 
 
-def _eigenvalue_tables(result: Result) -> list[Table]:
-    names = _names(result)
-    columns = [f"{which}, {when}" for which in ("max", "mean", "min") for when in ("start", "end")]
-    out = _table("Eigenvalues of the covariance of the frequencies, over all heads (Table 4)", *columns)
-    for x in result.methods:
-        name = names[x.task, x.attention]
-        _add_eigenvalues(out, name if all(_learned(run) for run in x.runs) else f"{name} (sample)", x, None)
-        _add_eigenvalues(out, f"{name}: (log S²)²", x, "squared_log_variance")
-    out.caption = "sample: of the frequencies of one draw; (log S²)²: what the paper's tables of GMM-PRF seem to print"
-    return [out] if out.row_count else []
-
-
-def _add_eigenvalues(out: Table, name: str, method: Method, part: str | None) -> None:
-    cells = [method.eigenvalues(w, k, part) for k in ("maximum", "mean", "minimum") for w in ("start", "end")]
-    if None not in cells:
-        out.add_row(name, *(f"{x.mean:.3g}" for x in cells if x is not None))
+def _eigenvalue_tables(runs: Sequence[Row], names: Names) -> list[Table]:
+    cells = []
+    for key, mine in methods_of(runs).items():
+        sample = "" if all(map(_learned, mine)) else " (sample)"
+        for more, part in ((sample, None), (": (log S²)²", "squared_log_variance")):
+            ends = [(w, k) for k in ("maximum", "mean", "minimum") for w in ("start", "end")]
+            found = [eigenvalues_over_seeds(mine, w, k, part) for w, k in ends]
+            if None not in found:
+                cells.append((f"{names[key]}{more}", *(f"{x.mean:.3g}" for x in found if x is not None)))
+    heads = [f"{which}, {when}" for which in ("max", "mean", "min") for when in ("start", "end")]
+    out = table(
+        "Eigenvalues of the covariance of the frequencies, over all heads (Table 4)",
+        ("method", *heads),
+        cells,
+        caption="sample: of the frequencies of one draw; (log S²)²: what the paper's tables of GMM-PRF seem to print",
+    )
+    return [out] if cells else []
 
 
 def eigenvalue_table(eigenvalues: dict[str, Any], title: str) -> Table:
@@ -529,34 +479,32 @@ def eigenvalue_table(eigenvalues: dict[str, Any], title: str) -> Table:
         eigenvalues: of `eigenvalue_statistics`.
         title: of the table.
     """
-    out = Table(title=f"Eigenvalues by head at the start and the end of training: {title}")
-    for name in ("Layer", "Head", *(f"{x}, {when}" for when in ("start", "end") for x in ("Min.", "Max.", "Mean"))):
-        out.add_column(name, justify="right", no_wrap=True)
     start, end = (eigenvalues[x]["heads"] for x in ("start", "end"))
-    for a, b in zip(start, end, strict=True):
-        cells = [f"{x[name]:.3e}" for x in (a, b) for name in ("minimum", "maximum", "mean")]
-        out.add_row(str(a["layer"]) if a["head"] == 1 else "", str(a["head"]), *cells)
-    return out
+    rows = [
+        (
+            str(a["layer"]) if a["head"] == 1 else "",
+            str(a["head"]),
+            *(f"{x[name]:.3e}" for x in (a, b) for name in ("minimum", "maximum", "mean")),
+        )
+        for a, b in zip(start, end, strict=True)
+    ]
+    heads = (f"{x}, {when}" for when in ("start", "end") for x in ("Min.", "Max.", "Mean"))
+    whole = f"Eigenvalues by head at the start and the end of training: {title}"
+    return table(whole, ("Layer", "Head", *heads), rows, left=0)
 
 
-def _gradient_tables(result: Result) -> list[Table]:
-    names = _names(result)
-    out = _table(
-        "Gradients at the classifier's units (Table 14)",
-        "seed",
-        "step",
-        "accuracy, %",
-        "mean of |g|",
-        "std of |g|",
-        "std over draws",
-    )
-    for x in result.runs:
-        for row in x.gradients:
+def _gradient_tables(runs: Sequence[Row], names: Names) -> list[Table]:
+    cells = []
+    for x in runs:
+        for row in x["gradients"]:
             if "absolute_mean" in row:
                 accuracy = "" if row["accuracy"] is None else f"{100 * row['accuracy']:.1f}"
                 values = [f"{row[k]:.4g}" for k in ("absolute_mean", "absolute_deviation", "redraw_deviation")]
-                out.add_row(names[x.task, x.attention], str(x.seed), str(row["step"]), accuracy, *values)
-    return [out] if out.row_count else []
+                name = names[x["task"], x["attention"]]
+                cells.append((name, str(x["seed"]), str(row["step"]), accuracy, *values))
+    heads = ("seed", "step", "accuracy, %", "mean of |g|", "std of |g|", "std over draws")
+    out = table("Gradients at the classifier's units (Table 14)", ("method", *heads), cells)
+    return [out] if cells else []
 
 
 BARS = {
@@ -567,94 +515,93 @@ BARS = {
 }
 
 
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw, for each task, the four measures as bars over methods, and below each pair of measures of variance.
 
     Error bars and the points of a method are its seeds. Eigenvalues before and after training come last.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    tasks = list(dict.fromkeys(x.task for x in result.runs))
-    with mpl.rc_context({"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(17, 8 * len(tasks) + 0.8), layout="constrained")
-        grid: Any = figure.subplots(2 * len(tasks), 4, squeeze=False)
+    runs = record.figures["runs"]
+    tasks = unique(runs, "task")
+    with drawing(path, (17, 8 * len(tasks) + 0.8), 2 * len(tasks), 4, dpi=110) as (figure, grid):
         for index, task in enumerate(tasks):
-            methods = [x for x in result.methods if x.task == task]
+            methods = {name: x for (_, name), x in methods_of(where(runs, task=task)).items()}
             bars, below = grid[2 * index], grid[2 * index + 1]
             for axis, name in zip(bars, BARS, strict=True):
                 _bars(axis, methods, name)
+            found = where(record.figures["correlations"], task=task)
             for axis, pair in zip(below, PAPER, strict=False):
-                _scatter(axis, result, methods, task, pair)
+                _scatter(axis, methods, where(found, measures=list(pair))[0])
             _draw_eigenvalues(below[3], methods)
             bars[0].set_title(f"task {task}: {bars[0].get_title()}", fontsize="medium")
         handles, labels = grid[1, 0].get_legend_handles_labels()
         if handles:
             figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize="small")
-        figure.savefig(path, dpi=110)
 
 
-def _labels(methods: list[Method]) -> list[str]:
+Methods = dict[str, list[Row]]  # runs by attention
+
+
+def _labels(methods: Methods) -> list[str]:
     """Names of methods, with their options, one a line, only where two have the same name; the legend has them all."""
-    names = [x.attention.partition(":")[0] for x in methods]
+    names = [x.partition(":")[0] for x in methods]
     both = zip(names, methods, strict=True)
-    return [name if names.count(name) == 1 else x.attention.replace(":", "\n") for name, x in both]
+    return [name if names.count(name) == 1 else whole.replace(":", "\n") for name, whole in both]
 
 
 def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _bars(axis: Any, methods: list[Method], name: str) -> None:
+def _bars(axis: Any, methods: Methods, name: str) -> None:
     title, factor = BARS[name]
     base = 1.0 if name == "agv" else 0.0  # a bar is the gain or the loss
-    for i, x in enumerate(methods):
-        spread = x.spread(name)
+    for i, runs in enumerate(methods.values()):
+        spread = over_seeds(runs, name)
         error = None if math.isnan(spread.deviation) else factor * spread.deviation
         axis.bar(i, factor * spread.mean - base, bottom=base, yerr=error, capsize=3, color=_colour(i))
         if name == "voting_accuracy":
-            axis.plot((i - 0.4, i + 0.4), [100 * x.spread("accuracy").mean] * 2, color="black")
+            axis.plot((i - 0.4, i + 0.4), [100 * over_seeds(runs, "accuracy").mean] * 2, color="black")
     if name == "voting_accuracy":
-        lowest = min(100 * run.value(which) for x in methods for run in x.runs for which in ("accuracy", name))
+        lowest = min(100 * value(x, y) for runs in methods.values() for x in runs for y in ("accuracy", name))
         axis.set_ylim(bottom=max(0.0, lowest - 5))  # below it there is nothing to see
     elif name == "agv":
         axis.axhline(1, color="grey", linewidth=1)
     else:
         axis.set_ylim(bottom=0)
-    for i, x in enumerate(methods):
-        if x.deterministic and name in ("rsd", "pi"):
+    for i, runs in enumerate(methods.values()):
+        if deterministic(runs) and name in ("rsd", "pi"):
             axis.text(i, 0, "draws\nnothing", ha="center", va="bottom", fontsize="x-small", color="grey")
     axis.set_title(title, fontsize="medium")
     axis.set_xticks(range(len(methods)), _labels(methods), fontsize="x-small", rotation=40, ha="right")
     axis.grid(True, axis="y", alpha=0.2)
 
 
-def _scatter(axis: Any, result: Result, methods: list[Method], task: str, pair: tuple[str, str]) -> None:
-    for i, x in enumerate(methods):
-        if not x.deterministic:
-            points = [[run.value(VARIANCE[name]) for run in x.runs] for name in pair]
+def _scatter(axis: Any, methods: Methods, row: Row) -> None:
+    pair = row["measures"]
+    for i, (label, runs) in enumerate(methods.items()):
+        if not deterministic(runs):
+            points = [[value(run, VARIANCE[name]) for run in runs] for name in pair]
             style = {"color": _colour(i), "marker": MARKERS[i % len(MARKERS)]}
             axis.scatter(*points, s=16, alpha=0.5, **style)
-            means = [[x.spread(VARIANCE[name]).mean] for name in pair]
-            axis.scatter(*means, s=64, edgecolor="black", linewidth=0.6, label=x.attention, **style)
-    row = next(x for x in result.correlations() if x["task"] == task and tuple(x["measures"]) == pair)
-    value = "needs three methods" if math.isnan(row["r2"]) else f"{row['r2']:.2f}"
-    axis.set_title(f"R² {value}; paper {row['paper']:.2f}", fontsize="medium")
+            means = [[over_seeds(runs, VARIANCE[name]).mean] for name in pair]
+            axis.scatter(*means, s=64, edgecolor="black", linewidth=0.6, label=label, **style)
+    found = "needs three methods" if math.isnan(row["r2"]) else f"{row['r2']:.2f}"
+    axis.set_title(f"R² {found}; paper {row['paper']:.2f}", fontsize="medium")
     axis.set_xlabel(pair[0] + (", %" if pair[0] == "PI" else ""))
     axis.set_ylabel(pair[1] + (", %" if pair[1] == "PI" else ""))
     axis.grid(True, alpha=0.2)
 
 
-def _draw_eigenvalues(axis: Any, methods: list[Method]) -> None:
+def _draw_eigenvalues(axis: Any, methods: Methods) -> None:
     """Mean and largest eigenvalue from the start to the end; dotted where it is that of a sample of frequencies."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    for i, x in enumerate(methods):
+    for i, runs in enumerate(methods.values()):
         for which, marker in (("maximum", "^"), ("mean", "o")):
-            ends = [x.eigenvalues(when, which) for when in ("start", "end")]
+            ends = [eigenvalues_over_seeds(runs, when, which) for when in ("start", "end")]
             values = [y.mean for y in ends if y is not None]
             if len(values) == 2:
-                learned = all(run.eigenvalues["end"]["learned"] for run in x.runs)
+                learned = all(map(_learned, runs))
                 axis.plot((0, 1), values, color=_colour(i), marker=marker, linestyle="-" if learned else ":")
     axis.set_title("eigenvalues: largest (triangle), mean", fontsize="medium")
     axis.set_xlabel("dotted: covariance of the frequencies of a draw")
@@ -667,27 +614,12 @@ def _draw_eigenvalues(axis: Any, methods: list[Method]) -> None:
     axis.grid(True, alpha=0.2)
 
 
-__all__ = [
-    "eigenvalue_statistics",
-    "eigenvalue_table",
-    "gradient_statistics",
-    "measure_run",
-    "picture",
-    "record",
-    "redraw_statistics",
-    "run",
-    "steps",
-    "tables",
-]
-NAME = "redraws"
-
-
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: RedrawsSettings) -> int:
+    """A step for each run."""
     return len(run_folders(settings))
 
 
-def run_folders(settings: Settings) -> list[Path]:
+def run_folders(settings: RedrawsSettings) -> list[Path]:
     """The folders of all runs, those of comparisons among them.
 
     Raises:
@@ -705,16 +637,16 @@ def run_folders(settings: Settings) -> list[Path]:
     return list(folders)
 
 
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
-    """Measure all finished runs; what the record in ``folder`` has of the same models and settings is taken from there.
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Measure all finished runs; what the record has of the same models and settings is taken from there.
 
     A run that is not finished, has diverged, has no classes or has lost its data is named and left out.
 
     Raises:
         ValueError: no run is left, or two of them are of the same task, attention and seed.
     """
-    result = Result(settings)
-    before = _kept(settings, folder)
+    settings, before = record.settings, _kept(record)
+    runs, left_out = list[Row](), dict[str, str]()
     for path in run_folders(settings):
         try:
             weights = _weights(path)
@@ -724,36 +656,38 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
                 measured = measure_run(path, settings, weights)
         except (ValueError, TrainingError, OSError) as problem:
             log(f"{path} is left out: {problem}")
-            result.left_out[path.name] = str(problem)
+            left_out[path.name] = str(problem)
         else:
-            result.add(measured)
-            write_record(folder, NAME, settings, record(result))
+            _check_new(runs, measured)
+            runs.append(measured)
+            record.figures = summarize(runs, left_out)
+            record.save()
         progress()
-    if not result.runs:
-        raise ValueError(f"no run could be measured: {'; '.join(result.left_out.values())}")
-    return result
+    if not runs:
+        raise ValueError(f"no run could be measured: {'; '.join(left_out.values())}")
 
 
-def measure_run(folder: Path, settings: Settings, weights: str = "") -> Measured:
-    """Everything that the study says of one run.
+def _check_new(runs: Sequence[Row], run: Row) -> None:
+    """Raise ValueError if there is a run of the same task, attention and seed."""
+    for x in where(runs, **{name: run[name] for name in ("task", "attention", "seed")}):
+        raise ValueError(
+            f"{x['folder']} and {run['folder']} are both of task {run['task']!r}, attention {run['attention']!r} and "
+            f"seed {run['seed']}; give one of them, or measure them in two studies."
+        )
 
-    Args:
-        folder: of the run.
-        settings: of the study.
-        weights: hash of the model, by which a record is known again.
-    """
+
+def measure_run(folder: Path, settings: RedrawsSettings, weights: str = "") -> Row:
+    """All figures of one run, of which ``weights``, the hash of the model, is part: by it a record is known again."""
     first, count = settings.first_draw, settings.gradients
     redraws = redraw_statistics(folder, draws=settings.draws, samples=settings.samples, first_draw=first)
-    return Measured(
-        folder=folder.name,
-        task=redraws["task"],
-        attention=redraws["attention"],
-        seed=redraws["seed"],
-        weights=weights,
-        redraws=redraws,
-        eigenvalues=eigenvalue_statistics(folder),
-        gradients=gradient_statistics(folder, draws=count, samples=count, first_draw=first) if count else [],
-    )
+    return {
+        "folder": folder.name,
+        **{name: redraws[name] for name in ("task", "attention", "seed")},
+        "weights": weights,
+        "redraws": redraws,
+        "eigenvalues": eigenvalue_statistics(folder),
+        "gradients": gradient_statistics(folder, draws=count, samples=count, first_draw=first) if count else [],
+    }
 
 
 def _weights(path: Path) -> str:
@@ -762,11 +696,23 @@ def _weights(path: Path) -> str:
     return weights_hash(path)
 
 
-def _kept(settings: Settings, folder: Path) -> dict[str, Measured]:
-    """What was measured before with the same settings, whichever the folders were, by the hash of the model."""
-    record: dict[str, Any] = read_record(folder, NAME) or {}
+def _kept(record: Record) -> dict[str, Row]:
+    """Runs that were measured before with the same settings, whichever the folders were, by the hash of the model."""
+    kept = record.earlier()
     how = ("draws", "samples", "first_draw", "gradients")
-    there = record.get("settings", {})
-    if any(there.get(x) != getattr(settings, x) for x in how):
+    if any(kept.get("settings", {}).get(x) != getattr(record.settings, x) for x in how):
         return {}
-    return {x["weights"]: Measured(**x) for x in record["runs"]}
+    return {x["weights"]: x for x in kept["runs"]}
+
+
+STUDY = Study(
+    "redraws",
+    "KL-Transformer (2110.08323), Fig. 5, 9, 10 and Tables 4, 9-12, 14",
+    RedrawsSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    examples=(("out/sky-text --draws 100", "of all runs of a comparison"),),
+)

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from kernelformer.settings import SEED, Settings, option
 from kernelformer_lab.studies.base import Log
-from kernelformer_lab.studies.settings import ByteModelSettings
 from kernelformer_lab.tasks import Task
 from kernelformer_lab.training import Result, Run, StoppedError, TrainingError, evaluate, load_run, train
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteModelSettings(Settings):
+    """Settings of studies that train small language models over bytes."""
+
+    data: Path | None = option(None, "file or folder of text; default: Python's own sources")
+    steps: int = option(600, "of training, for each model", least=1)
+    length: int = option(256, "bytes of a sample", least=2)
+    layers: int = option(2, "of the model", least=1)
+    width: int = option(128, "of the model: its hidden size", least=1)
+    heads: int = option(4, "of the attention", least=1)
+    batch: int = option(8, "samples per step", least=1)
+    lr: float = option(5e-3, "the largest; ten times that for position tables", name="learning_rate")
+    samples: int = option(64, "validation windows", least=1)
+    seed: int = option(0, SEED, least=0)
 
 
 class _ValueLog(TrainerCallback):
@@ -29,7 +46,7 @@ class _ValueLog(TrainerCallback):
 
 
 def train_model(run: Run, folder: Path, name: str, log: Log, value: str = "loss") -> Result:
-    """Train a model, or go on with its training; a finished one only gives its result.
+    """Train a model, or resume its training; of a finished one return the result.
 
     Args:
         run: its settings.

@@ -1,4 +1,4 @@
-"""What a converted decoder saves when it is served: prefill, decoding and the cache over the length of the prompt.
+"""Prefill, decoding and the cache of a decoder and its converted copies over the length of the prompt.
 
 The original with transformers' SDPA against its converted copies. Tokens are random: only speed is measured.
 """
@@ -18,27 +18,28 @@ from torch import Tensor
 from kernelformer.formatting import human_bytes, human_time, short_names
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
+from kernelformer.settings import MAX_SECONDS, MEMORY, PICKLE, Settings, option
 from kernelformer.timing import MOST_ROUNDS, Figures, Step, time_rounds
-from kernelformer_lab.bench.harness import fill_rows, peak_memory, run_in_process
+from kernelformer_lab.bench.harness import peak_memory, run_in_process
 from kernelformer_lab.bench.settings import HEAPS, MEMORY_HEAP
-from kernelformer_lab.studies.base import Log, Progress, write_record
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Row, Study, fill_rows, table
 from kernelformer_lab.studies.lengths import (
     BASELINES,
     SPARE,
     TINY,
     TOKEN,
-    Result,
-    Row,
     Subject,
     cache_bytes,
     contender,
+    curve_tables,
     describe,
+    draw_curves,
+    find_row,
     headline,
-    picture,
-    read_rows,
+    refusal,
+    resume,
+    save,
 )
-from kernelformer_lab.studies.lengths import tables as curves
-from kernelformer_lab.studies.settings import ServingSettings
 
 PREFILL = "prefill"
 # The sizes of SmolLM2-135M.
@@ -99,7 +100,7 @@ def prefill(model: Any, tokens: Tensor, cache: Any, chunk: int) -> None:
 
 
 class Contender:
-    """One way to serve the model: it reads the prompt into a new cache, and goes on from the last one.
+    """One way to serve the model: it reads the prompt into a new cache, and continues from the last one.
 
     Args:
         model: the original.
@@ -162,10 +163,26 @@ def _steps(served: Mapping[str, Contender], what: str, tokens: Tensor) -> dict[s
     return {name: Step(partial(call, tokens)) for name, call in calls.items()}
 
 
-__all__ = ["check", "picture", "record", "run", "steps", "tables"]
-NAME = "serving"
 ORIGINAL = "sdpa"
 PARTS = {PREFILL: "prefill", TOKEN: "token"}  # of the figures of `measure.serving`, by kind of row
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSettings(Settings):
+    """Settings of this study."""
+
+    model: str = option("", "folder or .gguf of a decoder; default: random weights, SmolLM2-135M's sizes", path=True)
+    attention: tuple[str, ...] = option(
+        ("loglinear:num_features=64:window=64:sinks=4",), f"what it is converted to: {SPECS}"
+    )
+    lengths: tuple[int, ...] = option((1024, 4096, 16384, 65536), "tokens of the prompt", least=1)
+    chunk: int = option(4096, "tokens of the prompt that a converted model reads at once", least=1)
+    batch: int = option(1, "prompts at once", least=1)
+    rounds: int = option(2, "timed prefills and tokens of each, at least", least=1)
+    budget: float = option(20.0, "seconds for all prefills of a length, and for all tokens", least=0.01)
+    limit: float = option(900.0, MAX_SECONDS, least=0.01, name="max_seconds")
+    memory: bool = option(True, MEMORY)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
 
 
 def check(settings: ServingSettings) -> None:
@@ -190,66 +207,58 @@ def steps(settings: ServingSettings) -> int:
     return len(set(settings.lengths)) * (1 + settings.memory * len(contenders(settings)))
 
 
-def run(
-    settings: ServingSettings, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
-) -> Result:
-    """Measure everything that ``folder`` does not hold yet, short prompts first; see `studies.base`."""
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Measure everything that the record does not have yet, short prompts first; see `studies.base`."""
+    settings = record.settings
     check(settings)
-    result = _described(settings)
-    result.rows = read_rows(folder, NAME, result.about)
+    resume(record, *_described(settings))
     for length in sorted(set(settings.lengths)):
-        rows = [result.row(PREFILL, length, name) for name in contenders(settings)]
+        rows = [find_row(record.rows, PREFILL, length, name) for name in contenders(settings)]
         for row in rows:
-            row.note = result.refusal(row, settings.limit) if row.seconds is None else ""
+            row["note"] = refusal(record.rows, row, settings.limit) if row["seconds"] is None else ""
         for row in rows if settings.memory else ():
-            log(f"{length} tokens: memory of {row.attention}")
-            if row.peak is None:
-                _measure("memory", [row], settings)
-                write_record(folder, NAME, settings, record(result))
+            log(f"{length} tokens: memory of {row['attention']}")
+            if row["peak"] is None:
+                _measure("memory", [row], record)
             progress()
         log(f"{length} tokens: timing")
-        pairs = [(row, result.row(TOKEN, length, row.attention)) for row in rows]
-        pairs = [pair for pair in pairs if any(x.seconds is None for x in pair)]  # a prefill comes before its token
-        times, after = [row for row, _ in pairs], [token for _, token in pairs]
+        pairs = [(row, find_row(record.rows, TOKEN, length, row["attention"])) for row in rows]
         for row, token in pairs:
-            token.note = row.note
-        _measure("time", [*times, *after], settings)
-        write_record(folder, NAME, settings, record(result))
+            token["note"] = row["note"]
+        # A prefill comes before its token.
+        pairs = [pair for pair in pairs if any(x["seconds"] is None for x in pair)]
+        _measure("time", [row for pair in zip(*pairs, strict=True) for row in pair], record)
         progress()
-    return result
 
 
-def record(result: Result) -> dict[str, Any]:
-    """Return the result as plain JSON."""
-    rows = [{**asdict(row), "tokens per second": speed(result, row)} for row in result.rows]
-    return {"about": result.about, "stretched": result.stretched, "rows": rows, "crossovers": result.crossovers()}
+def speed(record: Record, row: Row) -> float | None:
+    """Tokens per second of a prefill, or of decoding."""
+    count: int = record.figures["about"]["batch"] * (row["length"] if row["kind"] == PREFILL else 1)
+    return None if row["seconds"] is None else count / row["seconds"]
 
 
-def speed(result: Result, row: Row) -> float | None:
-    """Return the tokens per second of a prefill, or of decoding."""
-    count = result.about["batch"] * (row.length if row.kind == PREFILL else 1)
-    return None if row.seconds is None else count / row.seconds
-
-
-def tables(result: Result) -> list[Table]:
-    """Return a line for each contender and length, then the tables of ratios and crossovers as of lengths."""
-    out = Table(title=f"{headline(result)}, served", title_justify="left")
-    out.add_column("tokens", justify="right", no_wrap=True)
-    out.add_column("attention", no_wrap=True)
-    for name in ("prefill", "tokens/s", "a token after it", "tokens/s", "cache", "peak"):
-        out.add_column(name, justify="right", no_wrap=True)
-    first = sorted((x for x in result.rows if x.kind == PREFILL), key=lambda x: x.length)
-    short = short_names(x.attention for x in first)
+def tables(record: Record) -> list[Table]:
+    """A line for each contender and length, then the tables of ratios and crossovers as of lengths."""
+    first = sorted(record.where(kind=PREFILL), key=lambda x: x["length"])
+    short = short_names(x["attention"] for x in first)
+    cells = []
     for row in first:
-        token = result.row(TOKEN, row.length, row.attention)
-        times = [x for part in (row, token) for x in _time(result, part)]
-        out.add_row(str(row.length), short[row.attention], *times, human_bytes(token.peak), human_bytes(row.peak))
-    return [out, *curves(result)]
+        token = find_row(record.rows, TOKEN, row["length"], row["attention"])
+        times = [x for part in (row, token) for x in _time(part)]
+        sizes = (human_bytes(token["peak"]), human_bytes(row["peak"]))
+        cells.append((str(row["length"]), short[row["attention"]], *times, *sizes))
+    columns = ("tokens", "attention", "prefill", "tokens/s", "a token after it", "tokens/s", "cache", "peak")
+    return [table(f"{headline(record)}, served", columns, cells, left=2), *curve_tables(record, ORIGINAL)]
 
 
-def _time(result: Result, row: Row) -> tuple[str, str]:
-    rate = speed(result, row)
-    return ("not run", "") if row.seconds is None or rate is None else (human_time(row.seconds), f"{rate:,.1f}")
+def _time(row: Row) -> tuple[str, str]:
+    rate = row["tokens per second"]
+    return ("not run", "") if rate is None else (human_time(row["seconds"]), f"{rate:,.1f}")
+
+
+def picture(record: Record, path: Path) -> None:
+    """Draw time and memory over the length; crossovers with the original are ringed."""
+    draw_curves(record, path, ORIGINAL)
 
 
 def _subject(settings: ServingSettings) -> Served:
@@ -257,27 +266,29 @@ def _subject(settings: ServingSettings) -> Served:
     return Served(settings.model, "causal" if random else "auto", random, settings.allow_pickle, settings.batch)
 
 
-def _described(settings: ServingSettings) -> Result:
-    """A result without rows; what is wrong with the model or an attention is said before anything is measured."""
+def _described(settings: ServingSettings) -> tuple[dict[str, Any], list[str]]:
+    """Description of what is measured, and stretched tables; a wrong model is refused before anything is measured."""
     subject = _subject(settings)
     with silent_libraries():
         model, stretched = subject.build(max(settings.lengths) + SPARE)
     for name in contenders(settings):
         contender(model, name)
     name = Path(settings.model).resolve().name if settings.model else "a Llama of SmolLM2-135M's sizes"
-    about = describe(model, subject, name, "causal")
-    return Result({**about, "chunk": settings.chunk}, (ORIGINAL,), stretched=stretched)
+    return {**describe(model, subject, name, "causal"), "chunk": settings.chunk}, stretched
 
 
-def _measure(what: str, rows: Sequence[Row], settings: ServingSettings) -> None:
-    """Fill in rows of one length, by one process."""
+def _measure(what: str, rows: Sequence[Row], record: Record) -> None:
+    """Fill in rows of one length, by one process, and write the record."""
 
     def measure(running: list[Row]) -> list[Figures]:
-        names = list(dict.fromkeys(row.attention for row in running))
-        figures = job({"what": what, "length": running[0].length, "names": names}, settings)
-        return [figures[row.attention][PARTS[row.kind]] for row in running]
+        names = list(dict.fromkeys(row["attention"] for row in running))
+        figures = job({"what": what, "length": running[0]["length"], "names": names}, record.settings)
+        return [figures[row["attention"]][PARTS[row["kind"]]] for row in running]
 
     fill_rows(rows, measure)
+    for row in record.rows:
+        row["tokens per second"] = speed(record, row)
+    save(record, (ORIGINAL,))
 
 
 def job(request: Mapping[str, Any], settings: ServingSettings) -> dict[str, dict[str, Figures]]:
@@ -297,3 +308,16 @@ def job(request: Mapping[str, Any], settings: ServingSettings) -> dict[str, dict
         budget=settings.budget,
         **request,
     )
+
+
+STUDY = Study(
+    "serving",
+    "",
+    ServingSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    examples=(("--model MODEL --lengths 1024,16384", "prefill, decoding and the cache"),),
+)

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from kernelformer.errors import number
+from kernelformer.settings import option
 from kernelformer_lab.reports.comparison import read_run
-from kernelformer_lab.studies.base import Log, Progress
+from kernelformer_lab.studies.base import SPECS, Log, Progress, Record, Study, drawing, table
 from kernelformer_lab.studies.normalized import reattend
-from kernelformer_lab.studies.runs import METRIC, bits, byte_run, train_model, trained_model
-from kernelformer_lab.studies.settings import TransferSettings as Settings
+from kernelformer_lab.studies.runs import METRIC, ByteModelSettings, bits, byte_run, train_model, trained_model
 from kernelformer_lab.tasks import make_task
 from kernelformer_lab.training import build_model
 
@@ -31,62 +31,45 @@ MODELS = "transfer"  # the folder of the trained models
 Curve = list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What an attention makes of the weights.
+@dataclass(frozen=True, kw_only=True)
+class TransferSettings(ByteModelSettings):
+    """Settings of this study."""
 
-    Args:
-        attention: its spec.
-        at_once: bits per byte without fine-tuning, one for each draw; of softmax itself one.
-        tuned: bits per byte over the steps of fine-tuning.
-        fresh: the same number of steps from first weights of its own, at the learning rate of the long training.
-    """
-
-    attention: str
-    at_once: list[float]
-    tuned: Curve
-    fresh: Curve
+    attention: tuple[str, ...] = option(("favor+:num_features=64", "trigonometric:num_features=32"), SPECS)
+    tuning: int = option(100, "steps of fine-tuning", least=1)
+    tuning_lr: float = option(1e-3, "the largest one of fine-tuning", name="tuning_learning_rate")
+    draws: int = option(3, "of the features, without fine-tuning", least=1)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What the study has measured.
-
-    Args:
-        settings: of the study.
-        trained: bits per byte of the softmax model over the steps of its training.
-        moved: one for each attention, softmax first.
-    """
-
-    settings: Settings
-    trained: Curve
-    moved: list[Moved]
-
-
-def attentions(settings: Settings) -> list[str]:
+def attentions(settings: TransferSettings) -> list[str]:
     """Softmax, and what the weights go into."""
     return [EXACT, *(x for x in settings.attention if x != EXACT)]
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: TransferSettings) -> int:
+    """Number of calls of ``progress`` in `run`."""
     return 1 + 3 * len(attentions(settings))
 
 
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Result:
-    """Train what is not trained yet; goes on with the models in ``folder / "transfer"``.
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Train what is not trained yet; models in the folder "transfer" are resumed.
+
+    Each attention has bits per byte ``at_once``, without fine-tuning and one for each draw (of softmax one), over the
+    steps of fine-tuning (``tuned``), and over as many steps from first weights of its own at the learning rate of the
+    long training (``fresh``).
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM in a training, which was saved.
         TrainingError: the folder has models of other settings or of other data, or one does not train.
     """
+    settings = record.settings
     number("tuning_lr", settings.tuning_lr, above=0)
     long = byte_run(settings, EXACT, eval_every=max(1, settings.steps // EVALUATIONS))
     task = make_task(long.task, **long.task_options)
     first: Any = build_model(long, task)
     for attention in attentions(settings):
         reattend(first, attention)  # what cannot take the weights is said before anything is trained
-    home, seed = folder / MODELS, f"seed{settings.seed}"
+    home, seed = record.folder / MODELS, f"seed{settings.seed}"
     source = (home / f"long-{seed}").resolve()
     model, _ = trained_model(EXACT, long, source, log)
     progress()
@@ -95,17 +78,17 @@ def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> Resul
     for index, attention in enumerate(attentions(settings)):
         log(f"{attention}: without fine-tuning")
         draws = range(settings.draws if attention != EXACT else 1)
-        at_once = [bits(reattend(model, attention, seed=draw), task) for draw in draws]
+        row: dict[str, Any] = {"attention": attention}
+        row["at_once"] = [bits(reattend(model, attention, seed=draw), task) for draw in draws]
         progress()
         start = {"start": str(source), "learning_rate": settings.tuning_lr}
-        curves = []
         for name, more in (("tuned", start), ("fresh", {})):
             place = home / f"{name}-{index}-{seed}"
             result = train_model(byte_run(settings, attention, **short, **more), place, f"{attention}, {name}", log)
-            curves.append([*_curve(place), *([(result.steps, math.nan)] if result.diverged else [])])
+            row[name] = [*_curve(place), *([(result.steps, math.nan)] if result.diverged else [])]
             progress()
-        moved.append(Moved(attention, at_once, *curves))
-    return Result(settings, _curve(source), moved)
+        moved.append(row)
+    record.figures = {"trained": _curve(source), "moved": moved}
 
 
 def _curve(folder: Path) -> Curve:
@@ -113,48 +96,43 @@ def _curve(folder: Path) -> Curve:
     return [(x.step, x.values[METRIC]) for x in read_run(folder).evaluation]
 
 
-def tables(result: Result) -> list[Table]:
+def tables(record: Record) -> list[Table]:
     """A row for each attention: at once, tuned, and from a fresh start."""
-    tuning = result.settings.tuning
-    out = Table(
-        title=f"Bits per byte with the weights of a softmax model of {result.settings.steps} steps "
-        f"({result.trained[-1][1]:.3f})",
-        title_justify="left",
-    )
-    out.add_column("attention")
-    for name in ("at once", f"after {tuning} steps", f"fresh, {tuning} steps"):
-        out.add_column(name, justify="right")
-    for x in result.moved:
-        out.add_row(x.attention, f"{statistics.fmean(x.at_once):.3f}", f"{x.tuned[-1][1]:.3f}", f"{x.fresh[-1][1]:.3f}")
-    return [out]
+    settings, tuning = record.settings, record.settings.tuning
+    trained = record.figures["trained"][-1][1]
+    rows = [
+        (x["attention"], *(f"{y:.3f}" for y in (statistics.fmean(x["at_once"]), x["tuned"][-1][1], x["fresh"][-1][1])))
+        for x in record.figures["moved"]
+    ]
+    title = f"Bits per byte with the weights of a softmax model of {settings.steps} steps ({trained:.3f})"
+    return [table(title, ("attention", "at once", f"after {tuning} steps", f"fresh, {tuning} steps"), rows)]
 
 
-def record(result: Result) -> dict[str, Any]:
-    """Every value, by attention."""
-    return {"trained": result.trained, "moved": [asdict(x) for x in result.moved]}
-
-
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw the paper's figure: fine-tuning over the steps, after the training of the softmax model."""
-    import matplotlib as mpl
+    end = record.settings.steps
+    with drawing(path, (7, 4.4)) as (figure, ((axis,),)):
+        axis.plot(*zip(*record.figures["trained"], strict=True), color="gray", label="softmax, training")
+        for index, x in enumerate(record.figures["moved"]):
+            name, color = x["attention"], f"C{index}"
+            at, values = zip((0, statistics.fmean(x["at_once"])), *x["tuned"], strict=True)
+            axis.plot([end + s for s in at], values, "o-", color=color, markersize=3, label=f"{name}, tuned")
+            axis.plot(*zip(*x["fresh"], strict=True), ":", color=color, label=f"{name}, fresh")
+        axis.set(xlabel="steps", ylabel="bits per byte")
+        axis.locator_params(axis="x", integer=True)
+        axis.grid(True, alpha=0.2)
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4.4), constrained_layout=True)
-    axis.plot(*zip(*result.trained, strict=True), color="gray", label="softmax, training")
-    end = result.settings.steps
-    for index, x in enumerate(result.moved):
-        points = [(0, statistics.fmean(x.at_once)), *x.tuned]
-        steps_, values = zip(*points, strict=True)
-        color = f"C{index}"
-        axis.plot([end + s for s in steps_], values, "o-", color=color, markersize=3, label=f"{x.attention}, tuned")
-        fresh = zip(*x.fresh, strict=True)
-        axis.plot(*fresh, ":", color=color, label=f"{x.attention}, fresh")
-    axis.set_xlabel("steps")
-    axis.locator_params(axis="x", integer=True)
-    axis.set_ylabel("bits per byte")
-    axis.grid(True, alpha=0.2)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+STUDY = Study(
+    "transfer",
+    "Performer (2009.14794), Fig. 5 left",
+    TransferSettings,
+    steps,
+    run,
+    tables,
+    picture,
+    resumes=True,
+    writes="the models",
+    examples=(("--data enwik8 --steps 800 --tuning 100", "a small model, moved to random features"),),
+)

@@ -1,13 +1,14 @@
-"""Tokens per second of training on short sequences: padded, a row for each, against packed, several in a row."""
+"""Tokens per second of training on short sequences: padded, a row for each, against packed, several in a row.
+
+python tools/studies/packing.py --length 1024 --median 290
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,32 +17,33 @@ from torch import Tensor
 
 from kernelformer.formatting import short_names
 from kernelformer.models import KernelformerConfig, KernelformerForCausalLM
+from kernelformer.settings import SEED, Settings, option
 from kernelformer.timing import taking_timings
+from kernelformer_lab.cli.studies import main
 from kernelformer_lab.data.batching import fill_rows, padded
-from kernelformer_lab.studies.base import Log, Progress
-from kernelformer_lab.studies.settings import PackingSettings as Settings
+from kernelformer_lab.studies.base import SCRIPT, SPECS, Log, Progress, Record, Row, Study, drawing, table
 
 SPREAD = 0.65  # of the logarithm of lengths, about that of proteins
 VOCABULARY = 64
 Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Tokens per second, without padding, of forward and backward passes over the same sequences.
+@dataclass(frozen=True, kw_only=True)
+class PackingSettings(Settings):
+    """Settings of this study."""
 
-    Args:
-        attention: its spec.
-        padded: a sequence in each row, all as long as the longest of their batch.
-        packed: rows with several sequences each.
-    """
+    attention: tuple[str, ...] = option(("softmax", "favor+:num_features=64", "elu"), SPECS)
+    length: int = option(1024, "tokens of a packed row", least=2)
+    median: int = option(290, "tokens of a sequence", least=2)
+    batch: int = option(8, "rows of a step", least=1)
+    width: int = option(128, "of the model: its hidden size", least=1)
+    layers: int = option(2, "of the model", least=1)
+    heads: int = option(4, "of the attention", least=1)
+    rounds: int = option(5, "passes of each, interleaved", least=1)
+    seed: int = option(0, SEED, least=0)
 
-    attention: str
-    padded: float
-    packed: float
 
-
-def lengths(settings: Settings) -> list[int]:
+def lengths(settings: PackingSettings) -> list[int]:
     """Lengths of sequences, log-normal around the median, that fill about so many rows."""
     rng = np.random.default_rng(settings.seed)
     drawn: list[int] = []
@@ -50,7 +52,7 @@ def lengths(settings: Settings) -> list[int]:
     return drawn
 
 
-def batches(settings: Settings) -> dict[str, list[Batch]]:
+def batches(settings: PackingSettings) -> dict[str, list[Batch]]:
     """The same random sequences both ways, ``batch`` rows at a time."""
     gen, drawn = torch.Generator().manual_seed(settings.seed), lengths(settings)
     sequences = [torch.randint(VOCABULARY, (n,), generator=gen) for n in drawn]
@@ -71,7 +73,7 @@ def batches(settings: Settings) -> dict[str, list[Batch]]:
 
 
 @taking_timings()
-def measure(settings: Settings, attention: str) -> Rate:
+def measure(settings: PackingSettings, attention: str) -> Row:
     """Time passes over all sequences, both ways in turn, so that what else the machine does meets both."""
     config = KernelformerConfig(
         attention=attention,
@@ -91,55 +93,44 @@ def measure(settings: Settings, attention: str) -> Rate:
             seconds[name].append(time.perf_counter() - start)
             model.zero_grad()
     tokens = sum(lengths(settings))
-    return Rate(attention, **{name: tokens / median(times[1:]) for name, times in seconds.items()})
+    return {"attention": attention, **{name: tokens / median(times[1:]) for name, times in seconds.items()}}
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
-    return len(settings.attention)
-
-
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> list[Rate]:
+def run(record: Record, log: Log, progress: Progress) -> None:
     """Measure each attention."""
-    result = []
-    for attention in settings.attention:
+    record.figures["rates"] = []
+    for attention in record.settings.attention:
         log(attention)
-        result.append(measure(settings, attention))
+        record.figures["rates"].append(measure(record.settings, attention))
         progress()
-    return result
 
 
-def tables(result: Sequence[Rate]) -> list[Table]:
-    """One table, a row for each attention."""
-    out = Table("attention", title="Tokens per second in training", title_justify="left")
-    for name in ("padded", "packed", "ratio"):
-        out.add_column(name, justify="right")
-    short = short_names(x.attention for x in result)
-    for x in result:
-        out.add_row(short[x.attention], f"{x.padded:,.0f}", f"{x.packed:,.0f}", f"{x.packed / x.padded:.2f}")
-    return [out]
+def tables(record: Record) -> list[Table]:
+    """A row for each attention."""
+    rows = record.figures["rates"]
+    short = short_names(x["attention"] for x in rows)
+    cells = [
+        (short[x["attention"]], *(f"{x[y]:,.0f}" for y in ("padded", "packed")), f"{x['packed'] / x['padded']:.2f}")
+        for x in rows
+    ]
+    return [table("Tokens per second in training", ("attention", "padded", "packed", "ratio"), cells)]
 
 
-def record(result: Sequence[Rate]) -> dict[str, Any]:
-    """Every figure."""
-    return {"rates": [asdict(x) for x in result]}
-
-
-def picture(result: Sequence[Rate], path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw tokens per second, two bars for each attention."""
-    import matplotlib as mpl
+    rows = record.figures["rates"]
+    places = np.arange(len(rows))
+    with drawing(path, (7, 0.6 * len(rows) + 1.6)) as (figure, ((axis,),)):
+        for offset, name in ((-0.2, "padded"), (0.2, "packed")):
+            axis.barh(places + offset, [x[name] for x in rows], 0.4, label=name)
+        axis.set_yticks(places, list(short_names(x["attention"] for x in rows).values()))
+        axis.invert_yaxis()
+        axis.set_xlabel("tokens per second in training")
+        axis.grid(True, axis="x", alpha=0.2)
+        figure.legend(loc="outside upper center", ncols=2, fontsize="small")
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    names, places = list(short_names(x.attention for x in result).values()), np.arange(len(result))
-    figure, axis = plt.subplots(figsize=(7, 0.6 * len(result) + 1.6), constrained_layout=True)
-    axis.barh(places - 0.2, [x.padded for x in result], 0.4, label="padded")
-    axis.barh(places + 0.2, [x.packed for x in result], 0.4, label="packed")
-    axis.set_yticks(places, names)
-    axis.invert_yaxis()
-    axis.set_xlabel("tokens per second in training")
-    axis.grid(True, axis="x", alpha=0.2)
-    figure.legend(loc="outside upper center", ncols=2, fontsize="small")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+STUDY = Study("packing", "", PackingSettings, lambda x: len(x.attention), run, tables, picture, program=SCRIPT)
+
+if __name__ == "__main__":
+    main(STUDY, "Measure tokens per second in training on short sequences, padded and packed into rows.")

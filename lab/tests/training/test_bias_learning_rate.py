@@ -1,15 +1,12 @@
-"""What a training step spends outside of operations, and the learning rates of its groups."""
+"""Learning rates of tables of relative positions."""
 
 from __future__ import annotations
 
 import argparse
-from types import SimpleNamespace
 
 import pytest
 
 from kernelformer.modules import RelativePositions
-from kernelformer_lab.studies import STUDIES, overhead
-from kernelformer_lab.studies.settings import OverheadSettings
 from kernelformer_lab.training.config import Run
 from kernelformer_lab.training.evaluation import load_run
 from kernelformer_lab.training.session import train
@@ -22,29 +19,6 @@ RUN = Run(
     steps=4,
     batch_size=2,
 )
-
-
-def test_intervals_are_covered_once():
-    assert overhead.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.6), (3, 3)]) == 4
-    assert overhead.covered([]) == 0
-
-
-def test_steps_are_timed_profiled_and_shown(monkeypatch, tmp_path):
-    logged = []
-    monkeypatch.setattr(overhead, "find_recipe", lambda name: SimpleNamespace(run=lambda: RUN))
-    settings = OverheadSettings(attention=("softmax", "elu"))
-    result = STUDIES["overhead"].run(settings, tmp_path, logged.append)
-    assert logged == [x.attention for x in result] == ["softmax", "elu"]
-    for step in result:
-        assert 0 < step.inside < step.profiled
-        assert 0 < step.outside < 1
-        assert step.seconds > 0
-        assert step.operations > 100
-    (table,) = overhead.tables(result)
-    assert table.row_count == 2
-    assert overhead.record(result)["steps"][0]["outside"] == result[0].outside
-    overhead.picture(result, tmp_path / "overhead.png")
-    assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_of_positions_have_their_own_learning_rate(tmp_path):

@@ -1,4 +1,6 @@
-"""The fair peer of inference on a CPU: an encoder and its converted copies, in torch and in onnxruntime.
+"""An encoder and its converted copies, in torch and in onnxruntime with that runtime's own attention.
+
+    python tools/studies/exported.py --model MODEL --lengths 1024,4096
 
 The original runs in onnxruntime as the exporter writes it, and with that runtime's own attention, in tiles. Tokens are
 random, nothing is padded, and tables of positions are stretched where they end: only speed is measured.
@@ -6,8 +8,8 @@ random, nothing is padded, and tables of positions are stretched where they end:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,17 +21,17 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.export import Dim
 
-from kernelformer.errors import WorkerError
 from kernelformer.export.graphs import Whole, trace_whole
 from kernelformer.export.onnx_files import difference, quiet_exporter, run_graph, save_onnx, session
 from kernelformer.formatting import human_time
 from kernelformer.modules.spec import parse_method
 from kernelformer.quiet import silent_libraries
+from kernelformer.settings import PICKLE, Settings, option
 from kernelformer.timing import Figures, Step, time_rounds
-from kernelformer_lab.bench.harness import run_in_process, too_large
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
+from kernelformer_lab.bench.harness import too_large
+from kernelformer_lab.cli.studies import main
+from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, table, unique
 from kernelformer_lab.studies.lengths import Subject, contender, describe
-from kernelformer_lab.studies.settings import ExportedSettings
 
 ORIGINAL = "sdpa"  # the original's attention in torch, and what the exporter makes of it
 OWN = "MultiHeadAttention"  # the original with onnxruntime's own attention
@@ -44,6 +46,22 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 6,
     "num_attention_heads": 12,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedSettings(Settings):
+    """Settings of this study."""
+
+    model: str = option("", "folder of an encoder; default: random weights, MiniLM-L6's sizes", path=True)
+    attention: tuple[str, ...] = option(
+        ("loglinear:num_features=64", "favor+:num_features=64:window=64:sinks=4"),
+        "what it is converted to, separated by commas",
+    )
+    lengths: tuple[int, ...] = option((1024, 4096, 16384), "tokens", least=2)
+    batch: int = option(1, "sequences at once", least=1)
+    rounds: int = option(2, "timed passes of each, at least", least=1)
+    budget: float = option(20.0, "seconds for all passes of a length", least=0.01)
+    allow_pickle: bool = option(False, PICKLE, switch=True)
 
 
 class Encoder(Subject):
@@ -122,16 +140,9 @@ def file_of(folder: str, number: int) -> Path:
     return Path(folder) / f"{number}.onnx"
 
 
-def prepare(subject: Mapping[str, Any], longest: int, names: Sequence[str], folder: str) -> dict[str, Figures]:
-    """Export the original and its converted copies into a folder; the problem of those that cannot be.
-
-    Args:
-        subject: fields of `Encoder`.
-        longest: tokens.
-        names: of attentions, `ORIGINAL` and `OWN` among them.
-        folder: for the graphs.
-    """
-    model, _ = Encoder(**subject).build(longest)
+def prepare(subject: Encoder, longest: int, names: Sequence[str], folder: str) -> dict[str, Figures]:
+    """Export the original and its converted copies into a folder; return the problem of those that cannot be."""
+    model, _ = subject.build(longest)
     problems: dict[str, Figures] = {}
     for number, name in enumerate(names):
         try:
@@ -140,7 +151,7 @@ def prepare(subject: Mapping[str, Any], longest: int, names: Sequence[str], fold
                 if name in (ORIGINAL, OWN):
                     module = Unmasked(without_mask(contender(model, ORIGINAL), name))
                     axes = {0: Dim("batch"), 1: Dim("length", max=longest)}
-                    tokens = Encoder(**{**subject, "batch": 2}).tokens(model, min(EXAMPLE, longest - 1))
+                    tokens = replace(subject, batch=2).tokens(model, min(EXAMPLE, longest - 1))
                     program = torch.export.export(module, (tokens,), dynamic_shapes=(axes,))
                 else:
                     module = Whole(contender(model, name))
@@ -152,22 +163,11 @@ def prepare(subject: Mapping[str, Any], longest: int, names: Sequence[str], fold
 
 
 def measure(
-    subject: Mapping[str, Any], longest: int, length: int, names: Sequence[str], folder: str, rounds: int, budget: float
+    subject: Encoder, longest: int, length: int, names: Sequence[str], folder: str, rounds: int, budget: float
 ) -> dict[str, Figures]:
-    """Time all ways to read ``length`` tokens in this process: {"attention in torch": figures}.
-
-    Args:
-        subject: fields of `Encoder`.
-        longest: tokens that the graphs were made for.
-        length: tokens.
-        names: of attentions, `ORIGINAL` first.
-        folder: of the graphs that `prepare` has written.
-        rounds: at least so many runs of each are timed.
-        budget: seconds for timing all of them.
-    """
-    this = Encoder(**subject)
-    model, _ = this.build(longest)
-    tokens, steps, others = this.tokens(model, length), dict[str, Step](), dict[str, Figures]()
+    """Time all ways to read ``length`` tokens: {"attention in torch": figures}; ``folder`` has `prepare`'s graphs."""
+    model, _ = subject.build(longest)
+    tokens, steps, others = subject.tokens(model, length), dict[str, Step](), dict[str, Figures]()
     for number, name in enumerate(names):
         if name != OWN:
             reads = contender(model, name)
@@ -175,7 +175,7 @@ def measure(
         if not file_of(folder, number).is_file():
             continue
         # Scores and their softmax, all of them at once.
-        weights = 2 * 4 * this.batch * model.config.num_attention_heads * length**2
+        weights = 2 * 4 * subject.batch * model.config.num_attention_heads * length**2
         problem = too_large(weights) if name == ORIGINAL else None
         if problem:
             others[way(name, ONNX)] = {"problem": problem}
@@ -206,43 +206,7 @@ def _read(model: Any, tokens: Tensor) -> Tensor:
     return hidden
 
 
-NAME = "exported"
 BASE = way(ORIGINAL, TORCH)  # what the others are compared with
-
-
-@dataclass
-class Row:
-    """One way to read so many tokens: seconds of a pass, or why there are none.
-
-    Args:
-        length: tokens.
-        way: attention and runtime.
-        seconds: median of the rounds.
-        rounds: number of timed passes.
-        difference: in onnxruntime, of its outputs from torch, over the largest output; of the first 1024 tokens.
-        note: why there are no figures.
-    """
-
-    length: int
-    way: str
-    seconds: float | None = None
-    rounds: int = 0
-    difference: float | None = None
-    note: str = ""
-
-
-@dataclass
-class Result:
-    """Rows of all lengths, and what they depend on."""
-
-    about: dict[str, Any]
-    stretched: list[str] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-
-    def faster(self, row: Row) -> float | None:
-        """How many times faster than the original in torch at the same length."""
-        base = next((x.seconds for x in self.rows if x.length == row.length and x.way == BASE), None)
-        return None if base is None or row.seconds is None else base / row.seconds
 
 
 def names(settings: ExportedSettings) -> list[str]:
@@ -257,7 +221,7 @@ def ways(settings: ExportedSettings) -> list[str]:
 
 
 def steps(settings: ExportedSettings) -> int:
-    """Return how many processes there are: one that exports, and one for each length."""
+    """A step for the export, and one for each length."""
     for spec in settings.attention:
         parse_method(spec)
     for what in ("lengths", "attention"):
@@ -266,10 +230,9 @@ def steps(settings: ExportedSettings) -> int:
     return 1 + len(set(settings.lengths))
 
 
-def run(
-    settings: ExportedSettings, folder: Path, log: Log = lambda _: None, progress: Progress = lambda: None
-) -> Result:
-    """Export, then time all ways at each length that ``folder`` does not hold yet; see `studies.base`."""
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Export, then time all ways at each length that the record does not have yet."""
+    settings = record.settings
     steps(settings)
     subject = Encoder(settings.model, "encoder", not settings.model, settings.allow_pickle, settings.batch)
     longest = max(settings.lengths)
@@ -277,110 +240,73 @@ def run(
         model, stretched = subject.build(longest)
     name = Path(settings.model).resolve().name if settings.model else "a BERT of MiniLM-L6's sizes"
     about = {**describe(model, subject, name, "encoder"), ONNX: version(ONNX), "ways": ways(settings)}
-    result = Result(about, stretched)
-    result.rows = read_rows(folder, result.about)
-    todo = [x for x in sorted(set(settings.lengths)) if x not in {row.length for row in result.rows}]
-    common: dict[str, Any] = {"subject": asdict(subject), "longest": longest, "names": names(settings)}
+    record.resume({"about": about})
+    record.figures["stretched"] = stretched
+    todo = [x for x in sorted(set(settings.lengths)) if not record.where(length=x)]
     with TemporaryDirectory(prefix="kernelformer-export-") as graphs:
         log("exporting")
-        problems = _job(prepare, **common, folder=graphs) if todo else {}
+        problems = prepare(subject, longest, names(settings), graphs) if todo else {}
         for _ in range(steps(settings) - len(todo)):
             progress()
         for length in todo:
             log(f"{length} tokens: timing")
-            given = {"length": length, "rounds": settings.rounds, "budget": settings.budget, "folder": graphs}
-            result.rows += _rows(length, ways(settings), problems | _measured(common | given))
-            write_record(folder, NAME, settings, record(result))
+            found = measure(subject, longest, length, names(settings), graphs, settings.rounds, settings.budget)
+            record.rows.extend(_rows(length, ways(settings), problems | found))
+            record.save()
             progress()
-    return result
-
-
-def read_rows(folder: Path, about: dict[str, Any]) -> list[Row]:
-    """The rows that an earlier call has written, of the same model, ways and machine.
-
-    Raises:
-        ValueError: a record of something else is there.
-    """
-    path, fields = folder / f"{NAME}.json", Row.__dataclass_fields__
-    try:
-        kept = read_record(folder, NAME)
-        if kept is None:
-            return []
-        rows = [Row(**{key: x[key] for key in fields}) for x in kept["rows"]]
-        other = {key: x for key, x in kept["about"].items() if about.get(key) != x}
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"{path} is not of this study ({problem!r}); move it away, or choose another --out.") from None
-    if other:
-        raise ValueError(f"{path} holds figures of another model or machine ({other}); choose another --out.")
-    return rows
-
-
-def _measured(given: dict[str, Any]) -> Figures:
-    try:
-        return _job(measure, **given)
-    except WorkerError as problem:
-        return {"": {"problem": str(problem)}}
 
 
 def _rows(length: int, names: Sequence[str], figures: Figures) -> list[Row]:
-    rows = []
+    """Of each way the median ``seconds`` of so many ``rounds``, or a ``note`` why there are none.
+
+    ``difference`` is that of the outputs in onnxruntime from torch, over the largest output, of the first 1024 tokens.
+    """
+    base, rows = figures.get(BASE, {}).get("seconds"), []
     for name in names:
-        mine = figures.get(name) or figures.get("") or {"problem": "was not measured"}
-        row = Row(length, name, mine.get("seconds"), mine.get("rounds", 0), mine.get("difference"))
-        row.note = mine.get("problem", "")
-        rows.append(row)
+        mine = figures.get(name) or {"problem": "was not measured"}
+        row = {"length": length, "way": name, "seconds": mine.get("seconds"), "rounds": mine.get("rounds", 0)}
+        faster = base / row["seconds"] if base and row["seconds"] else None
+        more = {"difference": mine.get("difference"), "note": mine.get("problem", ""), "times faster": faster}
+        rows.append({**row, **more})
     return rows
 
 
-def _job(work: Any, **given: Any) -> Figures:
-    return run_in_process(work, threads=torch.get_num_threads(), **given)
+def tables(record: Record) -> list[Table]:
+    """A line for each way, a column for each length."""
+    lengths = sorted(unique(record.rows, "length"))
+    cells = [
+        (name, *(_cell(x) for length in lengths for x in record.where(way=name, length=length)))
+        for name in unique(record.rows, "way")
+    ]
+    notes = [f"{x['length']} tokens, {x['way']}: {x['note']}" for x in record.rows if x["note"]]
+    title = f"a pass of {record.figures['about']['model']}, times faster than {BASE}"
+    columns = ("attention", *(f"{x} tokens" for x in lengths))
+    return [table(title, columns, cells, caption="\n".join(notes) or None)]
 
 
-def record(result: Result) -> dict[str, Any]:
-    """Return the result as plain JSON."""
-    rows = [{**asdict(row), "times faster": result.faster(row)} for row in result.rows]
-    return {"about": result.about, "stretched": result.stretched, "rows": rows}
-
-
-def tables(result: Result) -> list[Table]:
-    """Return one table: a line for each way, a column for each length."""
-    lengths = sorted({row.length for row in result.rows})
-    out = Table(title=f"a pass of {result.about['model']}, times faster than {BASE}", title_justify="left")
-    out.add_column("attention", no_wrap=True)
-    for length in lengths:
-        out.add_column(f"{length} tokens", justify="right", no_wrap=True)
-    for name in dict.fromkeys(row.way for row in result.rows):
-        mine = {row.length: row for row in result.rows if row.way == name}
-        out.add_row(name, *(_cell(result, mine[length]) for length in lengths))
-    notes = [f"{row.length} tokens, {row.way}: {row.note}" for row in result.rows if row.note]
-    out.caption, out.caption_justify = "\n".join(notes) or None, "left"
-    return [out]
-
-
-def _cell(result: Result, row: Row) -> str:
-    if row.seconds is None:
+def _cell(row: Row) -> str:
+    if row["seconds"] is None:
         return "not run"
-    faster = result.faster(row)
-    return human_time(row.seconds) + (f" ({faster:.2f}x)" if faster is not None and row.way != BASE else "")
+    faster = row["times faster"]
+    return human_time(row["seconds"]) + (f" ({faster:.2f}x)" if faster is not None and row["way"] != BASE else "")
 
 
-def picture(result: Result, path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw the seconds of a pass over the length."""
-    import matplotlib as mpl
+    with drawing(path, (7, 5), dpi=150) as (figure, ((axis,),)):
+        for name in unique(record.rows, "way"):
+            points = [(x["length"], x["seconds"]) for x in record.where(way=name) if x["seconds"] is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", linestyle="--" if ONNX in name else "-", label=name)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="seconds of a pass")
+        lengths = sorted(unique(record.rows, "length"))
+        axis.set_xticks(lengths, [str(x) for x in lengths])
+        axis.minorticks_off()
+        axis.grid(True, alpha=0.2)
+        figure.legend(loc="outside upper center", ncols=2, fontsize=7)
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 5), constrained_layout=True)
-    for name in dict.fromkeys(row.way for row in result.rows):
-        points = [(row.length, row.seconds) for row in result.rows if row.way == name and row.seconds is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", linestyle="--" if ONNX in name else "-", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="seconds of a pass")
-    lengths = sorted({row.length for row in result.rows})
-    axes.set_xticks(lengths, [str(x) for x in lengths])
-    axes.minorticks_off()
-    axes.grid(True, alpha=0.2)
-    figure.legend(loc="outside upper center", ncols=2, fontsize=7)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+STUDY = Study("exported", "", ExportedSettings, steps, run, tables, picture, resumes=True, program=SCRIPT)
+
+if __name__ == "__main__":
+    main(STUDY, "Time an encoder and its converted copies in torch and in onnxruntime with its own attention.")

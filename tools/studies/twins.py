@@ -1,5 +1,7 @@
 """Our models beside plain PyTorch ones of the same size: what first weights, pooling and the head cost.
 
+    python tools/studies/twins.py --images cifar10 --image-size 16 --patch 4 --seeds 3
+
 All are trained with exact softmax attention by the same short loop (AdamW, linear warm-up and decay) on the same
 batches; a seed is that of the first weights and of the order of the samples. An image model reads patches of small grey
 images, an encoder classifies ListOps, a decoder models the bytes of Python's standard library.
@@ -8,9 +10,7 @@ images, an encoder classifies ListOps, a decoder models the bytes of Python's st
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from transformers.utils.generic import ModelOutput
 
 from kernelformer.errors import choice
 from kernelformer.models import MODELS, KernelformerConfig
-from kernelformer.settings import plain
+from kernelformer.settings import Settings, option, plain
+from kernelformer_lab.analysis.statistics import mean_and_error
+from kernelformer_lab.cli.studies import main
 from kernelformer_lab.data.batching import Sample, spread_evenly
-from kernelformer_lab.studies.base import Log, Progress, read_record, write_record
-from kernelformer_lab.studies.settings import TwinsSettings as Settings
+from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, table, unique, where
 from kernelformer_lab.tasks import Task, make_task
 
 
@@ -115,38 +116,32 @@ WARMUP = 0.05  # of the steps
 EVALUATED = 2000  # samples of the validation split, at most
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The score of one training.
+@dataclass(frozen=True, kw_only=True)
+class TwinsSettings(Settings):
+    """Settings of this study."""
 
-    Args:
-        task: its name.
-        variant: of the model.
-        seed: of first weights and of the order of samples.
-        parameters: of the model.
-        loss: on validation, in nats.
-        accuracy: on validation; of a language model that of the next byte.
-    """
-
-    task: str
-    variant: str
-    seed: int
-    parameters: int
-    loss: float
-    accuracy: float
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What it is known by."""
-        return self.task, self.variant, self.seed
-
-    @property
-    def score(self) -> float:
-        """Bits per byte, or the accuracy in percent."""
-        return self.loss / math.log(2) if self.task == "bytes" else 100 * self.accuracy
+    images: Path | None = option(
+        None, "folder with train.npz and test.npz, as the task images reads; default: no images"
+    )
+    tasks: tuple[str, ...] = option(("images", "listops", "bytes"), "what the models are trained on")
+    image_size: int = option(8, "rows and columns that images are made", least=2)
+    patch: int = option(2, "rows and columns of a patch", least=1)
+    width: int = option(64, "of the models", least=1)
+    layers: int = option(2, "of the models", least=1)
+    heads: int = option(4, "of an attention", least=1)
+    steps: int = option(400, "of each training", least=1)
+    batch: int = option(64, "samples of a step", least=1)
+    learning_rate: float = option(1e-3, "the largest")
+    seeds: int = option(1, "runs of each, with as many seeds", least=1)
 
 
-def tasks(settings: Settings) -> list[Task]:
+def score(row: Row) -> float:
+    """Bits per byte, or the accuracy in percent."""
+    found: float = row["loss"] / math.log(2) if row["task"] == "bytes" else 100 * row["accuracy"]
+    return found
+
+
+def tasks(settings: TwinsSettings) -> list[Task]:
     """The tasks of the study; images only where there are some."""
     options: dict[str, dict[str, Any]] = {
         "images": {"data": str(settings.images), "channels": 1, "size": settings.image_size, "resize": True},
@@ -161,7 +156,7 @@ def tasks(settings: Settings) -> list[Task]:
     return [make_task(name, **options[name]) for name in names if name != "images" or settings.images is not None]
 
 
-def build(task: Task, variant: str, settings: Settings) -> nn.Module:
+def build(task: Task, variant: str, settings: TwinsSettings) -> nn.Module:
     """A model of a task."""
     changes: dict[str, Any] = {}
     if variant == "first weights 0.02":
@@ -191,7 +186,7 @@ def build(task: Task, variant: str, settings: Settings) -> nn.Module:
     return model
 
 
-def fit(model: nn.Module, task: Task, data: Dataset[Sample], settings: Settings, seed: int) -> None:
+def fit(model: nn.Module, task: Task, data: Dataset[Sample], settings: TwinsSettings, seed: int) -> None:
     """Train a model; the order of the samples depends on the seed alone."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm = max(1, round(WARMUP * settings.steps))
@@ -211,7 +206,7 @@ def fit(model: nn.Module, task: Task, data: Dataset[Sample], settings: Settings,
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, data: Dataset[Sample], settings: Settings) -> tuple[float, float]:
+def evaluate(model: nn.Module, task: Task, data: Dataset[Sample], settings: TwinsSettings) -> tuple[float, float]:
     """Loss and accuracy on a part of the validation split that is spread over all of it."""
     chosen = spread_evenly(len(data), EVALUATED if task.model != "causal-lm" else EVALUATED // 16)  # type: ignore[arg-type]
     model.eval()
@@ -230,90 +225,82 @@ def evaluate(model: nn.Module, task: Task, data: Dataset[Sample], settings: Sett
 
 
 def measure(
-    task: Task, splits: tuple[Dataset[Sample], Dataset[Sample]], variant: str, seed: int, settings: Settings
-) -> Trained:
+    task: Task, splits: tuple[Dataset[Sample], Dataset[Sample]], variant: str, seed: int, settings: TwinsSettings
+) -> Row:
     """Train one model on the first of two splits, and score it on the second."""
     torch.manual_seed(seed)
     model = build(task, variant, settings)
     fit(model, task, splits[0], settings, seed)
     loss, accuracy = evaluate(model, task, splits[1], settings)
-    parameters = sum(x.numel() for x in model.parameters())
-    return Trained(task.name, variant, seed, parameters, loss, accuracy)
+    key = {"task": task.name, "variant": variant, "seed": seed}
+    return {**key, "parameters": sum(x.numel() for x in model.parameters()), "loss": loss, "accuracy": accuracy}
 
 
-def steps(settings: Settings) -> int:
-    """How often `run` calls ``progress``."""
+def steps(settings: TwinsSettings) -> int:
+    """Number of calls of ``progress`` in `run`."""
     return settings.seeds * sum(len(VARIANTS[task.model]) for task in tasks(settings))
 
 
-def run(settings: Settings, folder: Path, log: Log, progress: Progress) -> list[Trained]:
-    """Train all that ``folder`` does not have yet."""
-    old = read_record(folder, "twins") or {}
-    earlier = {**plain(Settings()), **old.get("settings", {})}  # of a record that is older than an option: its default
-    same = earlier == plain(settings)
-    result = [Trained(**x) for x in old.get("trained", [])] if same else []
+def run(record: Record, log: Log, progress: Progress) -> None:
+    """Train all that the record does not have yet, of the same settings."""
+    settings, old = record.settings, record.earlier()
+    before = {**plain(TwinsSettings()), **old.get("settings", {})}  # older than an option: its default
+    rows: list[Row] = old.get("trained", []) if before == plain(settings) else []
     for task in tasks(settings):
         splits = None  # read once for all models, and only where there is one to train
         for seed in range(settings.seeds):
             for variant in VARIANTS[task.model]:
-                if (task.name, variant, seed) not in {x.key for x in result}:
+                if not where(rows, task=task.name, variant=variant, seed=seed):
                     log(f"{task.name}: {variant}, seed {seed}")
                     splits = splits or (task.split("train"), task.split("validation"))
-                    result.append(measure(task, splits, variant, seed, settings))
-                    write_record(folder, "twins", settings, record(result))
+                    rows.append(measure(task, splits, variant, seed, settings))
+                    record.figures = {"trained": rows, "summary": summary(rows)}
+                    record.save()
                 progress()
-    return result
+    record.figures = {"trained": rows, "summary": summary(rows)}
 
 
-def summary(result: Sequence[Trained]) -> list[dict[str, Any]]:
+def summary(rows: list[Row]) -> list[Row]:
     """Mean and standard error over seeds of each variant's score: accuracy in percent, or bits per byte."""
-    rows = []
-    for task, variant in dict.fromkeys((x.task, x.variant) for x in result):
-        of = [x for x in result if (x.task, x.variant) == (task, variant)]
-        scores = [x.score for x in of]
-        error = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
+    found = []
+    for task, variant in unique(rows, "task", "variant"):
+        of = where(rows, task=task, variant=variant)
+        scores = [score(x) for x in of]
+        mean, error = mean_and_error(scores)
         metric = "bits per byte" if task == "bytes" else "accuracy %"
-        row = {"task": task, "variant": variant, "metric": metric, "mean": statistics.mean(scores), "error": error}
-        rows.append({**row, "seeds": len(of), "parameters": of[0].parameters})
-    return rows
+        row = {"task": task, "variant": variant, "metric": metric, "mean": mean, "error": error}
+        found.append({**row, "seeds": len(of), "parameters": of[0]["parameters"]})
+    return found
 
 
-def tables(result: Sequence[Trained]) -> list[Table]:
+def tables(record: Record) -> list[Table]:
     """A row for each task and variant."""
-    out = Table("task", "model", "metric", title="Our models and plain PyTorch ones", title_justify="left")
-    for name in ("mean", "± error", "parameters"):
-        out.add_column(name, justify="right")
-    for row in summary(result):
-        figures = (f"{row['mean']:.2f}", f"{row['error']:.2f}", f"{row['parameters']:,}")
-        out.add_row(row["task"], row["variant"], row["metric"], *figures)
-    return [out]
+    cells = [
+        (x["task"], x["variant"], x["metric"], f"{x['mean']:.2f}", f"{x['error']:.2f}", f"{x['parameters']:,}")
+        for x in record.figures["summary"]
+    ]
+    columns = ("task", "model", "metric", "mean", "± error", "parameters")
+    return [table("Our models and plain PyTorch ones", columns, cells, left=3)]
 
 
-def record(result: Sequence[Trained]) -> dict[str, Any]:
-    """Every training, and means over seeds."""
-    return {"trained": [asdict(x) for x in result], "summary": summary(result)}
-
-
-def picture(result: Sequence[Trained], path: Path) -> None:
+def picture(record: Record, path: Path) -> None:
     """Draw a panel for each task: a point for each seed, a bar at the mean."""
-    import matplotlib as mpl
+    rows = record.figures["summary"]
+    names = unique(rows, "task")
+    with drawing(path, (4.6 * len(names), 3.2), columns=len(names)) as (_, (axes,)):
+        for axis, task in zip(axes, names, strict=True):
+            mine = where(rows, task=task)
+            for place, row in enumerate(mine):
+                scores = [score(x) for x in where(record.figures["trained"], task=task, variant=row["variant"])]
+                axis.scatter(scores, [place] * len(scores), s=18)
+                axis.plot([row["mean"]] * 2, [place - 0.3, place + 0.3], color="gray")
+            axis.set_yticks(range(len(mine)), [x["variant"] for x in mine])
+            axis.invert_yaxis()
+            axis.set(title=task, xlabel=mine[0]["metric"])
+            axis.grid(True, axis="x", alpha=0.2)
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    rows = summary(result)
-    names = list(dict.fromkeys(x["task"] for x in rows))
-    figure, axes = plt.subplots(1, len(names), figsize=(4.6 * len(names), 3.2), constrained_layout=True, squeeze=False)
-    for axis, task in zip(axes[0], names, strict=True):
-        mine = [x for x in rows if x["task"] == task]
-        for place, row in enumerate(mine):
-            scores = [x.score for x in result if (x.task, x.variant) == (task, row["variant"])]
-            axis.scatter(scores, [place] * len(scores), s=18)
-            axis.plot([row["mean"]] * 2, [place - 0.3, place + 0.3], color="gray")
-        axis.set_yticks(range(len(mine)), [x["variant"] for x in mine])
-        axis.invert_yaxis()
-        axis.set_title(task)
-        axis.set_xlabel(mine[0]["metric"])
-        axis.grid(True, axis="x", alpha=0.2)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+STUDY = Study("twins", "", TwinsSettings, steps, run, tables, picture, resumes=True, program=SCRIPT)
+
+if __name__ == "__main__":
+    main(STUDY, "Train our models beside plain PyTorch ones of the same size.")
