@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kernelformer import diagnosis
 from kernelformer.cli.app import app
-from kernelformer.lazy import TRAIN
+from kernelformer.lazy import HF
 from test_imports import BLOCKED
 
 
@@ -61,10 +61,10 @@ def test_a_check_that_fails_ends_with_code_1(monkeypatch):
 
 
 def test_without_extras_the_doctor_still_tells_what_is_missing():
-    code = BLOCKED.format(names=(*TRAIN, "typer", "matplotlib")) + "from kernelformer.cli import main; main()"
+    code = BLOCKED.format(names=(*HF, "typer", "matplotlib")) + "from kernelformer.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout == ""
     assert "self-check: favor+ against its definition" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("the kernelformer command needs typer")
-    assert done.stderr.splitlines()[-1].endswith("pip install 'kernelformer[train]'")
+    assert done.stderr.splitlines()[-1].endswith("pip install 'kernelformer[hf]'")

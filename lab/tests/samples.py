@@ -54,8 +54,7 @@ def write_text(path: Path, sentences: int = 400) -> Path:
 
 
 def write_shards(folder: Path, text: Path, tokenizer: str = "bytes", **more: Any) -> Path:
-    from kernelformer.conversion.settings import PrepareSettings
-    from kernelformer_lab.preparation import prepare
+    from kernelformer_lab.preparation import PrepareSettings, prepare
 
     prepare(PrepareSettings(texts=(str(text),), tokenizer=tokenizer, out=folder, **more))
     return folder

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernelformer import generation as decoding
+from kernelformer.cli import generate as command
 from kernelformer.generation import ByteStreamer, Sampled, decode_costs, room, sample_bytes
 from kernelformer.models import MODELS, KernelformerConfig
-from kernelformer_lab.cli.training import _write
 
 
 def tiny(attention, **more):
@@ -81,8 +80,8 @@ def test_text_goes_out_with_its_control_characters_visible(monkeypatch, capsys):
         write(text)
         return Sampled(text, len(text), 1.0, 0)
 
-    monkeypatch.setattr(decoding, "sample_bytes", fake)
-    _write(None, "a\r", tokens=3)
+    monkeypatch.setattr(command, "sample_bytes", fake)
+    command.write_sample(None, "a\r", tokens=3)
     out, err = capsys.readouterr()
     assert out == "a<U+000D>" + text.replace("\x1b", "<U+001B>")
     assert "bytes in 1.0 s" in err

@@ -9,10 +9,10 @@ import signal
 
 import pytest
 import torch
-from distill.test_distillation import SMALL, by_definition, decoder, encoder, endless, inputs, sharpen
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernelformer as kf
+from conversion.test_distillation import SMALL, by_definition, decoder, encoder, endless, inputs, sharpen
 from kernelformer.conversion.losses import ROWS, attention_loss
 from kernelformer.conversion.transfer import CENTRES, SAME, key_centres, start_maps
 from kernelformer.conversion.tune import (

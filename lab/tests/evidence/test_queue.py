@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kernelformer import timing
 from kernelformer.errors import TrainingError
 from kernelformer.timing import taking_timings, timings_under_way
-from kernelformer import timing
 from kernelformer_lab.evidence import queue
 from kernelformer_lab.evidence import worker as probes
 from kernelformer_lab.evidence.base import Claim, Finding, Item, StudyPart, Training
