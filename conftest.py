@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -36,6 +37,15 @@ def _tasks_of_tests():
     for name, task in list(catalogue.TASKS.items() if catalogue else ()):
         if task.__module__.split(".")[0] != "kernelformer_lab":
             del catalogue.TASKS[name]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """``tiny_folder(kind)``: the folder of a small random model with a tokenizer, for tests that only read it."""
+    from tiny_models import save_tiny
+
+    root = tmp_path_factory.mktemp("tiny")
+    return functools.cache(lambda kind: save_tiny(root / kind, kind))
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import signal
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernelformer as kf
-from conversion.test_distillation import SMALL, by_definition, decoder, encoder, endless, inputs, sharpen
+from conversion.test_distillation import by_definition, decoder, encoder, endless, inputs
 from kernelformer.conversion.losses import ROWS, attention_loss
 from kernelformer.conversion.transfer import CENTRES, SAME, key_centres, start_maps
 from kernelformer.conversion.tune import (
@@ -30,6 +29,7 @@ from kernelformer.conversion.tune import (
 )
 from kernelformer.hf import convert, cores
 from kernelformer.hf.capture import AttentionCall
+from tiny_models import tiny
 
 NEAR = {"window": 4, "sinks": 1}
 
@@ -176,8 +176,7 @@ def test_lora_draws_by_its_seed_and_leaves_the_generator_alone():
 
 
 def test_a_head_that_shares_its_weight_gets_no_lora():
-    config = LlamaConfig(**{**SMALL, "num_key_value_heads": 2}, tie_word_embeddings=True)
-    student = convert(sharpen(LlamaForCausalLM(config)), "loglinear", num_features=4)
+    student = convert(tiny("LlamaForCausalLM", torch.float32, tie_word_embeddings=True), "loglinear", num_features=4)
     assert "lm_head" not in lora_targets(student, "*")
     with pytest.raises(ValueError, match=r"fits 'lm_head', whose weight is another layer's too"):
         lora_targets(student, "lm_head")
