@@ -21,7 +21,7 @@ from kernelformer.feature_maps import FastFoodMap, GenerativeMap, MixtureMap
 from kernelformer.feature_maps.draws import fastfood, fwht
 from kernelformer.feature_maps.reference import hadamard_matrix as hadamard
 from kernelformer_lab.analysis.spectra import kernel_profile, spectra, squared_log_variances
-from sampling import SIGMAS, estimates, pair, within
+from sampling import HEADS, SIGMAS, estimates, pair, within
 
 LEARNED = ["gmm-rks", "gmm-prf", "fastfood-rks", "fastfood-prf", "generative-rks", "generative-prf", "loglinear"]
 RANDOM = LEARNED[:-1]
@@ -29,7 +29,11 @@ RANDOM = LEARNED[:-1]
 
 def common(features, d=4, **more):
     smoothing = {"smoothing": 0.0} if features == "rks" else {}
-    return {"head_dim": d, "num_heads": 1, "features": features, **smoothing, **more}
+    return {"head_dim": d, "num_heads": 1, "features": features, **smoothing} | more
+
+
+def many(features, d=4, **more):
+    return common(features, d, num_heads=HEADS, per_head=True, **more)
 
 
 # Where they start
@@ -41,7 +45,7 @@ def common(features, d=4, **more):
 def test_a_mixture_starts_as_an_unbiased_estimate_of_the_gaussian_kernel(features, options, draw):
     x, y = pair()
     sample = estimates(
-        lambda: MixtureMap(**common(features, num_features=4, mean_std=0.0, draw=draw, **options)), x, y, 800
+        lambda: MixtureMap(**many(features, num_features=4, mean_std=0.0, draw=draw, **options)), x, y, 800
     )
     within(sample, kernels.gaussian_kernel(x[None], y[None])[0, 0])
 
@@ -53,21 +57,22 @@ def test_a_mixture_starts_as_an_unbiased_estimate_of_the_gaussian_kernel(feature
 def test_fastfood_starts_as_an_unbiased_estimate_of_the_gaussian_kernel(features, d, learn, transform):
     x, y = pair(d=d)
     want = kernels.gaussian_kernel(x[None], y[None])[0, 0]
-    options = common(features, d, num_features=8, learn=learn, transform=transform)
-    points = torch.stack([x, y]).view(1, 1, 2, -1)
+    options = many(features, d, num_features=8, learn=learn, transform=transform)
+    points = torch.stack([x, y]).expand(1, HEADS, 2, -1)
     for draw in (0, 1):  # what is learned starts at draw 0; the rest may have gone on
         products = []
-        for seed in range(250):
+        for seed in range(250 // HEADS):
             phi = FastFoodMap(**options, seed=seed).double()
             if draw:
                 phi.resample(draw)
-            a, b = phi(points)[0, 0].detach()
-            products.append(float(a @ b))
-        within(torch.tensor(products, dtype=torch.float64), want)
+            a, b = phi(points)[0].detach().unbind(1)
+            products.append((a * b).sum(-1))
+        within(torch.cat(products), want)
 
 
 def test_rows_of_fastfood_are_gaussian():
-    rows = torch.cat([FastFoodMap(**common("prf", 6, num_features=8, seed=s)).frequencies()[0] for s in range(600)])
+    made = [FastFoodMap(**many("prf", 6, num_features=8, seed=s)) for s in range(600 // HEADS)]
+    rows = torch.cat([phi.frequencies().flatten(0, 1) for phi in made])
     rows = rows.detach().double()  # (4800, 6)
     n = len(rows)
     within(rows.square().mean(1), 1.0)
@@ -79,7 +84,7 @@ def test_rows_of_fastfood_are_gaussian():
 
 def test_a_wider_kernel_by_sigma():
     x, y = pair(1.5)
-    sample = estimates(lambda: FastFoodMap(**common("rks", num_features=4, learn="none", sigma=2.0)), x, y, 800)
+    sample = estimates(lambda: FastFoodMap(**many("rks", num_features=4, learn="none", sigma=2.0)), x, y, 800)
     within(sample, kernels.gaussian_kernel(x[None] / 2, y[None] / 2)[0, 0])
 
 
@@ -105,7 +110,7 @@ def mixture(d, components, seed=0, size=0.5):
 
 
 def mixture_map(features, mu, S, m, **options):
-    phi = MixtureMap(**common(features, num_features=m, components=len(mu), covariance="full", draw="iid", **options))
+    phi = MixtureMap(**many(features, num_features=m, components=len(mu), covariance="full", draw="iid", **options))
     with torch.no_grad():
         own = len(mu) // 2 if options.get("tied") else len(mu)
         phi.mu.copy_(mu[None, :own])
