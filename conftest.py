@@ -13,6 +13,16 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of processes that tests start
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _frozen():
+    """Leave what was imported and collected out of garbage collections, also after the code under test unfreezes."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _threads():
     torch.set_num_threads(THREADS)
