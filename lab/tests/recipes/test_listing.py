@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 
 import kernelformer as kf
 from kernelformer.cli import app as commands
-from kernelformer.cli import listing
+from kernelformer.cli import listing as methods_listing
 from kernelformer.formatting import short_names, shortened
 from kernelformer.models import KernelformerConfig
 from kernelformer.modules import MixedCore
 from kernelformer.modules.spec import describe_options, describe_positions
 from kernelformer.terminal import VisibleConsole
+from kernelformer_lab.cli import listing
 from kernelformer_lab.recipes.catalogue import RECIPES, change
 from kernelformer_lab.recipes.overrides import recipe_settings
 from kernelformer_lab.tasks import task_options
@@ -109,7 +110,8 @@ def test_a_task_s_settings_of_its_model_are_told_from_defaults():
 @pytest.mark.parametrize("what", ["", "favor+", "rpe-translation"])
 def test_lists_fit_the_terminal_and_lose_nothing(monkeypatch, what, width):
     out = io.StringIO()
-    monkeypatch.setattr(listing, "console", VisibleConsole(file=out, width=width))
+    for module in (methods_listing, listing):
+        monkeypatch.setattr(module, "console", VisibleConsole(file=out, width=width))
     listing.list_(what)
     said = out.getvalue()
     assert max(map(len, said.splitlines())) <= width

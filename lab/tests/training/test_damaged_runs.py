@@ -276,11 +276,10 @@ def test_a_damaged_model_is_named_and_made_again(finished, file, damage, message
         load_run(finished)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate"])
 @pytest.mark.parametrize("content", ["{}", '{"run": {"task": "ragged"}, "environment": {}, "command": ""}', "nothing"])
-def test_the_commands_say_it_without_a_traceback(finished, command, content):
+def test_the_command_says_it_without_a_traceback(finished, content):
     (finished / "run.json").write_text(content)
-    result = CliRunner().invoke(app, [command, str(finished), "--threads", "1"])
+    result = CliRunner().invoke(app, ["evaluate", str(finished), "--threads", "1"])
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
     assert f"error: {finished / 'run.json'}: " in result.stderr

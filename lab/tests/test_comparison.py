@@ -120,7 +120,7 @@ def test_a_trained_model_writes_without_its_data_but_is_not_evaluated(compared, 
     assert "there is no file or folder /no/such/file" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate", "translate"])
+@pytest.mark.parametrize("command", ["evaluate", "translate"])
 def test_of_a_comparison_its_runs_are_offered(command, compared):
     folder = compared[0]
     result = call(command, folder)
@@ -312,7 +312,7 @@ def test_one_run_by_train(tmp_path):
         (["train", "listops", "--data", "x"], "unknown option for task 'listops', 'data'"),
         (["compare", "bytes", "--attention", "elu,elu"], "attentions to compare must differ"),
         (["evaluate", "no/such/run"], "no/such/run is not the folder of a run: there is no such folder"),
-        (["generate", "no/such/run"], "no/such/run is not the folder of a run: there is no such folder"),
+        (["generate", "no/such/run"], "no/such/run holds no model: there is no config.json in it"),
         (["train", "bytes", "--set", "task.lnegth=3"], "did you mean 'length'? the nearest of"),
     ],
 )
