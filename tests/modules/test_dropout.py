@@ -52,7 +52,7 @@ def test_the_weights_of_a_relative_bias_are_dropped_too():
 
 
 def test_gradients_flow_through_the_weights_that_are_left():
-    q, k, v = (x.requires_grad_() for x in inputs())
+    q, k, v = (x[:1].requires_grad_() for x in inputs(length=5))
     for method, options in EXACT:
         core = kf.build_attention(method, head_dim=4, num_heads=2, attention_dropout=0.3, **options)
 
