@@ -23,8 +23,8 @@ def test_what_is_found_is_plain_and_right(monkeypatch):
     assert found["self_check"]["passed"]
     assert set(found["self_check"]["errors"]) == {"bidirectional", "causal", "step by step"}
     assert found["hub"] == {"offline": True, "environment": {"HF_HUB_OFFLINE": "1"}} | found["hub"]
-    train = next(x for x in found["extras"] if x["extra"] == "train")
-    assert train["installed"]["typer"] == metadata.version("typer")
+    models = next(x for x in found["extras"] if x["extra"] == "hf")
+    assert models["installed"]["typer"] == metadata.version("typer")
     assert found["devices"][0]["device"] == "cpu"
     assert found["threads"]["torch"] >= 1
 
@@ -38,11 +38,11 @@ def test_a_missing_package_is_named_with_what_it_gives_and_its_command(monkeypat
         return real(name)
 
     monkeypatch.setattr(diagnosis.metadata, "version", version)
-    train = next(x for x in diagnosis.extras() if x["extra"] == "train")
-    assert train["missing"] == ["peft"]
-    assert train["install"] == "pip install 'kernelformer[train]'"
-    (line,) = diagnosis.missing_lines({"extras": [train]})
-    assert "missing peft; gives the command line, training" in line
+    models = next(x for x in diagnosis.extras() if x["extra"] == "hf")
+    assert models["missing"] == ["peft"]
+    assert models["install"] == "pip install 'kernelformer[hf]'"
+    (line,) = diagnosis.missing_lines({"extras": [models]})
+    assert "missing peft; gives the command line, models" in line
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.98, False), (0.01, True), (None, None)])

@@ -17,7 +17,8 @@ from typing import Any
 from kernelformer.environment import SPIN_COUNT, SPIN_VARIABLES, processor_name, usable_cores
 
 EXTRAS = {
-    "train": "the command line, training, models in Hugging Face's conventions, conversion, reports",
+    "hf": "the command line, models in Hugging Face's conventions, conversion, reports",
+    "train": "the laboratory: training, benchmarks, studies and reproductions",
     "gguf": "conversion of .gguf files",
     "export": "export to ONNX, and running what was exported",
     "peers": "other libraries to measure against, in `kernelformer bench`",
@@ -69,7 +70,7 @@ def extras() -> list[dict[str, Any]]:
                 packages.setdefault(of[1], []).append(name[0])
     rows = []
     for extra, names in packages.items():
-        others = packages.get("train", []) if extra != "train" else []
+        others = [*(packages.get("hf", []) if extra != "hf" else []), "kernelformer"]
         known = {name: _version(name) for name in names if name not in others}
         missing = [name for name, version in known.items() if version is None]
         rows.append(

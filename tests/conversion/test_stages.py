@@ -9,9 +9,9 @@ import signal
 
 import pytest
 import torch
+from test_distillation import by_definition, decoder, encoder, endless, inputs
 
 import kernelformer as kf
-from conversion.test_distillation import by_definition, decoder, encoder, endless, inputs
 from kernelformer.conversion.losses import ROWS, attention_loss
 from kernelformer.conversion.transfer import CENTRES, SAME, key_centres, start_maps
 from kernelformer.conversion.tune import (
