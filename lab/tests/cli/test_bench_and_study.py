@@ -177,3 +177,36 @@ def test_the_tour_measures_tells_and_draws(monkeypatch, tmp_path):
     assert json.loads(study.save(settings, result, tmp_path).read_text())["state"] == result.state > 0
     study.picture(result, tmp_path / "tour.png")
     assert (tmp_path / "tour.png").stat().st_size > 10_000
+
+
+def test_texts_to_learn_from_and_to_measure_on_are_named_as_in_convert(tmp_path, monkeypatch):
+    seen = []
+
+    def stop(settings, *_):
+        seen.append((settings.text.name, settings.held_out.name))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("kernelformer_lab.studies.conversion.run", stop)
+    command = ["study", "conversion", "m", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*command, "--distill", "a", "--text", "b"])
+    assert "enough" in result.stderr
+    assert seen == [("a", "b")]
+    result = CliRunner().invoke(app, [*command, "--text", "b"])
+    assert result.exit_code == 2
+    assert "missing option '--distill'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["study", "positions", "--lengths", "12,abc"], "--lengths takes integers of at least 1"),
+        (["study", "encoder", "--depths", "1.5"], "--depths takes integers of at least 1"),
+        (["study", "normalized", "--features", "16,"], "--features takes integers of at least 1"),
+        (["study", "lengths", "x", "--lengths", "-1"], "--lengths takes integers of at least 1"),
+        (["study", "sparsity", "--relevances", "abc"], "--relevances takes numbers separated by commas, got 'abc'"),
+    ],
+)
+def test_a_list_that_is_none_of_numbers_is_named_with_its_option(command, said, tmp_path):
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert said in result.stderr
