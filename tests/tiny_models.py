@@ -54,6 +54,20 @@ KINDS = {
     "ViTModel": ("ViTConfig", {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
                                "intermediate_size": 40, "image_size": 16, "patch_size": 4}),
 }  # fmt: skip
+# Settings of a model of the library, of any kind.
+SMALL = {
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "num_labels": 3,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+    "image_size": [8, 12],
+    "num_channels": 1,
+}
 ENCODERS = ["BertModel", "BertForMaskedLM", "RobertaModel", "AlbertModel", "MPNetModel", "DistilBertModel",
             "T5EncoderModel"]  # fmt: skip
 DECODERS = ["GPT2LMHeadModel", "LlamaForCausalLM", "BertLMHeadModel"]
