@@ -13,6 +13,7 @@ from kernelformer import formatting as units
 from kernelformer.cli import common
 from kernelformer.cli.app import app
 from kernelformer.cli.common import fail, plain_errors, thread_count
+from kernelformer.cli.listing import list_
 from kernelformer.errors import StoppedError, TrainingError
 from kernelformer_lab.training.config import everywhere
 
@@ -60,6 +61,16 @@ def test_list_names_every_method():
     result = CliRunner().invoke(app, ["list"])
     assert result.exit_code == 0
     assert "favor+hyperbolic" in result.output
+
+
+def test_the_list_of_the_library_alone_has_methods_and_their_options(capsys):
+    list_()
+    assert "favor+hyperbolic" in capsys.readouterr().out
+    list_("favor+")
+    assert capsys.readouterr().out.startswith("favor+: ")
+    with pytest.raises(typer.Exit):
+        list_("favr+")
+    assert "unknown method 'favr+'; did you mean 'favor+'?" in capsys.readouterr().err
 
 
 def test_times_and_sizes_read_well():

@@ -23,7 +23,8 @@ def graphs(layer):
 def test_a_prompt_and_steps_in_torch_equal_the_layer():
     torch.manual_seed(0)
     layer = kf.KernelAttention(16, 2, causal=True, **ELU).eval()
-    _, first, _, second = graphs(layer)
+    prompt, first, step, second = graphs(layer)
+    assert prompt.outputs == step.outputs == ["y", "next_position", "next_state_0_0", "next_state_0_1"]
     x, mask = torch.randn(3, 13, 16), torch.ones(3, 13, dtype=torch.bool)
     mask[0, :4] = False
     with torch.no_grad():
