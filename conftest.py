@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -10,6 +11,16 @@ import torch
 # Several test processes share the cores; more threads than cores would slow all of them down.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of processes that tests start
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _frozen():
+    """Leave what was imported and collected out of garbage collections, also after the code under test unfreezes."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +47,15 @@ def _tasks_of_tests():
     for name, task in list(catalogue.TASKS.items() if catalogue else ()):
         if task.__module__.split(".")[0] != "kernelformer_lab":
             del catalogue.TASKS[name]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """``tiny_folder(kind)``: the folder of a small random model with a tokenizer, for tests that only read it."""
+    from tiny_models import save_tiny
+
+    root = tmp_path_factory.mktemp("tiny")
+    return functools.cache(lambda kind: save_tiny(root / kind, kind))
 
 
 @pytest.fixture

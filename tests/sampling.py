@@ -7,6 +7,7 @@ import math
 import torch
 
 SIGMAS = 5
+HEADS = 50  # of a map that is drawn for each head: so many independent draws at once
 
 
 def pair(size=0.7, d=4):
@@ -16,15 +17,15 @@ def pair(size=0.7, d=4):
 
 
 def estimates(make, x, y, count=2000):
-    """K(x, y) by phi(x) . phi(y), one number per independent draw."""
+    """K(x, y) by phi(x) . phi(y), one number per independent draw; a map has one for each of its heads."""
     phi = make().double()
-    points = torch.stack([x, y]).view(1, 1, 2, -1)
+    points = torch.stack([x, y]).expand(1, phi.heads, 2, -1)
     kernels = []
-    for t in range(count):
+    for t in range(math.ceil(count / phi.heads)):
         phi.resample(t)
-        a, b = phi(points)[0, 0].detach()
-        kernels.append(float(a @ b))
-    return torch.tensor(kernels, dtype=torch.float64)
+        a, b = phi(points)[0].detach().unbind(1)
+        kernels.append((a * b).sum(-1))
+    return torch.cat(kernels)
 
 
 def within(sample, want):

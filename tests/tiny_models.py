@@ -1,14 +1,19 @@
-"""Small random models of transformers, whose attention is far from uniform."""
+"""Small random models of transformers, whose attention is far from uniform, their tokenizer and texts."""
 
 from __future__ import annotations
 
+import json
 import string
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-VOCAB, WIDTH, HEADS = 61, 32, 4
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+DIGITS = [*map(str, range(10)), *(f"##{i}" for i in range(10))]
+WORDS = [f"word{i}" for i in range(30)]
+VOCABULARY = [*SPECIAL, "the", "pass", "key", "is", ".", *DIGITS, *WORDS, "##s"]
+VOCAB, WIDTH, HEADS = len(VOCABULARY), 32, 4
 _COMMON = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
 _BERT = {**_COMMON, "intermediate_size": 40, "max_position_embeddings": 64, "type_vocab_size": 2}
 _T5 = {
@@ -49,6 +54,20 @@ KINDS = {
     "ViTModel": ("ViTConfig", {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
                                "intermediate_size": 40, "image_size": 16, "patch_size": 4}),
 }  # fmt: skip
+# Settings of a model of the library, of any kind.
+SMALL = {
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "num_labels": 3,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+    "image_size": [8, 12],
+    "num_channels": 1,
+}
 ENCODERS = ["BertModel", "BertForMaskedLM", "RobertaModel", "AlbertModel", "MPNetModel", "DistilBertModel",
             "T5EncoderModel"]  # fmt: skip
 DECODERS = ["GPT2LMHeadModel", "LlamaForCausalLM", "BertLMHeadModel"]
@@ -67,6 +86,25 @@ def tiny(kind, dtype=torch.float64, config=None, size=1.5, **settings):
             if x.dim() > 1:
                 x.normal_(std=1.0 if "relative_attention_bias" in name else size * WIDTH**-0.5)
     return model
+
+
+def word_tokenizer(words=VOCABULARY):
+    return transformers.BertTokenizer(vocab={x: i for i, x in enumerate(words)})
+
+
+def save_tiny(folder, kind, **settings):
+    """Write a model in single precision and its tokenizer."""
+    word_tokenizer().save_pretrained(folder)
+    tiny(kind, torch.float32, **settings).save_pretrained(folder)
+    return folder
+
+
+def write_sentences(path, lengths):
+    """Write random words, a row of each length."""
+    gen = torch.Generator().manual_seed(0)
+    rows = [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=gen)) for n in lengths]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
 
 
 def tokens(count=2, length=11, seed=1):

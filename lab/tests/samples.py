@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -21,13 +21,22 @@ def sentence(rng: np.random.Generator, shortest: int = 3, longest: int = 12) -> 
     return " ".join(rng.choice(WORDS, int(rng.integers(shortest, longest + 1))))
 
 
-def write_rows(folder: Path, row) -> Path:
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_texts(path: Path, texts: Iterable[str]) -> Path:
+    return write_rows(path, ({"text": x} for x in texts))
+
+
+def write_splits(folder: Path, row: Callable[[np.random.Generator, int], Any]) -> Path:
     """``train``, ``validation`` and ``test.jsonl``; row is a function of a generator and of the number."""
     rng = np.random.default_rng(0)
-    folder.mkdir(parents=True, exist_ok=True)
     for split, count in ROWS.items():
-        rows = [json.dumps(row(rng, i)) + "\n" for i in range(count)]
-        (folder / f"{split}.jsonl").write_text("".join(rows))
+        write_rows(folder / f"{split}.jsonl", (row(rng, i) for i in range(count)))
     return folder
 
 
@@ -90,14 +99,14 @@ def few_samples(task: str, folder: Path, options: Mapping[str, Any]) -> dict[str
     if task == "series":
         return {"data": str(write_series(folder / "series")), "length": 64}
     if task == "text":
-        data = write_rows(folder / "rows", lambda rng, i: {"text": sentence(rng), "label": i % 2})
+        data = write_splits(folder / "rows", lambda rng, i: {"text": sentence(rng), "label": i % 2})
         return {"data": str(data), "length": 64}
     if task == "retrieval":
-        data = write_rows(folder / "rows", lambda rng, i: {"text": sentence(rng, 8)})
+        data = write_splits(folder / "rows", lambda rng, i: {"text": sentence(rng, 8)})
         return {"data": str(data), "length": 64, "pairs": "halves"}
     if task == "translation":
         names = options.get("source", "en"), options.get("target", "de")
-        data = write_rows(folder / "rows", lambda rng, i: {x: sentence(rng) for x in names})
+        data = write_splits(folder / "rows", lambda rng, i: {x: sentence(rng) for x in names})
         return {"data": str(data), "vocab_size": 300, "length": 32, "bleu_samples": 2, **cache}
     if task == "sentences":
         columns = [x for x in (options.get("text", "text"), options.get("other")) if x]
@@ -106,7 +115,7 @@ def few_samples(task: str, folder: Path, options: Mapping[str, Any]) -> dict[str
         def row(rng, i):
             return {**{x: sentence(rng) for x in columns}, label: float(i % 5) if classes == 1 else i % classes}
 
-        return {"data": str(write_rows(folder / "rows", row)), "vocab_size": 300, "length": 64, **cache}
+        return {"data": str(write_splits(folder / "rows", row)), "vocab_size": 300, "length": 64, **cache}
     raise NotImplementedError(task)
 
 

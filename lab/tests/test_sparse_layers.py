@@ -31,18 +31,9 @@ from kernelformer_lab.sparse_layers import (
 )
 from kernelformer_lab.training import Run, train
 from kernelformer_lab.training.evaluation import evaluate
+from tiny_models import SMALL
 
 NAMES = tuple(LAYERS)
-SMALL = {
-    "vocab_size": 13,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "num_labels": 3,
-    "pad_token_id": 0,
-}
 
 
 def layer(name, length=64, heads=2, **options):

@@ -1,8 +1,11 @@
-"""All commands of the command line, as it builds them."""
+"""All commands of the command line, as it builds them, and what one prints as JSON."""
 
 from __future__ import annotations
 
+import json
+
 import typer
+from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
 
@@ -20,3 +23,10 @@ def every_command() -> dict[str, object]:
 
 
 COMMANDS = every_command()
+
+
+def as_json(*words):
+    """What a command prints on stdout with --json, and on stderr."""
+    result = CliRunner().invoke(app, [*map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), result.stderr

@@ -1,8 +1,7 @@
-"""The command line and the benchmark, at sizes that take a moment."""
+"""The command line: errors, threads, lists."""
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
@@ -14,119 +13,9 @@ from kernelformer import formatting as units
 from kernelformer.cli import common
 from kernelformer.cli.app import app
 from kernelformer.cli.common import fail, plain_errors, thread_count
+from kernelformer.cli.listing import list_
 from kernelformer.errors import StoppedError, TrainingError
-from kernelformer_lab.bench import benchmark as show
-from kernelformer_lab.bench.attention import Case, Kernelformer, contender
-from kernelformer_lab.bench.benchmark import HEAPS, Row, WorkerError, check, job, run_case
 from kernelformer_lab.training.config import everywhere
-from samples import change_study
-
-SMALL = ["--heads", "2", "--head-dim", "8", "--features", "16", "--budget", "0.02"]
-
-
-def test_bench_checks_times_weighs_and_writes(tmp_path):
-    options = ["bench", "--lengths", "128", "--modes", "causal", "--passes", "train", "--attention", "favor+"]
-    result = CliRunner().invoke(app, [*options, "--peers", "sdpa", "--heaps", "kept", "--out", str(tmp_path), *SMALL])
-    assert result.exit_code == 0, result.output
-    record = json.loads((tmp_path / "bench.json").read_text())
-    assert record["machine"]["device"] == "cpu"
-    assert [row["name"] for row in record["rows"]] == ["favor+", "sdpa"]
-    for row in record["rows"]:
-        assert row["seconds"]["kept"] > 0
-        assert row["error"] < 1e-4
-        assert row["peak"] is not None
-    assert record["environment"]["torch"] == torch.__version__
-    assert record["command"].startswith("kernelformer bench --lengths 128 --peers sdpa --modes causal --passes train")
-    assert set(SMALL) <= set(record["command"].split())
-    assert record["settings"]["attention"] == ["favor+"]
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_decoding_is_timed_for_what_can_decode():
-    case = Case("decode", 64, heads=2, head_dim=8, features=16)
-    rows = run_case(case, ["favor+", "softmax", "sdpa"], heaps=["default"], threads=1, budget=0.02, memory=True)
-    assert rows[0].seconds["default"] > 0
-    assert rows[1].note == "keeps all keys; the peer 'sdpa' is timed with them"
-    assert not rows[1].seconds
-    assert rows[2].seconds["default"] > 0
-    (table,) = show.tables(rows, "favor+", ["default"])
-    assert table.row_count == 2
-    assert table.caption == "softmax: keeps all keys; the peer 'sdpa' is timed with them"
-
-
-def test_a_contender_that_is_off_its_definition_is_not_timed(monkeypatch):
-    case = Case("bidirectional", 64, heads=2, head_dim=8, features=16)
-    found = check(case, ["favor+"])["favor+"]
-    assert found["error"] < found["tolerance"]
-    monkeypatch.setattr(Kernelformer, "definition", lambda self, case, q, k, v: v + 1)
-    assert check(case, ["favor+"])["favor+"]["error"] > found["tolerance"]
-
-    def wrong(kind, *args, **more):
-        assert kind == "check", "timed although it is wrong"
-        return {"favor+": {"error": 0.5, "tolerance": 1e-4}}
-
-    monkeypatch.setattr("kernelformer_lab.bench.benchmark.job", wrong)
-    (row,) = run_case(case, ["favor+"], heaps=["default"], threads=1, budget=0.02, memory=True)
-    assert "off its definition by 5.0e-01" in row.note
-
-
-@pytest.mark.parametrize("method", ["softmax", "gaussian", "favor+", "relu", "trigonometric", "elu", "sdpa"])
-@pytest.mark.parametrize("task", ["bidirectional", "causal"])
-def test_every_contender_of_ours_is_its_definition(method, task):
-    case = Case(task, 64, heads=2, head_dim=8, features=16)
-    one = contender(method)
-    assert one.error(case) < one.tolerance
-
-
-def test_a_failing_worker_is_reported():
-    with pytest.raises(WorkerError, match=r"nothing at causal forward, L = 8: .*unknown method 'nothing'"):
-        job("time", Case("causal", 8), ["nothing"], heap="default", threads=1, budget=0.1)
-    assert "unknown method" in check(Case("causal", 8), ["nothing"])["nothing"]["problem"]
-    assert set(HEAPS) == {"default", "kept"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--attention", "favor"], "unknown method 'favor'; did you mean 'favor+'?"),
-        (["--peers", "flash"], "unknown method 'flash'"),
-        (["--modes", "causla"], "unknown mode 'causla'; did you mean 'causal'?"),
-        (["--heaps", "big"], "unknown heap 'big'"),
-        (["--device", "tpu"], "unknown device 'tpu'"),
-        (["--passes", "back"], "unknown pass 'back'"),
-        (["--lengths", "0"], "--lengths takes integers of at least 1, separated by commas, got '0'"),
-        (["--lengths", "abc"], "--lengths takes integers of at least 1, separated by commas, got 'abc'"),
-    ],
-)
-def test_bench_refuses_what_it_does_not_know(options, message):
-    result = CliRunner().invoke(app, ["bench", *options])
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stdout == ""
-
-
-@pytest.mark.parametrize("command", [["study", "positions"], ["bench"]])
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(command, tmp_path, monkeypatch):
-    def measure(*_, **__):
-        pytest.fail("measured first")
-
-    monkeypatch.setattr("kernelformer_lab.bench.benchmark.run_case", measure)
-    change_study(monkeypatch, "positions", run=measure)
-    (tmp_path / "file").write_text("in the way")
-    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "file" / "x")])
-    assert result.exit_code == 2, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert str(tmp_path / "file") in result.stderr
-
-
-@pytest.mark.parametrize(("problem", "code"), [(TrainingError("why"), 2), (OSError("why"), 2), (WorkerError("why"), 2)])
-def test_errors_of_a_study_are_said_without_a_traceback(problem, code, tmp_path, monkeypatch):
-    def fails(*_, **__):
-        raise problem
-
-    change_study(monkeypatch, "positions", run=fails)
-    result = CliRunner().invoke(app, ["study", "positions", "--out", str(tmp_path)])
-    assert (result.exit_code, result.stderr) == (code, "error: why\n")
 
 
 @pytest.mark.parametrize("problem", [StoppedError("stopped after step 3."), KeyboardInterrupt()])
@@ -174,6 +63,16 @@ def test_list_names_every_method():
     assert "favor+hyperbolic" in result.output
 
 
+def test_the_list_of_the_library_alone_has_methods_and_their_options(capsys):
+    list_()
+    assert "favor+hyperbolic" in capsys.readouterr().out
+    list_("favor+")
+    assert capsys.readouterr().out.startswith("favor+: ")
+    with pytest.raises(typer.Exit):
+        list_("favr+")
+    assert "unknown method 'favr+'; did you mean 'favor+'?" in capsys.readouterr().err
+
+
 def test_times_and_sizes_read_well():
     assert units.human_time(1.2345) == "1.23 s"
     assert units.human_time(0.0123) == "12.3 ms"
@@ -183,4 +82,3 @@ def test_times_and_sizes_read_well():
     assert units.human_ratio(0.346) == "0.35x"
     assert units.human_ratio(21.94) == "21.9x"
     assert units.human_bytes(None) == ""
-    assert Row(Case("causal", 8), "x").as_json()["case"]["length"] == 8

@@ -5,28 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from typer.testing import CliRunner
 
-from kernelformer.cli.app import app
 from kernelformer.cli.common import literal_text, picture_in
-from samples import change_study
-
-
-def test_texts_to_learn_from_and_to_measure_on_are_named_as_in_convert(tmp_path, monkeypatch):
-    seen = []
-
-    def stop(record, *_):
-        seen.append((record.settings.text.name, record.settings.held_out.name))
-        raise ValueError("enough")
-
-    change_study(monkeypatch, "conversion", run=stop)
-    command = ["study", "conversion", "m", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, [*command, "--distill", "a", "--text", "b"])
-    assert "enough" in result.stderr
-    assert seen == [("a", "b")]
-    result = CliRunner().invoke(app, [*command, "--text", "b"])
-    assert result.exit_code == 2
-    assert "missing option '--distill'" in result.stderr
 
 
 def test_a_prompt_is_written_or_read_from_a_file(tmp_path):
@@ -56,19 +36,3 @@ def test_a_picture_goes_into_a_folder_and_its_own_path_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--out takes a folder, in which the picture is tour\.png, got .*own\.png"):
         picture_in(tmp_path / "deep" / "own.png", "tour.png")
     assert not (tmp_path / "deep").exists()
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["study", "positions", "--lengths", "12,abc"], "--lengths takes integers of at least 1"),
-        (["study", "encoder", "--depths", "1.5"], "--depths takes integers of at least 1"),
-        (["study", "normalized", "--features", "16,"], "--features takes integers of at least 1"),
-        (["study", "lengths", "x", "--lengths", "-1"], "--lengths takes integers of at least 1"),
-        (["study", "sparsity", "--relevances", "abc"], "--relevances takes numbers separated by commas, got 'abc'"),
-    ],
-)
-def test_a_list_that_is_none_of_numbers_is_named_with_its_option(command, said, tmp_path):
-    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path)])
-    assert result.exit_code == 2
-    assert said in result.stderr

@@ -50,20 +50,21 @@ def obeyed(text: str) -> list[str]:
     return [hex(ord(x)) for x in text if x != "\n" and visible(x) != x]
 
 
-@pytest.mark.parametrize("text", [*HOSTILE, *MARKUP])
 @pytest.mark.parametrize("kind", ["text", "cell", "title", "heading", "caption"])
-def test_what_is_printed_is_seen_whole(kind, text):
-    table = Table(text if kind == "heading" else "name")
-    table.title, table.caption = (text if kind == x else None for x in ("title", "caption"))
-    table.add_row(text if kind == "cell" else "value")
-    said = printed(text if kind == "text" else table)
-    assert not obeyed(said)
-    assert "".join(visible(text).split()) in "".join(said.split())
+def test_what_is_printed_is_seen_whole(kind):
+    for text in (*HOSTILE, *MARKUP):
+        table = Table(text if kind == "heading" else "name")
+        table.title, table.caption = (text if kind == x else None for x in ("title", "caption"))
+        table.add_row(text if kind == "cell" else "value")
+        said = printed(text if kind == "text" else table)
+        assert not obeyed(said), text
+        assert "".join(visible(text).split()) in "".join(said.split()), text
 
 
-@pytest.mark.parametrize("text", [x for x in HOSTILE if x != "\udc80"])
-def test_texts_that_were_made_elsewhere_are_not_obeyed_either(text):
-    assert not obeyed(printed(Text(text)))
+def test_texts_that_were_made_elsewhere_are_not_obeyed_either():
+    for text in HOSTILE:
+        if text != "\udc80":  # which rich cannot hold
+            assert not obeyed(printed(Text(text))), text
 
 
 def test_a_progress_bar_shows_names_and_keeps_its_own_control_codes():
@@ -77,15 +78,15 @@ def test_a_progress_bar_shows_names_and_keeps_its_own_control_codes():
     assert "\x1b[?25l" in said  # rich hides the cursor meanwhile
 
 
-@pytest.mark.parametrize("name", ["no\x1b]0;title\x07\rsuch", "[red]none[/red]", "\u202efdp"])
-@pytest.mark.parametrize("command", [["evaluate"], ["generate"], ["translate"], ["list"], ["compare"], ["train"]])
-def test_errors_show_names_as_they_are(tmp_path, command, name):
-    given = name if command[0] in ("list", "compare", "train") else str(tmp_path / name)
-    result = CliRunner().invoke(app, [*command, given])
-    assert result.exit_code == 2
-    assert not obeyed(result.output)
-    inner = result.stderr.encode("unicode_escape").decode()
-    assert visible(name) in result.stderr or repr(name)[1:-1] in result.stderr, inner
+@pytest.mark.parametrize("command", ["evaluate", "generate", "translate", "list", "compare", "train"])
+def test_errors_show_names_as_they_are(tmp_path, command):
+    for name in ("no\x1b]0;title\x07\rsuch", "[red]none[/red]", "\u202efdp"):
+        given = name if command in ("list", "compare", "train") else str(tmp_path / name)
+        result = CliRunner().invoke(app, [command, given])
+        assert result.exit_code == 2
+        assert not obeyed(result.output)
+        inner = result.stderr.encode("unicode_escape").decode()
+        assert visible(name) in result.stderr or repr(name)[1:-1] in result.stderr, inner
 
 
 def test_results_of_a_folder_with_a_hostile_name(tmp_path):

@@ -7,10 +7,10 @@ import shlex
 from collections import defaultdict
 
 import pytest
-from commands import COMMANDS
 from typer.core import TyperOption
 from typer.testing import CliRunner
 
+from cli.commands import COMMANDS
 from kernelformer.cli.app import app
 from kernelformer.cli.group import PANELS
 

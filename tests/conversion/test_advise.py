@@ -45,10 +45,7 @@ from kernelformer.conversion.trials import (  # noqa: E402  # noqa: E402
 from kernelformer.hf.find import attention_calls  # noqa: E402
 from kernelformer.page import as_text  # noqa: E402
 from page_checks import check_page  # noqa: E402
-from tiny_models import VOCAB, tiny  # noqa: E402
-
-WORDS = [f"word{i}" for i in range(30)]
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+from tiny_models import VOCAB, tiny, write_sentences  # noqa: E402
 
 
 def batches(count, length=64, seed=0):
@@ -320,13 +317,8 @@ def test_inputs_that_cannot_be_are_named(change, message):
         advise(model, given.pop("batches"), **given)
 
 
-def test_the_command_writes_a_page_and_a_record(tmp_path, monkeypatch):
-    source = tmp_path / "tiny"
-    transformers.BertTokenizer(vocab={x: i for i, x in enumerate(VOCABULARY)}).save_pretrained(source)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    config = transformers.BertConfig(vocab_size=len(VOCABULARY), max_position_embeddings=64, **sizes)
-    transformers.BertForMaskedLM(config).save_pretrained(source)
+def test_the_command_writes_a_page_and_a_record(tiny_folder, tmp_path, monkeypatch):
+    source = tiny_folder("BertForMaskedLM")
     for name, value in (("RUN", 2), ("BEST", 0)):
         monkeypatch.setattr(advise_search, name, value)
     monkeypatch.setattr(candidates, "UNTRAINED", ("favor+",))
@@ -337,10 +329,7 @@ def test_the_command_writes_a_page_and_a_record(tmp_path, monkeypatch):
         advise_pipeline, "load_source", lambda *x, **y: (times.append(time.monotonic()), load(*x, **y))[1]
     )
     monkeypatch.setattr(advise_pipeline, "advise", lambda *x, **y: (times.append(y["since"]), advise(*x, **y))[1])
-    gen = torch.Generator().manual_seed(0)
-    rows = [" ".join(WORDS[i] for i in torch.randint(30, (70,), generator=gen)) for _ in range(6)]
-    text = tmp_path / "some.txt"
-    text.write_text("\n".join(rows))
+    text = write_sentences(tmp_path / "some.jsonl", [70] * 6)
     call = ["advise", source, "--length", 64, "--threads", 1, "--use-length", 64, "--steps", 2, "--samples", 2]
     done = CliRunner().invoke(app, [*map(str, call), "--text", str(text), "--out", str(tmp_path / "out"), "--check"])
     assert done.exit_code == 0, done.output

@@ -24,32 +24,17 @@ from kernelformer.hf import load  # noqa: E402
 from kernelformer.hf.load import load_source  # noqa: E402
 from kernelformer.hf.pretrained import tokenizer_of_vocabulary  # noqa: E402
 from kernelformer.settings import parse_layers  # noqa: E402
-
-WORDS = [f"word{i}" for i in range(30)]
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, "##s"]
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-
-
-def config(**options):
-    return transformers.BertConfig(vocab_size=len(VOCABULARY), max_position_embeddings=64, **SMALL, **options)
+from tiny_models import HEADS, SPECIAL, VOCAB, VOCABULARY, WORDS, save_tiny, tiny, write_sentences  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    transformers.BertTokenizer(vocab={x: i for i, x in enumerate(VOCABULARY)}).save_pretrained(path)
-    torch.manual_seed(0)
-    transformers.BertForMaskedLM(config()).save_pretrained(path)
-    return path
+def model(tiny_folder):
+    return tiny_folder("BertForMaskedLM")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    gen = torch.Generator().manual_seed(0)
-    rows = [" ".join(WORDS[i] for i in torch.randint(30, (n,), generator=gen)) for n in range(5, 25)]
-    path = tmp_path_factory.mktemp("text") / "some.jsonl"
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return path
+    return write_sentences(tmp_path_factory.mktemp("text") / "some.jsonl", range(5, 25))
 
 
 @pytest.fixture
@@ -66,9 +51,8 @@ def _quick(request, monkeypatch):
 def bare(folder, weights="safetensors", tokenizer=False, **options):
     """A folder with a configuration and weights as another program may have left them."""
     folder.mkdir(parents=True)
-    torch.manual_seed(0)
-    made = transformers.BertForMaskedLM(config())
-    record = {**config().to_dict(), "architectures": ["BertForMaskedLM"], **options}
+    made = tiny("BertForMaskedLM", torch.float32)
+    record = {**made.config.to_dict(), "architectures": ["BertForMaskedLM"], **options}
     if weights == "safetensors":
         made.save_pretrained(folder)
     else:
@@ -88,9 +72,8 @@ def hashes(folder):
     return {x.name: hashlib.sha256(x.read_bytes()).hexdigest() for x in sorted(folder.iterdir())}
 
 
-def test_the_command_writes_a_model_that_loads_and_leaves_the_source_alone(
-    model, text, tmp_path, pictures, monkeypatch
-):
+def test_the_command_writes_a_model_that_loads_and_leaves_the_source_alone(text, tmp_path, pictures, monkeypatch):
+    model = save_tiny(tmp_path / "tiny", "BertForMaskedLM", size=0.5)  # of which errors can be predicted
     before, target = hashes(model), tmp_path / "new" / "linear"
     code, said = invoke(model, target, "--attention", "favor+:draw=hadamard", "--features", 16, "--text", text)
     assert code == 0, said
@@ -99,11 +82,11 @@ def test_the_command_writes_a_model_that_loads_and_leaves_the_source_alone(
     assert [x.name for x in target.parent.iterdir()] == ["linear"]
     loaded, tokenizer = load(target), transformers.AutoTokenizer.from_pretrained(target)
     assert loaded.conversion.layers[1].options == {"draw": "hadamard", "num_features": 16}
-    assert loaded(**tokenizer("word1 word2", return_tensors="pt")).logits.shape == (1, 4, len(VOCABULARY))
+    assert loaded(**tokenizer("word1 word2", return_tensors="pt")).logits.shape == (1, 4, VOCAB)
     report = json.loads((target / "report.json").read_text())
     rows = report["reports"]["converted"]["rows"]
     assert [x["method"] for x in rows] == ["favor+"] * 2
-    assert all(x["predicted"] > 0 and len(x["heads"]) == 2 for x in rows)
+    assert all(x["predicted"] > 0 and len(x["heads"]) == HEADS for x in rows)
     assert report["texts"]["measured on"]["texts"] == 8
     card = (target / "README.md").read_text()
     assert "favor+, draw = hadamard, num\\_features = 16" in card
@@ -182,7 +165,7 @@ def test_what_the_output_needs_most_stays_exact(model, text, tmp_path):
     assert (found.texts["chosen on"].texts, found.texts["chosen on"].available) == (8, 12)  # those not measured on
     assert all(x.error < 1e-5 for x in rest.rows if x.name == kept)
     (other,) = (x for x in found.conversion if x["name"] != kept)
-    worst = max(range(2), key=next(x for x in everything.rows if x.name == other["name"]).heads.__getitem__)
+    worst = max(range(HEADS), key=next(x for x in everything.rows if x.name == other["name"]).heads.__getitem__)
     assert list(other["exact_heads"]) == [worst]
     assert rest.output < everything.output
     with pytest.raises(ValueError, match="2 attentions were converted, so that at most 1 can be kept exact, got 2"):
@@ -358,7 +341,7 @@ def test_an_architecture_that_nobody_knows_is_told_by_its_weights(tmp_path):
     source = load_source(bare(tmp_path / "masked", architectures=["Mystery"]))
     assert type(source.model).__name__ == "BertForMaskedLM"
     assert source.task == "masked"
-    transformers.BertModel(config()).save_pretrained(tmp_path / "encoder")
+    save_tiny(tmp_path / "encoder", "BertModel")
     record = json.loads((tmp_path / "encoder" / "config.json").read_text()) | {"architectures": ["BertForMaskedLM"]}
     (tmp_path / "encoder" / "config.json").write_text(json.dumps(record))
     source = load_source(tmp_path / "encoder")
@@ -390,7 +373,8 @@ def test_a_missing_tokenizer_is_named_only_where_texts_need_it(text, tmp_path):
 
 
 def test_attention_that_is_not_covered_is_named(tmp_path):
-    size = {**SMALL, "vocab_size": 40}
+    size = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16}
+    size |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     transformers.DebertaV2Model(transformers.DebertaV2Config(**size)).save_pretrained(tmp_path / "deberta")
     code, said = invoke(tmp_path / "deberta", tmp_path / "d")
     assert code == 2
@@ -484,10 +468,9 @@ def test_rows_of_causal_models_are_packed_without_padding(model):
 
 def test_a_vocabulary_alone_makes_a_tokenizer(tmp_path):
     path = tmp_path / "vocab.txt"
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
     def pieces(vocabulary, text):
-        path.write_text("\n".join([*special, *vocabulary]))
+        path.write_text("\n".join([*SPECIAL, *vocabulary]))
         tokenizer = tokenizer_of_vocabulary(path)
         tokenizer.save_pretrained(tmp_path / "saved")
         again = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import peft  # noqa: F401  (takes seconds to import, which the clock of a test should not count)
 import pytest
-import torch
 import transformers
 
 from kernelformer.conversion import convert as converting
@@ -17,30 +16,19 @@ from kernelformer.conversion import report as conversion_report
 from kernelformer.conversion import tune as progress
 from kernelformer.conversion.measure import Report
 from kernelformer.conversion.settings import ConvertSettings as Setting
+from tiny_models import HEADS, SPECIAL, VOCAB, WORDS, save_tiny, word_tokenizer, write_sentences
 
-WORDS = [f"w{i}" for i in range(30)]
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 NEAR = "loglinear:num_features=8:window=4:sinks=1"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    transformers.BertTokenizer(vocab={x: i for i, x in enumerate(VOCABULARY)}).save_pretrained(path)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.BertConfig(vocab_size=len(VOCABULARY), max_position_embeddings=64, **sizes)
-    transformers.BertForMaskedLM(config).save_pretrained(path)
-    return path
+def model(tiny_folder):
+    return tiny_folder("BertForMaskedLM")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    gen = torch.Generator().manual_seed(0)
-    rows = [" ".join(WORDS[i] for i in torch.randint(30, (20,), generator=gen)) for _ in range(60)]
-    path = tmp_path_factory.mktemp("text") / "some.jsonl"
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return path
+    return write_sentences(tmp_path_factory.mktemp("text") / "some.jsonl", [20] * 60)
 
 
 @pytest.fixture(autouse=True)
@@ -112,12 +100,8 @@ def test_a_stopped_stage_with_lora_goes_on_to_the_last_bit(model, text, tmp_path
     assert f"{stage} was resumed after step 3" in " ".join(found.remarks)
 
 
-def test_a_decoder_learns_from_passages_that_come_again(model, text, tmp_path):
-    source = tmp_path / "decoder"
-    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(source)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.LlamaConfig(vocab_size=len(VOCABULARY), max_position_embeddings=64, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(source)
+def test_a_decoder_learns_from_passages_that_come_again(text, tmp_path):
+    source = save_tiny(tmp_path / "decoder", "LlamaForCausalLM", num_hidden_layers=1)
 
     def setting(share, **more):
         quiet = {"passkeys": 0, "sample_tokens": 0, "length": 48}
@@ -151,7 +135,7 @@ def test_a_stopped_distillation_does_not_go_on_with_other_heads_exact(model, tex
         converting.run(model, tmp_path / "d", setting, log=stop)
     worst = Report.worst_heads
     monkeypatch.setattr(
-        Report, "worst_heads", lambda *x: {name: [1 - y for y in heads] for name, heads in worst(*x).items()}
+        Report, "worst_heads", lambda *x: {name: [(y + 1) % HEADS for y in heads] for name, heads in worst(*x).items()}
     )
     with pytest.raises(ValueError, match=r"is of another call \(what stays exact\)"):
         converting.run(model, tmp_path / "d", setting)
@@ -186,9 +170,8 @@ def test_what_cannot_be_is_said_and_nothing_is_written(model, text, tmp_path, op
 def test_a_tokenizer_of_another_model_is_named(model, text, tmp_path):
     other = tmp_path / "other"
     transformers.BertForMaskedLM.from_pretrained(model).save_pretrained(other)
-    words = [*VOCABULARY[:5], *(f"x{i}" for i in range(90)), *WORDS]
-    transformers.BertTokenizer(vocab={x: i for i, x in enumerate(words)}).save_pretrained(other)
-    with pytest.raises(ValueError, match=r"is of another model: .* has token \d+, and the model knows 35; put its own"):
+    word_tokenizer([*SPECIAL, *(f"x{i}" for i in range(90)), *WORDS]).save_pretrained(other)
+    with pytest.raises(ValueError, match=rf"is of another model: .* has token \d+, and the model knows {VOCAB};"):
         converting.run(other, tmp_path / "d", settings(text, steps=1))
 
 

@@ -9,9 +9,11 @@ import math
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+import tiny_models
 
-from kernelformer.conversion.measure import (  # noqa: E402  # noqa: E402
+pytest.importorskip("transformers")
+
+from kernelformer.conversion.measure import (
     CEILING,
     Norms,
     Report,
@@ -20,54 +22,27 @@ from kernelformer.conversion.measure import (  # noqa: E402  # noqa: E402
     measure,
     predicted_error,
 )
-from kernelformer.hf import convert, cores  # noqa: E402
-from kernelformer.modules import MixedCore, build_attention  # noqa: E402
+from kernelformer.hf import convert, cores
+from kernelformer.modules import MixedCore, build_attention
+from tiny_models import HEADS, tiny
 
-VOCABULARY = 40
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-SIDES = {
-    f"{side}_{name}": x
-    for side in ("encoder", "decoder")
-    for name, x in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))
+CALLS = {
+    "BertForMaskedLM": 2,
+    "AlbertModel": 2,
+    "MPNetModel": 2,
+    "LlamaForCausalLM": 2,
+    "T5ForConditionalGeneration": 6,
+    "BartForConditionalGeneration": 6,
 }
 
 
-def models():
-    t, size = transformers, {"vocab_size": VOCABULARY}
-    return {
-        "bert": lambda: t.BertForMaskedLM(t.BertConfig(**size, **SMALL)),
-        "albert": lambda: t.AlbertForMaskedLM(t.AlbertConfig(**size, **SMALL, embedding_size=8)),
-        "mpnet": lambda: t.MPNetModel(t.MPNetConfig(**size, **SMALL)),
-        "llama": lambda: t.LlamaForCausalLM(
-            t.LlamaConfig(**size, **{**SMALL, "num_attention_heads": 4}, num_key_value_heads=2)
-        ),
-        "t5": lambda: t.T5ForConditionalGeneration(
-            t.T5Config(**size, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0)
-        ),
-        "bart": lambda: t.BartForConditionalGeneration(t.BartConfig(**size, d_model=16, **SIDES)),
-    }
+def make(kind):
+    return tiny(kind, torch.float32)
 
 
-CALLS = {"bert": 2, "albert": 2, "mpnet": 2, "llama": 2, "t5": 6, "bart": 3}
-
-
-def make(name):
-    torch.manual_seed(1)
-    model = models()[name]().eval()
-    for module in model.modules():  # a fresh model hardly attends: larger norms give errors that can be seen
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data *= 4
-    return model
-
-
-def inputs(model, length=12, padded=4):
-    gen = torch.Generator().manual_seed(2)
-    ids = torch.randint(5, VOCABULARY, (2, length), generator=gen)
-    mask = torch.ones_like(ids)
-    mask[1, length - padded :] = 0
-    batch = {"input_ids": ids, "attention_mask": mask}
+def inputs(model):
+    batch = tiny_models.inputs(model, *tiny_models.padded(tiny_models.tokens(), (11, 7)))
     if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = torch.randint(5, VOCABULARY, (2, 7), generator=gen)
         batch["decoder_attention_mask"] = torch.ones(2, 7, dtype=torch.long)
         batch["decoder_attention_mask"][0, 5:] = 0
     return batch
@@ -89,13 +64,13 @@ def test_exact_attention_has_no_error_and_features_have_one_in_every_call(name):
     assert set(other.hidden) == parts
     assert all(x[0] < 1e-6 < x[1] for x in other.hidden.values())
     assert other.output > 1e-4
-    assert (other.cosine is None) == (name in ("llama", "t5", "bart"))
-    assert (other.agreement is None) == (name == "mpnet")
+    assert (other.cosine is None) == (name not in ("BertForMaskedLM", "AlbertModel", "MPNetModel"))
+    assert (other.agreement is None) == name.endswith("Model")
     json.dumps(other.as_json(), allow_nan=False)
 
 
 def test_shared_layers_are_told_apart_by_their_calls():
-    teacher = make("albert")
+    teacher = make("AlbertModel")
     report = measure(teacher, convert(copy.deepcopy(teacher), "favor+", num_features=8), [inputs(teacher)])
     assert [x.call for x in report.rows] == [0, 1]
     assert len({x.name for x in report.rows}) == 1
@@ -104,7 +79,7 @@ def test_shared_layers_are_told_apart_by_their_calls():
 
 def test_the_figures_by_their_definition():
     """Of the first layer, whose inputs are the same in both models."""
-    teacher = make("bert")
+    teacher = make("BertForMaskedLM")
     student = convert(copy.deepcopy(teacher), "favor+", num_features=16)
     batch = inputs(teacher)
     report = measure(teacher, student, [batch])
@@ -113,10 +88,11 @@ def test_the_figures_by_their_definition():
     with torch.no_grad():
         hidden = teacher.bert.embeddings(batch["input_ids"])
         q, k, v = (
-            x(hidden).unflatten(-1, (2, 8)).transpose(1, 2) for x in (attention.query, attention.key, attention.value)
+            x(hidden).unflatten(-1, (HEADS, 8)).transpose(1, 2)
+            for x in (attention.query, attention.key, attention.value)
         )
         core = cores(student)["bert.encoder.layer.0.attention.self"]
-        exact = build_attention("softmax", head_dim=8, num_heads=2)
+        exact = build_attention("softmax", head_dim=8, num_heads=HEADS)
         off, size = (
             x.transpose(1, 2)[real].square().sum((0, 2))
             for x in (core(q, k, v, key_mask=real) - exact(q, k, v, key_mask=real), exact(q, k, v, key_mask=real))
@@ -195,7 +171,7 @@ def test_the_worst_heads_are_those_with_the_largest_errors():
 
 
 def test_both_models_are_left_as_they_were():
-    teacher = make("bert").train()
+    teacher = make("BertForMaskedLM").train()
     teacher.bert.embeddings.eval()
     student = convert(copy.deepcopy(teacher), "favor+", num_features=8)
     modes = [x.training for model in (teacher, student) for x in model.modules()]
@@ -208,7 +184,7 @@ def test_both_models_are_left_as_they_were():
 
 
 def test_what_cannot_be_measured_is_named():
-    teacher = make("bert")
+    teacher = make("BertForMaskedLM")
     student = convert(copy.deepcopy(teacher), "favor+", num_features=8)
     with pytest.raises(ValueError, match="not one batch of inputs"):
         measure(teacher, student, [])

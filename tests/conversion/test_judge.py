@@ -43,10 +43,7 @@ from kernelformer.conversion.settings import JudgeSettings  # noqa: E402
 from kernelformer.errors import StoppedError  # noqa: E402
 from kernelformer.hf import convert, load  # noqa: E402
 from kernelformer.page import put_section  # noqa: E402
-from tiny_models import tiny, tokens  # noqa: E402
-
-WORDS = ["the", "pass", "key", "is", ".", *map(str, range(10)), *(f"##{i}" for i in range(10)), "one", "two", "three"]
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+from tiny_models import SPECIAL, save_tiny, tiny, tokens, word_tokenizer  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -54,40 +51,34 @@ def _no_pictures(monkeypatch):
     monkeypatch.setattr(conversion_report, "picture", lambda result, path: None)
 
 
-def folder(path, kind):
-    transformers.BertTokenizer(vocab={x: i for i, x in enumerate(VOCABULARY)}).save_pretrained(path)
-    tiny(kind, torch.float32).save_pretrained(path)
-    return path
+@pytest.fixture(scope="module")
+def decoder(tiny_folder):
+    return tiny_folder("LlamaForCausalLM")
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    return folder(tmp_path_factory.mktemp("model") / "decoder", "LlamaForCausalLM")
+def encoder(tiny_folder):
+    return tiny_folder("BertModel")
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return folder(tmp_path_factory.mktemp("model") / "encoder", "BertModel")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(decoder):
-    return transformers.AutoTokenizer.from_pretrained(decoder)
+def tokenizer():
+    return word_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """What is labelled 1 has "one" in it, what is labelled 0 "two"."""
+    """What is labelled 1 has "word1" in it, what is labelled 0 "word2"."""
     path = tmp_path_factory.mktemp("text") / "some.jsonl"
-    rows = [{"text": f"three {['one', 'two'][i % 2]} three " * (3 + i % 5), "label": 1 - i % 2} for i in range(40)]
+    rows = [{"text": f"word3 word{1 + i % 2} word3 " * (3 + i % 5), "label": 1 - i % 2} for i in range(40)]
     path.write_text("".join(json.dumps(x) + "\n" for x in rows))
     return path
 
 
 @pytest.mark.parametrize("length", [24, 61])
 def test_a_number_stands_in_the_text_at_its_depth_and_at_its_end(tokenizer, length):
-    rows = passkeys(["one two three"], tokenizer, length, 4)
-    same = passkeys(["one two three"], tokenizer, length, 4)
+    rows = passkeys(["word1 word2 word3"], tokenizer, length, 4)
+    same = passkeys(["word1 word2 word3"], tokenizer, length, 4)
     assert all(torch.equal(x.ids, y.ids) for x, y in zip(rows, same, strict=True))
     assert len({x.key for x in rows}) == 4
     assert [x.depth for x in rows] == [0.125, 0.375, 0.625, 0.875]
@@ -100,11 +91,11 @@ def test_a_number_stands_in_the_text_at_its_depth_and_at_its_end(tokenizer, leng
         sentence = length - row.answer - row.distance
         assert tokenizer.decode(row.ids[:sentence]).replace(" ", "").endswith(f"{row.key}.")
     with pytest.raises(ValueError, match=r"a text of 9 tokens has no room .*; give a passkey length of at least 19"):
-        passkeys(["one two three"], tokenizer, 9, 1)
+        passkeys(["word1 word2 word3"], tokenizer, 9, 1)
 
 
 def test_a_tokenizer_without_digits_is_not_asked_for_numbers(tokenizer):
-    letters = transformers.BertTokenizer(vocab={x: i for i, x in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a"])})
+    letters = word_tokenizer([*SPECIAL[:4], "a"])
     assert tells_numbers(tokenizer)
     assert not tells_numbers(letters)
     with pytest.raises(ValueError, match=r"cannot tell the numbers .* apart; give passkeys=0"):
@@ -329,9 +320,8 @@ def test_texts_without_a_token_are_no_beginnings(decoder, text, tmp_path):
     assert all(x.prompt for x in result.judged.samples)
 
 
-def test_masked_models_are_judged_by_the_tokens_that_were_hidden(text, tmp_path):
-    source = folder(tmp_path / "s", "BertForMaskedLM")
-    result = run(source, tmp_path / "d", text, attention="wildcat:window=2", features=4)
+def test_masked_models_are_judged_by_the_tokens_that_were_hidden(tiny_folder, text, tmp_path):
+    result = run(tiny_folder("BertForMaskedLM"), tmp_path / "d", text, attention="wildcat:window=2", features=4)
     assert all(0 <= x.accuracy <= 1 for x in result.judged.figures.values())
     assert "hidden tokens that are found" in (tmp_path / "d" / "README.md").read_text()
 
@@ -424,10 +414,9 @@ def test_the_licence_is_the_one_that_the_source_states(tmp_path, encoder):
         assert licence_of(alone / "x.gguf") == licence
 
 
-def test_a_card_names_the_licence_and_what_was_kept_and_obeys_no_sample(decoder, text, tmp_path, monkeypatch):
-    source = tmp_path / "s"
-    transformers.AutoTokenizer.from_pretrained(decoder).save_pretrained(source)
-    tiny("LlamaForCausalLM", torch.float32).save_pretrained(source)
+def test_a_card_names_the_licence_and_what_was_kept_and_obeys_no_sample(text, tmp_path, monkeypatch):
+
+    source = save_tiny(tmp_path / "s", "LlamaForCausalLM")
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
     monkeypatch.setattr(transformers.PreTrainedTokenizerBase, "decode", lambda *_, **__: "# a\n## b <script>|")
     run(source, tmp_path / "d", text, attention="elu", layers="0", passkeys=0)

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertModel, LlamaConfig, LlamaForCausalLM
 
 from kernelformer.conversion.keep import recall_scores
 from kernelformer.conversion.measure import best_heads
 from kernelformer.conversion.texts import BEGINNING, Repeats, recall_row
+from tiny_models import HEADS, VOCAB, tiny
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 GAP = 16
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, intermediate_size=32, max_position_embeddings=256, **SIZES)
-    return LlamaForCausalLM(config).eval()
+    return tiny("LlamaForCausalLM", torch.float32, max_position_embeddings=256)
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return list(torch.randint(64, (3, 150), generator=torch.Generator().manual_seed(1)))
+    return list(torch.randint(VOCAB, (3, 150), generator=torch.Generator().manual_seed(1)))
 
 
 def repeated(rows):
@@ -53,13 +50,11 @@ def test_scores_are_the_weight_on_what_came_next(model, rows):
 
 
 def test_of_a_layer_that_is_called_several_times_the_best_call_counts(rows):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
-    model = AlbertModel(AlbertConfig(vocab_size=64, embedding_size=8, **sizes)).eval()
+    model = tiny("AlbertModel", torch.float32, max_position_embeddings=256)
     for parameter in model.parameters():
         parameter.data.zero_()  # so that all weights are 1 / L
     scores = recall_scores(model, repeated(rows))
-    assert list(scores.values()) == pytest.approx([1 / 150] * 2)
+    assert list(scores.values()) == pytest.approx([1 / 150] * HEADS)
 
 
 def test_only_some_attentions_are_scored_and_short_rows_say_nothing(model, rows):

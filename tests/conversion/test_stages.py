@@ -9,8 +9,7 @@ import signal
 
 import pytest
 import torch
-from test_distillation import SMALL, by_definition, decoder, encoder, endless, inputs, sharpen
-from transformers import LlamaConfig, LlamaForCausalLM
+from test_distillation import by_definition, decoder, encoder, endless, inputs
 
 import kernelformer as kf
 from kernelformer.conversion.distill import Lora, lora_targets
@@ -32,6 +31,7 @@ from kernelformer.conversion.tune import (
 )
 from kernelformer.hf import convert, cores
 from kernelformer.hf.find import AttentionCall
+from tiny_models import tiny
 
 NEAR = {"window": 4, "sinks": 1}
 
@@ -178,8 +178,7 @@ def test_lora_draws_by_its_seed_and_leaves_the_generator_alone():
 
 
 def test_a_head_that_shares_its_weight_gets_no_lora():
-    config = LlamaConfig(**{**SMALL, "num_key_value_heads": 2}, tie_word_embeddings=True)
-    student = convert(sharpen(LlamaForCausalLM(config)), "loglinear", num_features=4)
+    student = convert(tiny("LlamaForCausalLM", torch.float32, tie_word_embeddings=True), "loglinear", num_features=4)
     assert "lm_head" not in lora_targets(student, "*")
     with pytest.raises(ValueError, match=r"fits 'lm_head', whose weight is another layer's too"):
         lora_targets(student, "lm_head")

@@ -9,24 +9,46 @@ import kernelformer as kf
 from kernelformer.export import LayerPrompt, LayerStep, save_onnx, trace_step, trace_whole
 from kernelformer.export.onnx_files import run_graph, session
 
+ELU = {"method": "elu", "num_kv_heads": 1}
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"method": "elu", "num_kv_heads": 1},
-        pytest.param({"method": "loglinear", "num_features": 8, "window": 4, "sinks": 2, "rotary": True},
-                     marks=pytest.mark.slow),
-        pytest.param({"method": "trigonometric", "num_features": 8, "window": 4}, marks=pytest.mark.slow),
-        pytest.param({"method": "softmax", "rotary": True}, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_a_prompt_and_steps_in_torch_and_onnxruntime_equal_the_layer(options, tmp_path):
-    torch.manual_seed(0)
-    layer = kf.KernelAttention(16, 2, causal=True, **options).eval()
+
+def graphs(layer):
+    """Programs of the prompt and of a step, with the modules that they were traced from."""
     prompt = LayerPrompt(layer)
     first = trace_whole(prompt)
     step = LayerStep(layer, prompt.layouts)
-    second = trace_step(step, first.module()(*prompt.example(8)))
+    return prompt, first, step, trace_step(step, first.module()(*prompt.example(8)))
+
+
+def test_a_prompt_and_steps_in_torch_equal_the_layer():
+    torch.manual_seed(0)
+    layer = kf.KernelAttention(16, 2, causal=True, **ELU).eval()
+    prompt, first, step, second = graphs(layer)
+    assert prompt.outputs == step.outputs == ["y", "next_position", "next_state_0_0", "next_state_0_1"]
+    x, mask = torch.randn(3, 13, 16), torch.ones(3, 13, dtype=torch.bool)
+    mask[0, :4] = False
+    with torch.no_grad():
+        want = layer(x, key_mask=mask)
+    got = first.module()(x[:, :9], mask[:, :9])
+    for i in range(9, 13):
+        torch.testing.assert_close(got[0][:, -1], want[:, i - 1], rtol=1e-4, atol=1e-5)
+        got = second.module()(x[:, i : i + 1], *got[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ELU,
+        {"method": "loglinear", "num_features": 8, "window": 4, "sinks": 2, "rotary": True},
+        {"method": "trigonometric", "num_features": 8, "window": 4},
+        {"method": "softmax", "rotary": True},
+    ],
+)
+def test_a_prompt_and_steps_in_torch_and_onnxruntime_equal_the_layer(options, tmp_path):
+    torch.manual_seed(0)
+    layer = kf.KernelAttention(16, 2, causal=True, **options).eval()
+    prompt, first, step, second = graphs(layer)
     for program, module, name in ((first, prompt, "prompt.onnx"), (second, step, "step.onnx")):
         assert not [n for n in program.graph.nodes if "kernelformer" in str(n.target)]
         save_onnx(program, module, tmp_path / name)

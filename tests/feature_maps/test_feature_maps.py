@@ -11,20 +11,21 @@ import torch
 from kernelformer import kernels
 from kernelformer.feature_maps import GeneralizedMap, PositiveMap, TrigonometricMap
 from kernelformer.feature_maps.draws import DRAWS
-from sampling import SIGMAS, estimates, pair, within
+from sampling import HEADS, SIGMAS, estimates, pair, within
 
 D = 4
 
 
 def common(**more):
-    return {"head_dim": D, "num_heads": 1, **more}
+    return {"head_dim": D, "num_heads": 1} | more
 
 
 KERNELS = {"softmax": kernels.softmax_kernel, "gaussian": kernels.gaussian_kernel}
+MANY = common(num_heads=HEADS, per_head=True)
 MAPS = {
-    "positive": lambda **o: PositiveMap(**common(**o)),
-    "hyperbolic": lambda **o: PositiveMap(hyperbolic=True, **common(**o)),
-    "trigonometric": lambda **o: TrigonometricMap(**common(**o)),
+    "positive": lambda **o: PositiveMap(**MANY, **o),
+    "hyperbolic": lambda **o: PositiveMap(hyperbolic=True, **MANY, **o),
+    "trigonometric": lambda **o: TrigonometricMap(**MANY, **o),
 }
 
 
@@ -78,7 +79,7 @@ def test_orthogonal_draws_gain_at_least_what_the_theorem_says():
 
 def test_regularized_features_estimate_a_kernel_below_the_softmax_kernel():
     x, y = pair(1.0)
-    sample = estimates(lambda: PositiveMap(regularized=True, **common(num_features=4)), x, y)
+    sample = estimates(lambda: PositiveMap(regularized=True, num_features=4, **MANY), x, y)
     exact = kernels.softmax_kernel(x[None], y[None])[0, 0]
     assert sample.mean() < exact + SIGMAS * sample.std() / math.sqrt(len(sample))
     # E exp(w.z) over the sphere of radius sqrt(d), as a series: sum_k d^k |z|^2k / (4^k k! (d/2)_k)

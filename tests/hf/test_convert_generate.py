@@ -45,8 +45,11 @@ def left_padded(model):
     return inputs(model, ids, mask)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("way", ["favor+", "loglinear", "elu", "one layer exact", "some heads exact"])
+@pytest.mark.parametrize(
+    ("way", "how"),
+    [*((x, "greedy") for x in ("loglinear", "elu", "one layer exact"))]
+    + [(x, how) for x in ("favor+", "some heads exact") for how in HOW],
+)
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"])
 def test_generating_from_states_is_generating_from_all_tokens(kind, way, how):
     model = converted(kind, way)
@@ -117,8 +120,10 @@ def dynamic(model):
     return DynamicCache(config=model.config)
 
 
-@pytest.mark.parametrize("make", [new_cache, dynamic], ids=["states", "keys and values"])
-@pytest.mark.parametrize("way", ["favor+", "some heads exact", "loglinear", "near"])
+@pytest.mark.parametrize(
+    ("way", "make"),
+    [(x, new_cache) for x in ("favor+", "some heads exact", "loglinear", "near")] + [("some heads exact", dynamic)],
+)
 @pytest.mark.parametrize("kind", [*DECODERS, *PAIRS])
 def test_tokens_come_in_pieces_of_any_length(kind, way, make):
     model = converted(kind, way)

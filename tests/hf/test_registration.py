@@ -36,18 +36,18 @@ def python(code: str, *arguments: object) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A converted BertModel."""
-    path = tmp_path_factory.mktemp("converted") / "linear"
-    convert(tiny("BertModel"), "elu").save_pretrained(path)
-    return path
-
-
-def test_importing_registers_nothing_but_converted_folders_with_kernelformer_hf():
+def test_importing_registers_nothing_but_converted_folders_with_kernelformer_hf_for_auto_classes(tmp_path):
+    convert(tiny("BertModel"), "elu").save_pretrained(tmp_path / "linear")
     code = f"""{REGISTRIES}
 before = after = registries()
 import importlib, pkgutil, sys
+from transformers import AutoModel
+try:
+    AutoModel.from_pretrained(sys.argv[1])
+except ValueError as problem:
+    assert "kernelformer-converted" in str(problem), problem
+else:
+    raise AssertionError("nothing was registered")
 import kernelformer
 for module in pkgutil.walk_packages(kernelformer.__path__, "kernelformer."):
     if not module.name.endswith("__main__"):
@@ -58,24 +58,9 @@ for module in pkgutil.walk_packages(kernelformer.__path__, "kernelformer."):
             assert all(x == ["ConvertedConfig"] for x in after[1]) and after[2:] == before[2:], after
         assert registries() == after, module.name
 assert after != before
-"""
-    python(code)
-
-
-def test_auto_classes_know_a_converted_folder_after_the_import(folder):
-    code = """
-import sys
-from transformers import AutoModel
-try:
-    AutoModel.from_pretrained(sys.argv[1])
-except ValueError as problem:
-    assert "kernelformer-converted" in str(problem), problem
-else:
-    raise AssertionError("nothing was registered")
-import kernelformer.hf
 print(AutoModel.from_pretrained(sys.argv[1]).conversion)
 """
-    assert "attention.self: elu (called 1x)" in python(code, folder)
+    assert "attention.self: elu (called 1x)" in python(code, tmp_path / "linear")
 
 
 @pytest.mark.slow

@@ -8,13 +8,8 @@ import pytest
 import torch
 
 import kernelformer as kf
+from definition import inputs
 from kernelformer.modules import spec as functional
-
-
-def inputs(length=9, heads=4, groups=2, dim=8, dtype=torch.float64):
-    gen = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, length, dim), (2, groups, length, dim), (2, groups, length, 5)]
-    return [torch.randn(x, generator=gen, dtype=torch.float64).to(dtype).requires_grad_() for x in shapes]
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +19,7 @@ def _empty_cache():
 
 @pytest.mark.parametrize("method", ["softmax", "gaussian", "favor+", "nprf", "trigonometric", "elu", "skyformer"])
 def test_it_is_the_core_of_the_same_settings(method):
-    qkv = inputs()
+    qkv = inputs(9, G=2, grad=True)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 6:] = False
     core = kf.build_attention(method, head_dim=8, num_heads=4).double()
@@ -40,21 +35,21 @@ def test_it_is_the_core_of_the_same_settings(method):
 
 
 def test_softmax_is_torchs_function():
-    q, k, v = inputs(groups=4)
+    q, k, v = inputs(9, grad=True)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(kf.kernel_attention(q, k, v, "softmax", is_causal=True), want)
 
 
 def test_cores_are_kept_by_their_settings():
-    q, k, v = inputs()
+    q, k, v = inputs(9, G=2, grad=True)
     first = kf.kernel_attention(q, k, v, num_features=16, seed=1)
     for options in ({"seed": 1, "num_features": 16}, {"num_features": 16, "seed": 1, "is_causal": True}):
         kf.kernel_attention(q, k, v, **options)
     info = functional._cached.cache_info
     assert (info().misses, info().currsize) == (1, 1)
     assert not torch.equal(kf.kernel_attention(q, k, v, num_features=16, seed=2), first)
-    kf.kernel_attention(*inputs(dtype=torch.float32), num_features=16, seed=1)
-    kf.kernel_attention(*inputs(dtype=torch.bfloat16), num_features=16, seed=1)  # in float32 inside
+    kf.kernel_attention(*inputs(9, G=2, grad=True, dtype=torch.float32), num_features=16, seed=1)
+    kf.kernel_attention(*inputs(9, G=2, grad=True, dtype=torch.bfloat16), num_features=16, seed=1)  # in float32 inside
     assert info().misses == 3
     with pytest.raises(ValueError, match="normalize must be True or False, got 1"):
         kf.kernel_attention(q, k, v, normalize=1)
@@ -62,7 +57,7 @@ def test_cores_are_kept_by_their_settings():
 
 
 def test_the_cache_is_bounded():
-    q, k, v = inputs()
+    q, k, v = inputs(9, G=2, grad=True)
     first = kf.kernel_attention(q, k, v, num_features=4, seed=0)
     for seed in range(1, functional.CACHE + 3):
         kf.kernel_attention(q, k, v, num_features=4, seed=seed)
@@ -71,7 +66,7 @@ def test_the_cache_is_bounded():
 
 
 def test_several_threads_get_the_same_numbers():
-    q, k, v = (x.detach() for x in inputs())
+    q, k, v = (x.detach() for x in inputs(9, G=2, grad=True))
 
     def attend(seed):
         return kf.kernel_attention(q, k, v, num_features=8, seed=seed % 3)
@@ -90,12 +85,12 @@ def test_several_threads_get_the_same_numbers():
 )  # fmt: skip
 def test_methods_that_learn_are_refused(method, options):
     with pytest.raises(ValueError, match=rf"'{method}' learns [\d,]+ parameters, .*kf.build_attention"):
-        kf.kernel_attention(*inputs(groups=4), method=method, **options)
-    kf.kernel_attention(*inputs(groups=4), method="nystromformer", num_landmarks=3)
+        kf.kernel_attention(*inputs(9, grad=True), method=method, **options)
+    kf.kernel_attention(*inputs(9, grad=True), method="nystromformer", num_landmarks=3)
 
 
 def test_a_core_that_was_built_in_inference_serves_training():
-    q, k, v = inputs()
+    q, k, v = inputs(9, G=2, grad=True)
     with torch.inference_mode():
         want = kf.kernel_attention(q, k, v, num_features=8)
     out = kf.kernel_attention(q, k, v, num_features=8)
@@ -105,7 +100,7 @@ def test_a_core_that_was_built_in_inference_serves_training():
 
 
 def test_weights_are_dropped_whenever_that_is_asked_for():
-    q, k, v = inputs()
+    q, k, v = inputs(9, G=2, grad=True)
     one, other = (kf.kernel_attention(q, k, v, "softmax", attention_dropout=0.5) for _ in range(2))
     assert not torch.equal(one, other)
     with pytest.raises(ValueError, match="never forms"):
@@ -113,7 +108,7 @@ def test_weights_are_dropped_whenever_that_is_asked_for():
 
 
 def test_compiled_code_calls_it():
-    q, k, v = (x.detach() for x in inputs())
+    q, k, v = (x.detach() for x in inputs(9, G=2, grad=True))
 
     def attend(q, k, v):
         return kf.kernel_attention(2 * q, k, v, num_features=8, is_causal=True) + 1
@@ -139,4 +134,4 @@ def test_compiled_code_calls_it():
 )
 def test_wrong_calls_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
-        call(*inputs())
+        call(*inputs(9, G=2, grad=True))

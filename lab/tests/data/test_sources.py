@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from kernelformer.conversion.readers import each_text
 from kernelformer_lab.data import sources
 from kernelformer_lab.data.sources import Source, divide, label_value, number_value, text_value, uniform
+from samples import write_rows
 from sampling import SIGMAS
 
 FIELDS = {"text": text_value, "label": label_value(2)}
@@ -21,11 +21,6 @@ ROWS = [{"text": f"text {i}", "label": i % 2} for i in range(40)]
 
 def source(data, fields=FIELDS, **options):
     return Source(data, fields, layout=LAYOUT, **options)
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(x) + "\n" for x in rows))
-    return path
 
 
 def table(path, rows, **how):
@@ -55,7 +50,7 @@ def hub(tmp_path, monkeypatch):
 def test_the_three_formats_give_the_same_rows(tmp_path, kind):
     for split, rows in {"train": ROWS, "validation": ROWS[:3], "test": ROWS[5:9]}.items():
         path = tmp_path / f"{split}.{kind}"
-        jsonl(path, rows) if kind == "jsonl" else table(path, rows, delimiter="," if kind == "csv" else "\t")
+        write_rows(path, rows) if kind == "jsonl" else table(path, rows, delimiter="," if kind == "csv" else "\t")
     (tmp_path / "README.md").write_text("not a split")
     found = source(tmp_path)
     assert found.rows("train") == {"text": [x["text"] for x in ROWS], "label": [x["label"] for x in ROWS]}
@@ -93,7 +88,7 @@ def test_a_value_of_a_table_may_be_longer_than_the_standard_librarys_limit(tmp_p
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv"])
 def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path, kind):
     path = tmp_path / f"a.{kind}"
-    jsonl(path, ROWS[:2]) if kind == "jsonl" else table(path, ROWS[:2], delimiter="," if kind == "csv" else "\t")
+    write_rows(path, ROWS[:2]) if kind == "jsonl" else table(path, ROWS[:2], delimiter="," if kind == "csv" else "\t")
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     found = source(path, validation_share=0, test_share=0).rows("train")
     assert numbers(found) == [0, 1]
@@ -101,8 +96,8 @@ def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path, kind):
 
 @pytest.mark.parametrize("name", ["validation", "valid", "dev", "val"])
 def test_a_validation_split_has_several_names(tmp_path, name):
-    jsonl(tmp_path / "train.jsonl", ROWS)
-    jsonl(tmp_path / f"{name}.jsonl", ROWS[:2])
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    write_rows(tmp_path / f"{name}.jsonl", ROWS[:2])
     assert numbers(source(tmp_path).rows("validation")) == [0, 1]
     assert len(source(tmp_path).rows("train")["text"]) == 40
 
@@ -110,15 +105,15 @@ def test_a_validation_split_has_several_names(tmp_path, name):
 @pytest.mark.parametrize("second", ["train.csv", "training.jsonl"])
 def test_two_files_for_one_split_are_refused(tmp_path, second):
     for name in ("train.jsonl", second, "test.jsonl"):
-        jsonl(tmp_path / name, ROWS)
+        write_rows(tmp_path / name, ROWS)
     names = " and ".join(sorted(["train.jsonl", second]))
     with pytest.raises(ValueError, match=re.escape(f"has {names}; keep one file for each split")):
         source(tmp_path).rows("test")
 
 
 def test_a_folder_without_validation_gives_a_share_of_its_training_rows(tmp_path):
-    jsonl(tmp_path / "train.jsonl", ROWS)
-    jsonl(tmp_path / "test.jsonl", ROWS[:1])
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    write_rows(tmp_path / "test.jsonl", ROWS[:1])
     found = source(tmp_path, validation_share=0.25)
     train, validation = numbers(found.rows("train")), numbers(found.rows("validation"))
     assert sorted(train + validation) == list(range(40))
@@ -128,7 +123,7 @@ def test_a_folder_without_validation_gives_a_share_of_its_training_rows(tmp_path
 
 
 def test_one_file_is_divided_into_three(tmp_path):
-    path = jsonl(tmp_path / "all.jsonl", ROWS)
+    path = write_rows(tmp_path / "all.jsonl", ROWS)
     found = source(path, validation_share=0.2, test_share=0.3)
     parts = [numbers(found.rows(x)) for x in ("train", "validation", "test")]
     assert all(parts)
@@ -138,8 +133,8 @@ def test_one_file_is_divided_into_three(tmp_path):
 
 
 def test_rows_that_are_added_move_none_of_the_others(tmp_path):
-    before = source(jsonl(tmp_path / "a.jsonl", ROWS[:30]), validation_share=0.3)
-    after = source(jsonl(tmp_path / "b.jsonl", ROWS), validation_share=0.3)
+    before = source(write_rows(tmp_path / "a.jsonl", ROWS[:30]), validation_share=0.3)
+    after = source(write_rows(tmp_path / "b.jsonl", ROWS), validation_share=0.3)
     for split in ("train", "validation", "test"):
         assert numbers(before.rows(split)) == [x for x in numbers(after.rows(split)) if x < 30]
 
@@ -157,7 +152,7 @@ def test_shares_are_kept_and_neighbours_are_independent():
 def test_a_file_is_read_once_for_both_of_its_splits(tmp_path, monkeypatch):
     read, calls = sources.read_file_rows, []
     monkeypatch.setattr(sources, "read_file_rows", lambda path: calls.append(path) or read(path))
-    found = source(jsonl(tmp_path / "train.jsonl", ROWS))
+    found = source(write_rows(tmp_path / "train.jsonl", ROWS))
     for _ in range(2):
         for split in ("validation", "train", "test"):
             assert found.rows(split) is found.rows(split)
@@ -185,7 +180,7 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "reason"), BAD, ids=range(len(BAD)))
 def test_a_bad_row_is_named_with_file_line_and_reason_or_left_out_and_counted(tmp_path, line, reason):
-    path = jsonl(tmp_path / "train.jsonl", ROWS)
+    path = write_rows(tmp_path / "train.jsonl", ROWS)
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([*lines[:4], b"", line, *lines[4:], line]))
     with pytest.raises(ValueError, match=rf"train\.jsonl, line 6: {reason}; mend it, or .*skip_bad=True"):
@@ -257,7 +252,7 @@ def test_columns_that_do_not_fit_are_named_whatever_happens_to_bad_rows(tmp_path
 
 
 def test_a_long_bad_value_does_not_fill_the_message(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [ROWS[0], {"text": "a", "label": "word " * 1000}])
+    path = write_rows(tmp_path / "a.jsonl", [ROWS[0], {"text": "a", "label": "word " * 1000}])
     with pytest.raises(ValueError, match=r"got 'word word .*\.\.\. \(5,002 characters\); mend it") as problem:
         source(path).rows("train")
     assert len(str(problem.value)) < 400
@@ -299,7 +294,7 @@ def test_numbers_are_finite():
 
 
 def test_empty_splits_say_how_many_rows_there_are_and_what_to_do(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", ROWS[:2])
+    path = write_rows(tmp_path / "a.jsonl", ROWS[:2])
     with pytest.raises(
         ValueError,
         match=r"the validation split of .* is empty: 2 good rows in all; add rows, or give a "
@@ -308,7 +303,7 @@ def test_empty_splits_say_how_many_rows_there_are_and_what_to_do(tmp_path):
         source(path, validation_share=0).rows("validation")
     folder = tmp_path / "folder"
     folder.mkdir()
-    jsonl(folder / "train.jsonl", ROWS)
+    write_rows(folder / "train.jsonl", ROWS)
     (folder / "test.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match=r"the test split of .*folder is empty: 0 good rows in all; add rows\.$"):
         source(folder).rows("test")
@@ -354,7 +349,7 @@ def test_bad_options_are_refused(options, message):
 
 
 def test_a_fingerprint_tells_contents_and_names_apart(tmp_path):
-    path = jsonl(tmp_path / "train.jsonl", ROWS)
+    path = write_rows(tmp_path / "train.jsonl", ROWS)
     folder, file = source(tmp_path).fingerprint(), source(path).fingerprint()
     assert folder == file == source(tmp_path, seed=3).fingerprint()
     assert re.fullmatch(rf"train\.jsonl: 1 files, {path.stat().st_size} bytes, blake2b \w{{32}}", file)
@@ -362,15 +357,15 @@ def test_a_fingerprint_tells_contents_and_names_apart(tmp_path):
     assert source(tmp_path).fingerprint() == folder
     path.rename(tmp_path / "test.jsonl")
     moved = source(tmp_path).fingerprint()
-    jsonl(tmp_path / "test.jsonl", [*ROWS[:-1], {"text": "text 39", "label": 0}])
+    write_rows(tmp_path / "test.jsonl", [*ROWS[:-1], {"text": "text 39", "label": 0}])
     assert len({folder, moved, source(tmp_path).fingerprint()}) == 3
 
 
 def test_a_local_folder_in_the_layout_of_the_hub_is_read_by_its_library(tmp_path, hub):
     folder = tmp_path / "data"
     folder.mkdir()
-    jsonl(folder / "train.jsonl", [x | {"more": "unused"} for x in ROWS])
-    jsonl(folder / "test.jsonl", [x | {"more": "unused"} for x in [*ROWS[:2], {"text": "text 7", "label": 5}]])
+    write_rows(folder / "train.jsonl", [x | {"more": "unused"} for x in ROWS])
+    write_rows(folder / "test.jsonl", [x | {"more": "unused"} for x in [*ROWS[:2], {"text": "text 7", "label": 5}]])
     found = source(f"hub:{folder}", validation_share=0.3)
     assert sorted(numbers(found.rows("train")) + numbers(found.rows("validation"))) == list(range(40))
     assert numbers(found.rows("train")) == numbers(source(folder, validation_share=0.3).rows("train"))

@@ -110,7 +110,7 @@ def test_a_task_s_settings_of_its_model_are_told_from_defaults():
 @pytest.mark.parametrize("what", ["", "favor+", "rpe-translation"])
 def test_lists_fit_the_terminal_and_lose_nothing(monkeypatch, what, width):
     out = io.StringIO()
-    for module in (listing, methods_listing):
+    for module in (methods_listing, listing):
         monkeypatch.setattr(module, "console", VisibleConsole(file=out, width=width))
     listing.list_(what)
     said = out.getvalue()

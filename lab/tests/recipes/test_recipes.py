@@ -105,22 +105,21 @@ def test_full_models_have_the_published_numbers_of_parameters():
     assert meta(find_recipe("rpe-imagenet").run("full")).num_parameters() == pytest.approx(86e6, rel=0.02)  # DeiT-base
 
 
-@pytest.mark.parametrize("name", TRAINING)
-def test_a_full_run_has_the_printed_settings(name):
-    run = find_recipe(name).run("full")
-    found = (run.batch_size, run.steps, run.warmup_steps, run.weight_decay, run.beta2, run.model.get("dropout", 0.0))
-    assert found == TRAINING[name]
+def test_full_runs_have_the_printed_settings():
+    for name, printed in TRAINING.items():
+        run = find_recipe(name).run("full")
+        dropout = run.model.get("dropout", 0.0)
+        assert (run.batch_size, run.steps, run.warmup_steps, run.weight_decay, run.beta2, dropout) == printed, name
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-def test_a_full_run_has_the_printed_length(name):
-    run = find_recipe(name).run("full")
-    assert make_task(run.task, **run.task_options).settings()["max_position_embeddings"] == LENGTHS[name]
+def test_full_runs_have_the_printed_lengths():
+    for name, length in LENGTHS.items():
+        run = find_recipe(name).run("full")
+        assert make_task(run.task, **run.task_options).settings()["max_position_embeddings"] == length, name
 
 
-@pytest.mark.parametrize(
-    ("name", "rate", "schedule"),
-    [
+def test_learning_rates_are_as_printed():
+    for name, rate, schedule in (
         ("kl-listops", 5e-3 / math.sqrt(1000), "inverse_sqrt"),
         ("kl-text", 5e-2 / math.sqrt(8000), "inverse_sqrt"),
         ("kl-retrieval", 5e-2 / math.sqrt(8000) * 5 / 8, "inverse_sqrt"),
@@ -139,12 +138,9 @@ def test_a_full_run_has_the_printed_length(name):
         ("rpe-imagenet-finetune", 1e-5, "cosine"),
         ("rpe-imagenet32", 5e-4, "inverse_sqrt"),
         ("performer-protein-bid", 1e-3, "constant"),
-    ],
-)
-def test_learning_rates_are_as_printed(name, rate, schedule):
-    run = find_recipe(name).run("full")
-    assert run.learning_rate == pytest.approx(rate)
-    assert run.schedule == schedule
+    ):
+        run = find_recipe(name).run("full")
+        assert (run.learning_rate, run.schedule) == (pytest.approx(rate), schedule), name
 
 
 def test_translation_is_as_printed():
@@ -162,9 +158,8 @@ def test_translation_is_as_printed():
     assert len(model.encoder.stack.blocks) == len(model.stack.blocks) == 6
 
 
-@pytest.mark.parametrize(
-    ("name", "samples"),
-    [
+def test_every_kernel_has_its_own_number_of_samples():
+    for name, samples in (
         ("kl-listops", {"gmm-rks": 256, "fastfood-rks": 64, "generative-rks": 256, "gmm-prf": 256}),
         ("kl-listops", {"fastfood-prf": 64, "generative-prf": 128}),
         ("kl-text", {"gmm-rks": 128, "fastfood-rks": 64, "generative-rks": 256, "gmm-prf": 256}),
@@ -173,12 +168,10 @@ def test_translation_is_as_printed():
         ("kl-retrieval", {"fastfood-prf": 32, "generative-prf": 64}),
         ("kl-image", {"gmm-rks": 128, "fastfood-rks": 8, "generative-rks": 128, "gmm-prf": 128}),
         ("kl-image", {"fastfood-prf": 8, "generative-prf": 8}),
-    ],
-)
-def test_every_kernel_has_its_own_number_of_samples(name, samples):
-    parsed = [parse_attention(x) for x in find_recipe(name).attentions("full")]
-    found = {method: options.get("num_features") for method, options in parsed}
-    assert samples.items() <= found.items()
+    ):
+        parsed = [parse_attention(x) for x in find_recipe(name).attentions("full")]
+        found = {method: options.get("num_features") for method, options in parsed}
+        assert samples.items() <= found.items(), name
 
 
 @pytest.mark.parametrize(("base", "warmup", "steps"), [(5e-3, 1000, 10_000), (5e-2, 8000, 20_000), (5e-2, 8000, 5000)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from kernelformer_lab.recipes.papers.learned_kernels import GLUE
 from kernelformer_lab.tasks import make_task
 from kernelformer_lab.tasks.base import Outcome
 from kernelformer_lab.tasks.sentences import Sentences, f1, matthews, pearson, ranks, spearman
+from samples import write_rows, write_texts
 from sampling import SIGMAS
 
 SYLLABLES = ["ka", "lo", "mi", "ne", "su", "ta", "Ri", "vo"]
@@ -47,12 +47,6 @@ def _own_cache(tmp_path, monkeypatch):
 
 def made(tmp_path, texts=TEXTS, **options):
     return vocabulary(texts, cache=tmp_path / "cache", **{"vocab_size": 400, "record": "texts"} | options)
-
-
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 # Vocabularies
@@ -208,7 +202,7 @@ def sentence_rows(count=200, seed=0):
 
 
 def sentences(tmp_path, rows=None, **options):
-    place = write_rows(tmp_path / "rows.jsonl", sentence_rows() if rows is None else rows)
+    place = str(write_rows(tmp_path / "rows.jsonl", sentence_rows() if rows is None else rows))
     return make_task("sentences", **{"data": place, "vocab_size": 300, "length": 64} | options)
 
 
@@ -580,7 +574,7 @@ def test_a_masked_sample_is_a_function_of_seed_and_index(tmp_path):
 
 
 def test_each_window_has_a_label_and_ends_of_documents_have_none(tmp_path):
-    place = write_rows(tmp_path / "rows.jsonl", [{"text": x} for x in prose(500, words=2)])
+    place = str(write_texts(tmp_path / "rows.jsonl", prose(500, words=2)))
     task = make_task("masked", data=place, length=8, vocab_size=300, mask_share=0.01)
     ids, labels, text = shown(task.split("train"), 2000)
     counts = (labels != IGNORED).sum(1)
@@ -674,7 +668,7 @@ def test_bad_input_of_masked_text_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty has no files that match pattern='\*\*/\*\.txt'"):
         make_task("masked", data=tmp_path / "empty").split("train")
-    place = write_rows(tmp_path / "rows.jsonl", [{"body": "ka"}])
+    place = str(write_rows(tmp_path / "rows.jsonl", [{"body": "ka"}]))
     with pytest.raises(ValueError, match="has no column 'text', found body"):
         make_task("masked", data=place).split("train")
     with pytest.raises(ValueError, match="pattern chooses files of a folder"):
@@ -693,6 +687,7 @@ def test_bad_input_of_masked_text_is_refused(tmp_path):
             make_task("masked", **options)
     rows = [{"text": x} for x in prose(300)]
     rows[3] = {"text": 5}
-    task = make_task("masked", data=write_rows(tmp_path / "rows.jsonl", rows), skip_bad=True, length=16, vocab_size=300)
+    place = str(write_rows(tmp_path / "rows.jsonl", rows))
+    task = make_task("masked", data=place, skip_bad=True, length=16, vocab_size=300)
     task.split("train")
     assert "left out 1 of 300 rows" in task.remarks()[0]

@@ -13,7 +13,7 @@ from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer_lab.data.tokenization import make_tokenizer
 from kernelformer_lab.tasks import make_task
 from kernelformer_lab.tasks.base import Outcome
-from samples import sentence, write_shards, write_text
+from samples import sentence, write_shards, write_text, write_texts
 
 MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -24,8 +24,8 @@ def rows(tmp_path):
     rng = np.random.default_rng(0)
     texts = [sentence(rng) for _ in range(200)]
     make_tokenizer(texts, vocab_size=300, cache=tmp_path / "cache", record="x").save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
-    return write_shards(tmp_path / "shards", tmp_path / "rows.jsonl", str(tmp_path / "tokenizer.json"), shard_tokens=99)
+    rows = write_texts(tmp_path / "rows.jsonl", texts)
+    return write_shards(tmp_path / "shards", rows, str(tmp_path / "tokenizer.json"), shard_tokens=99)
 
 
 def test_a_batch_fits_the_model(rows):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 
@@ -14,14 +13,10 @@ from kernelformer.models import MODELS, KernelformerConfig
 from kernelformer_lab.data.byte_texts import exchange_halves, halves
 from kernelformer_lab.tasks import make_task
 from kernelformer_lab.tasks.base import Outcome
+from samples import write_rows
 from sampling import SIGMAS
 
 TEXTS = ["Grün ist\nschön.", "no", "a" * 70, "b" * 300]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(x) + "\n" for x in rows))
-    return path
 
 
 def texts(samples, name="input_ids"):
@@ -38,15 +33,15 @@ def documents(count, seed=0):
 @pytest.fixture
 def reviews(tmp_path):
     """Four training texts, two of the test, sorted by label as IMDb's are."""
-    write(tmp_path / "train.jsonl", [{"text": x, "label": i // 2} for i, x in enumerate(TEXTS)])
-    write(tmp_path / "validation.jsonl", [{"text": f"text {i}", "label": i // 50} for i in range(100)])
-    write(tmp_path / "test.jsonl", [{"text": "good", "label": 1}, {"text": "bad", "label": 0}])
+    write_rows(tmp_path / "train.jsonl", [{"text": x, "label": i // 2} for i, x in enumerate(TEXTS)])
+    write_rows(tmp_path / "validation.jsonl", [{"text": f"text {i}", "label": i // 50} for i in range(100)])
+    write_rows(tmp_path / "test.jsonl", [{"text": "good", "label": 1}, {"text": "bad", "label": 0}])
     return tmp_path
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    return write(tmp_path / "corpus.jsonl", [{"text": x} for x in documents(400)])
+    return write_rows(tmp_path / "corpus.jsonl", [{"text": x} for x in documents(400)])
 
 
 def test_a_token_is_a_byte_and_zero_is_padding(reviews):
@@ -69,7 +64,7 @@ def test_a_token_is_a_byte_and_zero_is_padding(reviews):
 
 def test_the_test_split_can_be_the_validation_split_and_training_keeps_all_its_texts(tmp_path):
     for split, count in (("train", 40), ("test", 6)):  # as IMDb, without a validation split
-        write(tmp_path / f"{split}.jsonl", [{"text": f"{split} {i}", "label": i % 2} for i in range(count)])
+        write_rows(tmp_path / f"{split}.jsonl", [{"text": f"{split} {i}", "label": i % 2} for i in range(count)])
     held_back, whole = make_task("text", data=tmp_path), make_task("text", data=tmp_path, validation_split="test")
     assert {x.split()[0] for x in texts(held_back.split("validation"))} == {"train"}
     assert len(held_back.split("train")) + len(held_back.split("validation")) == 40
@@ -194,7 +189,7 @@ def test_a_task_without_data_tells_its_model_but_has_no_samples(name):
 
 def test_pairs_are_two_texts_each_with_its_mask(tmp_path):
     rows = [{"text1": "a" * 70, "text2": "b", "label": 1}, {"text1": "c", "text2": "dé", "label": 0}]
-    write(tmp_path / "train.jsonl", rows)
+    write_rows(tmp_path / "train.jsonl", rows)
     task = make_task("retrieval", data=tmp_path, length=80, validation_share=0)
     split = task.split("train")
     assert texts(split) == ["a" * 70, "c"]
@@ -304,10 +299,10 @@ def test_lengths_of_halves_do_not_tell_the_label():
 
 
 def test_copies_of_a_text_belong_together(tmp_path):
-    path = write(tmp_path / "train.jsonl", [{"text": "the same text"}] * 10)
+    path = write_rows(tmp_path / "train.jsonl", [{"text": "the same text"}] * 10)
     split = make_task("retrieval", data=tmp_path, pairs="halves", validation_share=0).split("train")
     assert [x["labels"] for x in split] == [1] * 10
-    write(path, [{"text": "too few"}] * 3)
+    write_rows(path, [{"text": "too few"}] * 3)
     with pytest.raises(ValueError, match=r"pairs='halves' needs at least 4 texts in a split.* got 3"):
         make_task("retrieval", data=tmp_path, pairs="halves", validation_share=0).split("train")
 
@@ -318,7 +313,7 @@ def test_fingerprints_are_of_the_data_and_of_the_way_halves_are_paired(corpus):
     assert paired != rows
     assert make_task("text", data=corpus, seed=4).fingerprint() == rows
     before = rows
-    write(corpus, [{"text": "another"}])
+    write_rows(corpus, [{"text": "another"}])
     assert make_task("text", data=corpus).fingerprint() != before
 
 

@@ -26,6 +26,7 @@ from kernelformer_lab.training import Run, train
 from kernelformer_lab.training.checkpoints import metrics
 from kernelformer_lab.training.evaluation import evaluate
 from kernelformer_lab.translation import load_translator, translate_texts
+from samples import write_rows
 
 WORDS = {"the": "die", "cat": "Katze", "sees": "sieht", "a": "eine", "Mouse": "Maus", "and": "und", "sleeps": "schläft"}
 TINY = {"vocab_size": 330, "length": 64}
@@ -41,11 +42,6 @@ def pairs(count, seed=0, words=(2, 7)):
     rng = np.random.default_rng(seed)
     chosen = [rng.choice(list(WORDS), rng.integers(*words)) for _ in range(count)]
     return [{"en": " ".join(x), "de": " ".join(WORDS[w] for w in x)} for x in chosen]
-
-
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_plain(path, texts, end="\n"):

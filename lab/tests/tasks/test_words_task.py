@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import re
 from functools import partial
@@ -23,6 +22,7 @@ from kernelformer_lab.tasks.corpus import Corpus
 from kernelformer_lab.tasks.words import Words
 from kernelformer_lab.training import evaluate
 from kernelformer_lab.training.evaluation import TaskTrainer
+from samples import write_texts
 
 LEXICON = ["ka", "lomi", "Nesu", "tarivo", "mika", "lo", "suri", "neta.", "été", "x1"]
 MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -46,9 +46,8 @@ def words(tmp_path, text=None, **options):
 
 def folder(tmp_path, **texts):
     place = tmp_path / "rows"
-    place.mkdir(exist_ok=True)
     for split, rows in texts.items():
-        (place / f"{split}.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in rows))
+        write_texts(place / f"{split}.jsonl", rows)
     return place
 
 

@@ -277,7 +277,7 @@ def test_a_damaged_model_is_named_and_made_again(finished, file, damage, message
 
 
 @pytest.mark.parametrize("content", ["{}", '{"run": {"task": "ragged"}, "environment": {}, "command": ""}', "nothing"])
-def test_evaluate_says_it_without_a_traceback(finished, content):
+def test_the_command_says_it_without_a_traceback(finished, content):
     (finished / "run.json").write_text(content)
     result = CliRunner().invoke(app, ["evaluate", str(finished), "--threads", "1"])
     assert result.exit_code == 2

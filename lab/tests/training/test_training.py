@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import json
 import math
 import os
@@ -117,14 +116,6 @@ OWN = {task.name: task for task in (Ragged, Parity, Echo)}
 
 def register():
     TASKS.update(OWN)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _frozen():
-    """Every run collects garbage, which takes longer than the run if it walks over all libraries."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

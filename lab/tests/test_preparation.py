@@ -27,7 +27,7 @@ from kernelformer_lab.data.tokenization import make_tokenizer
 from kernelformer_lab.preparation import UNFINISHED, PrepareSettings, prepare
 from kernelformer_lab.tasks import make_task
 from kernelformer_lab.training.checkpoints import locked
-from samples import sentence, write_text
+from samples import sentence, write_text, write_texts
 
 
 def settings(tmp_path, *texts, tokenizer="bytes", **more):
@@ -44,11 +44,6 @@ def tokens(folder, split):
 def ends(folder, split):
     index = read_index(folder)
     return [*TokenShards(folder, index, split).document_ends(0, index.splits[split].tokens)]
-
-
-def write_rows(path, texts):
-    path.write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
-    return path
 
 
 @pytest.fixture
@@ -91,7 +86,7 @@ def test_bytes_of_a_file_are_its_shards_and_its_splits_those_of_the_task(tmp_pat
 def test_rows_are_documents_divided_as_tasks_divide_them_and_end_with_a_token(tmp_path, vocabulary):
     rng = np.random.default_rng(1)
     texts = [sentence(rng) if i % 7 else " " for i in range(300)]
-    rows = write_rows(tmp_path / "rows.jsonl", texts)
+    rows = write_texts(tmp_path / "rows.jsonl", texts)
     index = prepare(settings(tmp_path, rows, tokenizer=vocabulary, validation_share=0.2))
     tokenizer = Tokenizer.from_file(str(vocabulary))
     eos = tokenizer.token_to_id("<eos>")
@@ -119,7 +114,7 @@ def test_a_folder_with_a_bare_list_of_tokens_is_a_tokenizer(tmp_path):
     (tmp_path / "words").mkdir()
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "a"]
     (tmp_path / "words" / "vocab.txt").write_text("\n".join(names) + "\n")
-    rows = write_rows(tmp_path / "a.jsonl", ["the cats", "a cat"])
+    rows = write_texts(tmp_path / "a.jsonl", ["the cats", "a cat"])
     shares = {"validation_share": 0.0, "test_share": 0.0}
     index = prepare(settings(tmp_path, rows, tokenizer=tmp_path / "words", **shares))
     assert tokens(tmp_path / "shards", "train").tolist() == [5, 6, 7, 3, 8, 6, 3]
@@ -150,8 +145,8 @@ def test_a_folder_with_named_splits_and_one_without(tmp_path, vocabulary):
 
     rows = tmp_path / "rows"
     rows.mkdir()
-    write_rows(rows / "train.jsonl", [f"{i:02d};" for i in range(50)])
-    write_rows(rows / "test.jsonl", ["test"])
+    write_texts(rows / "train.jsonl", [f"{i:02d};" for i in range(50)])
+    write_texts(rows / "test.jsonl", ["test"])
     prepare(settings(tmp_path, rows, out=tmp_path / "three", validation_share=0.3))
     parts = divide(50, {"validation": 0.3, "test": 0.0}, 0)
     assert tokens(tmp_path / "three", "test").tobytes() == b"test"
@@ -160,7 +155,7 @@ def test_a_folder_with_named_splits_and_one_without(tmp_path, vocabulary):
 
 
 def test_several_texts_follow_one_another_and_do_not_continue_each_other(tmp_path):
-    write_rows(tmp_path / "b.jsonl", ["BB", "CCC"])
+    write_texts(tmp_path / "b.jsonl", ["BB", "CCC"])
     (tmp_path / "a.txt").write_text("aaaa")
     both = settings(tmp_path, tmp_path / "a.txt", tmp_path / "b.jsonl", validation_share=0.0, test_share=0.0)
     prepare(both)
