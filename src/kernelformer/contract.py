@@ -400,6 +400,6 @@ def within_transforms(method: str, attend: Callable[[Any], tuple[Tensor, Any]], 
     except RuntimeError as problem:
         raise RuntimeError(
             f"{method!r} does not support the transform of torch.func (grad, vjp, jacrev, vmap) that it is called in; "
-            f"use backward() or torch.autograd.grad, and a batch dimension instead of vmap, or algorithm='parallel', "
+            f"use backward() or torch.autograd.grad, and a batch dimension instead of vmap, or algorithm='plain', "
             f"which feature maps without a gate have."
         ) from problem

@@ -163,7 +163,7 @@ def test_a_rescued_row_is_right_to_float64(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "parallel"])
+@pytest.mark.parametrize("algorithm", ["chunked", "plain"])
 def test_shares_of_a_rescued_row_add_up_to_one_in_float32(algorithm):
     core = build("favor+", dtype=torch.float32)
     q, k, v = inputs(5, dtype=torch.float32, seed=8)

@@ -190,7 +190,7 @@ def test_vmap_and_reverse_mode_of_torch_func_are_right_or_refused(method):
     def attend(x, algorithm=None):
         return core(x, k, v, is_causal=causal, algorithm=algorithm)
 
-    for algorithm in (None, "parallel") if core.takes_loops and not core.takes_gate else (None,):
+    for algorithm in (None, "plain") if core.takes_loops and not core.takes_gate else (None,):
         one = partial(attend, algorithm=algorithm)
         got, error = result(partial(torch.func.vmap(one), several))
         if not error:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernelformer.attention import State
 from kernelformer.attention.near import NearKeys, join
-from kernelformer.attention.parallel.biased import SPREAD, parallel_biased_attention
+from kernelformer.attention.plain.biased import SPREAD, plain_biased_attention
 from kernelformer.attention.relative.call import Layout, RelativeCall, Toeplitz, constant_beyond
 from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.attention.relative.dispatch import biased_attention, find_window
@@ -285,14 +285,14 @@ class BiasedAttention:
         self.normalize_qk = normalize_qk
 
     def attend(
-        self, call: Call, tensors: Sequence[Tensor], *, parallel: bool = False
+        self, call: Call, tensors: Sequence[Tensor], *, plain: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...] | None, NearKeys | None]:
         """Attend to all keys (B, G, S, D) of a call, and in a stream to those before them.
 
         Args:
             call: with a bias over all distances; in a stream its queries and keys are normalized already.
             tensors: of the map, as `FeatureMap.for_query_heads` gives them.
-            parallel: by the algorithm for accelerators.
+            plain: by the algorithm for accelerators.
 
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys, and what the near ones are views of.
@@ -316,9 +316,9 @@ class BiasedAttention:
                 slope=bias.slope,
                 normalize_qk=self.normalize_qk,
             )
-            if parallel:
+            if plain:
                 window = bias_window(bias, call.is_causal)
-                return parallel_biased_attention(replace(relative, window=window))[0], None, None
+                return plain_biased_attention(replace(relative, window=window))[0], None, None
             out = biased_attention(relative, features=self.feature_map.feature_dim, algorithm=bias.algorithm)
             return out, None, None
         if bias.layout.rows:
@@ -332,7 +332,7 @@ class BiasedAttention:
                 raise ValueError(f"the state keeps {window} keys one by one, got max_distance={bias.window}.")
             if window is not None and bias.slope is None:
                 bias = _constant_beyond(bias, window)
-        return self._stream(call, bias.table[:, past - near :], window, tensors, parallel=parallel)
+        return self._stream(call, bias.table[:, past - near :], window, tensors, plain=plain)
 
     def step(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
         """Attend with one token, whose bias is over distances 0 to W; arguments and results as those of `attend`."""
@@ -380,7 +380,7 @@ class BiasedAttention:
         return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
     def _stream(
-        self, call: Call, table: Tensor, window: int | None, tensors: Sequence[Tensor], *, parallel: bool = False
+        self, call: Call, table: Tensor, window: int | None, tensors: Sequence[Tensor], *, plain: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...], NearKeys | None]:
         """Causal attention with a bias (H, n + 2 L - 1) for n near keys, and what is kept of the keys."""
         assert call.bias is not None
@@ -406,8 +406,8 @@ class BiasedAttention:
                 slope=slope,
                 state=sums,
             )
-            if parallel:
-                done = parallel_biased_attention(relative, streams=True)
+            if plain:
+                done = plain_biased_attention(relative, streams=True)
             else:
                 done = relative_attention(relative, keep=window)
         out, after = done
@@ -453,10 +453,10 @@ def bias_window(bias: Bias, is_causal: bool) -> int | None:
     return find_window(bias.table, bias.layout, is_causal)
 
 
-def bias_not_parallel(spec: Spec, call: Call) -> str | None:
+def bias_not_plain(spec: Spec, call: Call) -> str | None:
     """What of a call with a bias the algorithm for accelerators does not cover; None where it covers all.
 
-    Entries are looked at only where that is free; elsewhere see `attention.parallel.biased`.
+    Entries are looked at only where that is free; elsewhere see `attention.plain.biased`.
     """
     bias = call.bias
     assert bias is not None

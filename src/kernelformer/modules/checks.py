@@ -48,7 +48,7 @@ class Call:
     streams: bool = False  # whether the state after the keys is wanted
     past: int = 0  # keys before the first query, beside its own
     dropout: float = 0.0  # of the weights
-    algorithm: str | None = None  # "chunked", "parallel", or None: chosen; see `attention.parallel.choice`
+    algorithm: str | None = None  # "chunked", "plain", or None: chosen; see `attention.plain.choice`
     fits: tuple[object, ...] = ()  # what the checks of a step have looked at, for the state after it
 
     @property

@@ -96,7 +96,7 @@ class AttentionCore(Remembering):
     attention_dropout = 0.0  # the share that training drops
     mixes_queries = False  # whether one query's output depends on the others
     export_refusal: str = ""  # why no graph of any length can be made of it
-    takes_loops = False  # whether it knows the algorithms "chunked" and "parallel"
+    takes_loops = False  # whether it knows the algorithms "chunked" and "plain"
 
     def __init__(
         self, method: str, *, head_dim: int, num_heads: int, scale: float | None = None, normalize_qk: bool = False
@@ -140,7 +140,7 @@ class AttentionCore(Remembering):
                 from -(L - 1) to S - 1, with a state of P tokens (H, P + 2 L - 1) from -(P + L - 1) to L - 1; or
                 (H, 2 R - 1, 2 C - 1) for tokens on an R x C grid, row by row. -inf = hidden.
             scale: of the product q . k; default ``self.scale``.
-            algorithm: with a feature map ``chunked``, a loop over chunks, or ``parallel``, all chunks at once, which is
+            algorithm: with a feature map ``chunked``, a loop over chunks, or ``plain``, all chunks at once, which is
                 chosen by itself on CUDA, MPS and XPU devices; with a bias also ``direct``, ``fft`` and ``windowed``;
                 None for the best one.
             max_distance: says that the bias is constant beyond this distance, which makes the cost linear; the gradient

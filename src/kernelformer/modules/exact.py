@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State, gaussian_attention
-from kernelformer.attention.parallel.attend import takes_parallel
+from kernelformer.attention.plain.attend import takes_plain
 from kernelformer.attention.relative.call import Layout
 from kernelformer.attention.state import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast
@@ -325,8 +325,8 @@ class LocalCore(AttentionCore):
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         with no_autocast(call.query.device.type):
             near = self.near
-            parallel = takes_parallel(call.algorithm, (call.query, call.key, call.value), near.not_parallel)
-            out, after = near.attend(call, None, parallel=parallel)
+            plain = takes_plain(call.algorithm, (call.query, call.key, call.value), near.not_plain)
+            out, after = near.attend(call, None, plain=plain)
         return out, self._state(after, call) if call.streams and after is not None else None
 
     def _step(self, call: Call) -> tuple[Tensor, State]:

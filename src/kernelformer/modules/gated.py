@@ -168,11 +168,11 @@ class GatedCore(KernelCore):
         """Raise a ValueError: a context has no order to forget in."""
         raise self._not_bidirectional("a context")
 
-    def _not_parallel(self, call: Call) -> str | None:
+    def _not_plain(self, call: Call) -> str | None:
         return f"{self.method!r}, whose log weights start again every {SEGMENT} tokens"
 
     def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
-        self._takes_parallel(call)  # raises where it was asked for
+        self._takes_plain(call)  # raises where it was asked for
         dtype, work = call.query.dtype, compute_dtype(call.query.dtype)
         key, value = self._per_map_head(call.key).to(work), self._per_map_head(call.value).to(work)
         query = call.query.to(work)

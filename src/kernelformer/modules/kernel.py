@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kernelformer.attention import State, read, step
 from kernelformer.attention.families import engine_class
-from kernelformer.attention.parallel.attend import takes_parallel
+from kernelformer.attention.plain.attend import takes_plain
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy, Prepared
 from kernelformer.contract import autocasts, compute_dtype, no_autocast
@@ -23,7 +23,7 @@ from kernelformer.modules.bias import FADES, NEAR, BiasedAttention
 from kernelformer.modules.checks import Call, check_near, check_scale, config_mismatch, tensor_mismatch
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.loops import attend_plain, not_parallel
+from kernelformer.modules.loops import attend_plain, not_plain
 from kernelformer.modules.split_cores import CoreSplit, KernelSplit
 from kernelformer.modules.streaming import QuickStep, prepare_map, quick_step_of
 from kernelformer.modules.window import Far, NearFarAttention
@@ -177,12 +177,12 @@ class KernelCore(AttentionCore):
             near, buffers = self.near, None
             after: Sequence[Tensor] | None
             if near is not None:
-                out, after = near.attend(*self._with_far(call, tensors), parallel=self._takes_parallel(call))
+                out, after = near.attend(*self._with_far(call, tensors), plain=self._takes_plain(call))
             elif call.bias is None:
                 out, after = self._attend_plain(call, tensors)
             else:
-                parallel = self._takes_parallel(call)
-                out, after, buffers = self.biased.attend(call, tensors, parallel=parallel)
+                plain = self._takes_plain(call)
+                out, after, buffers = self.biased.attend(call, tensors, plain=plain)
             return out, self._state(after, call, buffers) if call.streams and after is not None else None
 
     def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
@@ -219,15 +219,15 @@ class KernelCore(AttentionCore):
     def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
         inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
-        return attend_plain(self, call, inputs, tensors, parallel=self._takes_parallel(call))
+        return attend_plain(self, call, inputs, tensors, plain=self._takes_plain(call))
 
-    def _takes_parallel(self, call: Call) -> bool:
+    def _takes_plain(self, call: Call) -> bool:
         """Whether a call goes by the algorithm for accelerators."""
-        return takes_parallel(call.algorithm, (call.query, call.key, call.value), lambda: self._not_parallel(call))
+        return takes_plain(call.algorithm, (call.query, call.key, call.value), lambda: self._not_plain(call))
 
-    def _not_parallel(self, call: Call) -> str | None:
+    def _not_plain(self, call: Call) -> str | None:
         """What of a call that algorithm does not cover; None where it covers all."""
-        return not_parallel(self, call)
+        return not_plain(self, call)
 
     def _step_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Attend with one token without a bias: (B, H, 1, E), and the tensors of the state after it."""

@@ -93,7 +93,7 @@ class KernelAttention(nn.Module):
         dropout: the share of the output y that training sets to 0, as `torch.nn.Dropout` after the layer would.
         attention_dropout: the same of the attention weights, as `torch.nn.MultiheadAttention`'s ``dropout``; for exact
             methods and near tokens that are attended to exactly, since otherwise no weights are formed.
-        algorithm: of the core's calls, "chunked" or "parallel", with ``relative`` also others; None for the best one.
+        algorithm: of the core's calls, "chunked" or "plain", with ``relative`` also others; None for the best one.
         device: of the projections.
         dtype: of the projections.
         options: of the core, see `build_attention`. Layers of one model do well with different seeds. With ``window``
@@ -158,8 +158,9 @@ class KernelAttention(nn.Module):
         problem = self.core.refusal(causal)
         if problem is not None:
             raise ValueError(str(problem).replace("is_causal=", "causal="))  # as this layer calls it
-        self.algorithm = algorithm
-        if check_algorithm(algorithm, method, self.core.takes_loops) != algorithm and self.positions is None:
+        loop = check_algorithm(algorithm, method, self.core.takes_loops)
+        self.algorithm = loop or algorithm
+        if loop is None and algorithm is not None and self.positions is None:
             raise ValueError(f"algorithm={algorithm!r} is for a relative bias, got relative=None.")
         if self.positions is not None:
             self.positions.to(device)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kernelformer.attention import causal_attention, direct_attention, linear_attention
 from kernelformer.attention.blocks import Shapes
-from kernelformer.attention.parallel.attend import LOOPS, parallel_causal_attention, parallel_linear_attention
+from kernelformer.attention.plain.attend import ALIASES, LOOPS, plain_causal_attention, plain_linear_attention
 from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.attention.short import prefers_direct
 from kernelformer.contract import PositiveSpec
 from kernelformer.errors import choice
-from kernelformer.modules.bias import bias_not_parallel
+from kernelformer.modules.bias import bias_not_plain
 from kernelformer.modules.checks import Call
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def check_algorithm(algorithm: str | None, method: str, takes_loops: bool) -> st
     """
     if algorithm is None:
         return None
+    algorithm = ALIASES.get(algorithm, algorithm)
     choice("algorithm", algorithm, (*LOOPS, *ALGORITHMS))
     if algorithm in LOOPS and not takes_loops:
         raise ValueError(
@@ -40,19 +41,19 @@ def check_algorithm(algorithm: str | None, method: str, takes_loops: bool) -> st
     return algorithm if algorithm in LOOPS else None
 
 
-def not_parallel(core: KernelCore, call: Call) -> str | None:
+def not_plain(core: KernelCore, call: Call) -> str | None:
     """What of a call the algorithm for accelerators does not cover; None where it covers all."""
     near = core.near
     if near is None:
-        return None if call.bias is None else bias_not_parallel(core.feature_map.spec, call)
+        return None if call.bias is None else bias_not_plain(core.feature_map.spec, call)
     slope = None if call.bias is None else call.bias.slope
     if slope is not None and not isinstance(core.feature_map.spec, PositiveSpec):
         return f"a slope beside the signed map of {core.method!r}"
-    return near.not_parallel()
+    return near.not_plain()
 
 
 def attend_plain(
-    core: KernelCore, call: Call, inputs: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Tensor], *, parallel: bool
+    core: KernelCore, call: Call, inputs: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Tensor], *, plain: bool
 ) -> tuple[Tensor, Sequence[Tensor] | None]:
     """Attend without a bias and near keys: (B, H, L, E), and of a causal call the tensors of the state after it.
 
@@ -61,7 +62,7 @@ def attend_plain(
         call: the call.
         inputs: its queries, and keys and values for each head of the map.
         tensors: of the map.
-        parallel: by the algorithm for accelerators.
+        plain: by the algorithm for accelerators.
     """
     common: dict[str, Any] = {
         "spec": core.feature_map.spec_id,
@@ -70,14 +71,14 @@ def attend_plain(
         "key_mask": call.key_mask,
         "normalize": core.normalize,
     }
-    if not parallel and _takes_direct(core, call, inputs):
+    if not plain and _takes_direct(core, call, inputs):
         del common["normalize"]
         return direct_attention(*inputs, **common, is_causal=call.is_causal), None
     if not call.is_causal:
-        return (parallel_linear_attention if parallel else linear_attention)(*inputs, **common), None
+        return (plain_linear_attention if plain else linear_attention)(*inputs, **common), None
     common["state"] = None if call.state is None else call.state.tensors
-    if parallel:
-        return parallel_causal_attention(*inputs, **common, streams=call.streams)
+    if plain:
+        return plain_causal_attention(*inputs, **common, streams=call.streams)
     return causal_attention(*inputs, **common)
 
 

@@ -82,7 +82,7 @@ class MixedCore(AttentionCore):
 
     @property
     def takes_loops(self) -> bool:  # type: ignore[override]
-        """True if the linear core knows the algorithms "chunked" and "parallel"."""
+        """True if the linear core knows the algorithms "chunked" and "plain"."""
         return self.linear.takes_loops
 
     @property

@@ -528,7 +528,7 @@ def kernel_attention(
         key_mask: (B, S) bool, True = attend.
         bias: relative position bias; it and the others are those of `AttentionCore.forward`.
         scale: of the product q . k; default 1 / sqrt(D), or the method's own.
-        algorithm: ``chunked`` or ``parallel``, with a bias also others.
+        algorithm: ``chunked`` or ``plain``, with a bias also others.
         max_distance: with a bias.
         slope: with a bias.
         num_prefix: with a bias.

@@ -447,8 +447,8 @@ class CoreSplit(ABC):
                 f"{what} needs all keys of {core.method!r} one by one, and they are on several ranks; give positions "
                 f"with max_distance=..., or scheme='alibi'."
             )
-        if call.algorithm == "parallel":
-            return ValueError("algorithm='parallel' is for one process; leave it out, or take 'chunked'.")
+        if call.algorithm == "plain":
+            return ValueError("algorithm='plain' is for one process; leave it out, or take 'chunked'.")
         if bias is not None and bias.algorithm not in (None, "windowed"):
             return ValueError(f"algorithm={bias.algorithm!r} is for one process; leave it out, or take 'windowed'.")
         return None

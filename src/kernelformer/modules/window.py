@@ -17,7 +17,7 @@ from kernelformer.attention.engine import Part
 from kernelformer.attention.near import NearKeys, Sinks, Tokens, join
 from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall, finish, merge
-from kernelformer.attention.parallel.near_far import parallel_near_far_attention
+from kernelformer.attention.plain.near_far import plain_near_far_attention
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy
 from kernelformer.attention.step import far_logits, far_step
@@ -270,19 +270,17 @@ class NearFarAttention:
         """The scale of the near scores in a call of this scale."""
         return scale if self.scale is None else self.scale
 
-    def not_parallel(self) -> str | None:
+    def not_plain(self) -> str | None:
         """What the algorithm for accelerators does not cover; None where it covers all."""
         return f"attention_dropout={self.dropout:g}" if self.dropout else None
 
-    def attend(
-        self, call: Call, far: Far | None, *, parallel: bool = False
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    def attend(self, call: Call, far: Far | None, *, plain: bool = False) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Attend to all keys of a call, and in a stream to those before them.
 
         Args:
             call: keys and values have as many heads as the far part's sums.
             far: or None.
-            parallel: by the algorithm for accelerators.
+            plain: by the algorithm for accelerators.
 
         Returns:
             (B, H, L, E), and in a stream the tensors of the state after the keys.
@@ -290,9 +288,9 @@ class NearFarAttention:
         if not call.in_stream:
             sinks = None
             # Else sinks are the first keys, and where they are needs no tensor.
-            if not parallel or call.key_mask is not None or call.bias is not None:
+            if not plain or call.key_mask is not None or call.bias is not None:
                 sinks = first_tokens(self.sinks, call, None)
-            out, _ = self.run(call, far, sinks, None, 0, parallel=parallel)
+            out, _ = self.run(call, far, sinks, None, 0, plain=plain)
             return out, None
         if is_exporting():
             return attend_stream(self, call, far)
@@ -312,7 +310,7 @@ class NearFarAttention:
             )
         call = replace(call, query=call.query.to(dtype), key=key, value=value, key_mask=mask)
         sinks = first_tokens(self.sinks, call, None if before is None else before.sinks, offset, past)
-        out, after = self.run(call, far, sinks, [x.to(dtype) for x in sums], offset, parallel=parallel)
+        out, after = self.run(call, far, sinks, [x.to(dtype) for x in sums], offset, plain=plain)
         first = max(0, key.shape[2] - self.window)
         kept = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
         tokens = [key[:, :, first:], value[:, :, first:], kept[:, first:]]
@@ -333,7 +331,7 @@ class NearFarAttention:
         sums: Sequence[Tensor] | None,
         offset: int,
         later: Sequence[Tensor] = (),
-        parallel: bool = False,
+        plain: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Attend to the keys of a call, of which ``offset`` are before the first query.
 
@@ -344,16 +342,16 @@ class NearFarAttention:
             sums: of far keys before those of the call.
             offset: number of keys before the first query.
             later: sums of far keys after those of the call.
-            parallel: by the algorithm for accelerators.
+            plain: by the algorithm for accelerators.
         """
         leading = 0
-        if parallel and call.key_mask is None and not offset and call.state is None:
+        if plain and call.key_mask is None and not offset and call.state is None:
             leading = min(self.sinks, call.key.shape[2])
         far_mask = call.key_mask
         if sinks is not None and not leading:
             far_mask = without_sinks(sinks, call.key, call.key_mask)
-        attend = partial(parallel_near_far_attention, leading=leading, streams=call.in_stream)
-        return (attend if parallel else near_far_attention)(
+        attend = partial(plain_near_far_attention, leading=leading, streams=call.in_stream)
+        return (attend if plain else near_far_attention)(
             NearFarCall(
                 query=call.query,
                 key=call.key,

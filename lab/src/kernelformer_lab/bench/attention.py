@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.parallel.attend import LOOPS
+from kernelformer.attention.plain.attend import LOOPS
 from kernelformer.attention.reference import log_attention, positive_attention, visibility
 from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import PositiveSpec

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.parallel.layout import CHUNK, by_distance, in_chunks, of_samples, recomputed, spans
-from kernelformer.attention.parallel.positive import CausalRows, KeySums, PositiveMap
+from kernelformer.attention.plain.layout import CHUNK, by_distance, in_chunks, of_samples, recomputed, spans
+from kernelformer.attention.plain.positive import CausalRows, KeySums, PositiveMap
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.relative.call import RelativeCall
 from kernelformer.contract import PositiveSpec, compute_dtype, lookup
@@ -80,7 +80,7 @@ class Factors:
         out.unflatten(0, (-1, heads)).addcmul_(far.unflatten(0, (-1, heads)), tail[:, None, None, None])
 
 
-def parallel_biased_attention(call: RelativeCall, *, streams: bool = False) -> tuple[Tensor, list[Tensor]]:
+def plain_biased_attention(call: RelativeCall, *, streams: bool = False) -> tuple[Tensor, list[Tensor]]:
     """Attend; the call has a window, a slope only if it is causal, and sums of keys before it only if it streams.
 
     Args:

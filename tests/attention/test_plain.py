@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernelformer as kf
 from definition import FORGETS, VARIANTS, WHOLE, attend, build, close, inputs, padding
 from kernelformer.attention import reference
-from kernelformer.attention.parallel import attend as choice
-from kernelformer.attention.parallel import biased, layout, positive
-from kernelformer.attention.parallel import positive as scan
+from kernelformer.attention.plain import attend as choice
+from kernelformer.attention.plain import biased, layout, positive
+from kernelformer.attention.plain import positive as scan
 from kernelformer.modules import bias as bias_checks
 from kernelformer.modules import bias as biased_core
 from kernelformer.modules import window as near_stream
@@ -81,7 +81,7 @@ def test_equals_the_definition_with_gradients(variant, is_causal, small):
         qkv = inputs(L, S, G=2, grad=True)
         leaves = [*qkv, *core.parameters()]
         key_mask = padding(2, S) if masked else None
-        out = core(*qkv, is_causal=is_causal, key_mask=key_mask, algorithm="parallel")
+        out = core(*qkv, is_causal=is_causal, key_mask=key_mask, algorithm="plain")
         same_with_gradients(out, attend(variant, core, *qkv, is_causal=is_causal, key_mask=key_mask), leaves)
 
 
@@ -89,7 +89,7 @@ def test_equals_the_definition_with_gradients(variant, is_causal, small):
 @both
 def test_equals_the_definition_at_the_default_sizes(variant, is_causal):
     core, qkv = build(variant), inputs(150, grad=True)
-    out = core(*qkv, is_causal=is_causal, algorithm="parallel")
+    out = core(*qkv, is_causal=is_causal, algorithm="plain")
     same_with_gradients(out, attend(variant, core, *qkv, is_causal=is_causal), qkv)
 
 
@@ -102,7 +102,7 @@ def test_a_windowed_bias_equals_the_definition_with_gradients(L, S, window, mask
     near = torch.arange(1 - L, S).clamp(-window, window) + window
     key_mask = padding(2, S) if masked else None
     how = {"is_causal": is_causal, "key_mask": key_mask}
-    out = core(*qkv, **how, bias=entries[:, near], max_distance=window, algorithm="parallel")
+    out = core(*qkv, **how, bias=entries[:, near], max_distance=window, algorithm="plain")
     matrix = entries[:, near][:, torch.arange(S) - torch.arange(L).unsqueeze(1) + L - 1]
     want = attend("favor+ per head", core, *qkv, **how, bias=matrix)
     same_with_gradients(out, want, [*qkv, entries])
@@ -115,7 +115,7 @@ def test_a_bias_within_a_window_of_near_keys_equals_the_chunks(is_causal, small)
     near = torch.arange(-70, 71).clamp(-4, 4) + 4
     for mask in (None, padding(2, 71)):
         how = {"is_causal": is_causal, "key_mask": mask, "max_distance": 4}
-        out, want = (core(*qkv, **how, bias=entries[:, near], algorithm=x) for x in ("parallel", "chunked"))
+        out, want = (core(*qkv, **how, bias=entries[:, near], algorithm=x) for x in ("plain", "chunked"))
         same_with_gradients(out, want, [*qkv, entries, *core.parameters()])
 
 
@@ -123,7 +123,7 @@ def test_a_bias_within_a_window_of_near_keys_equals_the_chunks(is_causal, small)
 @pytest.mark.parametrize("L", [64, 128])  # whole chunks: nothing is padded, so that views stay views
 def test_grouped_queries_and_near_keys_of_whole_chunks_equal_the_definition(L, is_causal):
     core, qkv = build("favor+ near"), inputs(L, G=2, grad=True)
-    out = core(*qkv, is_causal=is_causal, algorithm="parallel")
+    out = core(*qkv, is_causal=is_causal, algorithm="plain")
     same_with_gradients(out, attend("favor+ near", core, *qkv, is_causal=is_causal), qkv)
 
 
@@ -142,7 +142,7 @@ def test_a_causal_bias_with_a_slope_equals_the_definition_with_gradients(L, S, w
     core, qkv = build("favor+ per head"), inputs(L, S, G=2, grad=True)
     (table, matrix, slope), key_mask = falling(L, S, window), padding(2, S)
     how = {"is_causal": True, "key_mask": key_mask}
-    out = core(*qkv, **how, bias=table, max_distance=window, slope=slope, algorithm="parallel")
+    out = core(*qkv, **how, bias=table, max_distance=window, slope=slope, algorithm="plain")
     same_with_gradients(out, attend("favor+ per head", core, *qkv, **how, bias=matrix), qkv)
 
 
@@ -152,7 +152,7 @@ def test_a_slope_beyond_near_keys_equals_the_chunks(is_causal, small):
     table, _, slope = falling(71, 71, 4)
     for mask in (None, padding(2, 71)):
         how = {"is_causal": is_causal, "key_mask": mask, "max_distance": 4, "bias": table, "slope": slope}
-        out, want = (core(*qkv, **how, algorithm=x) for x in ("parallel", "chunked"))
+        out, want = (core(*qkv, **how, algorithm=x) for x in ("plain", "chunked"))
         same_with_gradients(out, want, [*qkv, *core.parameters()])
 
 
@@ -172,9 +172,9 @@ def test_a_stream_with_a_bias_equals_the_chunks(variant, has_slope, small, monke
         return core(*given, **how, bias=table[:, 91 - b : 90 + b - a], algorithm=algorithm, state=state)
 
     whole, end = part(0, 91, "chunked")
-    first, state = part(0, 50, "parallel")
+    first, state = part(0, 50, "plain")
     second, state = part(50, 51, "chunked", state)
-    third, state = part(51, 91, "parallel", state)
+    third, state = part(51, 91, "plain", state)
     got = torch.cat([first, second, third], 2)
     close(got, whole)
     kept = [x.tensors[1] if variant == "favor+ near" else x.tensors[0].exp().mT * x.tensors[1] for x in (state, end)]
@@ -192,7 +192,7 @@ def test_gradcheck(variant, is_causal, small):
     key_mask = torch.tensor([[True, True, False, True, True, True, True]])
 
     def run(*x):
-        return core(*x[:3], is_causal=is_causal, key_mask=key_mask, algorithm="parallel")
+        return core(*x[:3], is_causal=is_causal, key_mask=key_mask, algorithm="plain")
 
     assert gradcheck(run, [*leaves, *core.parameters()], atol=1e-6, fast_mode=True)
 
@@ -210,9 +210,9 @@ def test_split_and_resume_equals_whole_and_the_state_is_that_of_the_chunks(varia
         return core(*cut, **how, algorithm=algorithm, state=state)
 
     whole, end = part(0, 91, "chunked")
-    first, state = part(0, 50, "parallel")
+    first, state = part(0, 50, "plain")
     second, state = part(50, 51, "chunked", state)
-    third, state = part(51, 91, "parallel", state)
+    third, state = part(51, 91, "plain", state)
     got = torch.cat([first, second, third], 2)
     close(got, whole)
     assert state.length == 91
@@ -231,7 +231,7 @@ def test_rows_without_a_key_are_zero_and_hidden_keys_may_hold_anything(variant, 
     key_mask[0], key_mask[1, :9] = False, False
     k, v = (x.masked_fill(~key_mask[:, None, :, None], torch.nan) for x in (k, v))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = core(*leaves, is_causal=is_causal, key_mask=key_mask, algorithm="parallel")
+    out = core(*leaves, is_causal=is_causal, key_mask=key_mask, algorithm="plain")
     assert not out[0].any()
     assert not is_causal or not out[1, :, :9].any()
     dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
@@ -244,7 +244,7 @@ def test_rows_without_a_key_are_zero_and_hidden_keys_may_hold_anything(variant, 
 @pytest.mark.parametrize(("B", "L", "S"), [(2, 0, 0), (2, 0, 3), (2, 3, 0), (0, 3, 3)])
 def test_calls_without_tokens_or_samples(variant, is_causal, B, L, S):
     core, leaves = build(variant), inputs(L, S, B=B, grad=True)
-    out = core(*leaves, is_causal=is_causal, algorithm="parallel")
+    out = core(*leaves, is_causal=is_causal, algorithm="plain")
     assert out.shape == (B, 4, L, 6)
     assert not out.any()
     assert all(not x.any() for x in torch.autograd.grad(out.sum(), leaves))
@@ -256,7 +256,7 @@ def test_calls_without_tokens_or_samples(variant, is_causal, B, L, S):
 def test_half_precision_keeps_its_dtype_and_the_sums_their_precision(variant, dtype, is_causal):
     core = build(variant, dtype)
     leaves = [x.requires_grad_() for x in inputs(70, dtype=dtype)]
-    out = core(*leaves, is_causal=is_causal, algorithm="parallel")
+    out = core(*leaves, is_causal=is_causal, algorithm="plain")
     assert out.dtype == dtype
     close(
         out, attend(variant, core, *(x.detach().double() for x in leaves), is_causal=is_causal), torch.finfo(dtype).eps
@@ -285,11 +285,7 @@ def test_a_later_key_of_the_same_chunk_however_large_takes_nothing_from_a_row(me
     runs = []
     for model, dtype in ((core, torch.float32), (copy.deepcopy(core).double(), torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = (
-            model(*leaves, is_causal=True, algorithm="parallel")
-            if dtype == torch.float32
-            else log_space(model, *leaves)
-        )
+        out = model(*leaves, is_causal=True, algorithm="plain") if dtype == torch.float32 else log_space(model, *leaves)
         runs.append(
             (out, *torch.autograd.grad(out, leaves, torch.cos(torch.arange(out.numel())).view(out.shape).to(out)))
         )
@@ -320,7 +316,7 @@ def test_rows_with_near_keys_and_a_bias_lose_nothing_to_large_keys_either(kind, 
     for dtype in (torch.float32, torch.float64):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
         if dtype == torch.float32:
-            out = core(*leaves, is_causal=is_causal, algorithm="parallel", **bias)
+            out = core(*leaves, is_causal=is_causal, algorithm="plain", **bias)
         else:
             exact = copy.deepcopy(core).double()
             out = reference_attention(exact, *leaves, is_causal=is_causal, bias=matrix if bias else None)
@@ -336,7 +332,7 @@ def test_near_keys_of_small_weights_stay_numbers_beside_a_signed_map():
     core, (q, k, v) = build("tanh near", torch.float32), inputs(20, dtype=torch.float32)
     q = -150 * k / k.square().sum(-1, keepdim=True).sqrt()  # its own key has a score around -150
     exact = attend("tanh near", copy.deepcopy(core).double(), q.double(), k.double(), v.double(), is_causal=True)
-    out = core(q, k, v, is_causal=True, algorithm="parallel")
+    out = core(q, k, v, is_causal=True, algorithm="plain")
     close(out[:, :, :5].double(), exact[:, :, :5], 1e-4)  # rows without far keys
 
 
@@ -346,7 +342,7 @@ def test_worst_row_in_float32_at_large_norms(norm):
     q, k, v = inputs(200, B=1, H=1, G=1, D=64)
     q, k = (x / x.norm(dim=-1, keepdim=True) * norm * 64**0.25 for x in (q, k))
     want = log_space(copy.deepcopy(core).double(), q, k, v)
-    got = core(q.float(), k.float(), v.float(), is_causal=True, algorithm="parallel").double()
+    got = core(q.float(), k.float(), v.float(), is_causal=True, algorithm="plain").double()
     worst = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
     assert worst < {1: 2e-6, 16: 1e-4, 64: 1e-3}[norm]
 
@@ -432,7 +428,7 @@ def test_launches_are_few_and_grow_with_the_logarithm_of_the_length(options, bia
 def test_the_count_opens_custom_operators():
     core, qkv = build("favor+"), inputs(600)
     loop = launches(lambda: core(*qkv, is_causal=True, algorithm="chunked"))
-    assert loop > launches(lambda: core(*qkv, is_causal=True, algorithm="parallel"))
+    assert loop > launches(lambda: core(*qkv, is_causal=True, algorithm="plain"))
 
 
 NO_WAITING = {
@@ -504,7 +500,7 @@ def test_it_is_traced_as_one_graph(options, bias, is_causal):
     how = within(40, 5, 2) if bias else {}
 
     def run(*x):
-        return core(*x, is_causal=is_causal, algorithm="parallel", **how)
+        return core(*x, is_causal=is_causal, algorithm="plain", **how)
 
     out, want = torch.compile(run, fullgraph=True, backend="aot_eager")(*leaves), run(*leaves)
     close(out, want)
@@ -516,7 +512,7 @@ def test_it_is_traced_as_one_graph(options, bias, is_causal):
 @pytest.mark.parametrize("task", [pytest.param("bidirectional", marks=pytest.mark.slow), "causal"])
 def test_memory_is_that_of_the_formula(task, backward):
     case = Case(task, 8192, backward=backward)
-    figures = job("memory", case, ["favor+:algorithm=parallel"], heap="default", threads=2, budget=1.0)
+    figures = job("memory", case, ["favor+:algorithm=plain"], heap="default", threads=2, budget=1.0)
     mapped = case.batch * case.heads * case.length * case.features
     assert mapped <= layout.SEGMENT
     states = mapped * (case.head_dim + 1) / 64
@@ -535,7 +531,7 @@ def test_an_algorithm_that_a_call_cannot_have_is_named():
     for made, how, message in (
         (core(), {"algorithm": "paralel"}, "unknown algorithm 'paralel'"),
         (core(), {"algorithm": "fft"}, "only mean something with a bias"),
-        (core("softmax"), {}, "methods with a feature map, got algorithm='parallel' for 'softmax'"),
+        (core("softmax"), {}, "methods with a feature map, got algorithm='plain' for 'softmax'"),
         (core("linformer", max_length=9), {}, "for 'linformer'"),
         (core("rfa-gate"), {"is_causal": True}, "is not there for 'rfa-gate'"),
         (core(window=4, attention_dropout=0.5), {}, "attention_dropout=0.5"),
@@ -552,7 +548,7 @@ def test_an_algorithm_that_a_call_cannot_have_is_named():
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            made(q, k, v, **{"algorithm": "parallel", **how})
+            made(q, k, v, **{"algorithm": "plain", **how})
         if "algorithm" not in how and made.takes_loops:
             made(q, k, v, **{"algorithm": "chunked", **how})
 
@@ -573,14 +569,23 @@ def test_it_is_chosen_on_accelerators_where_it_covers_the_call(accelerator, monk
 def test_layers_and_attention_strings_take_the_name():
     x = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
     layers = [
-        kf.KernelAttention(32, 4, "favor+", num_features=8, causal=True, algorithm=a) for a in ("parallel", "chunked")
+        kf.KernelAttention(32, 4, "favor+", num_features=8, causal=True, algorithm=a) for a in ("plain", "chunked")
     ]
     layers[1].load_state_dict(layers[0].state_dict())
     close(layers[0](x), layers[1](x))
     with pytest.raises(ValueError, match="is for a relative bias"):
         kf.KernelAttention(32, 4, "favor+", algorithm="fft")
     with pytest.raises(ValueError, match="for 'softmax'"):
-        kf.KernelAttention(32, 4, "softmax", algorithm="parallel")
-    assert parse_attention("favor+:algorithm=parallel")[1] == {"algorithm": "parallel"}
+        kf.KernelAttention(32, 4, "softmax", algorithm="plain")
+    assert parse_attention("favor+:algorithm=plain")[1] == {"algorithm": "plain"}
     q, k, v = inputs(20, dtype=torch.float32)
-    close(kf.kernel_attention(q, k, v, algorithm="parallel"), kf.kernel_attention(q, k, v))
+    close(kf.kernel_attention(q, k, v, algorithm="plain"), kf.kernel_attention(q, k, v))
+
+
+def test_the_name_of_earlier_versions_is_an_alias():
+    q, k, v = inputs(20, dtype=torch.float32)
+    core = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=8)
+    assert torch.equal(core(q, k, v, algorithm="parallel"), core(q, k, v, algorithm="plain"))
+    assert kf.KernelAttention(32, 4, "favor+", algorithm="parallel").algorithm == "plain"
+    with pytest.raises(ValueError, match="for 'softmax'"):
+        kf.KernelAttention(32, 4, "softmax", algorithm="parallel")

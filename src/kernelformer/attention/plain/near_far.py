@@ -24,8 +24,8 @@ from torch import Tensor
 
 from kernelformer.attention.near import NearBias
 from kernelformer.attention.near_far_call import NearFarCall
-from kernelformer.attention.parallel.attend import Kept, Mapped, ParallelMap, by_head, join_segments, make_map
-from kernelformer.attention.parallel.layout import (
+from kernelformer.attention.plain.attend import Kept, Mapped, PlainMap, by_head, join_segments, make_map
+from kernelformer.attention.plain.layout import (
     RowSums,
     causal_chunk,
     of_samples,
@@ -34,9 +34,9 @@ from kernelformer.attention.parallel.layout import (
     spans,
     with_ones,
 )
-from kernelformer.attention.parallel.near import NearRows, PlainRows, near_numbers
-from kernelformer.attention.parallel.positive import LEAST, KeySums, PositiveMap
-from kernelformer.attention.parallel.signed import SignedMap, own_scale
+from kernelformer.attention.plain.near import NearRows, PlainRows, near_numbers
+from kernelformer.attention.plain.positive import LEAST, KeySums, PositiveMap
+from kernelformer.attention.plain.signed import SignedMap, own_scale
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import compute_dtype, lookup
@@ -46,7 +46,7 @@ class _Run(NamedTuple):
     """One call, its map if it has a far part, tokens of a chunk, and how many sinks are its first keys."""
 
     call: NearFarCall
-    phi: ParallelMap | None
+    phi: PlainMap | None
     size: int
     leading: int
 
@@ -63,7 +63,7 @@ class _Run(NamedTuple):
         return call.key_mask is None and not call.bias and (not call.sinks or self.leading > 0)
 
 
-def parallel_near_far_attention(
+def plain_near_far_attention(
     call: NearFarCall, *, leading: int = 0, streams: bool = True
 ) -> tuple[Tensor, list[Tensor]]:
     """Attend; call and results as those of `near_far.near_far_attention`.
@@ -80,7 +80,7 @@ def parallel_near_far_attention(
     numbers = heads * max(call.features * (1 if call.is_causal else 2), near_numbers(call))
     blocks = sample_blocks(batch, length, numbers)
     if len(blocks) > 1:
-        parts = [parallel_near_far_attention(_samples(call, b), leading=leading, streams=streams) for b in blocks]
+        parts = [plain_near_far_attention(_samples(call, b), leading=leading, streams=streams) for b in blocks]
         return torch.cat([x for x, _ in parts]), [torch.cat(x) for x in zip(*(y for _, y in parts), strict=True)]
     phi = None
     if call.spec:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.parallel.layout import RowSums, in_chunks, with_ones
-from kernelformer.attention.parallel.positive import GROUP, later_than, states_before
+from kernelformer.attention.plain.layout import RowSums, in_chunks, with_ones
+from kernelformer.attention.plain.positive import GROUP, later_than, states_before
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.reference import GUARD
 from kernelformer.contract import SignedSpec, compute_dtype

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.parallel.layout import BLOCK, RowSums, in_chunks, with_ones
+from kernelformer.attention.plain.layout import BLOCK, RowSums, in_chunks, with_ones
 from kernelformer.attention.positive import EMPTY
 from kernelformer.contract import PositiveSpec, compute_dtype
 

@@ -1,4 +1,4 @@
-"""How a call is laid out for the parallel algorithms: rows, chunks, segments, and what the backward pass keeps.
+"""Layout of a call for plain operations: rows, chunks, segments, and what the backward pass keeps.
 
 A call goes segment by segment, and all chunks of a segment at once. A segment has so many tokens, and before that so
 many samples, that one mapped tensor of it has at most `SEGMENT` numbers,

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernelformer.attention.parallel.layout import (
+from kernelformer.attention.plain.layout import (
     RowSums,
     causal_chunk,
     hidden_keys,
@@ -31,15 +31,15 @@ from kernelformer.attention.parallel.layout import (
     sample_blocks,
     spans,
 )
-from kernelformer.attention.parallel.positive import PositiveMap
-from kernelformer.attention.parallel.signed import SignedMap
+from kernelformer.attention.plain.positive import PositiveMap
+from kernelformer.attention.plain.signed import SignedMap
 from kernelformer.contract import PositiveSpec, SignedSpec, Spec, compute_dtype, lookup
 
 Mapped = Any  # queries or keys as a family maps them: tensors or tuples of tensors
 Kept = Any  # what a family keeps of keys: a tuple of tensors
 
 
-class ParallelMap(Protocol):
+class PlainMap(Protocol):
     """A feature map with its tensors, and sums over all of its keys or over those up to each query.
 
     Shapes: N rows of samples and key heads, L queries of R heads each.
@@ -73,7 +73,7 @@ class ParallelMap(Protocol):
         """Outputs (N, L, R, E)."""
 
 
-def make_map(spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False) -> ParallelMap:
+def make_map(spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: bool, parts: bool = False) -> PlainMap:
     """Bind a spec to its tensors, (B or 1, G or 1, ...) each; with ``parts`` its rows are merged with others."""
     if isinstance(spec, PositiveSpec):
         return PositiveMap(spec, tensors, scale, normalize, parts)
@@ -81,7 +81,7 @@ def make_map(spec: Spec, tensors: Sequence[Tensor], scale: float, normalize: boo
     return SignedMap(spec, tensors, scale, normalize, parts)
 
 
-def parallel_linear_attention(
+def plain_linear_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -98,7 +98,7 @@ def parallel_linear_attention(
     if len(blocks) > 1:
         how: dict[str, Any] = {"spec": spec, "scale": scale, "normalize": normalize}
         parts = [
-            parallel_linear_attention(
+            plain_linear_attention(
                 query[b], key[b], value[b], tensors=of_samples(tensors, b), key_mask=_part(key_mask, b), **how
             )
             for b in blocks
@@ -116,7 +116,7 @@ def parallel_linear_attention(
     return join_segments(outs)
 
 
-def parallel_causal_attention(
+def plain_causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -138,7 +138,7 @@ def parallel_causal_attention(
     if len(blocks) > 1:
         how: dict[str, Any] = {"spec": spec, "scale": scale, "normalize": normalize, "streams": streams}
         parts = [
-            parallel_causal_attention(
+            plain_causal_attention(
                 query[b], key[b], value[b], tensors=of_samples(tensors, b), key_mask=_part(key_mask, b),
                 state=None if state is None else [x[b] for x in state], **how,
             )
@@ -162,16 +162,16 @@ def _part(key_mask: Tensor | None, block: slice) -> Tensor | None:
     return None if key_mask is None else key_mask[block]
 
 
-def _absorb(phi: ParallelMap, key: Tensor, value: Tensor, hidden: Tensor | None, kept: Kept | None) -> Kept:
+def _absorb(phi: PlainMap, key: Tensor, value: Tensor, hidden: Tensor | None, kept: Kept | None) -> Kept:
     return phi.absorb(phi.keys(key, value, hidden), kept)
 
 
-def _read(phi: ParallelMap, groups: int, query: Tensor, kept: Kept) -> Tensor:
+def _read(phi: PlainMap, groups: int, query: Tensor, kept: Kept) -> Tensor:
     return by_head(phi.finish(phi.read(phi.queries(query, groups), kept)), query)
 
 
 def _causal(
-    phi: ParallelMap, size: int, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, kept: Kept | None
+    phi: PlainMap, size: int, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, kept: Kept | None
 ) -> tuple[Tensor, Kept]:
     missing = query.shape[2] - key.shape[2]
     if missing > 0:  # queries beyond the last key: keys that nobody sees
@@ -194,19 +194,20 @@ def join_segments(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
 
 
-LOOPS = ("chunked", "parallel")  # the names; "chunked" is the loop over chunks, the least memory and the best on a CPU
+LOOPS = ("chunked", "plain")  # the names; "chunked" is the loop over chunks, the least memory and the best on a CPU
+ALIASES = {"parallel": "plain"}  # the name of earlier versions
 ACCELERATORS = ("cuda", "mps", "xpu")  # devices that wait for launches rather than for arithmetic
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether `parallel` is chosen by itself on a device."""
+    """True for devices on which `plain` is the default."""
     return device.type in ACCELERATORS
 
 
-def takes_parallel(
+def takes_plain(
     asked: str | None, inputs: tuple[Tensor, Tensor, Tensor], find_problem: Callable[[], str | None]
 ) -> bool:
-    """Whether a call goes by `parallel`: asked for by name, or on an accelerator where it can.
+    """Use `plain`: where it is asked for by name, and on an accelerator where it covers the call.
 
     Never while `torch.export` traces: plain operations stand for all algorithms then, see `decomposed`. Nor where there
     is nothing to compute: the loop over no chunks does that.
@@ -222,6 +223,6 @@ def takes_parallel(
     if torch.compiler.is_exporting() or asked == "chunked" or (asked is None and not is_accelerator(inputs[0].device)):
         return False
     problem = find_problem()
-    if asked == "parallel" and problem is not None:
-        raise ValueError(f"algorithm='parallel' is not there for {problem}; leave it out, or take 'chunked'.")
+    if asked == "plain" and problem is not None:
+        raise ValueError(f"algorithm='plain' is not there for {problem}; leave it out, or take 'chunked'.")
     return problem is None and all(x.numel() > 0 for x in inputs)
