@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
+from kernelformer.attention.dispatch import check_algorithm
 from kernelformer.attention.state import MadeBy
 from kernelformer.contract import autocasts, compute_dtype, within_transforms
 from kernelformer.errors import flag, positive_int, shape
@@ -29,7 +30,6 @@ from kernelformer.modules.checks import (
     check_stream,
 )
 from kernelformer.modules.context import active_ranks, needs_whole
-from kernelformer.modules.loops import check_algorithm
 from kernelformer.modules.packed import attend_packed, check_packed, enter_segment, last_id
 from kernelformer.modules.split import attend_split
 from kernelformer.modules.split_cores import CoreSplit

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from kernelformer.attention import State, read, step
+from kernelformer.attention.dispatch import attend, takes_plain
 from kernelformer.attention.families import engine_class
-from kernelformer.attention.plain.attend import takes_plain
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy, Prepared
-from kernelformer.contract import autocasts, compute_dtype, no_autocast
+from kernelformer.contract import PositiveSpec, autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.bias import FADES, NEAR, BiasedAttention
+from kernelformer.modules.bias import FADES, NEAR, BiasedAttention, bias_not_plain
 from kernelformer.modules.checks import Call, check_near, check_scale, config_mismatch, tensor_mismatch
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.loops import attend_plain, not_plain
 from kernelformer.modules.split_cores import CoreSplit, KernelSplit
 from kernelformer.modules.streaming import QuickStep, prepare_map, quick_step_of
 from kernelformer.modules.window import Far, NearFarAttention
@@ -34,8 +33,8 @@ class KernelCore(AttentionCore):
 
         out_i = sum_j phi(q_i) . phi(k_j) v_j / sum_j phi(q_i) . phi(k_j)          (Performer, Eq. 4)
 
-    The core prepares the map's tensors for a call and makes the states. What attends with them is `_attend_plain` and
-    `_step_plain`, or a part that it owns, with the same arguments and results: `biased` where there is a bias.
+    The core prepares the map's tensors for a call and makes the states. What attends with them is `_attend_unbiased`
+    and `_step_unbiased`, or a part that it owns, with the same arguments and results: `biased` where there is a bias.
 
     Args:
         feature_map: phi.
@@ -179,7 +178,7 @@ class KernelCore(AttentionCore):
             if near is not None:
                 out, after = near.attend(*self._with_far(call, tensors), plain=self._takes_plain(call))
             elif call.bias is None:
-                out, after = self._attend_plain(call, tensors)
+                out, after = self._attend_unbiased(call, tensors)
             else:
                 plain = self._takes_plain(call)
                 out, after, buffers = self.biased.attend(call, tensors, plain=plain)
@@ -211,15 +210,27 @@ class KernelCore(AttentionCore):
                 out, after = quick.attend(call.query, call.key, call.value, self._before(call))
                 return out, replace(self._state(after, call, None), quick=weakref.ref(quick))
             elif call.bias is None:
-                out, after = self._step_plain(call, tensors)
+                out, after = self._step_unbiased(call, tensors)
             else:
                 out, after, buffers = self.biased.step(call, tensors)
         return out, self._state(after, call, buffers)
 
-    def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
+    def _attend_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
-        inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
-        return attend_plain(self, call, inputs, tensors, plain=self._takes_plain(call))
+        return attend(
+            call.query,
+            self._per_map_head(call.key),
+            self._per_map_head(call.value),
+            spec=self.feature_map.spec_id,
+            tensors=tensors,
+            scale=call.scale,
+            key_mask=call.key_mask,
+            normalize=self.normalize,
+            is_causal=call.is_causal,
+            state=None if call.state is None else call.state.tensors,
+            streams=call.streams,
+            algorithm=call.algorithm,
+        )
 
     def _takes_plain(self, call: Call) -> bool:
         """Whether a call goes by the algorithm for accelerators."""
@@ -227,9 +238,14 @@ class KernelCore(AttentionCore):
 
     def _not_plain(self, call: Call) -> str | None:
         """What of a call that algorithm does not cover; None where it covers all."""
-        return not_plain(self, call)
+        near, spec = self.near, self.feature_map.spec
+        if near is None:
+            return None if call.bias is None else bias_not_plain(spec, call)
+        if call.bias is not None and call.bias.slope is not None and not isinstance(spec, PositiveSpec):
+            return f"a slope beside the signed map of {self.method!r}"
+        return near.not_plain()
 
-    def _step_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    def _step_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Attend with one token without a bias: (B, H, 1, E), and the tensors of the state after it."""
         return step(
             self.feature_map.spec,

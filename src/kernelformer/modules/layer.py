@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernelformer.attention import State
+from kernelformer.attention.dispatch import check_algorithm
 from kernelformer.contract import compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, positive_int, shape
 from kernelformer.modules.context import tokens_before
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.loops import check_algorithm
 from kernelformer.modules.packed import segment_positions
 from kernelformer.modules.positions import RelativePositions, RotaryPositions
 from kernelformer.modules.spec import POSITION_OPTIONS, ROTARY_OPTIONS, build_attention, method_options, near_settings
