@@ -219,8 +219,7 @@ class KernelCore(AttentionCore):
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
         return attend(
             call.query,
-            self._per_map_head(call.key),
-            self._per_map_head(call.value),
+            *self._per_map_head(call.key, call.value),
             spec=self.feature_map.spec_id,
             tensors=tensors,
             scale=call.scale,
@@ -251,8 +250,7 @@ class KernelCore(AttentionCore):
             self.feature_map.spec,
             tensors,
             call.query,
-            self._per_map_head(call.key),
-            self._per_map_head(call.value),
+            *self._per_map_head(call.key, call.value),
             self._before(call),
             scale=call.scale,
             key_mask=call.key_mask,
@@ -335,10 +333,12 @@ class KernelCore(AttentionCore):
         """Heads of the state: those of the keys, or those of a map that differs from head to head."""
         return max(key.shape[1], self.feature_map.heads)
 
-    def _per_map_head(self, x: Tensor) -> Tensor:
-        """Grouped keys as many as the map has heads: a map per query head sees each key of its group anew."""
-        repeats = self._key_heads(x) // x.shape[1]
-        return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+    def _per_map_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Repeat grouped keys and values for each head of the map: a map per query head sees them anew."""
+        repeats = self._key_heads(key) // key.shape[1]
+        if repeats == 1:
+            return key, value
+        return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
     def _before(self, call: Call) -> Sequence[Tensor]:
         """The tensors of the state before a call; those of no tokens where it has none."""

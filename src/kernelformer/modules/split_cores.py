@@ -615,10 +615,13 @@ class KernelSplit(CoreSplit):
                 parts=True,
                 slope=slope,
             )
-        repeat = core.biased.per_head if call.bias is not None else core._per_map_head
+        if call.bias is None:
+            key, value = core._per_map_head(call.key, call.value)
+        else:
+            key, value = core.biased.per_head(call.key), core.biased.per_head(call.value)
         return Form(
-            repeat(call.key),
-            repeat(call.value),
+            key,
+            value,
             reach=0 if call.bias is None else call.bias.window or 0,
             spec=core.feature_map.spec_id if call.bias is None else core.feature_map.spread_spec_id,
             tensors=tensors,
