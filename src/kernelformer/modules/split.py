@@ -191,7 +191,7 @@ def _code(*values: object) -> int:
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "little")
 
 
-def _facts(core: AttentionCore, call: Call) -> Facts:
+def _facts(core: AttentionCore, call: Call, is_checked: bool) -> Facts:
     q, k, v, bias = call.query, call.key, call.value, call.bias
     settings = dict(getattr(getattr(core, "feature_map", None), "identity", {}))
     seed, draw = (int(settings.pop(name, 0)) for name in ("seed", "draw number"))
@@ -212,7 +212,7 @@ def _facts(core: AttentionCore, call: Call) -> Facts:
         segment_ids=int(call.segment_ids is not None),
         gradients=int(needs),
         returned_state=int(call.streams),
-        weights=_bits(*core.parameters(), *core.buffers()),
+        weights=0 if is_checked else _bits(*core.parameters(), *core.buffers()),
         queries=q.shape[2],
         keys=k.shape[2],
         masked=int(call.key_mask is not None),
@@ -261,9 +261,11 @@ def attend_split(core: AttentionCore, make_call: Callable[[], Call], ranks: Rank
         problem = _refusal(core, call)
     except Exception as error:  # the others have to know, whatever it is
         problem = error
-    facts = None if call is None or problem is not None else _facts(core, call)
+    # Weights are compared in the first call since the ranks met: sums over all of them in every call would cost more.
+    facts = None if call is None or problem is not None else _facts(core, call, core in ranks.checked)
     every = _agree(ranks, facts, problem)
     assert call is not None
+    ranks.checked.add(core)
     out, after = _Split(core, call, ranks, every).attend()
     return out.to(call.query.dtype), after
 
