@@ -121,7 +121,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where the group's backend wants small numbers."""
+        """Device on which the group's backend exchanges small numbers."""
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if accelerator is None or "gloo" in str(dist.get_backend(self.group)):
             return torch.device("cpu")

@@ -281,7 +281,7 @@ class AttentionCore(Calibrated):
         check_memory(memory, self.method, dict(self._maker()))
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Why it cannot attend with this causality, before any input is there; None where it can."""
+        """Return the error for this causality, before any input is there, or None."""
         return None
 
     def resample(self, draw: int | None = None) -> None:
@@ -345,11 +345,11 @@ class AttentionCore(Calibrated):
         return out, after
 
     def _stream_refusal(self, what: str) -> ValueError | None:
-        """Why it cannot stream, where ``what`` asks for it; None where it can."""
+        """Return the error for a stream, where ``what`` asks for one, or None."""
         return cannot_stream(self.method, what)
 
     def _misfit(self, call: Call, state: State) -> str | None:
-        """Why a call cannot go on from its state; None where it can."""
+        """Describe how a state does not fit a call, or return None."""
         raise TypeError(f"{type(self).__name__} does not say which states it goes on from.")
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[object, ...]:
@@ -374,7 +374,7 @@ class AttentionCore(Calibrated):
         return call
 
     def _normalizes_itself(self, call: Call) -> bool:
-        """Whether `_attend` divides the queries and keys of this call by their norm, without copies of them."""
+        """True if `_attend` divides the queries and keys of this call by their norm, without copies of them."""
         return False
 
     def _normalized(self, call: Call) -> Call:

@@ -91,7 +91,7 @@ class KernelCore(AttentionCore):
 
     @property
     def has_near(self) -> bool:  # type: ignore[override]
-        """Whether some keys are attended to exactly."""
+        """True if some keys are attended to exactly."""
         return self.window is not None or self.sinks > 0
 
     @property
@@ -117,27 +117,27 @@ class KernelCore(AttentionCore):
 
     @property
     def takes_bias(self) -> bool:  # type: ignore[override]
-        """Whether weights are divided by their sum again after a bias has multiplied them."""
+        """True if weights are divided by their sum, after a bias has multiplied them."""
         return self.normalize
 
     @property
     def takes_dropout(self) -> bool:  # type: ignore[override]
-        """Whether there is an exact part, which forms weights."""
+        """True if there is an exact part, which forms weights."""
         return self.has_near
 
     @property
     def export_refusal(self) -> str:  # type: ignore[override]
-        """Why no graph of any length can be made of it."""
+        """Reason that it cannot be exported with a dynamic length, or nothing."""
         return "takes its landmarks from the tokens" if self.feature_map.sees_sequence else ""
 
     @property
     def takes_segments(self) -> bool:  # type: ignore[override]
-        """Whether no landmarks come from the whole row."""
+        """True unless landmarks come from the whole row."""
         return not self.feature_map.sees_sequence
 
     @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
-        """Whether landmarks come from all queries, so that one's output depends on the others."""
+        """True if landmarks come from all queries, so that one's output depends on the others."""
         return self.feature_map.sees_sequence
 
     def resample(self, draw: int | None = None) -> None:
@@ -158,7 +158,7 @@ class KernelCore(AttentionCore):
         return values
 
     def _by_query_head(self, call: Call) -> bool:
-        """Whether keys are repeated for every query head: each has its own bias, or its own slope of it."""
+        """True if keys are repeated for every query head: each has its own bias, or its own slope of it."""
         if call.bias is None:
             return False
         return not self.has_near or call.bias.slope is not None
@@ -232,11 +232,11 @@ class KernelCore(AttentionCore):
         )
 
     def _takes_plain(self, call: Call) -> bool:
-        """Whether a call goes by the algorithm for accelerators."""
+        """True if a call runs through `plain`."""
         return takes_plain(call.algorithm, (call.query, call.key, call.value), lambda: self._not_plain(call))
 
     def _not_plain(self, call: Call) -> str | None:
-        """What of a call that algorithm does not cover; None where it covers all."""
+        """Describe the part of a call that `plain` does not cover, or return None."""
         near, spec = self.near, self.feature_map.spec
         if near is None:
             return None if call.bias is None else bias_not_plain(spec, call)
@@ -258,7 +258,7 @@ class KernelCore(AttentionCore):
         )
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """What `recall` needs of a whole context: sums of constant size, or all of it where landmarks see queries."""
+        """Summarize a context for `recall` by sums of constant size, or by all of it where landmarks see queries."""
         if self.has_near:
             near = f"window={self.window} and sinks={self.sinks}"
             raise ValueError(
@@ -296,7 +296,7 @@ class KernelCore(AttentionCore):
         return out.to(query.dtype)
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Why landmarks that see the whole sequence cannot be causal; None where they can."""
+        """Return the error for a causal call if landmarks see the whole sequence, or None."""
         return self._not_causal("is_causal=True") if causal and self.feature_map.sees_sequence else None
 
     def _stream_refusal(self, what: str) -> ValueError | None:
