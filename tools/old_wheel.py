@@ -1,7 +1,7 @@
 """Install an old version of the library beside this one, and compare their speed in one interleaved run.
 
 python tools/old_wheel.py install 129bebe out/old     # and its wheel in out/old.wheel; PYTHONPATH=out/old imports it
-python tools/old_wheel.py compare out/old             # seconds and ratios new / old, a JSON object a line; on an idle machine
+python tools/old_wheel.py compare out/old             # seconds and ratios, a JSON object a line; on an idle machine
 """
 
 import json
