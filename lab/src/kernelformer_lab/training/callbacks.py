@@ -26,8 +26,8 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 import kernelformer
 import kernelformer_lab
 from kernelformer.cli.common import text_column
-from kernelformer.commands import resume_command
 from kernelformer.errors import TrainingError
+from kernelformer_lab.records import resume_command
 from kernelformer_lab.training.meter import Log, Recorder
 
 

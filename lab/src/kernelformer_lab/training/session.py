@@ -24,7 +24,6 @@ from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from kernelformer.cli.common import VisibleConsole
-from kernelformer.commands import resume_command
 from kernelformer.conversion.readers import hash_files
 from kernelformer.environment import environment
 from kernelformer.errors import StoppedError, TrainingError, flag, positive_int, reason, shape
@@ -37,7 +36,7 @@ from kernelformer.parallel.context import TIMEOUT
 from kernelformer.quiet import silent_libraries
 from kernelformer.weight_headers import saved_shapes, weight_files
 from kernelformer_lab.data.tokenization import TOKENIZER, load_tokenizer
-from kernelformer_lab.records import MODEL, RESULT, RUN, Result, read_head, read_object
+from kernelformer_lab.records import MODEL, RESULT, RUN, Result, read_head, read_object, resume_command
 from kernelformer_lab.tasks import Task, make_task
 from kernelformer_lab.training.callbacks import Bar, Board, LastDraw, Stop, rank_watchdog
 from kernelformer_lab.training.checkpoints import (

@@ -44,7 +44,7 @@ def attention(
     """Draw attention matrices of a model and of its converted copy, side by side (Performer, App. C.4)."""
     use_threads(threads)
     with plain_errors():
-        from kernelformer.conversion import attention_pictures as pictures
+        from kernelformer_lab.analysis import attention_pictures as pictures
 
         file = picture_in(out, "attention.png")
         chosen = _selected("layers", layers), _selected("heads", heads)
