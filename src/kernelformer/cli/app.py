@@ -77,17 +77,9 @@ COMMANDS = {
         "Continue a text with a converted decoder, in constant memory.",
         (('linear --prompt "Once upon a time" --tokens 200', "with a converted decoder"),),
     ),
-    "attention": Entry(
-        "kernelformer.cli.pictures:attention",
-        PRETRAINED,
-        "Draw attention matrices of a model and of its converted copy, side by side (Performer, App. C.4).",
-        (
-            ('MODEL linear --prompt "A sentence."', "out/attention.png"),
-            ("MODEL --attention favor+ --layers 0-3 --heads 0,1", "without a converted model"),
-        ),
-    ),
 }
-LABORATORY = ("demo", "prepare", "train", "evaluate", "compare", "translate", "bench", "reproduce", "results", "study")
+LABORATORY: tuple[str, ...] = ("demo", "prepare", "train", "evaluate", "compare", "translate", "bench", "attention")
+LABORATORY += ("reproduce", "results", "study")
 
 
 def _entries() -> dict[str, Entry]:
@@ -105,7 +97,7 @@ class Program(Group):
 
     entries = _entries()
     missing: ClassVar[dict[str, str]] = dict.fromkeys(
-        (x for x in LABORATORY), "install the laboratory by pip install kernelformer-lab"
+        LABORATORY, "install the laboratory by pip install kernelformer-lab"
     )
 
 
