@@ -106,7 +106,8 @@ class Repeats:
             least = tokens + self.gap
             second = _draw(least, length - tokens + 1, gen)
             copy = Copy(_draw(0, second - least + 1, gen), second, tokens)
-            if all(_apart(copy, other) for other in others):
+            taken = [(y, other.length) for other in others for y in other.places]
+            if all(x + tokens <= y or y + room <= x for x in copy.places for y, room in taken):
                 return copy
         return None
 
@@ -129,10 +130,6 @@ def recall_row(ids: Tensor, gap: int, seed: int) -> tuple[Tensor, Tensor, Tensor
     inside = [(x, torch.arange(BEGINNING, x.length - 1)) for x in copies]
     queries = torch.cat([empty, *(x.second + t for x, t in inside)])
     return ids, queries, torch.cat([empty, *(x.first + t + 1 for x, t in inside)])
-
-
-def _apart(one: Copy, other: Copy) -> bool:
-    return all(x + one.length <= y or y + other.length <= x for x in one.places for y in other.places)
 
 
 def _draw(first: int, end: int, gen: torch.Generator) -> int:
