@@ -10,12 +10,11 @@ from torch.autograd import gradcheck
 
 import kernelformer as kf
 from definition import NEARS, VARIANTS, WHOLE, attend, build, close, inputs, padding
-from kernelformer.attention import blocks
+from kernelformer.attention import blocks, dispatch
 from kernelformer.attention import short as direct
 from kernelformer.attention import short as direct_weights
 from kernelformer.attention.blocks import Shapes
 from kernelformer.contract import PositiveSpec
-from kernelformer.modules import loops
 
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 
@@ -40,8 +39,8 @@ def always(monkeypatch):
     calls = []
     monkeypatch.setattr(direct, "RATES", (1e9, 1e9))
     monkeypatch.setattr(blocks, "BUFFER", 3000)
-    original = loops.direct_attention
-    monkeypatch.setattr(loops, "direct_attention", lambda *a, **b: calls.append(b["is_causal"]) or original(*a, **b))
+    original = dispatch.direct_attention
+    monkeypatch.setattr(dispatch, "direct_attention", lambda *a, **b: calls.append(b["is_causal"]) or original(*a, **b))
     return calls
 
 
@@ -146,8 +145,8 @@ def test_half_precision_keeps_its_dtype_and_order_in_memory_changes_nothing(dtyp
 
 def test_it_is_chosen_by_size_alone(monkeypatch):
     calls = []
-    original = loops.direct_attention
-    monkeypatch.setattr(loops, "direct_attention", lambda *a, **b: calls.append(1) or original(*a, **b))
+    original = dispatch.direct_attention
+    monkeypatch.setattr(dispatch, "direct_attention", lambda *a, **b: calls.append(1) or original(*a, **b))
     core = kf.build_attention("favor+", head_dim=8, num_heads=4, num_features=32).requires_grad_(False)
     q, k, v = inputs(10, dtype=torch.float32)
     whole = core(q, k, v)

@@ -11,12 +11,12 @@ import torch
 
 import kernelformer as kf
 from definition import VARIANTS, attend, build, close, inputs, padding
+from kernelformer.attention.dispatch import find_window
 from kernelformer.attention.relative import call as toeplitz
 from kernelformer.attention.relative import direct as relative_forward
 from kernelformer.attention.relative import rescue
 from kernelformer.attention.relative import tiles as bands
 from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
-from kernelformer.attention.relative.dispatch import find_window
 from kernelformer.attention.relative.fft import is_safe
 
 MAPS = ["favor+", "nprf", "hyperbolic", "regularized", "trigonometric", "trigonometric gaussian", "relu", "tanh", "elu",

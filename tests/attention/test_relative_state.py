@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from definition import build, close, inputs
+from kernelformer.attention.dispatch import attend_biased
 from kernelformer.attention.fading import fading
 from kernelformer.attention.families import make_engine
 from kernelformer.attention.positive import EMPTY
@@ -18,7 +19,6 @@ from kernelformer.attention.relative import direct as relative_forward
 from kernelformer.attention.relative import tiles as bands
 from kernelformer.attention.relative.call import Layout, RelativeCall
 from kernelformer.attention.relative.direct import relative_attention
-from kernelformer.attention.relative.dispatch import biased_attention
 from kernelformer.contract import PositiveSpec, Workspace, lookup
 from kernelformer.modules import split_cores as sums
 
@@ -395,5 +395,5 @@ def test_states_that_mean_nothing_are_refused():
     with pytest.raises(ValueError, match="window=None; give window="):
         relative_attention(replace(call, window=None))
     with pytest.raises(ValueError, match="algorithm='windowed' or None, got window=1 and algorithm='fft'"):
-        biased_attention(call, features=24, algorithm="fft")
-    close(biased_attention(call, features=24), relative_attention(call)[0])
+        attend_biased(call, features=24, algorithm="fft")
+    close(attend_biased(call, features=24), relative_attention(call)[0])

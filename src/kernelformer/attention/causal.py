@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.attention import decomposed
 from kernelformer.attention.blocks import (
     Pieces,
     Shapes,
@@ -245,9 +244,6 @@ def causal_attention(
     Returns:
         (B, H, L, E) in the dtype of the query, and the state after the last key.
     """
-    if decomposed.is_exporting():
-        common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "state": state}
-        return decomposed.causal(query, key, value, **common, key_mask=key_mask, normalize=normalize)
     if state is None:
         features = lookup(spec).feature_dim(tensors, query.shape[-1])
         like = query.new_empty(0, dtype=compute_dtype(query.dtype))

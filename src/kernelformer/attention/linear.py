@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.attention import decomposed
 from kernelformer.attention.blocks import (
     Shapes,
     empty_rows,
@@ -307,9 +306,6 @@ def linear_attention(
     Returns:
         (B, H, L, E) in the dtype of the query; rows without a visible key are zero.
     """
-    if decomposed.is_exporting():
-        common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale}
-        return decomposed.linear(query, key, value, **common, key_mask=key_mask, normalize=normalize)
     no_tangents(query=query, key=key, value=value, a_parameter_of_the_feature_map=tensors)
     out: Tensor = _forward(query, key, value, key_mask, list(tensors), spec, scale, normalize)[0]
     return out

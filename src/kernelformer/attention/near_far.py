@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from kernelformer.attention.blocks import Pieces, empty_rows
-from kernelformer.attention.decomposed import is_exporting, near_far
 from kernelformer.attention.engine import Merged, Part
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.near_far_call import (
@@ -339,8 +338,6 @@ def near_far_attention(call: NearFarCall) -> tuple[Tensor, list[Tensor]]:
     Cost: O(L (w + C) (D + E) + L M (D + E)) time for chunks of C queries; memory beyond inputs and outputs is a few
     buffers and a number per row.
     """
-    if is_exporting() and not call.bias:  # a bias is for graphs of one length, which may have operators of ours
-        return near_far(call)
     no_tangents(query=call.query, key=call.key, value=call.value, a_parameter_of_the_feature_map=call.tensors)
     no_tangents(bias=call.bias, state=[*call.state, *call.right_state], beta=call.beta, sinks=call.sinks)
     arguments = call.tensor_arguments

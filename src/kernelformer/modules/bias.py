@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
+from kernelformer.attention.dispatch import attend_biased, find_window
 from kernelformer.attention.near import NearKeys, join
 from kernelformer.attention.plain.biased import SPREAD, plain_biased_attention
 from kernelformer.attention.relative.call import Layout, RelativeCall, Toeplitz, constant_beyond
 from kernelformer.attention.relative.direct import relative_attention
-from kernelformer.attention.relative.dispatch import biased_attention, find_window
 from kernelformer.attention.state import MadeBy
 from kernelformer.attention.step import step_near
 from kernelformer.contract import PositiveSpec, Role, Spec, compute_dtype, no_tangents
@@ -319,7 +319,7 @@ class BiasedAttention:
             if plain:
                 window = bias_window(bias, call.is_causal)
                 return plain_biased_attention(replace(relative, window=window))[0], None, None
-            out = biased_attention(relative, features=self.feature_map.feature_dim, algorithm=bias.algorithm)
+            out = attend_biased(relative, features=self.feature_map.feature_dim, algorithm=bias.algorithm)
             return out, None, None
         if bias.layout.rows:
             raise ValueError("a bias on a grid does not stream; give the whole grid in one call, without a state.")

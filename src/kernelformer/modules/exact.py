@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State, gaussian_attention
-from kernelformer.attention.plain.attend import takes_plain
+from kernelformer.attention.dispatch import takes_plain
 from kernelformer.attention.relative.call import Layout
 from kernelformer.attention.state import MadeBy
 from kernelformer.contract import compute_dtype, no_autocast

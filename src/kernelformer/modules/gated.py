@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.attention import State, causal_attention, step
+from kernelformer.attention import State, step
+from kernelformer.attention.dispatch import attend
 from kernelformer.contract import Role, SignedChunks, SignedSpec, compute_dtype, intern_formula, no_tangents
 from kernelformer.errors import flag
 from kernelformer.feature_maps.base import FIRST, parameter
@@ -171,23 +172,23 @@ class GatedCore(KernelCore):
     def _not_plain(self, call: Call) -> str | None:
         return f"{self.method!r}, whose log weights start again every {SEGMENT} tokens"
 
-    def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
+    def _attend_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         self._takes_plain(call)  # raises where it was asked for
         dtype, work = call.query.dtype, compute_dtype(call.query.dtype)
-        key, value = self._per_map_head(call.key).to(work), self._per_map_head(call.value).to(work)
+        key, value = (x.to(work) for x in self._per_map_head(call.key, call.value))
         query = call.query.to(work)
         if call.key_mask is not None:
             key = key.masked_fill(~call.key_mask[:, None, :, None], 0)
         hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
         gate = self._gates(key, call.gate, hidden)
         no_tangents(gate=gate)
-        state = None if call.state is None else list(call.state.tensors)
+        state: Sequence[Tensor] | None = None if call.state is None else call.state.tensors
         outs, length = [], max(query.shape[2], key.shape[2])
         for start in range(0, max(length, 1), SEGMENT):
             part = slice(start, start + SEGMENT)
             mask = None if call.key_mask is None else call.key_mask[:, part]
             logs, past = self._logs(gate[:, :, part], None if hidden is None else hidden[:, :, part])
-            out, state = causal_attention(
+            out, state = attend(
                 _with_column(query[:, :, part], None),
                 _with_column(key[:, :, part], logs),
                 value[:, :, part],
@@ -196,15 +197,18 @@ class GatedCore(KernelCore):
                 scale=call.scale,
                 key_mask=mask,
                 normalize=self.normalize,
+                is_causal=True,
                 state=state,
+                streams=True,
+                algorithm="chunked",
             )
             outs.append(out)
-            if past.shape[2]:
+            if past.shape[2] and state is not None:
                 state = [state[0] + past[:, :, -1:].unsqueeze(-1), *state[1:]]
         return torch.cat(outs, 2).to(dtype), state
 
-    def _step_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-        key, value = self._per_map_head(call.key), self._per_map_head(call.value)
+    def _step_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        key, value = self._per_map_head(call.key, call.value)
         hidden = None if call.key_mask is None else ~call.key_mask.unsqueeze(1)
         if hidden is not None:
             key = key.masked_fill(hidden.unsqueeze(-1), 0)

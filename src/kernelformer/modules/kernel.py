@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from kernelformer.attention import State, read, step
+from kernelformer.attention.dispatch import attend, takes_plain
 from kernelformer.attention.families import engine_class
-from kernelformer.attention.plain.attend import takes_plain
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy, Prepared
-from kernelformer.contract import autocasts, compute_dtype, no_autocast
+from kernelformer.contract import PositiveSpec, autocasts, compute_dtype, no_autocast
 from kernelformer.errors import choice, flag, fraction, integer, positive_int, shape
 from kernelformer.feature_maps import FeatureMap
-from kernelformer.modules.bias import FADES, NEAR, BiasedAttention
+from kernelformer.modules.bias import FADES, NEAR, BiasedAttention, bias_not_plain
 from kernelformer.modules.checks import Call, check_near, check_scale, config_mismatch, tensor_mismatch
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
-from kernelformer.modules.loops import attend_plain, not_plain
 from kernelformer.modules.split_cores import CoreSplit, KernelSplit
 from kernelformer.modules.streaming import QuickStep, prepare_map, quick_step_of
 from kernelformer.modules.window import Far, NearFarAttention
@@ -34,8 +33,8 @@ class KernelCore(AttentionCore):
 
         out_i = sum_j phi(q_i) . phi(k_j) v_j / sum_j phi(q_i) . phi(k_j)          (Performer, Eq. 4)
 
-    The core prepares the map's tensors for a call and makes the states. What attends with them is `_attend_plain` and
-    `_step_plain`, or a part that it owns, with the same arguments and results: `biased` where there is a bias.
+    The core prepares the map's tensors for a call and makes the states. What attends with them is `_attend_unbiased`
+    and `_step_unbiased`, or a part that it owns, with the same arguments and results: `biased` where there is a bias.
 
     Args:
         feature_map: phi.
@@ -92,7 +91,7 @@ class KernelCore(AttentionCore):
 
     @property
     def has_near(self) -> bool:  # type: ignore[override]
-        """Whether some keys are attended to exactly."""
+        """True if some keys are attended to exactly."""
         return self.window is not None or self.sinks > 0
 
     @property
@@ -118,27 +117,27 @@ class KernelCore(AttentionCore):
 
     @property
     def takes_bias(self) -> bool:  # type: ignore[override]
-        """Whether weights are divided by their sum again after a bias has multiplied them."""
+        """True if weights are divided by their sum, after a bias has multiplied them."""
         return self.normalize
 
     @property
     def takes_dropout(self) -> bool:  # type: ignore[override]
-        """Whether there is an exact part, which forms weights."""
+        """True if there is an exact part, which forms weights."""
         return self.has_near
 
     @property
     def export_refusal(self) -> str:  # type: ignore[override]
-        """Why no graph of any length can be made of it."""
+        """Reason that it cannot be exported with a dynamic length, or nothing."""
         return "takes its landmarks from the tokens" if self.feature_map.sees_sequence else ""
 
     @property
     def takes_segments(self) -> bool:  # type: ignore[override]
-        """Whether no landmarks come from the whole row."""
+        """True unless landmarks come from the whole row."""
         return not self.feature_map.sees_sequence
 
     @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
-        """Whether landmarks come from all queries, so that one's output depends on the others."""
+        """True if landmarks come from all queries, so that one's output depends on the others."""
         return self.feature_map.sees_sequence
 
     def resample(self, draw: int | None = None) -> None:
@@ -159,7 +158,7 @@ class KernelCore(AttentionCore):
         return values
 
     def _by_query_head(self, call: Call) -> bool:
-        """Whether keys are repeated for every query head: each has its own bias, or its own slope of it."""
+        """True if keys are repeated for every query head: each has its own bias, or its own slope of it."""
         if call.bias is None:
             return False
         return not self.has_near or call.bias.slope is not None
@@ -179,7 +178,7 @@ class KernelCore(AttentionCore):
             if near is not None:
                 out, after = near.attend(*self._with_far(call, tensors), plain=self._takes_plain(call))
             elif call.bias is None:
-                out, after = self._attend_plain(call, tensors)
+                out, after = self._attend_unbiased(call, tensors)
             else:
                 plain = self._takes_plain(call)
                 out, after, buffers = self.biased.attend(call, tensors, plain=plain)
@@ -211,32 +210,47 @@ class KernelCore(AttentionCore):
                 out, after = quick.attend(call.query, call.key, call.value, self._before(call))
                 return out, replace(self._state(after, call, None), quick=weakref.ref(quick))
             elif call.bias is None:
-                out, after = self._step_plain(call, tensors)
+                out, after = self._step_unbiased(call, tensors)
             else:
                 out, after, buffers = self.biased.step(call, tensors)
         return out, self._state(after, call, buffers)
 
-    def _attend_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
+    def _attend_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor] | None]:
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
-        inputs = (call.query, self._per_map_head(call.key), self._per_map_head(call.value))
-        return attend_plain(self, call, inputs, tensors, plain=self._takes_plain(call))
+        return attend(
+            call.query,
+            *self._per_map_head(call.key, call.value),
+            spec=self.feature_map.spec_id,
+            tensors=tensors,
+            scale=call.scale,
+            key_mask=call.key_mask,
+            normalize=self.normalize,
+            is_causal=call.is_causal,
+            state=None if call.state is None else call.state.tensors,
+            streams=call.streams,
+            algorithm=call.algorithm,
+        )
 
     def _takes_plain(self, call: Call) -> bool:
-        """Whether a call goes by the algorithm for accelerators."""
+        """True if a call runs through `plain`."""
         return takes_plain(call.algorithm, (call.query, call.key, call.value), lambda: self._not_plain(call))
 
     def _not_plain(self, call: Call) -> str | None:
-        """What of a call that algorithm does not cover; None where it covers all."""
-        return not_plain(self, call)
+        """Describe the part of a call that `plain` does not cover, or return None."""
+        near, spec = self.near, self.feature_map.spec
+        if near is None:
+            return None if call.bias is None else bias_not_plain(spec, call)
+        if call.bias is not None and call.bias.slope is not None and not isinstance(spec, PositiveSpec):
+            return f"a slope beside the signed map of {self.method!r}"
+        return near.not_plain()
 
-    def _step_plain(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    def _step_unbiased(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Attend with one token without a bias: (B, H, 1, E), and the tensors of the state after it."""
         return step(
             self.feature_map.spec,
             tensors,
             call.query,
-            self._per_map_head(call.key),
-            self._per_map_head(call.value),
+            *self._per_map_head(call.key, call.value),
             self._before(call),
             scale=call.scale,
             key_mask=call.key_mask,
@@ -244,7 +258,7 @@ class KernelCore(AttentionCore):
         )
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """What `recall` needs of a whole context: sums of constant size, or all of it where landmarks see queries."""
+        """Summarize a context for `recall` by sums of constant size, or by all of it where landmarks see queries."""
         if self.has_near:
             near = f"window={self.window} and sinks={self.sinks}"
             raise ValueError(
@@ -282,7 +296,7 @@ class KernelCore(AttentionCore):
         return out.to(query.dtype)
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Why landmarks that see the whole sequence cannot be causal; None where they can."""
+        """Return the error for a causal call if landmarks see the whole sequence, or None."""
         return self._not_causal("is_causal=True") if causal and self.feature_map.sees_sequence else None
 
     def _stream_refusal(self, what: str) -> ValueError | None:
@@ -319,10 +333,12 @@ class KernelCore(AttentionCore):
         """Heads of the state: those of the keys, or those of a map that differs from head to head."""
         return max(key.shape[1], self.feature_map.heads)
 
-    def _per_map_head(self, x: Tensor) -> Tensor:
-        """Grouped keys as many as the map has heads: a map per query head sees each key of its group anew."""
-        repeats = self._key_heads(x) // x.shape[1]
-        return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+    def _per_map_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Repeat grouped keys and values for each head of the map: a map per query head sees them anew."""
+        repeats = self._key_heads(key) // key.shape[1]
+        if repeats == 1:
+            return key, value
+        return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
     def _before(self, call: Call) -> Sequence[Tensor]:
         """The tensors of the state before a call; those of no tokens where it has none."""

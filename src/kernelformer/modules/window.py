@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -12,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.decomposed import is_exporting
+from kernelformer.attention.dispatch import attend_near_far, is_exporting
 from kernelformer.attention.engine import Part
 from kernelformer.attention.near import NearKeys, Sinks, Tokens, join
-from kernelformer.attention.near_far import near_far_attention
 from kernelformer.attention.near_far_call import NearFarCall, finish, merge
-from kernelformer.attention.plain.near_far import plain_near_far_attention
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.state import MadeBy
 from kernelformer.attention.step import far_logits, far_step
@@ -350,8 +347,7 @@ class NearFarAttention:
         far_mask = call.key_mask
         if sinks is not None and not leading:
             far_mask = without_sinks(sinks, call.key, call.key_mask)
-        attend = partial(plain_near_far_attention, leading=leading, streams=call.in_stream)
-        return (attend if plain else near_far_attention)(
+        return attend_near_far(
             NearFarCall(
                 query=call.query,
                 key=call.key,
@@ -373,7 +369,10 @@ class NearFarAttention:
                 offset=offset,
                 dropout=self.dropout,
                 own_sinks=sinks is not None and sums is None and call.key.shape[2] > 0,
-            )
+            ),
+            plain=plain,
+            leading=leading,
+            streams=call.in_stream,
         )
 
     def check_bias(self, bias: Bias, is_causal: bool) -> None:

@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.plain.attend import LOOPS
+from kernelformer.attention.dispatch import BIASED, LOOPS
 from kernelformer.attention.reference import log_attention, positive_attention, visibility
-from kernelformer.attention.relative.dispatch import ALGORITHMS
 from kernelformer.contract import PositiveSpec
 from kernelformer.errors import choice
 from kernelformer.modules import (
@@ -59,7 +58,7 @@ class Kernelformer(Contender):
         super().__init__(name)
         spec = AttentionSpec.parse(name)
         chosen = spec.values.get("algorithm")
-        self.algorithm = None if chosen is None else choice("algorithm", chosen, (*LOOPS, *ALGORITHMS))
+        self.algorithm = None if chosen is None else choice("algorithm", chosen, (*LOOPS, *BIASED))
         if self.algorithm == "fft":
             self.tolerance = 1e-3  # the rounding of an FFT is that of its largest row
         bias = spec.values.get("bias")

@@ -14,7 +14,7 @@ and goes through one segment at a time, with twice as much, and in a causal call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -192,37 +192,3 @@ def by_head(rows: Tensor, query: Tensor) -> Tensor:
 def join_segments(parts: Sequence[Tensor]) -> Tensor:
     """Outputs (B, H, T, E) of consecutive segments as one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
-
-
-LOOPS = ("chunked", "plain")  # the names; "chunked" is the loop over chunks, the least memory and the best on a CPU
-ALIASES = {"parallel": "plain"}  # the name of earlier versions
-ACCELERATORS = ("cuda", "mps", "xpu")  # devices that wait for launches rather than for arithmetic
-
-
-def is_accelerator(device: torch.device) -> bool:
-    """True for devices on which `plain` is the default."""
-    return device.type in ACCELERATORS
-
-
-def takes_plain(
-    asked: str | None, inputs: tuple[Tensor, Tensor, Tensor], find_problem: Callable[[], str | None]
-) -> bool:
-    """Use `plain`: where it is asked for by name, and on an accelerator where it covers the call.
-
-    Never while `torch.export` traces: plain operations stand for all algorithms then, see `decomposed`. Nor where there
-    is nothing to compute: the loop over no chunks does that.
-
-    Args:
-        asked: the algorithm of the call, or None.
-        inputs: queries, keys and values.
-        find_problem: returns what it does not cover, or None; called only where the answer counts.
-
-    Raises:
-        ValueError: asked for by name where it cannot.
-    """
-    if torch.compiler.is_exporting() or asked == "chunked" or (asked is None and not is_accelerator(inputs[0].device)):
-        return False
-    problem = find_problem()
-    if asked == "plain" and problem is not None:
-        raise ValueError(f"algorithm='plain' is not there for {problem}; leave it out, or take 'chunked'.")
-    return problem is None and all(x.numel() > 0 for x in inputs)

@@ -1,0 +1,215 @@
+"""The choice of the algorithm: the one place that decides which implementation a call runs through.
+
+| a call | runs through |
+| --- | --- |
+| in an export, whatever else | `decomposed`: operations that every graph has |
+| on an accelerator, or by name | `plain`: operations of torch, few launches |
+| short, normalized, of a positive map | `short`: the matrix of weights |
+| bidirectional, causal | `linear`, `causal` |
+| near tokens exactly | `near_far` |
+| a relative bias | `relative`: by tiles, `fft` where that is faster and safe |
+
+A choice depends on sizes, on the device and on what was asked for; values are looked at only where a bias may be
+constant beyond a distance, or too rough for transforms, and only where looking is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelformer.attention import decomposed
+from kernelformer.attention.blocks import Shapes
+from kernelformer.attention.causal import causal_attention
+from kernelformer.attention.linear import linear_attention
+from kernelformer.attention.near_far import near_far_attention
+from kernelformer.attention.near_far_call import NearFarCall
+from kernelformer.attention.plain.attend import plain_causal_attention, plain_linear_attention
+from kernelformer.attention.plain.near_far import plain_near_far_attention
+from kernelformer.attention.relative.call import Layout, RelativeCall, constant_beyond
+from kernelformer.attention.relative.direct import relative_attention
+from kernelformer.attention.relative.fft import fft_attention, is_safe
+from kernelformer.attention.short import direct_attention, prefers_direct
+from kernelformer.contract import PositiveSpec, lookup
+from kernelformer.errors import choice
+
+LOOPS = ("chunked", "plain")  # for every call of a feature map; "chunked" needs the least memory, and is best on a CPU
+BIASED = ("direct", "fft", "windowed")  # for calls with a bias
+ALIASES = {"parallel": "plain"}  # the name of earlier versions
+ACCELERATORS = ("cuda", "mps", "xpu")  # devices that wait for launches rather than for arithmetic
+# Time of a transformed number over that of a multiplication in a tile, measured; see `faster_by_fft`.
+TRANSFORM = 250.0
+
+
+def is_exporting() -> bool:
+    """Return True while `torch.export` traces a graph."""
+    return torch.compiler.is_exporting()
+
+
+def check_algorithm(algorithm: str | None, method: str, takes_loops: bool) -> str | None:
+    """Check the name of an algorithm, and return it where it is for calls with and without a bias alike.
+
+    Args:
+        algorithm: as the caller gave it.
+        method: for messages.
+        takes_loops: whether its core knows `LOOPS`.
+    """
+    if algorithm is None:
+        return None
+    algorithm = ALIASES.get(algorithm, algorithm)
+    choice("algorithm", algorithm, (*LOOPS, *BIASED))
+    if algorithm in LOOPS and not takes_loops:
+        raise ValueError(
+            f"algorithms are for methods with a feature map, got algorithm={algorithm!r} for {method!r}; leave it out."
+        )
+    return algorithm if algorithm in LOOPS else None
+
+
+def takes_plain(
+    asked: str | None, inputs: tuple[Tensor, Tensor, Tensor], find_problem: Callable[[], str | None]
+) -> bool:
+    """Use `plain`: where it is asked for by name, and on an accelerator where it covers the call.
+
+    Never in an export, where `decomposed` stands for all algorithms, nor where there is nothing to compute: the loop
+    over no chunks does that.
+
+    Args:
+        asked: the algorithm of the call, or None.
+        inputs: queries, keys and values.
+        find_problem: returns what it does not cover, or None; called only where the answer counts.
+
+    Raises:
+        ValueError: asked for by name where it cannot.
+    """
+    on_accelerator = inputs[0].device.type in ACCELERATORS
+    if asked == "chunked" or (asked is None and not on_accelerator) or is_exporting():
+        return False
+    problem = find_problem()
+    if asked == "plain" and problem is not None:
+        raise ValueError(f"algorithm='plain' is not there for {problem}; leave it out, or take 'chunked'.")
+    return problem is None and all(x.numel() > 0 for x in inputs)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    spec: str,
+    tensors: Sequence[Tensor],
+    scale: float,
+    key_mask: Tensor | None = None,
+    normalize: bool = True,
+    is_causal: bool = False,
+    state: Sequence[Tensor] | None = None,
+    streams: bool = False,
+    algorithm: str | None = None,
+) -> tuple[Tensor, Sequence[Tensor] | None]:
+    """Attend through a feature map, without a bias and near tokens.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, G, S, D), G divides H; as many heads as the map tells apart.
+        value: (B, G, S, E).
+        spec: of the map, as `contract.intern_formula` names it.
+        tensors: of the map, (B or 1, G or 1, ...) in the dtype of the arithmetic.
+        scale: the map sees ``sqrt(scale) x``.
+        key_mask: (B, S) bool, True = attend.
+        normalize: divide by the sum of the weights.
+        is_causal: key j is visible to query i iff j <= i.
+        state: tensors of the state before a causal call.
+        streams: whether the state after it is wanted.
+        algorithm: ``chunked``, ``plain`` or None.
+
+    Returns:
+        (B, H, L, E), and of a causal call the tensors of the state after it.
+    """
+    common: dict[str, Any] = {"spec": spec, "tensors": tensors, "scale": scale, "key_mask": key_mask}
+    if is_exporting():
+        if not is_causal:
+            return decomposed.linear(query, key, value, **common, normalize=normalize), None
+        return decomposed.causal(query, key, value, **common, normalize=normalize, state=state)
+    if takes_plain(algorithm, (query, key, value), lambda: None):
+        if not is_causal:
+            return plain_linear_attention(query, key, value, **common, normalize=normalize), None
+        more: dict[str, Any] = {"normalize": normalize, "state": state, "streams": streams}
+        return plain_causal_attention(query, key, value, **common, **more)
+    if algorithm is None and normalize and state is None and not streams:
+        known = lookup(spec)
+        if isinstance(known, PositiveSpec):
+            shapes = Shapes.of(query, key, value, known.feature_dim(tensors, query.shape[3]))
+            if prefers_direct(shapes, is_causal=is_causal):
+                return direct_attention(query, key, value, **common, is_causal=is_causal), None
+    if not is_causal:
+        return linear_attention(query, key, value, **common, normalize=normalize), None
+    return causal_attention(query, key, value, **common, normalize=normalize, state=state)
+
+
+def attend_near_far(
+    call: NearFarCall, *, plain: bool = False, leading: int = 0, streams: bool = True
+) -> tuple[Tensor, list[Tensor]]:
+    """Attend to near tokens exactly and to far ones through a feature map; see `near_far.near_far_attention`.
+
+    Args:
+        call: the inputs.
+        plain: as `takes_plain` has chosen.
+        leading: for `plain`, the number of sinks that are known to be the first keys of the call and visible.
+        streams: whether the sums after the last key are wanted.
+    """
+    if plain:
+        return plain_near_far_attention(call, leading=leading, streams=streams)
+    if is_exporting() and not call.bias:  # a bias is for graphs of one length, which may have operators of ours
+        return decomposed.near_far(call)
+    return near_far_attention(call)
+
+
+def faster_by_fft(features: int, width: int, layout: Layout, is_causal: bool) -> bool:
+    """Whether transforms would take less time than tiles: M (E + 1) n against L S (M + E), each with its constant."""
+    n = layout.L + layout.S
+    tiles = layout.L * layout.S * (features + width) * (0.5 if is_causal else 1.0)
+    return TRANSFORM * features * (width + 1) * n * (4 if layout.rows else 1) < tiles
+
+
+def find_window(bias: Tensor, layout: Layout, is_causal: bool = False) -> int | None:
+    """The distance beyond which a bias that nobody trains is constant, where that saves work."""
+    if layout.rows or bias.requires_grad or torch.compiler.is_compiling() or bias.is_meta:
+        return None
+    reach = constant_beyond(bias, layout.L - 1 + layout.offset, is_causal)
+    return reach if 2 * reach < max(layout.L, layout.S) else None
+
+
+def attend_biased(call: RelativeCall, *, features: int, algorithm: str | None = None) -> Tensor:
+    """Attend with a relative bias by the algorithm of that name, or by the best one.
+
+    Args:
+        call: the inputs; with sums of keys for `windowed` only.
+        features: M.
+        algorithm: ``direct``, ``fft``, ``windowed``, or None: `windowed` where the bias is known to be a straight line
+            beyond a distance, or a constant by its values; else `fft` where it is faster and its rounding does not
+            show; else `direct`.
+
+    Returns:
+        (B, H, L, E).
+    """
+    layout, window, chosen = call.layout, call.window, algorithm
+    if (call.state or call.right_state) and (window is None or algorithm in ("direct", "fft")):
+        raise ValueError(
+            f"a call with sums of keys needs a window and algorithm='windowed' or None, got {window=} and {algorithm=}."
+        )
+    if algorithm not in ("direct", "fft") and window is None:
+        window = find_window(call.bias, layout, call.is_causal)
+    if algorithm is None and window is None:
+        can_read = not torch.compiler.is_compiling() and not call.query.is_meta
+        if can_read and faster_by_fft(features, call.value.shape[3], layout, call.is_causal):
+            chosen = "fft" if is_safe(call) else "direct"
+    if chosen == "fft" and layout.L and layout.S and call.query.shape[0]:
+        return fft_attention(call)
+    if chosen == "windowed" and window is None:
+        window = max(layout.L, layout.S)
+    if chosen in ("direct", "fft"):
+        return relative_attention(replace(call, window=None, slope=None))[0]
+    return relative_attention(replace(call, window=window))[0]
