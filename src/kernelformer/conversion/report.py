@@ -131,7 +131,7 @@ def _of_card(text: str) -> str:
     front = _FRONT.match(text.replace("\r\n", "\n").removeprefix("\ufeff"))
     block = front[1] if front else ""
     found = re.finditer(r"^(license(?:_name|_link)?):(.*(?:\n[ \t]*-[ \t].*)*)", block, re.MULTILINE)
-    values = {x[1]: _values(x[2]) for x in found}  # a list goes on below, an item a line
+    values = {x[1]: _values(x[2]) for x in found}  # the items of a list follow, one a line
     name = values.get("license_name") or values.get("license", "")
     if name == "other":
         return ""

@@ -149,7 +149,7 @@ class Progress:
     over: bool = False  # whether the stage is done
     rates: list[float] = field(default_factory=list)  # of the groups, at their peak
     whole: bool = True  # whether weights and losses are of the same steps
-    optimizer: torch.optim.Optimizer | None = None  # of the run that is going on
+    optimizer: torch.optim.Optimizer | None = None  # of the present run
     best: list[Tensor] | None = None  # trained tensors as they were at the best look
     _before: float = 0.0  # seconds of runs that were stopped
     _start: float = 0.0
@@ -383,7 +383,7 @@ def transfer(
         progress: of a run to resume; ``steps`` counts all of them, and ``batches`` start where it stopped, or
             with `ReusePolicy.first_batch` of its steps.
         log: called after each step with its number and the mean loss of the layers.
-        held_out: inputs to look at now and then; the maps of the best look are kept.
+        held_out: held-out inputs, evaluated regularly; the maps of the best evaluation are kept.
         reuse: how often what the original saw of a batch serves; each time other rows of it count.
         window_dropout: share of the rows in which near keys get the map's weights, see `attention_loss`.
 
@@ -464,7 +464,7 @@ def tune(
         autocast: the precision of the passes, such as ``torch.bfloat16``; weights and losses stay as they are.
         progress: see `transfer`.
         log: called after each step with its number and the loss.
-        held_out: inputs to look at now and then; the weights of the best look are kept.
+        held_out: held-out inputs, evaluated regularly; the weights of the best evaluation are kept.
 
     Returns:
         The loss, step by step.

@@ -44,7 +44,7 @@ class Layout:
 
     @staticmethod
     def of(state: State, core: nn.Module) -> Layout:
-        """That of a state which this core has made."""
+        """Layout of a state which this core has made."""
         parts: tuple[Layout, ...] = ()
         if isinstance(state, PairState):
             pairs = zip(state.parts, (core.exact, core.linear), strict=True)
