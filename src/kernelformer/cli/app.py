@@ -5,6 +5,9 @@ Other distributions add theirs by an entry point of the group ``kernelformer.com
 
 from __future__ import annotations
 
+import os
+import sys
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, ClassVar
 
@@ -122,12 +125,22 @@ def _options(
         list[str] | None,
         typer.Option("--limit", help="raise a bound on what files may ask for, as the error says: max_layers=5000"),
     ] = None,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="import a module, which registers methods of its own"),
+    ] = None,
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="let links lead out of a folder of data or of a model")
     ] = False,
 ) -> None:
     """Linear-time attention by kernels."""
     with plain_errors():
+        for module in modules or ():
+            sys.path[:0] = [x for x in (os.getcwd(),) if x not in sys.path]  # a script installed by pip leaves it out
+            try:
+                import_module(module)
+            except ImportError as problem:
+                raise ValueError(f"--import {module}: {problem}.") from None
         for text in limits or ():
             name, _, value = text.partition("=")
             if not value.isdecimal():
