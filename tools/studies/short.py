@@ -22,11 +22,11 @@ from kernelformer.attention import step
 from kernelformer.formatting import human_time
 from kernelformer.modules import KernelCore, build_attention
 from kernelformer.settings import Settings, option
-from kernelformer.timing import Step
 from kernelformer_lab.bench.attention import contender
 from kernelformer_lab.bench.case import Case
 from kernelformer_lab.bench.harness import time_bursts
 from kernelformer_lab.bench.settings import PASSES
+from kernelformer_lab.bench.timing import Step
 from kernelformer_lab.cli.studies import main
 from kernelformer_lab.studies.base import SCRIPT, Log, Progress, Record, Row, Study, drawing, log_axis, table, unique
 

@@ -14,8 +14,7 @@ from test_training import interrupted, losses, register, tiny
 from typer.testing import CliRunner
 
 from kernelformer.cli.app import app
-from kernelformer.commands import resume_command
-from kernelformer_lab.records import read_metrics, read_result
+from kernelformer_lab.records import read_metrics, read_result, resume_command
 from kernelformer_lab.training import StoppedError, TrainingError, evaluate, load_run, train
 from kernelformer_lab.training.inspection import newest_whole
 

@@ -24,8 +24,6 @@ from kernelformer.conversion.losses import (
     Batch,
     Figures,
     HiddenStateErrors,
-    output_name,
-    standard_error,
 )
 from kernelformer.conversion.passkey import DIGITS, knows_numbers, passkeys, start_tokens
 from kernelformer.conversion.report import Judgement, Recall, Sample, card_section
@@ -33,7 +31,7 @@ from kernelformer.conversion.settings import JudgeSettings
 from kernelformer.conversion.texts import check_length, check_readable, longest, read_labelled, some_texts, tokens_of
 from kernelformer.files import finite, read_json, write_json, write_text
 from kernelformer.hf.attend import CORE, CROSS
-from kernelformer.hf.convert import conversion, cores
+from kernelformer.hf.convert import cores
 from kernelformer.hf.load import Source, load_source
 from kernelformer.hf.pretrained import task_of
 from kernelformer.modules import KernelCore, MixedCore
@@ -164,12 +162,7 @@ def part_figures(
     ways: dict[str, Callable[[nn.Module], AbstractContextManager[None]]] = {CONVERTED: lambda _: nullcontext()}
     if hybrids(student):
         ways |= {NEAR: near_alone, KERNEL: kernel_alone}
-    layers = conversion(student).layers
-    alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in layers)
-    sums = {
-        name: _Sums(HiddenStateErrors(pools=alone and not causal, predicts=alone and causal and student.can_generate()))
-        for name in ways
-    }
+    sums = {name: HiddenStateErrors.of(student) for name in ways}
     with evaluating(teacher, student):
         for number, batch in enumerate(batches):
             want = teacher(**batch, output_hidden_states=True)
@@ -177,44 +170,8 @@ def part_figures(
                 with way(student):
                     got = student(**batch, output_hidden_states=True)
                 sums[name].add(batch, want, got, None if answers is None else answers[number])
-    return {ORIGINAL: sums[CONVERTED].original(), **{name: x.figures() for name, x in sums.items()}}
-
-
-@dataclass
-class _Sums:
-    """Running sums for the figures of a part."""
-
-    errors: HiddenStateErrors
-    right: dict[str, list[Tensor]] = field(default_factory=lambda: {ORIGINAL: [], CONVERTED: []})
-
-    def add(self, batch: Batch, want: Any, got: Any, answers: Tensor | None) -> None:
-        self.errors.add(batch, want, got)
-        if answers is None:
-            return
-        hidden = answers != batch["input_ids"]
-        for name, outputs in ((ORIGINAL, want), (CONVERTED, got)):
-            best = getattr(outputs, output_name(outputs)).argmax(-1)
-            self.right[name].append((best == answers)[hidden].double())
-
-    def original(self) -> Figures:
-        accuracy = _mean(self.right[ORIGINAL])
-        return Figures(perplexity=self.errors.perplexity("original"), accuracy=accuracy)
-
-    def figures(self) -> Figures:
-        differences = [x - y for x, y in zip(self.right[CONVERTED], self.right[ORIGINAL], strict=True)]
-        return Figures(
-            perplexity=self.errors.perplexity("converted"),
-            accuracy=_mean(self.right[CONVERTED]),
-            accuracy_error=standard_error(torch.cat(differences).tolist()) if differences else None,
-            agreement=self.errors.agreement.value,
-            cosine=self.errors.cosine.value,
-            output=math.sqrt(self.errors.output.value or 0.0),
-        )
-
-
-def _mean(parts: list[Tensor]) -> float | None:
-    values = torch.cat(parts) if parts else torch.empty(0)
-    return float(values.mean()) if len(values) else None
+    original = Figures(perplexity=sums[CONVERTED].perplexity(ORIGINAL), accuracy=sums[CONVERTED].accuracy(ORIGINAL))
+    return {ORIGINAL: original, **{name: x.figures() for name, x in sums.items()}}
 
 
 LENGTHS = (512, 1024)  # default tokens of texts with a hidden number

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kernelformer.contract import PositiveSpec
 from kernelformer.hf.attend import bias_table
+from kernelformer.hf.convert import conversion
 from kernelformer.modules import AttentionCore, KernelCore, MixedCore
 from kernelformer.modules.calibration import evaluating
 
@@ -249,6 +250,8 @@ def pooled(hidden: Tensor, mask: Tensor | None) -> Tensor:
     return (hidden * real).sum(1) / real.sum(1).clamp_min(1)
 
 
+ORIGINAL, CONVERTED = "original", "converted"
+NEAR, KERNEL = "window and sinks alone", "kernel alone"
 OUTPUTS = ("logits", "prediction_logits", "last_hidden_state")
 
 
@@ -289,16 +292,24 @@ class HiddenStateErrors:
         self.pools, self.predicts = pools, predicts
         self.hidden: dict[str, list[Mean]] = {}
         self.output, self.agreement, self.cosine = Mean(), Mean(), Mean()
-        self.losses = {"original": Mean(), "converted": Mean()}  # of the next token
+        self.losses = {ORIGINAL: Mean(), CONVERTED: Mean()}  # of the next token
+        self.right: dict[str, list[Tensor]] = {ORIGINAL: [], CONVERTED: []}  # hidden tokens that are found
         self.samples = self.tokens = 0
 
-    def add(self, batch: Mapping[str, Any], want: Any, got: Any) -> None:
+    @classmethod
+    def of(cls, student: Any) -> HiddenStateErrors:
+        """Make those for a converted model: encoders are pooled, causal language models predict."""
+        alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in conversion(student).layers)
+        return cls(alone and not causal, alone and causal and student.can_generate())
+
+    def add(self, batch: Mapping[str, Any], want: Any, got: Any, answers: Tensor | None = None) -> None:
         """Count in a batch.
 
         Args:
             batch: inputs of both models; padding does not count.
             want: outputs of the original, with hidden states.
             got: outputs of the converted model, with hidden states.
+            answers: tokens (B, L) before some were hidden, for masked models; None: not known.
         """
         mask = batch.get("attention_mask")
         masks = {"decoder": batch.get("decoder_attention_mask")}
@@ -320,16 +331,37 @@ class HiddenStateErrors:
         if "logits" in name:
             self.agreement.add(_kept_tokens((x.argmax(-1) == y.argmax(-1)).double(), over))
         if self.predicts and "input_ids" in batch:
-            for which, logits in (("original", x), ("converted", y)):
+            for which, logits in ((ORIGINAL, x), (CONVERTED, y)):
                 self.losses[which].add(next_token_losses(logits, batch["input_ids"], mask))
+        if answers is not None:
+            hidden = answers != batch["input_ids"]
+            for which, logits in ((ORIGINAL, x), (CONVERTED, y)):
+                self.right[which].append((logits.argmax(-1) == answers)[hidden].double())
         inputs = next(iter(batch.values()))
         self.samples += len(inputs)
         self.tokens += int(mask.sum()) if mask is not None else inputs.numel() if inputs.dim() == 2 else 0
 
     def perplexity(self, which: str) -> float | None:
-        """Perplexity of the next token, of the ``original`` or the ``converted`` model; None if it was not measured."""
+        """Perplexity of the next token, of the `ORIGINAL` or the `CONVERTED` model; None if it was not measured."""
         loss = self.losses[which].value
         return None if loss is None else float(torch.tensor(loss, dtype=torch.float64).exp())
+
+    def accuracy(self, which: str) -> float | None:
+        """Share of hidden tokens that a model finds; None if it was not measured."""
+        values = torch.cat(self.right[which] or [torch.empty(0)])
+        return float(values.mean()) if len(values) else None
+
+    def figures(self) -> Figures:
+        """Figures of the converted model."""
+        differences = [x - y for x, y in zip(self.right[CONVERTED], self.right[ORIGINAL], strict=True)]
+        return Figures(
+            perplexity=self.perplexity(CONVERTED),
+            accuracy=self.accuracy(CONVERTED),
+            accuracy_error=standard_error(torch.cat(differences).tolist()) if differences else None,
+            agreement=self.agreement.value,
+            cosine=self.cosine.value,
+            output=math.sqrt(self.output.value or 0.0),
+        )
 
 
 def next_token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -393,8 +425,6 @@ def _relative_error(want: Tensor, got: Tensor, mask: Tensor | None) -> Tensor:
     return _kept_tokens((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=1e-300), mask)
 
 
-ORIGINAL, CONVERTED = "original", "converted"
-NEAR, KERNEL = "window and sinks alone", "kernel alone"
 Batch = Mapping[str, Any]
 RATIO, COSINE = "perplexity ratio", "cosine"
 TOLERANCE = {RATIO: 1.25, COSINE: 0.98}

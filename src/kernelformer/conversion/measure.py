@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kernelformer.attention.reference import near_keys
-from kernelformer.conversion.losses import HiddenStateErrors
+from kernelformer.conversion.losses import CONVERTED, ORIGINAL, HiddenStateErrors
 from kernelformer.errors import choice, number
 from kernelformer.hf.attend import attend_exactly
 from kernelformer.hf.convert import EXACT, check_kept, conversion, cores
@@ -370,9 +370,7 @@ def measure(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterabl
     for model in (teacher, student):
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"models of transformers can be measured, got {type(model).__name__}.")
-    layers = conversion(student).layers
-    alone, causal = not student.config.is_encoder_decoder, any(x.causal for x in layers)
-    errors = HiddenStateErrors(pools=alone and not causal, predicts=alone and causal and student.can_generate())
+    errors = HiddenStateErrors.of(student)
     watch = _Watch(teacher, student)
     with evaluating(teacher, student):
         for batch in batches:
@@ -390,9 +388,9 @@ def measure(teacher: PreTrainedModel, student: PreTrainedModel, batches: Iterabl
         cosine=errors.cosine.value,
         samples=errors.samples,
         tokens=errors.tokens,
-        unseen=tuple(x.name for x in layers if x.way == "multihead"),
-        perplexity=errors.perplexity("converted"),
-        original_perplexity=errors.perplexity("original"),
+        unseen=tuple(x.name for x in conversion(student).layers if x.way == "multihead"),
+        perplexity=errors.perplexity(CONVERTED),
+        original_perplexity=errors.perplexity(ORIGINAL),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelformer.conversion.readers import each_text, read_file_rows
+from kernelformer.conversion.readers import each_text, json_rows
 from kernelformer.errors import integer, positive_int
 from kernelformer.hf.find import try_inputs
 from kernelformer.hf.load import Source
@@ -147,13 +147,14 @@ class TextRows:
     """Rows of a model's inputs that are made of texts.
 
     For causal models texts are joined, with the token that ends a text between them, and cut into windows of ``length``
-    tokens: there is no padding. For all others each text is a row of its own.
+    tokens: there is no padding. For all others each text is a row of its own, padded to the longest of its batch; for
+    masked models some of its tokens are hidden.
 
     Args:
         texts: at least one.
         tokenizer: of transformers.
         length: tokens of a row, at most.
-        task: of `Source`.
+        task: of `Source`; ``seq2seq`` gets the text as ``decoder_input_ids`` too.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, length: int, task: str) -> None:
@@ -168,9 +169,14 @@ class TextRows:
     def batches(
         self, batch: int, seed: int, *, start: int = 0, skip: int = 0, repeats: Repeats | None = None
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield inputs without end; see the function `batches`.
+        """Yield inputs without end, in the order of a seed, another one in each round.
 
-        ``repeats`` are passages that come again, in rows of causal models; None: none.
+        Args:
+            batch: rows.
+            seed: of the order.
+            start: token that a decoder begins with.
+            skip: batches to leave out: a run that was stopped after so many resumes with the same ones.
+            repeats: passages that come again, in rows of causal models; None: none.
         """
         positive_int("batch", batch)
         if batch > 1 and self.task != "causal" and self.tokenizer.pad_token_id is None:
@@ -245,40 +251,10 @@ class TextsUsed:
         return f"{self.windows} window{'s' * (self.windows > 1)} of {self.window_length} tokens from {texts}"
 
 
-def batches(
-    texts: Sequence[str],
-    tokenizer: Any,
-    length: int,
-    batch: int,
-    seed: int = 0,
-    *,
-    task: str = "encoder",
-    start: int = 0,
-    skip: int = 0,
-) -> Iterator[dict[str, Tensor]]:
-    """Yield inputs of a model without end: texts in the order of a seed, in another one in each round.
-
-    Each text is a row of its own, cut at ``length`` and padded to the longest of its batch; for masked models some of
-    its tokens are hidden, which is what they are made for. For causal models texts are joined, with the token that ends
-    a text between them, and cut into rows of ``length``: there is no padding.
-
-    Args:
-        texts: at least one.
-        tokenizer: of transformers.
-        length: tokens of a row.
-        batch: rows.
-        seed: of the order.
-        task: of `Source`; ``seq2seq`` gets the text as ``decoder_input_ids`` too, after ``start``.
-        start: token that a decoder begins with.
-        skip: batches to leave out: a run that was stopped after so many goes on with the same ones.
-    """
-    yield from TextRows(texts, tokenizer, length, task).batches(batch, seed, start=start, skip=skip)
-
-
 def some_texts(
     texts: Sequence[str], tokenizer: Any, length: int, rows: int, seed: int, task: str
 ) -> tuple[list[str], int]:
-    """Choose as many texts as `batches` needs for a number of rows.
+    """Choose as many texts as it takes for a number of rows.
 
     Args:
         texts: to choose from.
@@ -308,11 +284,6 @@ def tokens_of(texts: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
     for first in range(0, len(texts), 64):
         for ids in tokenizer(list(texts[first : first + 64]), add_special_tokens=False)["input_ids"]:
             yield [*ids, *end]
-
-
-def packed_rows(texts: Sequence[str], tokenizer: Any, length: int) -> list[Tensor]:
-    """Join texts and cut them into rows of ``length`` tokens; one shorter row where all together have less."""
-    return _windows([x for ids in tokens_of(texts, tokenizer) for x in ids], length)
 
 
 def _windows(stream: list[int], length: int) -> list[Tensor]:
@@ -428,12 +399,6 @@ def rows_for(source: Source, texts: Sequence[str], length: int) -> TextRows:
     return TextRows(texts, source.tokenizer, length, source.task)
 
 
-def inputs_for(source: Source, texts: Sequence[str], length: int, batch: int, seed: int) -> Any:
-    """Yield `batches` for a source; see `check_readable`."""
-    check_readable(source, texts)
-    return batches(texts, source.tokenizer, length, batch, seed, task=source.task, start=first_token(source))
-
-
 def made_up_inputs(source: Source, length: int, batch: int, seed: int) -> Iterator[dict[str, Tensor]]:
     """Yield inputs for a source without texts: random tokens, or noise for models of images."""
     config, gen = source.model.config, torch.Generator().manual_seed(seed)
@@ -461,7 +426,7 @@ def read_labelled(path: Path, count: int, seed: int) -> tuple[list[str], list[in
     if path.suffix != ".jsonl":
         raise ValueError(f"a probe needs 'text' and 'label' in each line of a .jsonl, got {path}.")
     rows: list[tuple[str, int]] = []
-    for position, row in read_file_rows(path):
+    for position, row in json_rows(path):
         if isinstance(row, str):
             raise ValueError(f"{path}, {position}: {row}.")
         text, label = row.get("text"), row.get("label")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from kernelformer.hf.find import AttentionCall, attention_calls, find_attentions
 from kernelformer.modules import METHODS, AttentionCore, build_attention, parse_method
 from kernelformer.modules.calibration import evaluating
 from kernelformer.modules.spec import maps_by_head
-from kernelformer.timing import Step, time_rounds
 
 FEATURES = (32, 64, 128, 256, 512)
 WINDOWS = (32, 64, 128)
@@ -462,13 +461,16 @@ def time_attentions(cores: Mapping[str, AttentionCore], shape: Shape, length: in
     """Time attentions and exact attention by SDPA, in turns; one that fails is left out."""
     q, k, v = _inputs(shape, length)
     exact = build_attention(EXACT, head_dim=shape.head_dim, num_heads=shape.num_heads)
-    steps = {
-        name: Step(partial(core, q, k, v, is_causal=shape.causal)) for name, core in {**cores, EXACT: exact}.items()
-    }
+    times: dict[str, list[float]] = {}
     with evaluating(*cores.values()):
-        figures = time_rounds(steps, ROUNDS, 0.0)
-    base = figures[EXACT]["seconds"]
-    return {name: Timing(length, x["seconds"], base) for name, x in figures.items() if name != EXACT and "seconds" in x}
+        for _ in range(1 + ROUNDS):  # the first warms up
+            for name, core in {**cores, EXACT: exact}.items():
+                start = time.perf_counter()
+                with suppress(RuntimeError, MemoryError, ValueError):  # memory that is out, or what it cannot do
+                    core(q, k, v, is_causal=shape.causal)
+                    times.setdefault(name, []).append(time.perf_counter() - start)
+    medians = {name: statistics.median(x[1:]) for name, x in times.items() if len(x) > ROUNDS}
+    return {name: Timing(length, x, medians[EXACT]) for name, x in medians.items() if name != EXACT}
 
 
 def time_curve(

@@ -88,7 +88,7 @@ class KernelCore(AttentionCore):
 
     @property
     def has_near(self) -> bool:  # type: ignore[override]
-        """Whether some keys are attended to exactly."""
+        """True if some keys are attended to exactly."""
         return self.window is not None or self.sinks > 0
 
     @property
@@ -114,27 +114,27 @@ class KernelCore(AttentionCore):
 
     @property
     def takes_bias(self) -> bool:  # type: ignore[override]
-        """Whether weights are divided by their sum again after a bias has multiplied them."""
+        """True if weights are divided by their sum, after a bias has multiplied them."""
         return self.normalize
 
     @property
     def takes_dropout(self) -> bool:  # type: ignore[override]
-        """Whether there is an exact part, which forms weights."""
+        """True if there is an exact part, which forms weights."""
         return self.has_near
 
     @property
     def export_refusal(self) -> str:  # type: ignore[override]
-        """Why no graph of any length can be made of it."""
+        """Reason that it cannot be exported with a dynamic length, or nothing."""
         return "takes its landmarks from the tokens" if self.feature_map.sees_sequence else ""
 
     @property
     def takes_segments(self) -> bool:  # type: ignore[override]
-        """Whether no landmarks come from the whole row."""
+        """True unless landmarks come from the whole row."""
         return not self.feature_map.sees_sequence
 
     @property
     def mixes_queries(self) -> bool:  # type: ignore[override]
-        """Whether landmarks come from all queries, so that one's output depends on the others."""
+        """True if landmarks come from all queries, so that one's output depends on the others."""
         return self.feature_map.sees_sequence
 
     def resample(self, draw: int | None = None) -> None:
@@ -155,7 +155,7 @@ class KernelCore(AttentionCore):
         return values
 
     def _by_query_head(self, call: Call) -> bool:
-        """Whether keys are repeated for every query head: each has its own bias, or its own slope of it."""
+        """True if keys are repeated for every query head: each has its own bias, or its own slope of it."""
         if call.bias is None:
             return False
         return not self.has_near or call.bias.slope is not None
@@ -234,8 +234,7 @@ class KernelCore(AttentionCore):
         """Attend without a bias: (B, H, L, E), and of a causal call the tensors of the state after it."""
         return attend(
             call.query,
-            self._per_map_head(call.key),
-            self._per_map_head(call.value),
+            *self._per_map_head(call.key, call.value),
             spec=self.feature_map.spec_id,
             tensors=tensors,
             scale=call.scale,
@@ -248,11 +247,11 @@ class KernelCore(AttentionCore):
         )
 
     def _takes_plain(self, call: Call) -> bool:
-        """Whether a call goes by the algorithm for accelerators."""
+        """True if a call runs through `plain`."""
         return takes_plain(call.algorithm, (call.query, call.key, call.value), lambda: self._not_plain(call))
 
     def _not_plain(self, call: Call) -> str | None:
-        """What of a call that algorithm does not cover; None where it covers all."""
+        """Describe the part of a call that `plain` does not cover, or return None."""
         near, spec = self.near, self.feature_map.spec
         if near is None:
             return None if call.bias is None else bias_not_plain(spec, call)
@@ -266,8 +265,7 @@ class KernelCore(AttentionCore):
             self.feature_map.spec,
             tensors,
             call.query,
-            self._per_map_head(call.key),
-            self._per_map_head(call.value),
+            *self._per_map_head(call.key, call.value),
             self._before(call),
             scale=call.scale,
             key_mask=call.key_mask,
@@ -275,7 +273,7 @@ class KernelCore(AttentionCore):
         )
 
     def remember(self, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> State:
-        """What `recall` needs of a whole context: sums of constant size, or all of it where landmarks see queries."""
+        """Summarize a context for `recall` by sums of constant size, or by all of it where landmarks see queries."""
         if self.has_near:
             near = f"window={self.window} and sinks={self.sinks}"
             raise ValueError(
@@ -313,7 +311,7 @@ class KernelCore(AttentionCore):
         return out.to(query.dtype)
 
     def refusal(self, causal: bool) -> ValueError | None:
-        """Why landmarks that see the whole sequence cannot be causal; None where they can."""
+        """Return the error for a causal call if landmarks see the whole sequence, or None."""
         return self._not_causal("is_causal=True") if causal and self.feature_map.sees_sequence else None
 
     def _stream_refusal(self, what: str) -> ValueError | None:
@@ -350,10 +348,12 @@ class KernelCore(AttentionCore):
         """Heads of the state: those of the keys, or those of a map that differs from head to head."""
         return max(key.shape[1], self.feature_map.heads)
 
-    def _per_map_head(self, x: Tensor) -> Tensor:
-        """Grouped keys as many as the map has heads: a map per query head sees each key of its group anew."""
-        repeats = self._key_heads(x) // x.shape[1]
-        return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+    def _per_map_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Repeat grouped keys and values for each head of the map: a map per query head sees them anew."""
+        repeats = self._key_heads(key) // key.shape[1]
+        if repeats == 1:
+            return key, value
+        return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
     def _before(self, call: Call) -> Sequence[Tensor]:
         """The tensors of the state before a call; those of no tokens where it has none."""

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernelformer.attention import State
-from kernelformer.attention.decomposed import is_exporting
-from kernelformer.attention.dispatch import attend_near_far
+from kernelformer.attention.dispatch import attend_near_far, is_exporting
 from kernelformer.attention.near import Sinks
 from kernelformer.attention.near_far_call import NearFarCall
 from kernelformer.attention.near_keys import Place, Tokens, push

@@ -10,6 +10,7 @@ from kernelformer.cli.group import (
     MEASURING,
     MODELS,
     OUTPUT,
+    PRETRAINED,
     RUNNING,
     SIZE,
     START,
@@ -92,6 +93,15 @@ COMMANDS = CommandSet(
             MODELS,
             "Translate lines of text with a trained model, one line for each.",
             (("out/rpe-translation --text my.txt", "one line for each"),),
+        ),
+        "attention": Entry(
+            "kernelformer_lab.cli.pictures:attention",
+            PRETRAINED,
+            "Draw attention matrices of a model and of its converted copy, side by side (Performer, App. C.4).",
+            (
+                ('MODEL linear --prompt "A sentence."', "out/attention.png"),
+                ("MODEL --attention favor+ --layers 0-3 --heads 0,1", "without a converted model"),
+            ),
         ),
         "bench": Entry(
             "kernelformer_lab.cli.bench:bench",

@@ -79,7 +79,7 @@ def reproduce(
 
 def _say(line: str) -> None:
     """Print a line as it is: names and paths in brackets are no markup."""
-    console.print(line, highlight=False, markup=False)
+    console.print(line)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -24,13 +24,13 @@ from kernelformer.cli.common import (
     use_threads,
 )
 from kernelformer.cli.options import attentions, one_of, starting
-from kernelformer.commands import resume_command, typed
+from kernelformer.commands import typed
 from kernelformer.files import read_json
 from kernelformer.settings import SEED, SKIP_BAD, split_names
 from kernelformer_lab.recipes.catalogue import RECIPES, change, find_recipe, recipe_name, recipes_of
 from kernelformer_lab.recipes.overrides import describe_changes, read_attention, read_settings
 from kernelformer_lab.recipes.papers.base import CPU
-from kernelformer_lab.records import PLAN, RUN
+from kernelformer_lab.records import PLAN, RUN, resume_command
 
 if TYPE_CHECKING:
     from kernelformer_lab.comparison import Plan

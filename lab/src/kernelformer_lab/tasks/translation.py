@@ -18,11 +18,12 @@ from sacrebleu.metrics.bleu import BLEU
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from kernelformer.conversion.readers import EXTENSIONS, Row, hash_files, not_utf8, read_bytes, read_file_rows
+from kernelformer.conversion.readers import Row, hash_files, not_utf8, read_bytes
 from kernelformer.errors import choice, integer, number, positive_int
 from kernelformer.files import check_inside
 from kernelformer_lab.analysis.statistics import GROUPS, Numbers, jackknife, standard_error
 from kernelformer_lab.data.batching import IGNORED, Sample, Samples, padded, spread_evenly
+from kernelformer_lab.data.files import EXTENSIONS, read_file_rows
 from kernelformer_lab.data.sources import ALIASES, SPLITS, Rows, Source, text_value
 from kernelformer_lab.data.tokenization import TOKENIZER, Vocabulary, load_tokenizer
 from kernelformer_lab.tasks.base import Outcome, RowOptions
