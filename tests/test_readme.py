@@ -1,4 +1,4 @@
-"""What the README and the pages of docs/ say is true: examples run, commands exist, links lead somewhere."""
+"""The README and the pages of docs/ are true: examples run, commands exist, links lead somewhere."""
 
 from __future__ import annotations
 

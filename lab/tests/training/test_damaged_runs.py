@@ -67,7 +67,7 @@ def other_weights(path):
 
 
 class Code:
-    """What unpickling would run."""
+    """Code that unpickling would run."""
 
     def __reduce__(self):
         return print, ("this must not be run",)

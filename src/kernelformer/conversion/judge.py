@@ -207,7 +207,9 @@ def judge(
     """
     writes = origin.task == "causal" and evaluation.used is not None
     lengths = _lengths(origin, setting) if writes else ()
-    tokens = _sample_tokens(origin, setting) if writes else 0
+    limit, tokens = longest(origin), setting.sample_tokens if writes else 0
+    if tokens is None:
+        tokens = TOKENS if limit is None else min(TOKENS, limit // 2)
     rows, passes = evaluation.batches, 4 if hybrids(student) else 2
     models = max(2, passes - 1)
     work = passes * sum(map(_tokens, rows)) + models * setting.passkeys * sum(lengths)
@@ -363,13 +365,6 @@ def _lost(recall: Sequence[Recall]) -> list[str]:
     ]
 
 
-def _sample_tokens(origin: Source, setting: JudgeSettings) -> int:
-    if setting.sample_tokens is not None:
-        return setting.sample_tokens
-    limit = longest(origin)
-    return TOKENS if limit is None else min(TOKENS, limit // 2)
-
-
 def _add_samples(
     result: Judgement,
     origin: Source,
@@ -434,14 +429,20 @@ def judge_folder(folder: Path, original: str | Path, setting: JudgeSettings, *, 
     _check_same(folder, student, origin)
     texts = divide_texts(None, setting.text, setting.samples, setting.seed)
     check_judging(origin, texts, setting)
-    report, card = _report(folder), folder / "README.md"
+    file, card = folder / "report.json", folder / "README.md"
+    report = read_json(file) if file.is_file() else {}
+    if not isinstance(report, dict):
+        raise ValueError(f"{file} is not the report of a conversion, but {type(report).__name__}; remove it.")
     page = card.read_text("utf-8") if card.is_file() else f"# {plain(folder.resolve().name)}\n"
     length = check_length(origin, report.get("length") if setting.length is None else setting.length)
     evaluation = evaluation_inputs(origin, texts, length, setting.samples, setting.batch, setting.seed)
     result = judge(origin, student, texts, evaluation, length, setting, log)
-    if setting.text is not None and _learned_from(report) == setting.text.name:
+    learned_from: Any = report
+    for name in ("texts", "learned from", "file"):
+        learned_from = learned_from.get(name) if isinstance(learned_from, dict) else None
+    if setting.text is not None and learned_from == setting.text.name:
         result.remarks.append(f"the model has learned from a file of the same name, {setting.text.name}")
-    write_json(folder / "report.json", {**report, "judged": finite(result.as_json())})
+    write_json(file, {**report, "judged": finite(result.as_json())})
     write_text(card, put_section(page, card_section(result), before="## What it is not good for"))
     return result
 
@@ -461,21 +462,3 @@ def _check_same(folder: Path, student: Any, origin: Source) -> None:
                 f"{origin.path} is not the original of {folder}: its {name} has shape {tuple(x.shape)}, the converted "
                 f"model's {tuple(ours[name]) if name in ours else 'is missing'}; give the model that was converted."
             )
-
-
-def _report(folder: Path) -> dict[str, Any]:
-    path = folder / "report.json"
-    if not path.is_file():
-        return {}
-    report = read_json(path)
-    if not isinstance(report, dict):
-        raise ValueError(f"{path} is not the report of a conversion, but {type(report).__name__}; remove it.")
-    return report
-
-
-def _learned_from(report: dict[str, Any]) -> str | None:
-    """The name of the file that a conversion has learned from, as its report has it."""
-    part: Any = report
-    for name in ("texts", "learned from", "file"):
-        part = part.get(name) if isinstance(part, dict) else None
-    return part if isinstance(part, str) else None

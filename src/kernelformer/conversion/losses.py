@@ -80,7 +80,10 @@ def attention_loss(
         real = key_mask
     whole = not isinstance(core.feature_map.spec, PositiveSpec) or core.feature_map.sees_sequence or not core.normalize
     gen = torch.Generator().manual_seed(seed)
-    rows = (torch.arange(L) if whole else _some_rows(L, turn, gen)).to(query.device)
+    rows = torch.arange(L)
+    if not whole and L > ROWS:
+        rows = torch.randperm(L, generator=gen)[(torch.arange(ROWS) + turn * ROWS) % L].sort().values
+    rows = rows.to(query.device)
     seen = torch.ones(1, 1, len(rows), S, dtype=torch.bool, device=query.device)
     if causal:
         seen = (torch.arange(S, device=query.device) <= rows.unsqueeze(1))[None, None]
@@ -100,7 +103,8 @@ def attention_loss(
         alone = torch.rand(len(rows), generator=gen).to(query.device) < window_dropout
         assert core.near is not None
         if core.normalize_qk or core.near.scale_of(core.scale) != scale:
-            scores = _near_scores(core, query, key, key_mask, rows)
+            q, k = core._normalize_qk(query, key, key_mask)
+            scores = q[:, :, rows] @ k.transpose(2, 3) * core.near.scale_of(core.scale)
         approximate = _near_and_far(core, scores, key_mask, rows, alone, far, extra).masked_fill(~seen, HIDDEN)
         mass = approximate.logsumexp(-1)
     else:
@@ -111,21 +115,6 @@ def attention_loss(
     terms = mass - (share * approximate).sum(-1) + (share * wanted.clamp_min(HIDDEN)).sum(-1)  # (B, H, rows)
     counts = (real[:, None, rows] & seen.any(-1)).expand_as(terms)
     return torch.where(counts, terms, 0).sum() / counts.sum().clamp_min(1)
-
-
-def _some_rows(length: int, turn: int, generator: torch.Generator) -> Tensor:
-    """Numbers of some rows of a matrix, at most `ROWS`, others in each turn."""
-    if length <= ROWS:
-        return torch.arange(length)
-    order = torch.randperm(length, generator=generator)
-    return order[(torch.arange(ROWS) + turn * ROWS) % length].sort().values
-
-
-def _near_scores(core: KernelCore, query: Tensor, key: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
-    """Logarithms of the exact weights of some rows, (B, H, rows, S), as the core has them for near keys."""
-    assert core.near is not None
-    query, key = core._normalize_qk(query, key, key_mask)
-    return query[:, :, rows] @ key.transpose(2, 3) * core.near.scale_of(core.scale)
 
 
 def _near_and_far(

@@ -115,13 +115,15 @@ def attention_profile(
     def norms(x: Tensor) -> Tensor:
         return (x.float().square().sum(-1).transpose(1, 2)[real].mean(0) * scale).sqrt()
 
+    tokens = real[0].nonzero().flatten()  # of the first sample, evenly spread
+    some = tokens[torch.linspace(0, len(tokens) - 1, min(len(tokens), TOKENS)).long()]
     return AttentionProfile(
         query=_plain(norms(query)),
         key=_plain(norms(key)),
         near={w: _plain(share(w, 0)) for w in WINDOWS},
         first={s: _plain(share(0, s)) for s in SINKS},
         far=_plain(1 - share(WINDOWS[1], SINKS[1])),
-        dimension=_plain(_dimension(query, key, scale, real)),
+        dimension=_plain(statistical_dimension(query[0, :, some], key[0, :, some], [EPSILON], scale)[:, 0]),
     )
 
 
@@ -160,13 +162,6 @@ def attention_weights(
     if key_mask is not None:
         logits = logits.masked_fill(~key_mask[:, None, None], -math.inf)
     return logits.softmax(-1).nan_to_num()
-
-
-def _dimension(query: Tensor, key: Tensor, scale: float, real: Tensor) -> Tensor:
-    """Statistical dimension (H) of evenly spread real tokens of the first sample."""
-    tokens = real[0].nonzero().flatten()
-    some = tokens[torch.linspace(0, len(tokens) - 1, min(len(tokens), TOKENS)).long()]
-    return statistical_dimension(query[0, :, some], key[0, :, some], [EPSILON], scale)[:, 0]
 
 
 def _plain(x: Tensor) -> tuple[float, ...]:

@@ -131,7 +131,7 @@ def _of_card(text: str) -> str:
     front = _FRONT.match(text.replace("\r\n", "\n").removeprefix("\ufeff"))
     block = front[1] if front else ""
     found = re.finditer(r"^(license(?:_name|_link)?):(.*(?:\n[ \t]*-[ \t].*)*)", block, re.MULTILINE)
-    values = {x[1]: _values(x[2]) for x in found}  # a list goes on below, an item a line
+    values = {x[1]: _values(x[2]) for x in found}  # the items of a list follow, one a line
     name = values.get("license_name") or values.get("license", "")
     if name == "other":
         return ""
@@ -365,12 +365,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _predicted(row: Row) -> str:
-    if row.predicted is None:
-        return row.reason
-    return f"{row.predicted:.2g}" if row.predicted < HOPELESS else f"over {HOPELESS:g}"
-
-
 def _called(row: Row, start: int = 0) -> str:
     """Name of an attention from a position on, with the number of the call where there are several."""
     return f"{row.name[start:]} ({row.call + 1})" if row.call else row.name[start:]
@@ -391,8 +385,11 @@ def _attentions(result: ConversionResult) -> Table:
     for rows in zip(*(result.reports[x].rows for x in labels), strict=True):
         last = rows[-1]
         worst = max(range(len(last.heads)), key=last.heads.__getitem__)
+        predicted = last.reason if last.predicted is None else f"over {HOPELESS:g}"
+        if last.predicted is not None and last.predicted < HOPELESS:
+            predicted = f"{last.predicted:.2g}"
         norms = [f"{x.rms:.3g}, {x.largest:.3g}" for x in (last.query, last.key)]
-        cells.append([visible(_called(last, start)), last.method, *norms, _predicted(last)])
+        cells.append([visible(_called(last, start)), last.method, *norms, predicted])
         cells[-1] += [*(_number(x.error) for x in rows), f"{worst}: {_number(last.heads[worst])}"]
     head = ["attention", "method", "|q| rms, max", "|k| rms, max", "predicted", *labels, "worst head"]
     title = f"{visible(result.source)}: relative error of each attention, at the original's inputs"

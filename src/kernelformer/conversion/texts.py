@@ -40,13 +40,13 @@ class Copy:
 
     @property
     def places(self) -> tuple[int, int]:
-        """Where each of the two begins."""
+        """Positions at which the two begin."""
         return self.first, self.second
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """How rows of tokens get passages that come again.
+    """Repetition of passages in rows of tokens.
 
     A model that copies attends from a token of the second passage to what followed the same token in the first one:
     the sharp and far attention that ordinary text has little of.
@@ -67,7 +67,7 @@ class Repeats:
         positive_int("gap", self.gap)
 
     def fits(self, length: int) -> bool:
-        """Whether a row of so many tokens has room for a passage and its copy."""
+        """Return True if a row of so many tokens has room for a passage and its copy."""
         return length >= self.gap + 2 * SHORTEST
 
     def row(self, ids: Tensor, seed: int) -> tuple[Tensor, list[Copy]]:
@@ -106,7 +106,8 @@ class Repeats:
             least = tokens + self.gap
             second = _draw(least, length - tokens + 1, gen)
             copy = Copy(_draw(0, second - least + 1, gen), second, tokens)
-            if all(_apart(copy, other) for other in others):
+            taken = [(y, other.length) for other in others for y in other.places]
+            if all(x + tokens <= y or y + room <= x for x in copy.places for y, room in taken):
                 return copy
         return None
 
@@ -131,15 +132,11 @@ def recall_row(ids: Tensor, gap: int, seed: int) -> tuple[Tensor, Tensor, Tensor
     return ids, queries, torch.cat([empty, *(x.first + t + 1 for x, t in inside)])
 
 
-def _apart(one: Copy, other: Copy) -> bool:
-    return all(x + one.length <= y or y + other.length <= x for x in one.places for y in other.places)
-
-
 def _draw(first: int, end: int, gen: torch.Generator) -> int:
     return int(torch.randint(first, end, (), generator=gen))
 
 
-LENGTH = 256  # tokens of a text, where nobody says
+LENGTH = 256  # default tokens of a text
 MASKED = 0.15  # of the tokens, for masked models
 
 
@@ -176,7 +173,7 @@ class TextRows:
             seed: of the order.
             start: token that a decoder begins with.
             skip: batches to leave out: a run that was stopped after so many resumes with the same ones.
-            repeats: passages that come again, in rows of causal models; None: none.
+            repeats: repeated passages, in rows of causal models; None: none.
         """
         positive_int("batch", batch)
         if batch > 1 and self.task != "causal" and self.tokenizer.pad_token_id is None:

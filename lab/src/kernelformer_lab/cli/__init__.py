@@ -69,7 +69,7 @@ COMMANDS = CommandSet(
             "Train a model. Also by `torchrun -m kernelformer train ...` on several processes.",
             (
                 ("bytes --attention favor+ --data my.txt", "a language model of bytes, into out/bytes"),
-                ("out/bytes --resume", "go on after Ctrl-C or a crash"),
+                ("out/bytes --resume", "resume after Ctrl-C or a crash"),
                 ("listops --set learning_rate=1e-3 --set model.hidden_size=64", "change any setting"),
             ),
         ),
@@ -85,7 +85,7 @@ COMMANDS = CommandSet(
             "Train several attentions on the same data in the same order, and write a report.",
             (
                 ("listops --attention softmax,favor+,skyformer --seeds 3", "a report into out/listops"),
-                ("out/listops --resume", "go on with it"),
+                ("out/listops --resume", "resume it"),
             ),
         ),
         "translate": Entry(

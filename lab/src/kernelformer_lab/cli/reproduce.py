@@ -45,12 +45,12 @@ def reproduce(
         Path, typer.Option(help="folder with a folder for each data set: imdb, enwik8, ... (docs/measured/evidence.md)")
     ] = Path("data"),
     records: Annotated[Path, typer.Option(help="folder of the records and the ledger")] = Path("results/evidence"),
-    out: Annotated[Path, typer.Option(help="folder for the runs, to go on with")] = Path("out/reproduce"),
+    out: Annotated[Path, typer.Option(help="folder for the runs, also those to resume")] = Path("out/reproduce"),
     as_json: Json = False,
 ) -> None:
     """Measure what the papers claim, item by item, and write the ledger of claims, figures and verdicts.
 
-    Two runs of one thread go side by side; nothing that is on record is run again, and a stopped queue goes on where
+    Two runs of one thread go side by side; nothing that is on record is run again, and a stopped queue resumes where
     it was.
     """
     from kernelformer_lab.evidence.items import find_items

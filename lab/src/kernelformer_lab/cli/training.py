@@ -123,7 +123,7 @@ Sets = Annotated[
 ]
 TRAINING_SAMPLES = 1000  # that `evaluate` takes by default: a training split may have millions
 DEMO_SECONDS = 200.0  # of training in the demo, which takes half of it on two idle cores
-Resume = Annotated[bool, typer.Option("--resume", help="go on with what is in the folder")]
+Resume = Annotated[bool, typer.Option("--resume", help="resume what is in the folder")]
 Timeout = Annotated[
     int | None, typer.Option(min=1, help="seconds that a process of several waits for the others; default: 1800")
 ]

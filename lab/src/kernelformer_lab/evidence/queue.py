@@ -201,7 +201,7 @@ def run_queue(
         progress: called after each job.
 
     Returns:
-        A line for each job that failed, and for each item whose record is damaged; the others went on.
+        A line for each job that failed, and for each item whose record is damaged; the others continued.
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM; what ran was told to save, and the same call resumes there.

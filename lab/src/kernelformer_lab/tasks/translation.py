@@ -25,7 +25,7 @@ from kernelformer_lab.analysis.statistics import GROUPS, Numbers, jackknife, sta
 from kernelformer_lab.data.batching import IGNORED, Sample, Samples, padded, spread_evenly
 from kernelformer_lab.data.files import EXTENSIONS, read_file_rows
 from kernelformer_lab.data.sources import ALIASES, SPLITS, Rows, Source, text_value
-from kernelformer_lab.data.tokenization import TOKENIZER, Vocabulary, load_tokenizer
+from kernelformer_lab.data.tokenization import TOKENIZER, Vocabulary, load_vocabulary
 from kernelformer_lab.tasks.base import Outcome, RowOptions
 from kernelformer_lab.tasks.corpus import perplexity
 from kernelformer_lab.tasks.kinds import VocabularyTask
@@ -328,7 +328,7 @@ class Translation(VocabularyTask, RowOptions):
             if self.kind == "bytes":  # which need no file
                 return
             raise ValueError(f"{folder} has no {TOKENIZER}, without which its model cannot be used; train it anew.")
-        self._vocabulary, self._splits = load_tokenizer(str(folder)), {}
+        self._vocabulary, self._splits = load_vocabulary(str(folder)), {}
         self.special = self._vocabulary.special
 
     def split(self, name: str) -> Pairs:

@@ -34,7 +34,7 @@ from kernelformer.modules import RelativePositions, redraw
 from kernelformer.modules.schedules import random_maps
 from kernelformer.parallel.context import TIMEOUT
 from kernelformer.weight_headers import saved_shapes, weight_files
-from kernelformer_lab.data.tokenization import TOKENIZER, load_tokenizer
+from kernelformer_lab.data.tokenization import TOKENIZER, load_vocabulary
 from kernelformer_lab.records import MODEL, RESULT, RUN, Result, read_head, read_object, resume_command
 from kernelformer_lab.tasks import Task, make_task
 from kernelformer_lab.training.callbacks import Bar, Board, LastDraw, Stop, rank_watchdog, silent_training
@@ -258,7 +258,7 @@ def check_vocabulary(task: Task, folder: Path) -> None:
     file, make = _place(folder) / TOKENIZER, getattr(task, "vocabulary", None)
     if make is None or not file.is_file():
         return
-    mine, saved = make(), load_tokenizer(str(file))
+    mine, saved = make(), load_vocabulary(str(file))
     if mine.fingerprint() != saved.fingerprint():
         own = "one of bytes" if mine.tokenizer is None else f"another one, of {mine.size} tokens"
         raise TrainingError(
