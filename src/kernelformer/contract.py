@@ -205,13 +205,6 @@ class PositiveSpec(Spec):
         """True if queries and keys have the same map, so that one product can serve both."""
         return True
 
-    def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
-        """Return `log_shares` of rows (n, D) -> (n, M) on views of the tensors; None, the default: no quick way.
-
-        Only for maps that are the same for all heads, and for queries and keys.
-        """
-        return None
-
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """Bind the map to tensors (N, ...) in the dtype of the arithmetic; by default through the formula itself."""
         formula = self.log_shares if normalize else self.log_features

@@ -64,7 +64,7 @@ def measure_steps(settings: ShortSettings, compiles: bool) -> dict[str, float]:
     def compiled(q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         return step(phi.spec, phi.tensors(), q, k, v, state, scale=core.scale)
 
-    steps = {STEP: _stream(core.step, (q, k, v)), SLOW: _stream(core.step, (q, k, v), lambda x: replace(x, quick=None))}
+    steps = {STEP: _stream(core.step, (q, k, v)), SLOW: _stream(core.step, (q, k, v), lambda x: replace(x, fits=()))}
     if compiles:
         with torch.no_grad():
             first = core.step(q, k, v)[1].tensors

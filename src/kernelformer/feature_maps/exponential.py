@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,6 @@ class ExponentialSpec(PositiveSpec):
         """Formula without its constant, which cancels."""
         norm = torch.linalg.vecdot(x, x).unsqueeze(-1)
         return self.transform.project(x, tensors, math.sqrt(scale), norm, self.row * scale)
-
-    def bind_rows(self, tensors: Sequence[Tensor], scale: float) -> Callable[[Tensor], Tensor] | None:
-        """One product, if W is one matrix for all heads."""
-        if self.transform != DENSE or tensors[0].shape[:2].numel() != 1:
-            return None
-        weight, root, row = tensors[0][0, 0].t(), math.sqrt(scale), self.row * scale
-        return lambda x: torch.addmm((x * x).sum(1, True), x, weight, beta=row, alpha=root)
 
     def bind(self, tensors: Sequence[Tensor], scale: float, normalize: bool, learn: bool) -> PositiveChunks:
         """Bind for chunks, with the scale folded into the frequencies once."""

@@ -212,9 +212,6 @@ class AttentionCore(Calibrated):
             (B, H, 1, E) and the state after the token.
         """
         needs_whole("step", "let one process generate, from the state of the last rank")
-        alone = scale is None and bias is slope is gate is key_mask is segment_ids is None
-        if alone and isinstance(state, State) and (done := state.take_quickly(self, query, key, value)) is not None:
-            return done
         if bias is not None:
             self._check_takes_bias(bias)
         elif slope is not None:

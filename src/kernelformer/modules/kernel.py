@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,6 @@ from kernelformer.modules.checks import Call, check_near, check_scale, config_mi
 from kernelformer.modules.context import needs_whole
 from kernelformer.modules.core import AttentionCore
 from kernelformer.modules.split_cores import CoreSplit, KernelSplit
-from kernelformer.modules.streaming import QuickStep, prepare_map, quick_step_of
 from kernelformer.modules.window import Far, NearFarAttention
 
 
@@ -54,7 +52,6 @@ class KernelCore(AttentionCore):
     # The map's tensors of the last stream: parameters as they are, or what follows from them. They are here and not in
     # the states, of which there may be many.
     _prepared: Prepared | None = None
-    _quick: QuickStep | None = None
     splits: type[CoreSplit] | None = KernelSplit
     takes_loops = True
     causal_way = "landmarks='learned'"  # what to use instead of landmarks that see the whole sequence
@@ -164,7 +161,29 @@ class KernelCore(AttentionCore):
         return not self.has_near or call.bias.slope is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name not in ("_prepared", "_quick")}
+        return {name: x for name, x in vars(self).items() if name != "_prepared"}
+
+    def map_tensors(self, call: Call) -> tuple[Tensor, ...]:
+        """The map's tensors for a call, with a bias for keys that are repeated for every query head.
+
+        A stream keeps those of the call before while they are right. With gradients they belong to a graph, and in a
+        compiled step to its weights: both make them each time.
+        """
+        phi, biased = self.feature_map, self._by_query_head(call)
+        keeps = call.in_stream and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if keeps and not torch._C._are_functorch_transforms_active():
+            weights, kind = phi.learned_weights(), (compute_dtype(call.query.dtype), call.query.device)
+            how = (*kind, call.scale, biased, phi.seed_number, phi.draw_number, torch.is_inference_mode_enabled())
+            kept = self._prepared  # read once: a stream in another thread may put its own here at any time
+            if call.state is None or kept is None or not kept.made_from(weights, how):
+                self._prepared = kept = Prepared.of(self._prepare(call, biased), weights, how)
+            return kept.tensors
+        return self._prepare(call, biased)
+
+    def _prepare(self, call: Call, biased: bool) -> tuple[Tensor, ...]:
+        phi = self.feature_map
+        tensors = phi.prepare(call.query, call.key, call.key_mask, call.scale, call.real_queries)
+        return tuple(phi.for_query_heads(tensors) if biased else tensors)
 
     def _attend(self, call: Call) -> tuple[Tensor, State | None]:
         phi = self.feature_map
@@ -172,8 +191,8 @@ class KernelCore(AttentionCore):
             if phi.aligns:
                 query, key = phi.align(call.query, call.key, call.key_mask, call.real_queries)
                 call = replace(call, query=query, key=key)
-            tensors = prepare_map(self, call).tensors
-            near, buffers = self.near, None
+            tensors = self.map_tensors(call)
+            near = self.near
             after: Sequence[Tensor] | None
             if near is not None:
                 out, after = near.attend(*self._with_far(call, tensors), plain=self._takes_plain(call))
@@ -181,8 +200,8 @@ class KernelCore(AttentionCore):
                 out, after = self._attend_unbiased(call, tensors)
             else:
                 plain = self._takes_plain(call)
-                out, after, buffers = self.biased.attend(call, tensors, plain=plain)
-            return out, self._state(after, call, buffers) if call.streams and after is not None else None
+                out, after = self.biased.attend(call, tensors, plain=plain)
+            return out, self._state(after, call) if call.streams and after is not None else None
 
     def _with_far(self, call: Call, tensors: Sequence[Tensor]) -> tuple[Call, Far]:
         """A call with keys for each head of the sums, and its far part."""
@@ -200,15 +219,11 @@ class KernelCore(AttentionCore):
             query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
             call = replace(call, query=query, key=key, value=value)
         with no_autocast(call.query.device.type):
-            prepared = prepare_map(self, call)
-            near, tensors = self.near, prepared.tensors
+            near, tensors = self.near, self.map_tensors(call)
             after: Sequence[Tensor]
             buffers: object | None = None
             if near is not None:
                 out, after, buffers = near.step(*self._with_far(call, tensors))
-            elif (quick := quick_step_of(self, call, prepared)) is not None:
-                out, after = quick.attend(call.query, call.key, call.value, self._before(call))
-                return out, replace(self._state(after, call, None), quick=weakref.ref(quick))
             elif call.bias is None:
                 out, after = self._step_unbiased(call, tensors)
             else:
@@ -291,7 +306,7 @@ class KernelCore(AttentionCore):
             )
         rows, _ = self._normalize_qk(query.to(main.dtype), sample, None)
         with no_autocast(query.device.type):
-            spec, tensors = self.feature_map.spec, prepare_map(self, replace(call, query=rows)).tensors
+            spec, tensors = self.feature_map.spec, self.map_tensors(replace(call, query=rows))
             out = read(spec, tensors, rows, memory.tensors, scale=self.scale, normalize=self.normalize)
         return out.to(query.dtype)
 

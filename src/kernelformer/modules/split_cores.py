@@ -19,7 +19,8 @@ from torch import Tensor
 from kernelformer.attention import State
 from kernelformer.attention.families import engine_class
 from kernelformer.attention.linear import faded, key_sums, merge_sums, read_sums
-from kernelformer.attention.near import Sinks, Tokens
+from kernelformer.attention.near import Sinks
+from kernelformer.attention.near_keys import Tokens
 from kernelformer.attention.positive import EMPTY
 from kernelformer.attention.ranks import Ranks
 from kernelformer.attention.relative.call import Layout, RelativeCall
@@ -27,7 +28,6 @@ from kernelformer.attention.relative.direct import relative_attention
 from kernelformer.contract import compute_dtype, lookup, no_autocast
 from kernelformer.modules.bias import check_tail
 from kernelformer.modules.checks import Bias, Call
-from kernelformer.modules.streaming import prepare_map
 from kernelformer.modules.window import NO_SINK, Far, NearFarAttention, Stream
 
 if TYPE_CHECKING:
@@ -609,7 +609,7 @@ class KernelSplit(CoreSplit):
     def _plan(self) -> ExchangePlan:
         core, call = self.core, self.call
         with no_autocast(call.query.device.type):
-            tensors = prepare_map(core, call).tensors
+            tensors = core.map_tensors(call)
         slope = None if call.bias is None else call.bias.slope
         near = core.near
         if near is not None:
